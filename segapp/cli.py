@@ -1,0 +1,220 @@
+"""The command line: one function a command; heavy imports inside, so that `segapp --help` answers at once."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from segapp.errors import ConfigError, SegappError
+
+app = typer.Typer(
+    name="segapp",
+    help="Train, evaluate and use semantic-segmentation networks.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
+
+ConfigOption = Annotated[str | None, typer.Option("--config", metavar="FILE", help="A path, or the name of a config.")]
+RunOption = Annotated[Optional[Path], typer.Option("--run", metavar="DIR", help="Folder of the run.")]  # noqa: UP045
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Overrides = Annotated[Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...", help="Dotted config keys.")]  # noqa: UP045
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs segapp with the process's arguments (or those given) and exits."""
+    arguments = _with_resume_value(list(sys.argv[1:] if arguments is None else arguments))
+    is_debug = "--debug" in arguments
+    with _one_line_errors(is_debug):
+        app([argument for argument in arguments if argument != "--debug"], standalone_mode=True)
+
+
+def _with_resume_value(arguments: list[str]) -> list[str]:
+    """`--resume` may stand without a value: then it means auto."""
+    if "--resume" not in arguments:
+        return arguments
+    at = arguments.index("--resume")
+    following = arguments[at + 1] if at + 1 < len(arguments) else None
+    is_value = (
+        following is not None and not following.startswith("-") and ("=" not in following or Path(following).exists())
+    )
+    return arguments if is_value else [*arguments[: at + 1], "auto", *arguments[at + 1 :]]
+
+
+@contextlib.contextmanager
+def _one_line_errors(is_debug: bool) -> Iterator[None]:
+    """Turns what a user can act on into one line on stderr and the exit code of the contract."""
+    try:
+        yield
+    except SegappError as error:
+        if is_debug:
+            raise
+        _fail(str(error), error.exit_code)
+    except OSError as error:
+        if is_debug or error.errno not in _STORAGE_ERRNOS:
+            raise
+        _fail(f"{error.filename or 'disk'}: {error.strerror}: free space or choose another folder", 10)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _fail(message: str, code: int) -> None:
+    from segapp.run.text import printable
+
+    lines = "\n".join(printable(line) for line in message.splitlines())
+    print(f"error: {lines}", file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+def _version(value: bool) -> None:
+    if value:
+        from segapp import __version__
+
+        print(f"segapp {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def train(
+    overrides: Overrides = None,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    resume: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            "--resume", metavar="[auto|RUN|FILE]", help="Go on: the run's last good checkpoint, or the one named."
+        ),
+    ] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Train in the foreground and print lines.")] = False,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Print the complete config and leave.")] = False,
+) -> None:
+    """Train a network.
+
+    The run lies in runs/NAME (or --run DIR). Ctrl-C saves and leaves with exit code 75; --resume goes on from there,
+    bit for bit.
+    """
+    del plain  # the foreground is the only place where a training runs so far
+    from segapp.config import dump_config
+    from segapp.train.plan import plan_session
+
+    plan = plan_session(config, overrides or [], run, resume)
+    if print_config:
+        print(dump_config(plan.config), end="")
+        return
+    from segapp.train.session import run_session
+
+    sys.exit(run_session(plan, _with_resume_value(sys.argv[1:])))
+
+
+@app.command("eval")
+def evaluate(
+    target: Annotated[
+        str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's name or folder, or a checkpoint file.")
+    ],
+    split: Annotated[str, typer.Option(help="Split of the data set.")] = "val",
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")] = None,
+    slide: Annotated[bool, typer.Option("--slide", help="Sliding window instead of the whole image.")] = False,
+    tta: Annotated[bool, typer.Option("--tta", help="Average over a flip and several scales.")] = False,
+    data_root: Annotated[Optional[str], typer.Option(metavar="DIR", help="Data set folder, if it has moved.")] = None,  # noqa: UP045
+) -> None:
+    """Evaluate a run's best checkpoint, or the one named."""
+    from segapp.train.apply import evaluate_target
+
+    evaluate_target(target, split=split, json_file=json_file, slide=slide, tta=tta, data_root=data_root)
+
+
+@app.command()
+def predict(
+    target: Annotated[
+        str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's name or folder, or a checkpoint file.")
+    ],
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Images, or folders of images.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the pictures go.")],
+    label_ids: Annotated[
+        bool, typer.Option("--label-ids", help="Write the data set's own ids (Cityscapes labelIds).")
+    ] = False,
+    slide: Annotated[bool, typer.Option("--slide", help="Sliding window instead of the whole image.")] = False,
+    tta: Annotated[bool, typer.Option("--tta", help="Average over a flip and several scales.")] = False,
+) -> None:
+    """Predict images: DIR/labels (class ids), DIR/color and DIR/overlay."""
+    from segapp.train.apply import predict_target
+
+    predict_target(target, paths, out, label_ids=label_ids, slide=slide, tta=tta)
+
+
+@app.command("ls")
+def list_runs(json_out: JsonFlag = False) -> None:
+    """List the runs under runs/."""
+    from segapp.train import overview
+
+    overview.print_runs(Path("runs"), as_json=json_out)
+
+
+@app.command()
+def status(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.")],
+    json_out: JsonFlag = False,
+) -> None:
+    """Show how a run stands."""
+    from segapp.train import overview
+
+    overview.print_status(run, as_json=json_out)
+
+
+ckpt = typer.Typer(help="What can be resumed.", no_args_is_help=True)
+app.add_typer(ckpt, name="ckpt")
+
+
+@ckpt.command("list")
+def ckpt_list(run: Annotated[str, typer.Argument(metavar="RUN")], json_out: JsonFlag = False) -> None:
+    """List a run's committed checkpoints, newest first."""
+    from segapp.train import overview
+
+    overview.print_checkpoints(run, as_json=json_out, hashes=False)
+
+
+@ckpt.command("verify")
+def ckpt_verify(run: Annotated[str, typer.Argument(metavar="RUN")], json_out: JsonFlag = False) -> None:
+    """Read every byte of a run's checkpoints; exit code 4 if one is damaged."""
+    from segapp.train import overview
+
+    sys.exit(overview.print_checkpoints(run, as_json=json_out, hashes=True))
+
+
+@app.command()
+def schema(
+    out: Annotated[Optional[Path], typer.Option("--out", metavar="FILE", help="Write it there instead.")] = None,  # noqa: UP045
+) -> None:
+    """Print the JSON schema of a config file, for editors."""
+    import json
+
+    from segapp.config import config_schema
+
+    text = json.dumps(config_schema(), indent=2) + "\n"
+    if out is None:
+        print(text, end="")
+        return
+    try:
+        out.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {os.strerror(error.errno or 0)}: choose another --out") from None

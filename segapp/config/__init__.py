@@ -1,0 +1,51 @@
+"""The config: YAML -> frozen sections, every problem reported at once. No torch here."""
+
+from segapp.config.load import (
+    config_hash,
+    config_schema,
+    dump_config,
+    find_config,
+    load_config,
+    parse_overrides,
+    resume_differences,
+    validate_config,
+)
+from segapp.config.sections import (
+    CheckpointConfig,
+    DataConfig,
+    EvalConfig,
+    LiveSettings,
+    LogConfig,
+    LossConfig,
+    LossTerm,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "CheckpointConfig",
+    "DataConfig",
+    "EvalConfig",
+    "LiveSettings",
+    "LogConfig",
+    "LossConfig",
+    "LossTerm",
+    "ModelConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "RunConfig",
+    "ScheduleConfig",
+    "TrainConfig",
+    "config_hash",
+    "config_schema",
+    "dump_config",
+    "find_config",
+    "load_config",
+    "parse_overrides",
+    "resume_differences",
+    "validate_config",
+]

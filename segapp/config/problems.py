@@ -1,0 +1,218 @@
+"""What is wrong with a config, in a person's words: place, key, value, what is accepted, the nearest known key."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from segapp.config.sections import DataConfig, LossTerm, RunConfig
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a value was written: the file and its lines by key path, and which keys came from the command line."""
+
+    path: Path | None
+    lines: Mapping[tuple[str, ...], int]
+    overrides: frozenset[tuple[str, ...]]
+
+    def place(self, loc: tuple[str, ...]) -> str:
+        """file:line of a key, or of the nearest key above it; the file alone for a key that is not written."""
+        for end in range(len(loc), 0, -1):
+            if loc[:end] in self.overrides:
+                return "command line"
+            if loc[:end] in self.lines:
+                return f"{self.path}:{self.lines[loc[:end]]}"
+        return str(self.path) if self.path else "config"
+
+
+_ACCEPTED = {
+    "missing": "is missing: add it",
+    "int_parsing": "a whole number is expected",
+    "int_type": "a whole number is expected",
+    "int_from_float": "a whole number is expected",
+    "float_parsing": "a number is expected",
+    "float_type": "a number is expected",
+    "bool_parsing": "true or false is expected",
+    "bool_type": "true or false is expected",
+    "string_type": "text is expected",
+    "list_type": "a list is expected",
+    "tuple_type": "a list is expected",
+    "dict_type": "a mapping of keys is expected",
+    "model_type": "a mapping of keys is expected",
+    "model_attributes_type": "a mapping of keys is expected",
+}
+
+
+def _key_path(loc: Sequence[int | str]) -> tuple[str, ...]:
+    """The part of pydantic's location that a person wrote: without the names of union members."""
+    path: list[str] = []
+    model: Any = RunConfig
+    for part in loc:
+        if isinstance(part, str) and model is None and not part.isidentifier():
+            break
+        path.append(str(part))
+        if model is not None and isinstance(part, str):
+            field = model.model_fields.get(part)
+            annotation = field.annotation if field else None
+            model = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+            if field is not None and model is None and part != "plus":
+                rest = [str(each) for each in loc[len(path) :] if isinstance(each, int)]
+                return (*path, *rest)
+    return tuple(path)
+
+
+def describe_problem(item: Any, source: Source) -> str:
+    """One line for one of pydantic's errors: place, key, value, what is accepted."""
+    loc = _key_path(item["loc"])
+    key = ".".join(loc)
+    kind, value = item["type"], item["input"]
+    if kind == "extra_forbidden":
+        return f"{source.place(loc)}: unknown key {key}{_nearest(loc)}"
+    if kind == "missing":
+        return f"{source.place(loc)}: {key} is missing{_describe(loc)}"
+    if kind == "literal_error":
+        text = f"accepted: {_options(loc) or item['ctx']['expected']}"
+    else:
+        text = _ACCEPTED.get(kind, str(item["msg"])).removeprefix("Value error, ")
+        options = _options(loc)
+        if options and kind in {"int_parsing", "int_type", "string_type", "list_type", "float_type"}:
+            text = f"accepted: {options}"
+    text = text[:1].lower() + text[1:]
+    shown = repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "..."
+    return f"{source.place(loc)}: {key} = {shown}: {text}"
+
+
+def _field_schema(loc: Sequence[str]) -> dict[str, Any] | None:
+    schema: dict[str, Any] = RunConfig.model_json_schema()
+    node: dict[str, Any] = schema
+    for part in loc:
+        while "$ref" in node:
+            node = schema["$defs"][node["$ref"].rsplit("/", 1)[1]]
+        if part in node.get("properties", {}):
+            node = node["properties"][part]
+        elif node.get("type") == "array" and "items" in node:
+            node = node["items"]
+        else:
+            return None
+    while "$ref" in node:
+        node = schema["$defs"][node["$ref"].rsplit("/", 1)[1]]
+    return node
+
+
+def _options(loc: Sequence[str]) -> str:
+    """What a field with a closed set of words accepts, e.g. "auto | null | a whole number >= 0"."""
+    node = _field_schema(loc)
+    if node is None:
+        return ""
+    words: list[str] = []
+    for member in node.get("anyOf", [node]):
+        if "enum" in member:
+            words += [str(value) for value in member["enum"]]
+        elif "const" in member:
+            words.append(str(member["const"]))
+        elif member.get("type") == "null":
+            words.append("null")
+        elif member.get("type") == "integer":
+            words.append("a whole number" + (f" >= {member['minimum']}" if "minimum" in member else ""))
+        elif member.get("type") == "number":
+            words.append("a number")
+        elif member.get("type") in {"array", "object", "string", "boolean"}:
+            words.append(
+                {"array": "a list", "object": "a mapping", "string": "text", "boolean": "true | false"}[member["type"]]
+            )
+    return " | ".join(words) if len(words) > 1 or "enum" in node else ""
+
+
+def _describe(loc: Sequence[str]) -> str:
+    node = _field_schema(loc)
+    options = _options(loc)
+    text = (node or {}).get("description", "")
+    return ": " + (f"{text} Accepted: {options}" if options else text or "add it").strip()
+
+
+def known_keys(model: type[BaseModel] = RunConfig, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every dotted key of the config, sections included."""
+    for name, field in model.model_fields.items():
+        yield (*prefix, name)
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield from known_keys(annotation, (*prefix, name))
+
+
+def _nearest(loc: tuple[str, ...]) -> str:
+    keys = list(known_keys())
+    siblings = [path[-1] for path in keys if path[:-1] == loc[:-1]] or list(LossTerm.model_fields)
+    near = difflib.get_close_matches(loc[-1], siblings, n=1, cutoff=0.6)
+    if near:
+        return f": did you mean {'.'.join((*loc[:-1], near[0]))}?"
+    elsewhere = [".".join(path) for path in keys if path[-1] == loc[-1]]
+    if elsewhere:
+        return f": did you mean {' or '.join(elsewhere)}?"
+    if len(loc) > 1 and siblings:
+        return f": {'.'.join(loc[:-1])} has {', '.join(sorted(siblings))}"
+    near = difflib.get_close_matches(".".join(loc), [".".join(path) for path in keys], n=1, cutoff=0.5)
+    return f": did you mean {near[0]}?" if near else f": the sections are {', '.join(RunConfig.model_fields)}"
+
+
+def combination_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Values that are fine alone and impossible together: (key path, what is wrong and the next move)."""
+    data, train, parallel = config.data, config.train, config.parallel
+    yield from _data_problems(data)
+    if config.schedule.min_lr > config.optim.lr:
+        yield ("schedule", "min_lr"), f"{config.schedule.min_lr} is above optim.lr = {config.optim.lr}: lower it"
+    if config.schedule.name == "step" and not config.schedule.step_epochs:
+        yield ("schedule", "step_epochs"), "is empty, but schedule.name is step: list the epochs, e.g. [60, 80]"
+    if config.model.library == "smp" and config.model.encoder is None:
+        yield ("model", "encoder"), "is missing: an smp model needs one, e.g. resnet34"
+    if config.optim.nesterov and config.optim.momentum == 0:
+        yield ("optim", "nesterov"), "needs optim.momentum > 0"
+    if parallel.gpu0_bsz is not None and parallel.gpu0_bsz > train.batch_size:
+        yield (
+            ("parallel", "gpu0_bsz"),
+            f"{parallel.gpu0_bsz} is above train.batch_size = {train.batch_size}: use 0 to {train.batch_size}, or null",
+        )
+    if parallel.shares is not None:
+        if parallel.gpu0_bsz is not None:
+            yield ("parallel", "shares"), "stands beside parallel.gpu0_bsz: keep one of them"
+        if sum(parallel.shares) == 0:
+            yield ("parallel", "shares"), "adds up to 0: at least one device must take images"
+    if parallel.stages is not None and parallel.mode != "model":
+        yield (
+            ("parallel", "stages"),
+            f"is for mode: model, not {parallel.mode}: set the mode, or leave it out",
+        )
+    if isinstance(parallel.devices, list) and not parallel.devices:
+        yield ("parallel", "devices"), "is empty: name at least one device, or auto"
+    num_classes = len(data.classes) if data.classes is not None else None
+    for index, term in enumerate([config.loss, *config.loss.plus]):
+        path = ("loss",) if index == 0 else ("loss", "plus", str(index - 1))
+        if isinstance(term.class_weights, list) and num_classes is not None and len(term.class_weights) != num_classes:
+            yield (*path, "class_weights"), f"has {len(term.class_weights)} values, but data.classes has {num_classes}"
+        if term.label_smoothing and term.name not in {"ce"}:
+            yield (*path, "label_smoothing"), f"is for name: ce, not {term.name}: set it to 0"
+
+
+def _data_problems(data: DataConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    if data.scale[0] > data.scale[1]:
+        yield ("data", "scale"), f"{list(data.scale)} is not [smallest, largest]: swap them"
+    if math.prod(data.crop_px) > 1 << 26:
+        yield ("data", "crop_px"), f"{list(data.crop_px)} is more than 67 megapixels a sample: use a smaller crop"
+    if data.format in {"folder", "list"} and not data.classes:
+        yield (
+            ("data", "classes"),
+            f"is missing: format {data.format} does not fix the classes; list their names in id order",
+        )
+    if data.rgb_masks and not data.palette:
+        yield ("data", "palette"), "is missing: rgb_masks needs one colour a class"
+    if data.palette is not None and data.classes is not None and len(data.palette) != len(data.classes):
+        yield (
+            ("data", "palette"),
+            f"has {len(data.palette)} colours for {len(data.classes)} classes: one colour a class",
+        )

@@ -1,0 +1,342 @@
+"""Batches from this process or from worker processes that live as long as the pool.
+
+Every failure reaches the trainer as one error that names the file: an exception of any kind, a worker that was killed,
+a worker that hangs. Nothing here draws from a global generator. Legend: N, H, W batch, height, width.
+"""
+
+import signal
+import threading
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import get_all_start_methods
+from multiprocessing.sharedctypes import RawArray
+from typing import Any, Literal
+
+import cv2
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from segapp.datasets.dataset import Sample, SegmentationDataset
+from segapp.datasets.files import shown
+from segapp.errors import DataError, SegappError, WorkerError
+
+Key = tuple[int, int]
+"""(epoch, index) of a sample."""
+
+_POLL_S = 1.0
+
+
+@dataclass
+class Batch:
+    """What a loader yields.
+
+    Attributes:
+        images: RGB, shape (N, 3, H, W), uint8, not normalised, contiguous.
+        target: Train ids and `ignore_index`, shape (N, H, W), uint8 or int16.
+        indices: Positions in the data set, in the order of the batch.
+    """
+
+    images: Tensor
+    target: Tensor
+    indices: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def pin_memory(self) -> "Batch":
+        """The same batch in page-locked memory (called by torch's DataLoader)."""
+        return Batch(self.images.pin_memory(), self.target.pin_memory(), self.indices)
+
+
+def collate(samples: Sequence[Sample], *, shared: bool = False) -> Batch:
+    """Samples of one size as a batch.
+
+    Args:
+        samples: At least one.
+        shared: Put the tensors into memory that the main process can map, so that they are not copied again.
+
+    Raises:
+        DataError: The samples differ in size.
+        WorkerError: The system has not enough shared memory.
+    """
+    first = samples[0]
+    for sample in samples:
+        if sample.image.shape != first.image.shape:
+            raise DataError(
+                f"images of {_size(first)} and {_size(sample)} pixels cannot share a batch: "
+                "set data.crop_px or data.resize_px, or a batch size of 1"
+            )
+    images = _allocate((len(samples), *first.image.shape), first.image.dtype, shared)
+    target = _allocate((len(samples), *first.target.shape), first.target.dtype, shared)
+    torch.stack([sample.image for sample in samples], out=images)
+    torch.stack([sample.target for sample in samples], out=target)
+    return Batch(images, target, tuple(sample.index for sample in samples))
+
+
+def _size(sample: Sample) -> str:
+    return f"{sample.image.shape[2]}x{sample.image.shape[1]}"
+
+
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype, shared: bool) -> Tensor:
+    tensor = torch.empty(shape, dtype=dtype)
+    if not shared:
+        return tensor
+    try:
+        tensor.untyped_storage().share_memory_()
+        return tensor
+    except RuntimeError as error:
+        raise WorkerError(
+            f"a data worker got no shared memory ({str(error).splitlines()[0]}): make /dev/shm larger "
+            "(docker run --shm-size=8g), or lower data.workers or train.batch_size"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An exception on its way from a worker: strings only, so that it can always be pickled."""
+
+    kind: Literal["data", "worker"]
+    message: str
+    trace: str
+
+    @classmethod
+    def of(cls, error: BaseException, where: str) -> "_Failure":
+        kind: Literal["data", "worker"] = "worker" if isinstance(error, WorkerError) else "data"
+        own = isinstance(error, SegappError)
+        message = str(error) if own else f"{where}: loading failed ({type(error).__name__}: {error})"
+        return cls(kind, message, traceback.format_exc())
+
+    def error(self) -> SegappError:
+        error: SegappError = WorkerError(self.message) if self.kind == "worker" else DataError(self.message)
+        error.add_note(self.trace)
+        return error
+
+
+class _GuardedDataset(Dataset["Batch | _Failure"]):
+    """Loads whole batches, and says in shared memory which sample each worker is at."""
+
+    def __init__(self, dataset: SegmentationDataset, num_slots: int) -> None:
+        self.dataset = dataset
+        self.slots: Any = RawArray("q", max(1, num_slots))
+
+    def __getitem__(self, keys: list[Key]) -> "Batch | _Failure":
+        info = get_worker_info()
+        slot = info.id if info is not None else 0
+        try:
+            samples = []
+            for key in keys:
+                self.slots[slot] = key[1] + 1
+                samples.append(self.dataset[key])
+            return collate(samples, shared=info is not None) if samples else self._no_samples()
+        except BaseException as error:  # whatever happens in a worker must reach the trainer in a form it can unpickle
+            if info is None and not isinstance(error, Exception):
+                raise
+            return _Failure.of(error, shown(self.dataset.pairs[self.slots[slot] - 1].image))
+        finally:
+            self.slots[slot] = 0
+
+    def _no_samples(self) -> Batch:
+        """A batch of no images, of the size the transform gives."""
+        height, width = getattr(self.dataset.transform, "crop_px", (0, 0))
+        target = np.empty((0, height, width), self.dataset.scheme.dtype)
+        return Batch(torch.empty((0, 3, height, width), dtype=torch.uint8), torch.from_numpy(target), ())
+
+
+class _Plan:
+    """The batches still to load; torch's DataLoader asks it anew at the start of every pass.
+
+    To the DataLoader each batch is one item: the guarded data set loads it whole.
+    """
+
+    def __init__(self) -> None:
+        self.batches: list[list[Key]] = []
+
+    def __iter__(self) -> Iterator[list[list[Key]]]:
+        return ([batch] for batch in self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def _first(items: list[Any]) -> Any:
+    """The guarded data set gives whole batches: there is nothing left to collate."""
+    return items[0]
+
+
+def _start_worker(worker: int) -> None:
+    """One thread, no share in Ctrl-C (the trainer decides when workers end), and the system's answer to SIGTERM."""
+    cv2.setNumThreads(0)
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+class BatchPool:
+    """Loads lists of batches, in order, in worker processes that stay from one list to the next.
+
+    Args:
+        dataset: Gives the samples.
+        workers: How many processes; 0 loads in this one.
+        timeout_s: Longest wait for a batch; 0 waits for ever.
+        pin_memory: Hand out batches in page-locked memory.
+    """
+
+    def __init__(self, dataset: SegmentationDataset, workers: int, timeout_s: float, pin_memory: bool) -> None:
+        if workers < 0 or timeout_s < 0:
+            raise ValueError(f"workers={workers}, timeout_s={timeout_s}: neither can be negative")
+        self._dataset = dataset
+        self._workers = workers
+        self._timeout_s = timeout_s
+        self._pin_memory = pin_memory
+        self._plan = _Plan()
+        self._guarded = _GuardedDataset(dataset, workers)
+        self._loader: DataLoader[Any] | None = None
+        self._iterator: Iterator[Any] | None = None
+        self._pass = 0
+
+    def run(self, batches: list[list[Key]]) -> Iterator[Batch]:
+        """The batches, one after the other; a later call ends this pass."""
+        self._pass += 1
+        return self._run(batches, self._pass)
+
+    def _run(self, batches: list[list[Key]], number: int) -> Iterator[Batch]:
+        if not batches:
+            return
+        self._check_current(number)
+        iterator = self._start(batches)
+        for batch in batches:
+            result = self._next(iterator, batch)
+            if isinstance(result, _Failure):
+                self.close()
+                raise result.error()
+            yield result
+            self._check_current(number)
+
+    def _check_current(self, number: int) -> None:
+        if number != self._pass:
+            raise RuntimeError("this pass over the data ended when a later one began")
+
+    def _start(self, batches: list[list[Key]]) -> Iterator[Any]:
+        """Begin a pass, with the workers of the last one where they still answer."""
+        self._plan.batches = batches
+        if self._iterator is not None and self._loader is not None:
+            try:
+                self._iterator = iter(self._loader)
+                return self._iterator
+            except RuntimeError:  # a worker is dead or still busy with what an abandoned pass asked for
+                self._stop()
+        before = signal.getsignal(signal.SIGCHLD)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores are no fault
+            self._loader = self._build()
+            self._iterator = iter(self._loader)
+        _restore_child_handler(before)
+        return self._iterator
+
+    def _build(self) -> "DataLoader[Any]":
+        many = self._workers > 0
+        return DataLoader(
+            self._guarded,
+            batch_sampler=self._plan,
+            collate_fn=_first,
+            num_workers=self._workers,
+            pin_memory=self._pin_memory,
+            timeout=_POLL_S if many else 0,
+            worker_init_fn=_start_worker if many else None,
+            multiprocessing_context="fork" if many and "fork" in get_all_start_methods() else None,
+            generator=torch.Generator(),  # its seed for the workers would otherwise come from the global generator
+            persistent_workers=many,
+        )
+
+    def _next(self, iterator: Iterator[Any], batch: list[Key]) -> Any:
+        """The next batch, waiting in short turns: a stopped process that goes on has waited one turn, not its pause."""
+        waited_s = 0.0
+        while True:
+            try:
+                return next(iterator)
+            except RuntimeError as error:
+                if not self._workers:
+                    raise
+                waited_s += _POLL_S
+                timed_out = "timed out" in str(error)
+                if timed_out and (not self._timeout_s or waited_s < self._timeout_s):
+                    continue
+                failure = self._timeout_error(batch) if timed_out else self._death_error(error)
+                self._kill([number for number in range(self._workers) if self._guarded.slots[number]])
+                self.close()
+                raise failure from error
+
+    def _timeout_error(self, batch: list[Key]) -> WorkerError:
+        names = self._being_read() or [shown(self._dataset.pairs[index].image) for _, index in batch[:1]]
+        return WorkerError(
+            f"the data workers gave no batch for {self._timeout_s:g} s, at {', '.join(names)}: check that the storage "
+            "answers, or raise data.timeout_s"
+        )
+
+    def _death_error(self, error: RuntimeError) -> WorkerError:
+        processes = getattr(self._iterator, "_workers", [])
+        dead = [(number, process) for number, process in enumerate(processes) if not process.is_alive()]
+        if not dead:
+            return WorkerError(
+                f"the data workers failed ({error}): lower data.workers, or set it to 0 to see the cause"
+            )
+        number, process = dead[0]
+        name = self._name_in_slot(number)
+        place = f"while it read {name}" if name else "between two files"
+        return WorkerError(
+            f"data worker {number} (process {process.pid}) died of {_cause_of_death(process.exitcode)} {place}: if "
+            "memory ran out lower data.workers; if it dies at the same file again, replace that file"
+        )
+
+    def _name_in_slot(self, number: int) -> str | None:
+        index = self._guarded.slots[number] - 1
+        return shown(self._dataset.pairs[index].image) if index >= 0 else None
+
+    def _being_read(self) -> list[str]:
+        names = (self._name_in_slot(number) for number in range(self._workers))
+        return [name for name in names if name is not None]
+
+    def close(self) -> None:
+        """End the workers and the pass in progress; a later pass starts new ones."""
+        self._pass += 1
+        self._stop()
+
+    def _stop(self) -> None:
+        """End the workers: asked first, killed if they do not answer within seconds."""
+        shut_down = getattr(self._iterator, "_shutdown_workers", None)
+        if shut_down is not None:
+            shut_down()
+            self._kill(range(self._workers))
+        self._loader = self._iterator = None
+
+    def _kill(self, numbers: Iterable[int]) -> None:
+        """End some workers at once; they hold nothing that could be lost."""
+        processes = getattr(self._iterator, "_workers", [])
+        for process in (processes[number] for number in numbers if number < len(processes)):
+            if process.is_alive():
+                process.kill()
+                process.join(_POLL_S)
+
+
+def _restore_child_handler(before: Any) -> None:
+    """Take back the SIGCHLD handler that torch installs with its first workers.
+
+    It raises in the main thread wherever that is, in the middle of a checkpoint too, when a worker dies. The pool finds
+    dead workers itself, within a second of waiting for them.
+    """
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGCHLD) is not before:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL if before is None else before)
+
+
+def _cause_of_death(exit_code: int | None) -> str:
+    """An exit code in words."""
+    if exit_code is None or exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        return signal.Signals(-exit_code).name
+    except ValueError:
+        return f"signal {-exit_code}"

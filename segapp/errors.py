@@ -1,0 +1,88 @@
+"""What can go wrong for a user, as a tree. Every message names the thing, the value and the next move.
+
+SegappError                 exit code 1
+├── ConfigError             2   a config file, an override, a command line
+├── DataError               3   a data set, an image, a mask
+├── CheckpointError         4   a checkpoint or a weights file that cannot be used
+├── CommandError            2   a command sent to a run
+└── RunError                1   the training itself
+    ├── NonFiniteError      5
+    ├── OutOfMemoryError    6
+    ├── WorkerError         7   a data worker died or hung
+    ├── DistributedError    8   a rank or a collective
+    ├── RunBusyError        9   another trainer holds the run folder
+    └── StorageError        10  disk full, read-only, quota
+"""
+
+
+class SegappError(Exception):
+    """A failure that a user can act on; shown as one line, without a traceback.
+
+    The message is the only argument, so that every error survives pickling between processes.
+    """
+
+    exit_code = 1
+
+
+class ConfigError(SegappError):
+    """A config file, an override or a command line that cannot be used."""
+
+    exit_code = 2
+
+
+class DataError(SegappError):
+    """A data set, an image or a mask that cannot be used."""
+
+    exit_code = 3
+
+
+class CheckpointError(SegappError):
+    """A checkpoint or a weights file that cannot be used."""
+
+    exit_code = 4
+
+
+class CommandError(SegappError):
+    """A command to a run that was refused."""
+
+    exit_code = 2
+
+
+class RunError(SegappError):
+    """The training failed."""
+
+
+class NonFiniteError(RunError):
+    """The loss or a gradient was not finite for too many steps in a row."""
+
+    exit_code = 5
+
+
+class OutOfMemoryError(RunError):
+    """A device ran out of memory and no smaller step was possible."""
+
+    exit_code = 6
+
+
+class WorkerError(RunError):
+    """A data worker died or did not answer in time."""
+
+    exit_code = 7
+
+
+class DistributedError(RunError):
+    """A rank or a collective failed."""
+
+    exit_code = 8
+
+
+class RunBusyError(RunError):
+    """Another process holds the run folder."""
+
+    exit_code = 9
+
+
+class StorageError(RunError):
+    """The run folder cannot be written."""
+
+    exit_code = 10

@@ -1,0 +1,121 @@
+"""Named places where a test can break the program, from outside, with an environment variable.
+
+`SEGAPP_FAILPOINTS="ckpt.before_rename=kill;train.step=17:oom"` arms two points. Each is `name=[HIT:]ACTION[*TIMES]`:
+
+- `HIT` is the visit, counted from 1, at which it first acts (default 1);
+- `TIMES` is how many visits in a row it acts on (default: every one from `HIT` on; 1 when `HIT` is given);
+- `ACTION` is `kill` (SIGKILL to this process), `exit:CODE` (leave at once), `raise:WHAT` (an errno name such as
+  `ENOSPC`, or a built-in exception such as `RuntimeError`), `sleep:SECONDS`, `hang`, or any other word, which
+  `failpoint` returns to the place that asked, for it to act on (`nan`, `oom`).
+
+Unarmed, a point costs one dictionary lookup. The method is etcd's gofail.
+"""
+
+import builtins
+import errno
+import os
+import re
+import signal
+import threading
+import time
+from dataclasses import dataclass
+
+VARIABLE = "SEGAPP_FAILPOINTS"
+
+_SPEC = re.compile(r"(?:(?P<hit>\d+):)?(?P<action>[a-z_]+)(?::(?P<argument>[\w.+-]+))?(?:\*(?P<times>\d+))?")
+
+
+@dataclass
+class _Point:
+    action: str
+    argument: str
+    first_hit: int
+    num_times: int | None
+    num_hits: int = 0
+
+    def is_due(self) -> bool:
+        self.num_hits += 1
+        past = self.num_hits - self.first_hit
+        return past >= 0 and (self.num_times is None or past < self.num_times)
+
+
+def parse_failpoints(text: str) -> dict[str, _Point]:
+    """The armed points of a `SEGAPP_FAILPOINTS` value.
+
+    Raises:
+        ValueError: an entry that does not read as `name=[HIT:]ACTION[:ARGUMENT][*TIMES]`.
+    """
+    points = {}
+    for entry in filter(None, (part.strip() for part in text.split(";"))):
+        name, _, spec = entry.partition("=")
+        match = _SPEC.fullmatch(spec.strip())
+        if match is None:
+            raise ValueError(f"{VARIABLE}: cannot read {entry!r}: write name=[HIT:]ACTION[:ARGUMENT][*TIMES]")
+        times, hit = match["times"], match["hit"]
+        points[name.strip()] = _Point(
+            action=match["action"],
+            argument=match["argument"] or "",
+            first_hit=int(hit or 1),
+            num_times=int(times) if times else (1 if hit else None),
+        )
+    return points
+
+
+_points = parse_failpoints(os.environ.get(VARIABLE, ""))
+_lock = threading.Lock()
+
+
+def arm(text: str) -> None:
+    """Replaces every armed point by those of `text`, as `SEGAPP_FAILPOINTS` would; `""` disarms all."""
+    armed = parse_failpoints(text)
+    _points.clear()
+    _points.update(armed)
+
+
+def failpoint(name: str) -> str | None:
+    """Acts if the point `name` is armed and due.
+
+    Args:
+        name: `floor.place`, for example `ckpt.before_rename`.
+
+    Returns:
+        None when nothing is to happen, or the action word that the caller should act on itself.
+
+    Raises:
+        OSError: for `raise:ENOSPC` and its like.
+        Exception: any built-in exception named by `raise:`.
+    """
+    point = _points.get(name)
+    if point is None:
+        return None
+    with _lock:
+        is_due = point.is_due()
+    return _act(name, point) if is_due else None
+
+
+def _act(name: str, point: _Point) -> str | None:
+    if point.action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+    elif point.action == "exit":
+        os._exit(int(point.argument or 1))
+    elif point.action == "sleep":
+        time.sleep(float(point.argument))
+    elif point.action == "hang":
+        while True:
+            time.sleep(3600)
+    elif point.action == "raise":
+        raise _exception(point.argument, name)
+    else:
+        return point.action
+    return None
+
+
+def _exception(what: str, name: str) -> BaseException:
+    number = getattr(errno, what, None)
+    if isinstance(number, int):
+        return OSError(number, os.strerror(number), f"failpoint {name}")
+    kind = getattr(builtins, what, None)
+    if isinstance(kind, type) and issubclass(kind, BaseException):
+        return kind(f"failpoint {name}")
+    raise ValueError(f"{VARIABLE}: {name}=raise:{what}: neither an errno name nor a built-in exception")

@@ -1,0 +1,41 @@
+"""Losses for semantic segmentation: criteria as additive statistics, exact for any division of a step.
+
+Needs torch and the standard library, nothing else of segapp.
+"""
+
+from segapp.losses.additive import AdditiveCriterion, CriterionSum, Outputs, Statistics, surrogate
+from segapp.losses.cross_entropy import CriterionCE, plain_reason, upsample_cross_entropy
+from segapp.losses.dice import CriterionDice
+from segapp.losses.focal import CriterionFocal
+from segapp.losses.inference import Scores, upsample_argmax, upsample_confusion, upsample_probabilities
+from segapp.losses.lovasz import CriterionLovasz
+from segapp.losses.ohem import CriterionOHEM
+
+LOSSES: dict[str, type[AdditiveCriterion]] = {
+    "ce": CriterionCE,
+    "ohem": CriterionOHEM,
+    "dice": CriterionDice,
+    "focal": CriterionFocal,
+    "lovasz": CriterionLovasz,
+}
+"""The criteria by the names that a config uses."""
+
+__all__ = [
+    "LOSSES",
+    "AdditiveCriterion",
+    "CriterionCE",
+    "CriterionDice",
+    "CriterionFocal",
+    "CriterionLovasz",
+    "CriterionOHEM",
+    "CriterionSum",
+    "Outputs",
+    "Scores",
+    "Statistics",
+    "plain_reason",
+    "surrogate",
+    "upsample_argmax",
+    "upsample_confusion",
+    "upsample_cross_entropy",
+    "upsample_probabilities",
+]

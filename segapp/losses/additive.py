@@ -1,0 +1,244 @@
+"""Criteria as sums that may be added over chunks, replicas, ranks and micro-batches; the division happens once.
+
+A mean of means is not the mean: chunks hold different numbers of valid pixels. So a criterion gives, per chunk,
+*statistics* (sums and counts), whose totals `finalize` turns into the scalar loss of the whole step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+Statistics = tuple[Tensor, ...]
+"""Tensors that may be summed: differentiable sums in float32 or better, counts in float64."""
+
+Outputs = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
+"""What a model returns: logits, (logits, *auxiliary logits), or torchvision's {"out": ..., "aux": ...}."""
+
+
+def heads_of(outputs: Outputs) -> tuple[Tensor, ...]:
+    """The main logits first, then the auxiliary ones.
+
+    Args:
+        outputs: logits (N, C, h, w), a sequence of them (main first), or a mapping with the main ones under "out".
+
+    Raises:
+        TypeError: something else, or a mapping without "out".
+        ValueError: an empty sequence.
+    """
+    if isinstance(outputs, Tensor):
+        return (outputs,)
+    if isinstance(outputs, Mapping):
+        if "out" not in outputs:
+            raise TypeError(
+                f'the model returned a mapping with keys {sorted(outputs)}: the main logits belong under "out"'
+            )
+        return (outputs["out"], *(value for key, value in outputs.items() if key != "out"))
+    if not isinstance(outputs, Sequence):
+        raise TypeError(f"outputs are a {type(outputs).__name__}: give logits, a sequence of logits or a mapping")
+    if not outputs:
+        raise ValueError("outputs are an empty sequence: the first element must be the main logits")
+    return tuple(outputs)
+
+
+class AdditiveCriterion(nn.Module):
+    """A loss that is a function of sums over pixels or images.
+
+    `forward` is `finalize(statistics(...))`: on one device a criterion is used like any other loss module.
+
+    Attributes:
+        is_linear: `finalize` is linear in the differentiable entries, and the others are fixed by the target alone.
+            Then `target_statistics` tells the denominators of a step before any logits exist.
+        num_statistics: number of entries of `statistics`.
+    """
+
+    is_linear: bool = False
+    num_statistics: int = 0
+
+    def statistics(self, outputs: Outputs, target: Tensor) -> Statistics:
+        """The sums of a chunk; equal shapes for every chunk of a step.
+
+        Args:
+            outputs: logits (N, C, h, w) at any resolution, alone, in a sequence or in a mapping (see `heads_of`).
+            target: class ids (N, H, W), uint8 or a signed integer type.
+        """
+        raise NotImplementedError
+
+    def target_statistics(self, target: Tensor) -> Statistics:
+        """`statistics` with the numerators 0, from the target alone.
+
+        Raises:
+            TypeError: the criterion is not linear.
+        """
+        raise TypeError(f"{type(self).__name__} is not linear: its statistics need the logits")
+
+    def finalize(self, totals: Statistics) -> Tensor:
+        """The scalar loss of the summed statistics; 0 with zero gradient where no pixel was valid."""
+        raise NotImplementedError
+
+    def forward(self, outputs: Outputs, target: Tensor) -> Tensor:
+        """The scalar loss of one chunk that is the whole step."""
+        return self.finalize(self.statistics(outputs, target))
+
+
+class MeanCriterion(AdditiveCriterion):
+    """A numerator over a denominator that the target fixes: (sum, count), the heads already added together.
+
+    Args:
+        aux_weight: factor of each auxiliary head's loss.
+    """
+
+    is_linear = True
+    num_statistics = 2
+
+    def __init__(self, aux_weight: float) -> None:
+        super().__init__()
+        self.aux_weight = float(aux_weight)
+
+    def head_sums(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """(numerator, denominator) of one head."""
+        raise NotImplementedError
+
+    def denominator(self, target: Tensor) -> Tensor:
+        """The denominator of `head_sums`, float64, without logits."""
+        raise NotImplementedError
+
+    def statistics(self, outputs: Outputs, target: Tensor) -> Statistics:
+        """(loss sum, denominator); see the base class."""
+        main, *auxiliary = heads_of(outputs)
+        total, count = self.head_sums(main, target)
+        for logits in auxiliary:
+            total = total + self.aux_weight * self.head_sums(logits, target)[0]
+        return total, count
+
+    def target_statistics(self, target: Tensor) -> Statistics:
+        """(0, denominator); see the base class."""
+        return torch.zeros((), device=target.device), self.denominator(target)
+
+    def finalize(self, totals: Statistics) -> Tensor:
+        """Loss sum over denominator, in the loss sum's dtype; 0 where the denominator is."""
+        total, count = totals
+        return (total * reciprocal_or_zero(count)).to(total.dtype)
+
+
+class HeadCriterion(AdditiveCriterion):
+    """A criterion whose statistics are vectors of each head: every entry is (heads, ...), row 0 the main one.
+
+    Args:
+        aux_weight: factor of each auxiliary head's loss.
+    """
+
+    def __init__(self, aux_weight: float) -> None:
+        super().__init__()
+        self.aux_weight = float(aux_weight)
+
+    def head_statistics(self, logits: Tensor, target: Tensor) -> Statistics:
+        """The sums of one head."""
+        raise NotImplementedError
+
+    def finalize_head(self, totals: Statistics) -> Tensor:
+        """The scalar loss of one head."""
+        raise NotImplementedError
+
+    def statistics(self, outputs: Outputs, target: Tensor) -> Statistics:
+        """Per-head rows; see the base class."""
+        rows = [self.head_statistics(logits, target) for logits in heads_of(outputs)]
+        return tuple(torch.stack(entry) for entry in zip(*rows, strict=True))
+
+    def finalize(self, totals: Statistics) -> Tensor:
+        """Main loss + aux_weight x each auxiliary loss."""
+        main, *auxiliary = (self.finalize_head(row) for row in zip(*(entry.unbind(0) for entry in totals), strict=True))
+        for loss in auxiliary:
+            main = main + self.aux_weight * loss
+        return main
+
+
+class CriterionSum(AdditiveCriterion):
+    """A weighted sum of criteria; its statistics are theirs, one after the other.
+
+    Args:
+        terms: (factor, criterion) pairs.
+
+    Raises:
+        ValueError: no terms.
+    """
+
+    def __init__(self, terms: Sequence[tuple[float, AdditiveCriterion]]) -> None:
+        super().__init__()
+        if not terms:
+            raise ValueError("CriterionSum has no terms: give at least one (factor, criterion)")
+        self.factors = tuple(float(factor) for factor, _ in terms)
+        self.criteria = nn.ModuleList(criterion for _, criterion in terms)
+        self.is_linear = all(criterion.is_linear for criterion in self._terms())
+        self.num_statistics = sum(criterion.num_statistics for criterion in self._terms())
+
+    def _terms(self) -> list[AdditiveCriterion]:
+        return [criterion for criterion in self.criteria if isinstance(criterion, AdditiveCriterion)]
+
+    def statistics(self, outputs: Outputs, target: Tensor) -> Statistics:
+        """The terms' statistics, concatenated."""
+        return tuple(entry for criterion in self._terms() for entry in criterion.statistics(outputs, target))
+
+    def target_statistics(self, target: Tensor) -> Statistics:
+        """The terms' target statistics, concatenated; TypeError unless all are linear."""
+        return tuple(entry for criterion in self._terms() for entry in criterion.target_statistics(target))
+
+    def finalize(self, totals: Statistics) -> Tensor:
+        """Sum of factor x the term's loss."""
+        losses, start = [], 0
+        for factor, criterion in zip(self.factors, self._terms(), strict=True):
+            stop = start + criterion.num_statistics
+            losses.append(factor * criterion.finalize(totals[start:stop]))
+            start = stop
+        return torch.stack(losses).sum() if len({loss.dtype for loss in losses}) == 1 else sum(losses[1:], losses[0])
+
+
+def surrogate(criterion: AdditiveCriterion, statistics: Statistics, totals: Statistics) -> Tensor:
+    """A scalar whose gradient is this chunk's exact share of the gradient of `finalize(totals)`.
+
+    Sum over entries s of (d finalize / d s at `totals`) . s, by the chain rule: the totals are sums of the chunks'
+    statistics. So micro-batches and ranks are exact for any `finalize`, not only for means. The *value* is not the
+    loss. Second derivatives are exact for linear criteria only.
+
+    Args:
+        criterion: whose `finalize` it is.
+        statistics: the chunk's, with their graph.
+        totals: the whole step's, from everywhere; taken as constants.
+
+    Returns:
+        A scalar on the statistics' device.
+
+    Example:
+        >>> import torch
+        >>> from segapp.losses import CriterionCE, surrogate
+        >>> criterion, logits = CriterionCE(), torch.zeros(2, 3, 4, 4, requires_grad=True)
+        >>> target = torch.zeros(2, 8, 8, dtype=torch.uint8)
+        >>> halves = [criterion.statistics(logits[i : i + 1], target[i : i + 1]) for i in range(2)]
+        >>> totals = tuple(a + b for a, b in zip(*halves))
+        >>> for half in halves:
+        ...     surrogate(criterion, half, totals).backward()
+        >>> whole = torch.zeros(2, 3, 4, 4, requires_grad=True)
+        >>> criterion(whole, target).backward()
+        >>> torch.allclose(logits.grad, whole.grad)
+        True
+    """
+    at = [total.detach().to(entry.device) for total, entry in zip(totals, statistics, strict=True)]
+    live = [i for i, entry in enumerate(statistics) if entry.requires_grad]
+    if not live:
+        return statistics[0].detach().sum() * 0.0
+    with torch.enable_grad():
+        for i in live:
+            at[i].requires_grad_()
+        slopes = torch.autograd.grad(criterion.finalize(tuple(at)), [at[i] for i in live], allow_unused=True)
+    terms = [
+        (statistics[i] * (torch.zeros_like(at[i]) if slope is None else slope)).sum()
+        for i, slope in zip(live, slopes, strict=True)
+    ]
+    return sum(terms[1:], terms[0])
+
+
+def reciprocal_or_zero(count: Tensor) -> Tensor:
+    """1 / count, and 0 where the count is 0: no valid pixel gives loss 0 and gradient 0, never NaN."""
+    return torch.where(count > 0, 1 / torch.where(count > 0, count, 1.0), 0.0)

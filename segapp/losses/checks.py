@@ -1,0 +1,207 @@
+"""What the losses accept: shapes, dtypes and class ids, with errors that name the value and the next move."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TARGET_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def check_inputs(logits: Tensor, target: Tensor, weight: Tensor | None = None) -> None:
+    """Shapes and dtypes; no values, so nothing is synchronised.
+
+    Args:
+        logits: (N, C, h, w), floating point.
+        target: (N, H, W), integers.
+        weight: one per class, (C,), or None.
+
+    Raises:
+        TypeError: logits not floating point, target not integer.
+        ValueError: shapes that do not fit together.
+    """
+    if logits.dim() != 4 or 0 in logits.shape[1:]:
+        raise ValueError(f"logits have shape {tuple(logits.shape)}: give (N, C, h, w) with C, h, w of at least 1")
+    if not logits.is_floating_point():
+        raise TypeError(f"logits are {logits.dtype}: give a floating-point tensor")
+    if target.dtype not in TARGET_DTYPES:
+        raise TypeError(f"target is {target.dtype}: give class ids as uint8, int16, int32 or int64")
+    if target.dim() != 3 or 0 in target.shape[1:]:
+        raise ValueError(f"target has shape {tuple(target.shape)}: give (N, H, W) with H, W of at least 1")
+    if target.shape[0] != logits.shape[0]:
+        raise ValueError(f"logits hold {logits.shape[0]} images and the target {target.shape[0]}: give as many of each")
+    if target.device != logits.device:
+        raise ValueError(f"logits are on {logits.device} and the target on {target.device}: move one to the other")
+    if weight is not None and weight.shape != (logits.shape[1],):
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}: give one weight for each of {logits.shape[1]} classes"
+        )
+
+
+def check_label_smoothing(label_smoothing: float) -> None:
+    """Raises ValueError outside [0, 1]."""
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing={label_smoothing}: give a number from 0 to 1")
+
+
+def valid_pixels(target: Tensor, ignore_index: int) -> Tensor:
+    """Where the target is not `ignore_index`, as bool; an index that the dtype cannot hold ignores nothing."""
+    bounds = torch.iinfo(target.dtype)
+    if not bounds.min <= ignore_index <= bounds.max:
+        return torch.ones_like(target, dtype=torch.bool)
+    return target != ignore_index
+
+
+def class_ids(target: Tensor, num_classes: int, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """(ids, valid): int64 ids that are safe to index with, and where they count.
+
+    An id that is no class becomes 0 and does not count; `check_target_range` is what reports it.
+    """
+    valid = valid_pixels(target, ignore_index) & (target >= 0)
+    if num_classes <= torch.iinfo(target.dtype).max:
+        valid = valid & (target < num_classes)
+    return torch.where(valid, target, 0).long(), valid
+
+
+def check_target_range(target: Tensor, num_classes: int, ignore_index: int) -> Tensor | None:
+    """Every valid id is a class: an error at once on the CPU, and soon on a device, without waiting for it.
+
+    On a device the offending ids are copied to the host asynchronously. The error is raised by the first later call
+    that finds the copy done; until then the returned scalar makes the loss NaN, so that nothing learns from it.
+    While a graph is captured or traced, and under a functional transform, there is only the NaN, on the CPU nothing.
+
+    Returns:
+        None, or a scalar to add to the loss: 0, or NaN where an id is no class.
+
+    Raises:
+        ValueError: an id outside 0..num_classes - 1 that is not ignore_index, in this call or an earlier one.
+    """
+    if not target.numel() or (target.is_cpu and not has_values(target)) or is_simulated(target):
+        return None
+    if target.is_cpu:
+        low, high = torch.aminmax(target)
+        if int(high) >= num_classes and int(high) == ignore_index:
+            low, high = torch.aminmax(torch.where(target == ignore_index, 0, target))
+        if int(low) < 0 or int(high) >= num_classes:
+            bad = target[_is_bad(target, num_classes, ignore_index)]
+            if bad.numel():
+                raise ValueError(out_of_range_message(torch.unique(bad).tolist(), num_classes, ignore_index))
+        return None
+    bad, ids = _is_bad(target, num_classes, ignore_index), target.long()
+    bounds = torch.stack([torch.where(bad, ids, _NO_ID).amin(), torch.where(bad, ids, -_NO_ID).amax()])
+    if has_values(target):
+        raise_reported()
+        return report_range(bounds, num_classes, ignore_index)
+    return poison_of(bounds)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether the numbers can be looked at: not a fake, traced, transformed or captured tensor."""
+    if torch.compiler.is_compiling() or needs_plain_operators():
+        return False
+    if is_simulated(tensor):
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def is_simulated(tensor: Tensor) -> bool:
+    """Whether the tensor is fake or meta: a shape on a device, without numbers; not one that is being compiled."""
+    return not torch.compiler.is_compiling() and (
+        tensor.is_meta or (type(tensor) not in (Tensor, torch.nn.Parameter) and not needs_plain_operators())
+    )
+
+
+def needs_plain_operators() -> bool:
+    """Whether a functional transform or a trace is active, which sees through torch's own operators only."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None
+
+
+def _is_bad(target: Tensor, num_classes: int, ignore_index: int) -> Tensor:
+    return valid_pixels(target, ignore_index) & ~class_ids(target, num_classes, ignore_index)[1]
+
+
+_NO_ID = 1 << 62
+"""Above every id: the smallest of no bad ids."""
+
+
+@dataclass(frozen=True)
+class _Report:
+    """Smallest and largest bad id on their way to the host, and whether they have arrived."""
+
+    bounds: Tensor
+    has_arrived: Callable[[], bool]
+    num_classes: int
+    ignore_index: int
+
+
+_reports: deque[_Report] = deque(maxlen=64)
+"""Checks under way, oldest first; the only state of the library, because a device answers later than it is asked."""
+
+
+def report_range(bounds: Tensor, num_classes: int, ignore_index: int) -> Tensor:
+    """Sends the bounds of the bad ids to the host.
+
+    Args:
+        bounds: (2,) int64 smallest and largest bad id; the smallest above the largest where there is none.
+        num_classes: C.
+        ignore_index: id that counts nowhere.
+
+    Returns:
+        Scalar on the bounds' device: 0, or NaN where there is a bad id.
+    """
+    if bounds.is_cuda:
+        host = torch.empty(2, dtype=torch.int64, pin_memory=True)
+        host.copy_(bounds, non_blocking=True)
+        arrival = torch.cuda.current_stream(bounds.device).record_event()
+        _reports.append(_Report(host, arrival.query, num_classes, ignore_index))
+    else:
+        _reports.append(_Report(bounds.cpu(), lambda: True, num_classes, ignore_index))
+    return poison_of(bounds)
+
+
+def poison_of(bounds: Tensor) -> Tensor:
+    """Scalar 0, or NaN where the bounds of the bad ids say that there is one."""
+    return torch.where(bounds[0] <= bounds[1], torch.nan, 0.0)
+
+
+def raise_reported() -> None:
+    """Raises ValueError for a bad id that an earlier call met on a device."""
+    while _reports and _reports[0].has_arrived():
+        report = _reports.popleft()
+        low, high = report.bounds.tolist()
+        if low <= high:
+            ids = [low] if low == high else [low, high]
+            raise ValueError(out_of_range_message(ids, report.num_classes, report.ignore_index))
+
+
+def out_of_range_message(ids: Sequence[int], num_classes: int, ignore_index: int) -> str:
+    """The error for ids that are no classes."""
+    named = ", ".join(map(str, ids[:10])) + (", ..." if len(ids) > 10 else "")
+    return (
+        f"target holds the ids {named}: classes are 0 to {num_classes - 1} and {ignore_index} is ignored; "
+        "map the labels or change the number of classes"
+    )
+
+
+def as_class_weight(weight: Tensor | Sequence[float] | None, name: str = "weight") -> Tensor | None:
+    """Class weights as a float tensor (C,) of their own.
+
+    Raises:
+        ValueError: not one-dimensional, negative or not finite.
+    """
+    if weight is None:
+        return None
+    values = torch.as_tensor(weight).detach().clone()
+    if not values.is_floating_point():
+        values = values.float()
+    if values.dim() != 1 or not values.numel():
+        raise ValueError(f"{name} has shape {tuple(values.shape)}: give one number for each class")
+    if has_values(values) and not bool((torch.isfinite(values) & (values >= 0)).all()):
+        raise ValueError(f"{name}={values.tolist()}: give finite numbers of at least 0")
+    return values

@@ -1,0 +1,334 @@
+"""Cross-entropy of low-resolution logits against a full-resolution target, without the upsampled logits.
+
+The loss and its gradient to the low-resolution logits are computed together, band by band, in the forward pass; the
+backward pass only scales the gradient. What is kept is one low-resolution tensor.
+
+Shapes: N images, C classes, h x w of the logits, H x W of the target.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from segapp.losses.additive import MeanCriterion
+from segapp.losses.bands_cross_entropy import CrossEntropyOptions, cross_entropy_on_bands
+from segapp.losses.checks import (
+    as_class_weight,
+    check_inputs,
+    check_label_smoothing,
+    check_target_range,
+    is_simulated,
+    needs_plain_operators,
+)
+from segapp.losses.reference import (
+    compute_dtype,
+    cross_entropy_sums,
+    soft_cross_entropy_sums,
+    target_weight_sum,
+)
+from segapp.losses.sums import CrossEntropySums, upsampled_sums
+
+Implementation = Literal["auto", "reference", "bands", "compiled", "triton", "sums"]
+"""How the loss is computed; "auto" is right unless a measurement says otherwise."""
+
+SMALL_BYTES = 8 << 20
+"""Upsampled float32 logits of this size or less are made whole: bands have nothing to save there and cost time."""
+MIN_CLASSES = 4
+"""With fewer classes the passes over (N, H, W) dominate, of which bands have more."""
+MIN_PIXELS_PER_LOGIT = 9.0
+"""H W / (h w) below which the kernel's partial results are as large as what it saves (a scale of 3)."""
+LARGE_BYTES = 64 << 20
+"""Upsampled logits above this are never made whole for speed alone."""
+
+
+def upsample_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    align_corners: bool = True,
+    ignore_index: int = 255,
+    weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    implementation: Implementation = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of bilinearly upsampled logits, as two sums.
+
+    `loss_sum / weight_sum` is `F.cross_entropy(F.interpolate(logits, size=(H, W), mode="bilinear"), target)` with
+    `reduction="mean"`, the same weights, smoothing and ignored pixels. Sums may be added over chunks of a batch.
+    Nothing of size (N, C, H, W) is made, except where `plain_reason` says so. Second derivatives are exact; they are
+    computed at full resolution. The result is the same every time.
+
+    Args:
+        logits: (N, C, h, w), any floating dtype and memory layout; half precision is accumulated in float32.
+        target: (N, H, W) class ids, uint8 or a signed integer type; or (N, C, H, W) probabilities.
+        align_corners: where the corner samples of the interpolation lie.
+        ignore_index: id that counts nowhere.
+        weight: (C,) factor of each class, or None.
+        label_smoothing: share of the target spread evenly over the classes, 0 to 1.
+        implementation: "auto"; "bands" (CPU); "compiled" (CPU, through torch.compile; falls back to "bands" without a
+            compiler); "triton" (CUDA); "sums" (any device: torch's operators on bands, gradient by recomputation);
+            "reference" (interpolate + cross-entropy).
+
+    Returns:
+        loss_sum: scalar, float32 (float64 for float64 logits), differentiable.
+        weight_sum: scalar, float64, a constant.
+
+    Raises:
+        TypeError: dtypes other than the above.
+        ValueError: shapes that do not fit, ids that are no class. On a CUDA device ids are not waited for: the loss is
+            NaN and the error comes with a later call.
+
+    Example:
+        >>> import torch
+        >>> from segapp.losses import upsample_cross_entropy
+        >>> logits = torch.zeros(1, 2, 4, 4)
+        >>> loss_sum, weight_sum = upsample_cross_entropy(logits, torch.ones(1, 32, 32, dtype=torch.uint8))
+        >>> f"{loss_sum / weight_sum:.4f}"
+        '0.6931'
+    """
+    check_label_smoothing(label_smoothing)
+    if target.is_floating_point() and target.dim() == 4:
+        with torch.autocast(logits.device.type, enabled=False):
+            return soft_cross_entropy_sums(
+                logits, target, align_corners=align_corners, weight=weight, label_smoothing=label_smoothing
+            )
+    check_inputs(logits, target, weight)
+    options = CrossEntropyOptions(align_corners, ignore_index, label_smoothing)
+    if implementation == "auto":
+        implementation = choose_implementation(logits, target)
+    if implementation == "reference":
+        return _reference(logits, target, weight, options)
+    if implementation == "sums":
+        return _sums(logits, target, weight, options)
+    return _fused(logits, target, weight, options, implementation)
+
+
+def choose_implementation(logits: Tensor, target: Tensor) -> Implementation:
+    """What "auto" means for these tensors; a simulated accelerator counts as CUDA, for the sake of memory planning."""
+    if plain_reason(logits, target) is not None:
+        return "reference"
+    if logits.device.type == "cpu":
+        return "bands"
+    has_kernel = (logits.device.type == "cuda" and has_triton()) or is_simulated(logits)
+    fits_kernel = logits.shape[1] <= MAX_TRITON_CLASSES and not _is_hardly_smaller(logits, target)
+    return "triton" if has_kernel and fits_kernel else "sums"
+
+
+def _is_hardly_smaller(logits: Tensor, target: Tensor) -> bool:
+    pixels = target.shape[-2] * target.shape[-1]
+    return MIN_PIXELS_PER_LOGIT * logits.shape[-2] * logits.shape[-1] > pixels
+
+
+def plain_reason(logits: Tensor, target: Tensor) -> str | None:
+    """Why interpolate + cross-entropy at full resolution is used for these tensors; None if it is not.
+
+    Args:
+        logits: (N, C, h, w).
+        target: (N, H, W) class ids or (N, C, H, W) probabilities.
+    """
+    N, C, h, w = logits.shape
+    H, W = target.shape[-2:]
+    full_bytes = 4 * N * C * H * W
+    if target.is_floating_point():
+        return "the target holds probabilities"
+    if needs_plain_operators():
+        return "a functional transform or a trace is active"
+    if h > H or w > W:
+        return "the target is smaller than the logits"
+    if full_bytes <= SMALL_BYTES:
+        return "the upsampled logits are small"
+    if logits.device.type == "cpu" and full_bytes <= LARGE_BYTES and C < MIN_CLASSES:
+        return "there are few classes"
+    return None
+
+
+MAX_TRITON_CLASSES = 256
+"""The kernel holds all classes of a pixel in registers."""
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton is installed; it is not imported for that."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def _reference(
+    logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropyOptions
+) -> tuple[Tensor, Tensor]:
+    poison = None if target.is_cpu else check_target_range(target, logits.shape[1], options.ignore_index)
+    try:
+        with torch.autocast(logits.device.type, enabled=False):
+            loss_sum, weight_sum = cross_entropy_sums(
+                logits,
+                target,
+                align_corners=options.align_corners,
+                ignore_index=options.ignore_index,
+                weight=weight,
+                label_smoothing=options.label_smoothing,
+            )
+    except IndexError:
+        check_target_range(target, logits.shape[1], options.ignore_index)
+        raise
+    return (loss_sum if poison is None else loss_sum + poison), weight_sum
+
+
+def _sums(logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropyOptions) -> tuple[Tensor, Tensor]:
+    function = CrossEntropySums(weight, options.label_smoothing)
+    loss_sum, weight_sum = upsampled_sums(function, logits, target, options.align_corners, options.ignore_index)
+    return loss_sum, weight_sum
+
+
+def _fused(
+    logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropyOptions, implementation: str
+) -> tuple[Tensor, Tensor]:
+    with_gradient = torch.is_grad_enabled() and logits.requires_grad
+    if weight is not None:
+        weight = weight.detach().to(logits.device, compute_dtype(logits))
+    loss_sum, weight_sum, _ = _operator(
+        logits,
+        target,
+        weight,
+        options.align_corners,
+        options.ignore_index,
+        options.label_smoothing,
+        with_gradient,
+        implementation,
+    )
+    return loss_sum, weight_sum.detach()
+
+
+@torch.library.custom_op(
+    "segapp::upsample_cross_entropy",
+    mutates_args=(),
+    schema=(
+        "(Tensor logits, Tensor target, Tensor? weight, bool align_corners, int ignore_index, float label_smoothing,"
+        " bool with_gradient, str implementation) -> (Tensor, Tensor, Tensor)"
+    ),
+)
+def _operator(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    align_corners: bool,
+    ignore_index: int,
+    label_smoothing: float,
+    with_gradient: bool,
+    implementation: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss sum, weight sum, gradient of the loss sum), all from one pass; the gradient is empty unless asked for."""
+    options = CrossEntropyOptions(align_corners, ignore_index, label_smoothing)
+    if implementation == "triton":
+        from segapp.losses.kernels import cross_entropy_by_triton as compute
+    elif implementation == "compiled":
+        from segapp.losses.cells import cross_entropy_on_cells as compute
+    elif implementation == "bands":
+        compute = cross_entropy_on_bands
+    else:
+        raise ValueError(
+            f'implementation={implementation!r}: give "auto", "reference", "bands", "compiled" or "triton"'
+        )
+    loss_sum, weight_sum, gradient = compute(logits, target, weight, options, with_gradient=with_gradient)
+    dtype = compute_dtype(logits)
+    return loss_sum.to(dtype), weight_sum, logits.new_empty(0, dtype=dtype) if gradient is None else gradient
+
+
+@_operator.register_fake
+def _(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    align_corners: bool,
+    ignore_index: int,
+    label_smoothing: float,
+    with_gradient: bool,
+    implementation: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = compute_dtype(logits)
+    gradient = logits.new_empty(logits.shape if with_gradient else (0,), dtype=dtype)
+    if with_gradient and implementation == "triton" and is_simulated(logits):
+        # What the kernel needs beside its result, for those who count memory: about 4 low-resolution tensors.
+        logits.new_empty((4, *logits.shape), dtype=dtype)
+    return logits.new_empty((), dtype=dtype), logits.new_empty((), dtype=torch.float64), gradient
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, target, weight, align_corners, ignore_index, label_smoothing, _, _ = inputs
+    ctx.save_for_backward(logits, target, weight, output[2].detach())
+    ctx.options = CrossEntropyOptions(align_corners, ignore_index, label_smoothing)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, slope: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    logits, target, weight, gradient = ctx.saved_tensors
+    others: tuple[None, ...] = (None,) * 7
+    if slope is None:
+        return None, *others
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        # The kept gradient is a number to autograd; a second derivative needs the graph that led to it.
+        loss_sum = _reference(logits, target, weight, ctx.options)[0]
+        (exact,) = torch.autograd.grad(loss_sum, logits, slope, create_graph=True)
+        return exact, *others
+    # Out of place: the graph may be kept for another backward pass. In float32: 1 / count underflows in half precision.
+    return (gradient * slope).to(logits.dtype), *others
+
+
+_operator.register_autograd(_backward, setup_context=_keep_for_backward)
+
+
+class CriterionCE(MeanCriterion):
+    """Cross-entropy on bilinearly upsampled logits: the mean over all valid pixels of a step, weighted by class.
+
+    Statistics: (loss sum, weight sum). Auxiliary heads share the denominator.
+
+    Args:
+        ignore_index: target id that counts nowhere.
+        weight: one factor for each class, (C,), or None; a buffer.
+        align_corners: of the upsampling.
+        label_smoothing: share of the target spread evenly over the classes, 0 to 1.
+        aux_weight: factor of each auxiliary head's loss.
+        implementation: see `upsample_cross_entropy`.
+
+    Raises:
+        ValueError: weight or label_smoothing out of range.
+    """
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        ignore_index: int = 255,
+        weight: Tensor | None = None,
+        align_corners: bool = True,
+        label_smoothing: float = 0.0,
+        aux_weight: float = 0.4,
+        *,
+        implementation: Implementation = "auto",
+    ) -> None:
+        super().__init__(aux_weight)
+        check_label_smoothing(label_smoothing)
+        self.ignore_index, self.align_corners, self.label_smoothing = ignore_index, align_corners, label_smoothing
+        self.implementation: Implementation = implementation
+        self.register_buffer("weight", as_class_weight(weight))
+
+    def head_sums(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """(loss sum, weight sum) of one head."""
+        return upsample_cross_entropy(
+            logits,
+            target,
+            align_corners=self.align_corners,
+            ignore_index=self.ignore_index,
+            weight=self.weight,
+            label_smoothing=self.label_smoothing,
+            implementation=self.implementation,
+        )
+
+    def denominator(self, target: Tensor) -> Tensor:
+        """The weight sum; the number of pixels for a target of probabilities."""
+        if target.is_floating_point():
+            return torch.tensor(float(target[:, 0].numel()), dtype=torch.float64, device=target.device)
+        return target_weight_sum(target, self.ignore_index, self.weight)

@@ -1,0 +1,122 @@
+"""Cross-entropy over the hard pixels of a whole step (online hard example mining, Shrivastava et al., CVPR 2016).
+
+The rule of the field (HRNet, mmsegmentation): keep the pixels whose target probability is below `threshold`; if they
+are fewer than `min_kept`, keep the `min_kept` hardest. A sorted list does not add up over chunks; a histogram does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from segapp.losses.additive import HeadCriterion, Statistics, reciprocal_or_zero
+from segapp.losses.checks import as_class_weight
+from segapp.losses.sums import pixel_cross_entropy, upsampled_sums
+
+DROPPED_BITS = 15
+"""Of a float32 loss's 23 mantissa bits: 256 bins an octave, 0.4 % wide. Finer bins only cost memory."""
+SMALLEST_LOSS = 2.0**-24
+"""Losses below this (float32's resolution at 1) share the last bin."""
+
+
+def _bin_of(loss: float) -> int:
+    """Position of a positive float32 on the histogram's axis: its leading bits, which grow with the value."""
+    return int(torch.tensor(loss, dtype=torch.float32).view(torch.int32)) >> DROPPED_BITS
+
+
+@dataclass(frozen=True)
+class HardnessHistogram:
+    """Loss, weight and count of the valid pixels by hardness: bin 0 all hard ones, then ever easier ones.
+
+    Attributes:
+        limit: loss above which a pixel is hard, -log(threshold).
+        weight: (C,) or None.
+    """
+
+    limit: float
+    weight: Tensor | None
+    num_differentiable: int = 1
+
+    @property
+    def num_bins(self) -> int:
+        """Bin 0 and those from the limit down to `SMALLEST_LOSS`."""
+        return 2 + max(0, _bin_of(self.limit) - _bin_of(SMALLEST_LOSS))
+
+    def bins(self, nll: Tensor) -> Tensor:
+        """The bin of each loss, int64."""
+        bits = nll.detach().float().clamp_min(SMALLEST_LOSS).view(torch.int32)
+        easy = (_bin_of(max(self.limit, SMALLEST_LOSS)) + 1 - (bits >> DROPPED_BITS)).clamp(1, self.num_bins - 1)
+        return torch.where(nll.detach() > self.limit, 0, easy).long()
+
+    def __call__(self, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
+        """See `PixelSums`."""
+        nll = pixel_cross_entropy(values, ids)
+        bins = self.bins(nll).flatten()
+        weight = valid.to(nll.dtype) if self.weight is None else self.weight.to(nll.device, nll.dtype)[ids] * valid
+        empty = nll.new_zeros(self.num_bins)
+        loss = empty.index_add(0, bins, torch.where(valid, weight * nll, 0.0).flatten())
+        counts = empty.double()
+        return (
+            loss,
+            counts.index_add(0, bins, weight.double().flatten()),
+            counts.index_add(0, bins, valid.double().flatten()),
+        )
+
+
+class CriterionOHEM(HeadCriterion):
+    """Cross-entropy averaged over the hard pixels of the step, by class weight.
+
+    Statistics, each (heads, bins): loss, weight and count by hardness. Pixels in one bin (losses that agree to 0.4 %)
+    are ties: kept or left together, so the kept set is the same for every division of the step, and holds at least
+    `min_kept` pixels where there are as many.
+
+    Args:
+        threshold: pixels whose target probability is below this are hard, in (0, 1].
+        min_kept: at least this many valid pixels of the *step* are kept.
+        weight: one factor for each class, (C,), or None; a buffer.
+        ignore_index: target id that counts nowhere.
+        align_corners: of the upsampling.
+        aux_weight: factor of each auxiliary head's loss; each head has its own hard pixels.
+
+    Raises:
+        ValueError: threshold, min_kept or weight out of range.
+    """
+
+    num_statistics = 3
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        threshold: float = 0.7,
+        min_kept: int = 100_000,
+        *,
+        weight: Tensor | Sequence[float] | None = None,
+        ignore_index: int = 255,
+        align_corners: bool = True,
+        aux_weight: float = 0.4,
+    ) -> None:
+        super().__init__(aux_weight)
+        if not 0 < threshold <= 1:
+            raise ValueError(f"threshold={threshold}: give a probability above 0 and up to 1")
+        if min_kept < 0:
+            raise ValueError(f"min_kept={min_kept}: give a number of pixels of at least 0")
+        self.threshold, self.min_kept = float(threshold), int(min_kept)
+        self.ignore_index, self.align_corners = ignore_index, align_corners
+        self.register_buffer("weight", as_class_weight(weight))
+
+    def head_statistics(self, logits: Tensor, target: Tensor) -> Statistics:
+        """(loss, weight, count) of one head, each (bins,)."""
+        histogram = HardnessHistogram(-math.log(self.threshold), self.weight)
+        return upsampled_sums(histogram, logits, target, self.align_corners, self.ignore_index)
+
+    def finalize_head(self, totals: Statistics) -> Tensor:
+        """Mean loss over the kept bins: the first, and each that fewer than `min_kept` pixels come before."""
+        loss, weight, count = totals
+        kept = count.cumsum(0) - count < self.min_kept
+        kept = kept | (torch.arange(kept.numel(), device=kept.device) == 0)
+        kept_weight = torch.where(kept, weight, 0.0).sum()
+        return (torch.where(kept, loss, 0.0).sum() * reciprocal_or_zero(kept_weight)).to(loss.dtype)

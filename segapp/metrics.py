@@ -1,0 +1,186 @@
+"""Evaluation as counts: a confusion matrix that streams on the device, and the scores it gives.
+
+The conventions are those of the Cityscapes evaluation server (`evalPixelLevelSemanticLabeling` of the package
+cityscapesscripts): pixels whose target is ignored count nowhere; IoU = TP / (TP + FP + FN); a class that occurs in
+neither targets nor predictions has none, and one that is only predicted has 0.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a confusion matrix says. None stands for a quotient whose denominator is 0. All ratios are in [0, 1].
+
+    Attributes:
+        iou: per class, TP / (TP + FP + FN); None for a class absent from targets and predictions.
+        miou: mean of `iou` over the classes that have one.
+        accuracy: per class, the share of its target pixels that were found (recall); None without such pixels.
+        mean_accuracy: mean of `accuracy` over the classes that have one.
+        frequency: per class, its share of the valid pixels.
+        frequency_weighted_iou: `iou` weighted by `frequency` (Long et al., Fully Convolutional Networks, 2015, 5).
+        pixel_accuracy: the share of valid pixels that were predicted right.
+        num_valid_px: target pixels that are not ignored.
+    """
+
+    iou: tuple[float | None, ...]
+    miou: float | None
+    accuracy: tuple[float | None, ...]
+    mean_accuracy: float | None
+    frequency: tuple[float | None, ...]
+    frequency_weighted_iou: float | None
+    pixel_accuracy: float | None
+    num_valid_px: int
+
+
+class ConfusionMatrix:
+    """Counts of (target, prediction) pairs over any number of batches.
+
+    `update` never waits for the device. Matrices of replicas and ranks are joined by `merge`, or by summing their
+    `counts`, as in `torch.distributed.all_reduce(confusion.counts)`.
+
+    Args:
+        num_classes: C, at least 1.
+        ignore_index: target value of pixels that do not count. When it is one of the classes, that class has no IoU
+            of its own, and predicting it is an error of the target's class.
+        device: where to count.
+
+    Attributes:
+        counts: int64 (C * C + 1,): the matrix row by row, then the number of pairs that were out of range.
+
+    Example:
+        >>> confusion = ConfusionMatrix(2)
+        >>> confusion.update(torch.tensor([[[0, 1, 1, 0]]]), torch.tensor([[[0, 1, 0, 255]]]))
+        >>> confusion.matrix.tolist()
+        [[1, 1], [0, 1]]
+        >>> confusion.scores().iou
+        (0.5, 0.5)
+    """
+
+    def __init__(self, num_classes: int, ignore_index: int = 255, device: torch.device | str = "cpu") -> None:
+        if num_classes < 1:
+            raise ValueError(f"num_classes={num_classes}: a confusion matrix needs at least one class")
+        self.num_classes = num_classes
+        self.ignore_index = ignore_index
+        with torch.inference_mode(False):  # a tensor made in inference mode could not be changed outside it
+            self.counts = torch.zeros(num_classes * num_classes + 1, dtype=torch.int64, device=device)
+
+    @property
+    def matrix(self) -> Tensor:
+        """Int64 (C, C), a view of `counts`: row is the target's class, column the predicted one."""
+        return self.counts[:-1].view(self.num_classes, self.num_classes)
+
+    def reset(self) -> None:
+        """Sets all counts to 0."""
+        self.counts.zero_()
+
+    def merge(self, other: "ConfusionMatrix") -> None:
+        """Adds the counts of another matrix over the same classes.
+
+        Raises:
+            ValueError: it has another number of classes or ignores another value.
+        """
+        if (self.num_classes, self.ignore_index) != (other.num_classes, other.ignore_index):
+            raise ValueError(
+                f"cannot merge {other.num_classes} classes ignoring {other.ignore_index} into {self.num_classes} "
+                f"classes ignoring {self.ignore_index}"
+            )
+        self.counts += other.counts.to(self.counts.device)
+
+    def update(self, prediction_NHW: Tensor, target_NHW: Tensor) -> None:
+        """Counts one batch.
+
+        Args:
+            prediction_NHW: (N, H, W) class ids, of any integer type.
+            target_NHW: (N, H, W) class ids or `ignore_index`, of any integer type.
+
+        Raises:
+            ValueError: the shapes differ or a tensor is not of integers; on the CPU also when a target is neither a
+                class nor `ignore_index`, or a prediction under a valid target is no class. On other devices, where a
+                look would wait for the device, `scores` raises that.
+        """
+        if prediction_NHW.shape != target_NHW.shape:
+            raise ValueError(
+                f"prediction of shape {tuple(prediction_NHW.shape)}, target of shape {tuple(target_NHW.shape)}: they "
+                f"must have the same (N, H, W)"
+            )
+        num_places = self.counts.numel() + 1  # one more, for ignored pixels
+        counted = _count(self._places(prediction_NHW, target_NHW), num_places)[:-1]
+        if self.counts.device.type == "cpu":
+            self._check(int(counted[-1]))
+        self.counts += counted
+
+    def _places(self, prediction_NHW: Tensor, target_NHW: Tensor) -> Tensor:
+        """Each pixel's place in `counts`; the place behind the last one for ignored pixels."""
+        prediction = self._as_int64(prediction_NHW, "prediction")
+        target = self._as_int64(target_NHW, "target")
+        num_classes = self.num_classes
+        out_of_range = (target < 0) | (target >= num_classes) | (prediction < 0) | (prediction >= num_classes)
+        places = torch.where(out_of_range, num_classes**2, target * num_classes + prediction)
+        return torch.where(target == self.ignore_index, num_classes**2 + 1, places)
+
+    def _as_int64(self, ids: Tensor, what: str) -> Tensor:
+        if ids.is_floating_point() or ids.is_complex():
+            raise ValueError(f"{what} of {ids.dtype}: class ids are integers; take the argmax of logits first")
+        return ids.detach().to(self.counts.device, torch.int64, non_blocking=True).flatten()
+
+    def _check(self, num_out_of_range: int) -> None:
+        if num_out_of_range:
+            raise ValueError(
+                f"{num_out_of_range} pixels whose prediction or target is not a class 0..{self.num_classes - 1} and "
+                f"whose target is not ignore_index={self.ignore_index}: map the masks' ids to classes first"
+            )
+
+    def scores(self) -> Scores:
+        """The scores of all counts, computed in float64 on the host.
+
+        Raises:
+            ValueError: ids out of range were counted, see `update`.
+        """
+        counts = self.counts.cpu()
+        self._check(int(counts[-1]))
+        matrix = counts[:-1].view(self.num_classes, self.num_classes)
+        hits: list[int] = matrix.diagonal().tolist()
+        in_target: list[int] = matrix.sum(dim=1).tolist()
+        in_prediction: list[int] = matrix.sum(dim=0).tolist()
+        num_valid_px = sum(in_target)
+        iou = [_ratio(tp, t + p - tp) for tp, t, p in zip(hits, in_target, in_prediction, strict=True)]
+        if 0 <= self.ignore_index < self.num_classes:
+            iou[self.ignore_index] = None
+        accuracy = [_ratio(tp, t) for tp, t in zip(hits, in_target, strict=True)]
+        frequency = [_ratio(t, num_valid_px) for t in in_target]
+        weighted = [f * i for f, i in zip(frequency, iou, strict=True) if f is not None and i is not None]
+        return Scores(
+            iou=tuple(iou),
+            miou=_mean(iou),
+            accuracy=tuple(accuracy),
+            mean_accuracy=_mean(accuracy),
+            frequency=tuple(frequency),
+            frequency_weighted_iou=sum(weighted) if weighted else None,
+            pixel_accuracy=_ratio(sum(hits), num_valid_px),
+            num_valid_px=num_valid_px,
+        )
+
+
+def _count(places: Tensor, num_places: int) -> Tensor:
+    """How often each of 0..num_places-1 occurs: int64 (num_places,)."""
+    if places.device.type == "cpu":
+        return torch.bincount(places, minlength=num_places)
+    return _count_by_scatter(places, num_places)  # bincount would ask the device for the largest value
+
+
+def _count_by_scatter(places: Tensor, num_places: int) -> Tensor:
+    counted = torch.zeros(num_places, dtype=torch.int64, device=places.device)
+    return counted.scatter_add_(0, places, torch.ones_like(places))
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def _mean(values: list[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return sum(there) / len(there) if there else None

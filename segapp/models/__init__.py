@@ -1,0 +1,11 @@
+"""Segmentation networks of torchvision and segmentation_models_pytorch behind one `build_model`.
+
+Every network returns a tuple: the lowest-resolution logits its head computes, then, in training mode, those of
+its auxiliary head. Nothing is upsampled to the input size here; the criterion and the evaluator own that.
+"""
+
+from segapp.models.build import build_model, known_models
+from segapp.models.network import FAMILY_NOTES, FamilyNote, SegmentationModel
+from segapp.models.weights import LoadReport
+
+__all__ = ["FAMILY_NOTES", "FamilyNote", "LoadReport", "SegmentationModel", "build_model", "known_models"]

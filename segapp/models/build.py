@@ -1,0 +1,151 @@
+"""`build_model`: from names to a network with its weights."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from segapp.errors import CheckpointError, ConfigError
+from segapp.models.from_smp import build_smp, smp_names
+from segapp.models.from_torchvision import build_torchvision, torchvision_names
+from segapp.models.inspection import settle
+from segapp.models.names import unknown_name
+from segapp.models.network import SegmentationModel
+from segapp.models.weights import (
+    fetch_hub_file,
+    fetch_url,
+    load_backbone_weights,
+    load_weights,
+    looks_like_path,
+    read_weights_file,
+)
+
+LIBRARIES = ("torchvision", "smp")
+
+
+def build_model(
+    library: str,
+    name: str,
+    num_classes: int,
+    *,
+    weights: str | None = None,
+    weights_backbone: str | None = None,
+    aux: bool = True,
+    encoder: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> SegmentationModel:
+    """A segmentation network, in training mode, on the CPU.
+
+    Random initialisation draws from torch's global generator alone: seed it before.
+
+    Args:
+        library: `torchvision` or `smp`.
+        name: the model's name in that library, see `known_models`.
+        num_classes: C, at least 1.
+        weights: for the whole network: a name of torchvision (`COCO_WITH_VOC_LABELS_V1`, `DEFAULT`) or a local file.
+            Tensors of another shape, as a head for other classes has, stay at their initialisation.
+        weights_backbone: for the backbone: a name of torchvision (`IMAGENET1K_V1`, `DEFAULT`), one of smp's names for
+            its encoders (`imagenet`), or a local file. Loaded before `weights`.
+        aux: whether torchvision's FCN and DeepLabV3 train their auxiliary head; the other families have none.
+        encoder: the backbone's name, for smp and for torchvision's bare families.
+        options: further arguments of the network, plain values.
+
+    Returns:
+        The network; `load_reports` tells what the weights files gave.
+
+    Raises:
+        ConfigError: an unknown name or option, or a combination that cannot be built.
+        CheckpointError: a weights file that is missing, cannot be downloaded, is damaged, or of another model.
+        ValueError: `num_classes` is less than 1.
+
+    Example:
+        >>> model = build_model("torchvision", "lraspp", 5, encoder="mobilenet_v3_small").eval()
+        >>> import torch
+        >>> [tuple(logits.shape) for logits in model(torch.zeros(1, 3, 64, 96))]
+        [(1, 5, 8, 12)]
+    """
+    if num_classes < 1:
+        raise ValueError(f"num_classes={num_classes}: a model needs at least one class")
+    model: SegmentationModel
+    if library == "torchvision":
+        model = build_torchvision(name, num_classes, aux, encoder, options or {})
+    elif library == "smp":
+        model = build_smp(name, num_classes, encoder, options or {})
+    else:
+        raise unknown_name("model.library", library, "a library of models", LIBRARIES)
+    settle(model)
+    if weights_backbone is not None:
+        _load_backbone(model, weights_backbone)
+    if weights is not None:
+        _load_whole(model, weights)
+    return model.train()
+
+
+def known_models() -> dict[str, tuple[str, ...]]:
+    """The names that `build_model` takes, by library."""
+    return {"torchvision": torchvision_names(), "smp": smp_names()}
+
+
+def _load_whole(model: SegmentationModel, weights: str) -> None:
+    key = "model.weights"
+    named: dict[str, Callable[[], Path]] = {}
+    if model.library == "torchvision":
+        family = model.name.partition("_")[0]
+        named = _torchvision_weights(f"{family}_{model.encoder_name}", key)
+    state = read_weights_file(_locate(weights, named, f"weights of {model.name}", key), key)
+    report = load_weights(model, model.backbone_prefix, state, weights, key)
+    model.load_reports += (report,)
+
+
+def _load_backbone(model: SegmentationModel, weights: str) -> None:
+    key = "model.weights_backbone"
+    named = _torchvision_weights(model.encoder_name, key)
+    if model.library == "smp":
+        named |= _smp_weights(model.encoder_name, key)
+    state = read_weights_file(_locate(weights, named, f"weights of backbone {model.encoder_name}", key), key)
+    report = load_backbone_weights(model.backbone_module, state, weights, key)
+    model.load_reports += (report,)
+
+
+def _locate(weights: str, named: Mapping[str, Callable[[], Path]], what: str, key: str) -> Path:
+    """The local file behind a name or a path. A name wins over a file of that name in the current folder."""
+    short = weights.rpartition("Weights.")[2]  # torchvision also spells it ResNet50_Weights.IMAGENET1K_V1
+    if short in named:
+        return named[short]()
+    if looks_like_path(weights):
+        return Path(weights).expanduser()
+    if not named:
+        raise CheckpointError(f"{key}: no file {weights!r}, and there are no named {what}; give the path of a file")
+    error: ConfigError = unknown_name(key, weights, what, named)
+    raise ConfigError(f"{error}; or give the path of a file")
+
+
+def _torchvision_weights(name: str, key: str) -> dict[str, Callable[[], Path]]:
+    """The named weights that torchvision has for a model, each with what fetches its file."""
+    from torchvision.models import get_model_weights, list_models
+
+    if name not in list_models():
+        return {}
+    members = get_model_weights(name).__members__  # with aliases: DEFAULT is one
+    return {member: _url_fetcher(weights.url, member, key) for member, weights in members.items()}
+
+
+def _url_fetcher(url: str, name: str, key: str) -> Callable[[], Path]:
+    return lambda: fetch_url(url, name, key)
+
+
+def _smp_weights(encoder: str, key: str) -> dict[str, Callable[[], Path]]:
+    """The named weights of an encoder; a timm model has those of its own name, here `imagenet` and `DEFAULT`."""
+    import timm
+    from segmentation_models_pytorch.encoders import encoders
+
+    if encoder in encoders:
+        settings = encoders[encoder]["pretrained_settings"]
+        return {name: _hub_fetcher(s["repo_id"], s["revision"], name, key) for name, s in settings.items()}
+    config = timm.get_pretrained_cfg(encoder.removeprefix("tu-")) if encoder.startswith("tu-") else None
+    if config is None or not config.hf_hub_id:
+        return {}
+    return {name: _hub_fetcher(config.hf_hub_id, None, name, key) for name in ("imagenet", "DEFAULT")}
+
+
+def _hub_fetcher(repo_id: str, revision: str | None, name: str, key: str) -> Callable[[], Path]:
+    return lambda: fetch_hub_file(repo_id, revision, name, key)

@@ -1,0 +1,176 @@
+"""segmentation_models_pytorch: every architecture with every encoder, smp's own and timm's (`tu-...`).
+
+A network is built by smp itself, without downloads, and taken apart into encoder, decoder and head; of the head, only
+the part before its upsampling and activation is kept.
+"""
+
+import inspect
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from segapp.errors import ConfigError
+from segapp.models.names import check_options, unknown_name
+from segapp.models.network import FAMILY_NOTES, FamilyNote, SegmentationModel
+
+# Arguments that `build_model` decides; and the head's upsampling, which is removed.
+_RESERVED = {"self", "kwargs", "encoder_name", "encoder_weights", "in_channels", "classes", "activation", "aux_params"}
+_RESERVED |= {"upsampling"}
+
+
+class SmpModel(SegmentationModel):
+    """An smp network that ends before its head's upsampling; the names of its tensors are smp's."""
+
+    def __init__(self, encoder: nn.Module, decoder: nn.Module, segmentation_head: nn.Module, **about: Any) -> None:
+        super().__init__(**about)
+        self.encoder = encoder
+        self.decoder = decoder
+        self.segmentation_head = segmentation_head
+
+    @property
+    def backbone_module(self) -> nn.Module:
+        """The part that pretrained weights exist for."""
+        return self.encoder
+
+    @property
+    def backbone_prefix(self) -> str:
+        """What the names of the backbone's tensors begin with."""
+        return "encoder."
+
+    @property
+    def has_aux(self) -> bool:
+        """Whether training mode gives auxiliary logits: smp's networks have no auxiliary head for pixels."""
+        return False
+
+    def compute_logits(self, images_NCHW: Tensor) -> tuple[Tensor, ...]:
+        """Logits of the segmentation head."""
+        features = self.encoder(images_NCHW)
+        # DPT's encoder gives (features, prefix tokens) and its decoder takes both.
+        decoded = self.decoder(*features) if isinstance(features, tuple) else self.decoder(features)
+        return (self.segmentation_head(decoded),)
+
+
+def smp_names() -> tuple[str, ...]:
+    """The names of smp's architectures, as its classes are spelled."""
+    return tuple(_architectures())
+
+
+def build_smp(name: str, num_classes: int, encoder: str | None, options: Mapping[str, Any]) -> SmpModel:
+    """A network with random weights.
+
+    Args:
+        name: an architecture's class in smp, such as `Unet`; upper and lower case do not matter.
+        num_classes: C.
+        encoder: an encoder's name in smp, or `tu-` and a model of timm; None for the architecture's default.
+        options: keyword arguments of the architecture's class; with a `tu-` encoder, also those of the timm model.
+            PSPNet takes `encoder_output_stride` too: with `encoder_depth: 5` and stride 8 it is the published network.
+
+    Raises:
+        ConfigError: a name, an option or their combination that does not exist.
+    """
+    by_lower = {known.lower(): known for known in _architectures()}
+    if name.lower() not in by_lower:
+        raise unknown_name("model.name", name, "an architecture of smp", _architectures())
+    name = by_lower[name.lower()]
+    architecture = _architectures()[name]
+    parameters = inspect.signature(architecture.__init__).parameters
+    encoder = encoder or str(parameters["encoder_name"].default)
+    _check_encoder(encoder)
+    arguments = _arguments(name, encoder, options, [p for p in parameters if p not in _RESERVED])
+    net = _construct(architecture, name, encoder, num_classes, arguments)
+    return SmpModel(
+        net.encoder,
+        net.decoder,
+        _head_without_upsampling(net.segmentation_head),
+        library="smp",
+        name=name,
+        encoder_name=encoder,
+        num_classes=num_classes,
+        note=FAMILY_NOTES.get(f"smp/{name}", FamilyNote(1, True, "the head's upsampling and activation")),
+        size_divisor=_size_divisor(name, net),
+        # PAN pools its deepest features three times by 2 before it upsamples them again.
+        min_size_px=8 * int(net.encoder.output_stride) if name == "PAN" else 1,
+        fixed_size_px=_fixed_size(net.encoder),
+    )
+
+
+def _architectures() -> dict[str, type[Any]]:
+    import segmentation_models_pytorch as smp
+
+    return {cls.__name__: cls for cls in smp.MODEL_ARCHITECTURES_MAPPING.values()}
+
+
+def _check_encoder(encoder: str) -> None:
+    import timm
+    from segmentation_models_pytorch.encoders import encoders, is_equivalent_to_timm_universal
+
+    if encoder.startswith("tu-"):
+        if not timm.is_model(encoder.removeprefix("tu-")):
+            known = [f"tu-{name}" for name in timm.list_models()]
+            raise unknown_name("model.encoder", encoder, "a model of timm", known)
+    elif encoder not in encoders and not is_equivalent_to_timm_universal(encoder):
+        what = "an encoder of smp (those of timm begin with tu-)"
+        raise unknown_name("model.encoder", encoder, what, encoders)
+
+
+def _arguments(name: str, encoder: str, options: Mapping[str, Any], accepted: list[str]) -> dict[str, Any]:
+    """The options as keyword arguments of the architecture."""
+    if name == "PSPNet":
+        accepted = [*accepted, "encoder_output_stride"]
+    for option in options:
+        if option in _RESERVED:
+            raise ConfigError(f"model.options: {option} is set by model.* and the data, or not used; drop it")
+    if not encoder.startswith("tu-"):  # smp drops unknown arguments silently, timm refuses them
+        check_options(options, accepted, f"smp {name}")
+    arguments = dict(options)
+    if name == "PSPNet" and "encoder_output_stride" in arguments:
+        arguments["output_stride"] = arguments.pop("encoder_output_stride")  # handed on to smp's get_encoder
+    return arguments
+
+
+def _construct(architecture: type[Any], name: str, encoder: str, num_classes: int, arguments: dict[str, Any]) -> Any:
+    """The network as smp builds it. A DPT takes images of any size where its transformer can, as the others do."""
+    attempts = [arguments]
+    if name == "DPT" and not {"dynamic_img_size", "img_size"} & arguments.keys():
+        attempts.insert(0, {**arguments, "dynamic_img_size": True})
+    for attempt in attempts:
+        try:
+            return architecture(encoder_name=encoder, encoder_weights=None, classes=num_classes, **attempt)
+        except Exception as error:  # smp and timm check their arguments with every kind of exception
+            if attempt is attempts[-1]:
+                given = f" and options {arguments}" if arguments else ""
+                raise ConfigError(
+                    f"model.encoder: smp {name} cannot be built with {encoder}{given}: {error}; change the encoder or "
+                    f"the options"
+                ) from error
+    raise AssertionError("unreachable")
+
+
+def _head_without_upsampling(head: nn.Module) -> nn.Module:
+    """The part of smp's head that computes logits, under smp's names."""
+    if hasattr(head, "head"):  # DPT
+        return nn.Sequential(OrderedDict(head=head.get_submodule("head")))
+    assert isinstance(head, nn.Sequential), type(head)
+    return nn.Sequential(head[0])
+
+
+def _size_divisor(name: str, net: Any) -> int:
+    """What H and W must be multiples of, by smp's own rule; for DPT that rule lets sizes through that cannot run."""
+    if not net.requires_divisible_input_shape:
+        return 1
+    if name == "DPT":  # resizes the features of its n blocks to the strides 4, 8, ..., 2^(n+1) and adds them up
+        strides = net.encoder.output_strides
+        return math.lcm(*strides, 2 ** (len(strides) + 1))
+    return int(net.encoder.output_stride)
+
+
+def _fixed_size(encoder: nn.Module) -> tuple[int, int] | None:
+    """(H, W) in pixels when a transformer of timm takes no other size."""
+    for module in encoder.modules():
+        if getattr(module, "strict_img_size", False) and getattr(module, "img_size", None) is not None:
+            height_px, width_px = cast(tuple[int, int], module.img_size)
+            return int(height_px), int(width_px)
+    return None

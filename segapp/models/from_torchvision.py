@@ -1,0 +1,185 @@
+"""torchvision's segmentation families: FCN, DeepLabV3 and LR-ASPP on ResNets and MobileNetV3.
+
+The networks are put together from torchvision's own backbones and heads, because its builders know few pairs, want
+to download weights, and upsample to the input size.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from segapp.errors import ConfigError
+from segapp.models.names import check_options, unknown_name
+from segapp.models.network import FAMILY_NOTES, SegmentationModel
+
+FAMILIES = ("deeplabv3", "fcn", "lraspp")
+
+_RESNET_OPTIONS = ("output_stride", "zero_init_residual", "groups", "width_per_group")
+_MOBILENET_OPTIONS = ("output_stride", "width_mult", "reduced_tail")
+_HEAD_OPTIONS = {"deeplabv3": ("atrous_rates",), "fcn": (), "lraspp": ("inter_channels",)}
+_DILATED_STAGES = {8: [False, True, True], 16: [False, False, True], 32: [False, False, False]}
+
+
+class TorchvisionModel(SegmentationModel):
+    """A torchvision network without the interpolation at its end; the names of its tensors are torchvision's."""
+
+    def __init__(self, backbone: nn.Module, classifier: nn.Module, aux: nn.Module | None, **about: Any) -> None:
+        super().__init__(**about)
+        self.backbone = backbone
+        self.classifier = classifier
+        self.aux_classifier = aux
+
+    @property
+    def backbone_module(self) -> nn.Module:
+        """The part that pretrained weights exist for."""
+        return self.backbone
+
+    @property
+    def backbone_prefix(self) -> str:
+        """What the names of the backbone's tensors begin with."""
+        return "backbone."
+
+    @property
+    def has_aux(self) -> bool:
+        """Whether training mode gives auxiliary logits."""
+        return self.aux_classifier is not None
+
+    def compute_logits(self, images_NCHW: Tensor) -> tuple[Tensor, ...]:
+        """Logits of the classifier, then those of the auxiliary one in training mode."""
+        features = self.backbone(images_NCHW)
+        logits = self.classifier(features if "low" in features else features["out"])
+        if self.aux_classifier is None or not self.training:
+            return (logits,)
+        return logits, self.aux_classifier(features["aux"])
+
+
+def torchvision_names() -> tuple[str, ...]:
+    """All names that `build_torchvision` takes: torchvision's own, then the bare families."""
+    from torchvision.models import list_models, segmentation
+
+    return (*list_models(module=segmentation), *FAMILIES)
+
+
+def build_torchvision(
+    name: str, num_classes: int, aux: bool, encoder: str | None, options: Mapping[str, Any]
+) -> TorchvisionModel:
+    """A network with random weights.
+
+    Args:
+        name: a name of torchvision, such as `deeplabv3_resnet50`, or a family (`fcn`, `deeplabv3`, `lraspp`), whose
+            backbone `encoder` then names.
+        num_classes: C.
+        aux: whether an auxiliary FCN head is trained on an earlier stage; LR-ASPP has none.
+        encoder: the backbone's name in torchvision, any ResNet or MobileNetV3.
+        options: `output_stride` of the backbone (8, 16 or 32), and what else backbone and head take.
+
+    Raises:
+        ConfigError: a name, an option or their combination that does not exist.
+    """
+    from torchvision.models.segmentation.deeplabv3 import DeepLabHead
+    from torchvision.models.segmentation.fcn import FCNHead
+    from torchvision.models.segmentation.lraspp import LRASPPHead
+
+    family, backbone_name = _split_name(name, encoder)
+    own = _HEAD_OPTIONS[family]
+    accepted = (*own, *(_RESNET_OPTIONS if not backbone_name.startswith("mobilenet") else _MOBILENET_OPTIONS))
+    check_options(options, accepted, f"torchvision {family} with backbone {backbone_name}")
+    head_options = {option: value for option, value in options.items() if option in own}
+    backbone_options = {option: value for option, value in options.items() if option not in own}
+    aux = aux and family != "lraspp"
+    try:
+        backbone, channels = _build_backbone(backbone_name, family, aux, backbone_options)
+        classifier: nn.Module
+        if family == "lraspp":
+            inter_channels = head_options.get("inter_channels", 128)
+            classifier = LRASPPHead(channels["low"], channels["out"], num_classes, inter_channels)
+        elif family == "deeplabv3":
+            classifier = DeepLabHead(channels["out"], num_classes, **head_options)
+        else:
+            classifier = FCNHead(channels["out"], num_classes)
+        aux_classifier = FCNHead(channels["aux"], num_classes) if aux else None
+    except (TypeError, ValueError, RuntimeError) as error:  # what torch's layers raise for a senseless option
+        raise ConfigError(f"model.options: {dict(options)} cannot be built into {family}: {error}") from error
+    return TorchvisionModel(
+        backbone,
+        classifier,
+        aux_classifier,
+        library="torchvision",
+        name=name,
+        encoder_name=backbone_name,
+        num_classes=num_classes,
+        note=FAMILY_NOTES[f"torchvision/{family}"],
+    )
+
+
+def _backbone_names() -> list[str]:
+    from torchvision.models import get_model_builder, list_models
+
+    modules = ("torchvision.models.resnet", "torchvision.models.mobilenetv3")
+    return [name for name in list_models() if get_model_builder(name).__module__ in modules]
+
+
+def _split_name(name: str, encoder: str | None) -> tuple[str, str]:
+    """Family and backbone of a model's name."""
+    family, _, backbone_name = name.partition("_")
+    if name not in torchvision_names() and (family not in FAMILIES or backbone_name not in _backbone_names()):
+        raise unknown_name("model.name", name, "a model of torchvision", torchvision_names())
+    if not backbone_name and encoder is None:
+        raise ConfigError(
+            f"model.encoder: {name} needs a backbone; set one of {', '.join(_backbone_names())}, or a whole name such "
+            f"as {name}_mobilenet_v3_large"
+        )
+    if backbone_name and encoder not in (None, backbone_name):
+        raise ConfigError(f"model.encoder: {name} already names its backbone; drop {encoder!r}, or set name: {family}")
+    backbone_name = backbone_name or str(encoder)
+    if backbone_name not in _backbone_names():
+        raise unknown_name("model.encoder", backbone_name, "a backbone of torchvision here", _backbone_names())
+    return family, backbone_name
+
+
+def _build_backbone(name: str, family: str, aux: bool, options: Mapping[str, Any]) -> tuple[nn.Module, dict[str, int]]:
+    """A backbone that returns a dict of feature maps, and their numbers of channels."""
+    from torchvision.models._utils import IntermediateLayerGetter
+
+    if name.startswith("mobilenet"):
+        net, layers, channels = _mobilenet(name, options)
+    else:
+        net, layers, channels = _resnet(name, options)
+    # LR-ASPP calls its deep features "high"; which layers are taken and what they are called decides nothing else.
+    wanted = ("low", "out") if family == "lraspp" else ("aux", "out") if aux else ("out",)
+    spelled = {"out": "high"} if family == "lraspp" else {}
+    return_layers = {layers[key]: spelled.get(key, key) for key in wanted}
+    return IntermediateLayerGetter(net, return_layers=return_layers), channels
+
+
+def _resnet(name: str, options: Mapping[str, Any]) -> tuple[nn.Module, dict[str, str], dict[str, int]]:
+    """A ResNet; its last two stages are dilated to stride 8 where its blocks can be, as torchvision has it."""
+    from torchvision.models import get_model
+
+    can_dilate = name not in ("resnet18", "resnet34")
+    output_stride = options.get("output_stride", 8 if can_dilate else 32)
+    if output_stride not in (_DILATED_STAGES if can_dilate else (32,)):
+        accepted = "8, 16 or 32" if can_dilate else "32: its blocks cannot be dilated"
+        raise ConfigError(f"model.options: output_stride={output_stride!r}; {name} takes {accepted}")
+    rest = {option: value for option, value in options.items() if option != "output_stride"}
+    net = get_model(name, weights=None, replace_stride_with_dilation=_DILATED_STAGES[output_stride], **rest)
+    num_out = net.fc.in_features
+    channels = {"low": num_out // 4, "aux": num_out // 2, "out": num_out}
+    return net, {"low": "layer2", "aux": "layer3", "out": "layer4"}, channels
+
+
+def _mobilenet(name: str, options: Mapping[str, Any]) -> tuple[nn.Module, dict[str, str], dict[str, int]]:
+    """A MobileNetV3; its last stage is dilated to stride 16, as torchvision has it."""
+    from torchvision.models import get_model
+
+    output_stride = options.get("output_stride", 16)
+    if output_stride not in (16, 32):
+        raise ConfigError(f"model.options: output_stride={output_stride!r}; {name} takes 16 or 32")
+    rest = {option: value for option, value in options.items() if option != "output_stride"}
+    net = get_model(name, weights=None, dilated=output_stride == 16, **rest).features
+    # The blocks that begin a new stage: C2 is the last but three of [first, stages..., last], at stride 8.
+    stages = [0, *(i for i, block in enumerate(net) if getattr(block, "_is_cn", False)), len(net) - 1]
+    low, out = stages[-4], stages[-1]
+    channels = {"low": net[low].out_channels, "aux": net[low].out_channels, "out": net[out].out_channels}
+    return net, {"low": str(low), "aux": str(low), "out": str(out)}, channels

@@ -1,0 +1,112 @@
+"""What a network does, found by running it once on the meta device: shapes only, no arithmetic, no random numbers.
+
+Libraries build parts that a given depth never runs (a ResNet's last stages under a PSPNet) or runs for nothing. Such
+parameters take memory on every device and make DistributedDataParallel wait for gradients that never come. And a
+BatchNorm behind a global pooling refuses a batch of one image. Both depend on the backbone, so they are looked at
+rather than listed.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from segapp.errors import ConfigError
+from segapp.models.network import SegmentationModel
+
+_ONE_VALUE = "Expected more than 1 value per channel"  # torch's words for a BatchNorm over a single value
+
+
+def settle(model: SegmentationModel) -> None:
+    """Sets `min_train_batch` and `logits_stride`, and takes out what never runs or never learns.
+
+    Modules that the network never calls are replaced by `nn.Identity`; parameters that are used but cannot reach the
+    loss no longer require a gradient.
+
+    Raises:
+        ConfigError: the network cannot run at all, as some pairs of decoder and backbone cannot.
+    """
+    side_px = model.suitable_size(max(2 * model.size_divisor, 64), 64)[0]
+    size_px = model.fixed_size_px or (side_px, side_px)
+    was_training = model.training
+    called: set[str] = set()
+    hooks = [module.register_forward_hook(_noting(name, called)) for name, module in model.named_modules()]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            unused = _probe(model, size_px)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        model.train(was_training)
+    _take_out(model, unused, called)
+
+
+def _noting(name: str, called: set[str]) -> Any:
+    def note(*_: object) -> None:
+        called.add(name)
+
+    return note
+
+
+def _probe(model: SegmentationModel, size_px: tuple[int, int]) -> set[str]:
+    """Runs the network, sets what it shows, and gives the names of the parameters without a gradient."""
+    for device in ("meta", "cpu"):  # some code asks for a tensor's value, which a meta tensor has not
+        try:
+            logits = _run(model, device, 1, size_px, training=False)[0][0]
+            model.logits_stride = max(1, round(size_px[0] / logits.shape[-2]))
+            model.min_train_batch = 1
+            try:
+                logits_all, tensors = _run(model, device, 1, size_px, training=True)
+            except ValueError as error:
+                if _ONE_VALUE not in str(error):
+                    raise
+                model.min_train_batch = 2
+                logits_all, tensors = _run(model, device, 2, size_px, training=True)
+            names = [name for name, _ in model.named_parameters()]
+            total = torch.stack([logits.sum() for logits in logits_all]).sum()
+            gradients = torch.autograd.grad(total, [tensors[name] for name in names], allow_unused=True)
+            return {name for name, gradient in zip(names, gradients, strict=True) if gradient is None}
+        except Exception as error:
+            if device == "cpu":
+                raise ConfigError(
+                    f"model: {model.library} {model.name} with backbone {model.encoder_name} cannot run on images of "
+                    f"{size_px[0]}x{size_px[1]} px ({error}); choose another backbone or other options"
+                ) from error
+    raise AssertionError("unreachable")
+
+
+def _run(
+    model: SegmentationModel, device: str, num_images: int, size_px: tuple[int, int], *, training: bool
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """The logits for images of zeros, computed with stand-ins for all parameters and buffers."""
+    tensors: dict[str, Tensor] = {
+        name: value.detach().to(device, copy=True).requires_grad_() for name, value in model.named_parameters()
+    }
+    tensors |= {name: value.detach().to(device, copy=True) for name, value in model.named_buffers()}
+    model.train(training)
+    images = torch.zeros(num_images, 3, *size_px, device=device)
+    with torch.set_grad_enabled(training):
+        return functional_call(model, tensors, (images,)), tensors
+
+
+def _take_out(model: SegmentationModel, unused: set[str], called: set[str]) -> None:
+    for name, parameter in model.named_parameters():
+        if name in unused:
+            parameter.requires_grad_(False)
+    for name in _idle_modules(model, unused, called):
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, nn.Identity())
+
+
+def _idle_modules(model: nn.Module, unused: set[str], called: set[str]) -> list[str]:
+    """The outermost modules with parameters of which neither a module runs nor a parameter learns."""
+    idle: list[str] = []
+    for name, module in model.named_modules():
+        if not name or any(name.startswith(outer + ".") for outer in idle):
+            continue
+        inner = {f"{name}.{n}" for n, _ in module.named_parameters()}
+        runs = any(c == name or c.startswith(name + ".") for c in called)
+        if inner and inner <= unused and not runs:
+            idle.append(name)
+    return idle

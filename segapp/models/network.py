@@ -1,0 +1,171 @@
+"""What every segmentation network of the project is: a backbone, a head, and logits at the head's own resolution.
+
+Legend: N images, C classes, H and W the input's height and width in pixels, h and w the logits'.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from segapp.models.weights import LoadReport
+
+
+@dataclass(frozen=True)
+class FamilyNote:
+    """How a family's logits relate to what its original library returns.
+
+    Attributes:
+        stride: input pixels per logit along each axis, with default options and, in torchvision, a ResNet-50;
+            `SegmentationModel.logits_stride` has the value of a given network.
+        align_corners: how the original library upsamples; `interpolate(logits, (H, W), mode="bilinear",
+            align_corners=align_corners)` equals its output.
+        removed: what the original does after these logits and this project leaves to the criterion and the evaluator.
+    """
+
+    stride: int
+    align_corners: bool
+    removed: str
+
+
+FAMILY_NOTES: dict[str, FamilyNote] = {
+    "torchvision/fcn": FamilyNote(8, False, "bilinear upsampling of main and auxiliary logits to the input size"),
+    "torchvision/deeplabv3": FamilyNote(8, False, "bilinear upsampling of main and auxiliary logits to the input size"),
+    "torchvision/lraspp": FamilyNote(
+        8,
+        False,
+        "bilinear upsampling to the input size; the branch at stride 16 is still upsampled to stride 8 inside the head",
+    ),
+    "smp/Unet": FamilyNote(1, True, "nothing: its decoder ends at the input's resolution"),
+    "smp/UnetPlusPlus": FamilyNote(1, True, "nothing: its decoder ends at the input's resolution"),
+    "smp/MAnet": FamilyNote(1, True, "nothing: its decoder ends at the input's resolution"),
+    "smp/Linknet": FamilyNote(1, True, "nothing: its decoder ends at the input's resolution"),
+    "smp/FPN": FamilyNote(4, True, "bilinear upsampling by 4"),
+    "smp/PSPNet": FamilyNote(8, True, "bilinear upsampling by 8"),
+    "smp/DeepLabV3": FamilyNote(8, True, "bilinear upsampling by 8"),
+    "smp/DeepLabV3Plus": FamilyNote(4, True, "bilinear upsampling by 4; the one by 4 inside the decoder stays"),
+    "smp/PAN": FamilyNote(4, True, "bilinear upsampling by 4"),
+    "smp/UPerNet": FamilyNote(4, True, "bilinear upsampling by 4"),
+    "smp/Segformer": FamilyNote(4, True, "bilinear upsampling by 4"),
+    "smp/DPT": FamilyNote(2, True, "bilinear upsampling by 2"),
+}
+"""One note per family, `library/family`."""
+
+
+class SegmentationModel(nn.Module):
+    """A backbone and a head that give logits at the head's own resolution.
+
+    The names of the parameters are those of the original library, so that its weights load here and ours load there.
+
+    Attributes:
+        library: `torchvision` or `smp`.
+        name: the model's name in that library.
+        encoder_name: the backbone's name in that library.
+        num_classes: C, the channels of every logits tensor.
+        note: how the logits relate to the original library's output.
+        size_divisor: H and W must be multiples of it; 1 when any size goes.
+        min_size_px: the least H and W.
+        fixed_size_px: (H, W) when the backbone takes no other size, else None.
+        min_train_batch: the least N in training mode. 2 where a BatchNorm follows a global pooling: it has one value
+            per image and channel, and torch refuses to normalise a single one.
+        logits_stride: input pixels per logit along each axis.
+        load_reports: one report per weights file that was loaded, the backbone's first.
+    """
+
+    def __init__(
+        self,
+        *,
+        library: str,
+        name: str,
+        encoder_name: str,
+        num_classes: int,
+        note: FamilyNote,
+        size_divisor: int = 1,
+        min_size_px: int = 1,
+        fixed_size_px: tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__()
+        self.library = library
+        self.name = name
+        self.encoder_name = encoder_name
+        self.num_classes = num_classes
+        self.note = note
+        self.size_divisor = size_divisor
+        self.min_size_px = min_size_px
+        self.fixed_size_px = fixed_size_px
+        self.min_train_batch = 1
+        self.logits_stride = note.stride
+        self.load_reports: tuple[LoadReport, ...] = ()
+
+    @property
+    @abstractmethod
+    def backbone_module(self) -> nn.Module:
+        """The part that pretrained weights exist for."""
+
+    @property
+    @abstractmethod
+    def backbone_prefix(self) -> str:
+        """What the names of the backbone's tensors begin with, the dot included."""
+
+    @property
+    @abstractmethod
+    def has_aux(self) -> bool:
+        """Whether training mode gives auxiliary logits."""
+
+    @abstractmethod
+    def compute_logits(self, images_NCHW: Tensor) -> tuple[Tensor, ...]:
+        """`forward` without the check of the size."""
+
+    def forward(self, images_NCHW: Tensor) -> tuple[Tensor, ...]:
+        """Logits of a batch of images.
+
+        Args:
+            images_NCHW: float (N, 3, H, W), normalised as the backbone expects.
+
+        Returns:
+            Logits (N, C, h, w), and in training mode the auxiliary logits (N, C, h', w') after them where the
+            network has an auxiliary head. Always a tuple.
+
+        Raises:
+            ValueError: H or W does not suit the network; the message names the nearest size that does.
+        """
+        if not torch.compiler.is_compiling() and not torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+            self.check_size(images_NCHW.shape[-2], images_NCHW.shape[-1])
+        return self.compute_logits(images_NCHW)
+
+    def check_size(self, height_px: int, width_px: int) -> None:
+        """Raises ValueError, with the size to use instead, when the network does not take images of this size."""
+        wanted = self.suitable_size(height_px, width_px)
+        if (height_px, width_px) == wanted:
+            return
+        if self.fixed_size_px is not None:
+            rule = f"takes {wanted[0]}x{wanted[1]} px only: crop to it, or set the backbone's own option img_size"
+        elif height_px < self.min_size_px or width_px < self.min_size_px:
+            rule = f"needs at least {self.min_size_px} px a side: pad to {wanted[0]}x{wanted[1]}"
+        else:
+            rule = f"takes multiples of {self.size_divisor}: pad to {wanted[0]}x{wanted[1]}"
+        raise ValueError(
+            f"images of {height_px}x{width_px} px: {self.library} {self.name} with backbone {self.encoder_name} {rule}"
+        )
+
+    def suitable_size(self, height_px: int, width_px: int) -> tuple[int, int]:
+        """The least (H, W) in pixels that the network takes and that holds an image of this size.
+
+        A network of one size gives that size, whether the image fits or not.
+        """
+        if self.fixed_size_px is not None:
+            return self.fixed_size_px
+        d = self.size_divisor
+        height_px, width_px = max(height_px, self.min_size_px), max(width_px, self.min_size_px)
+        return -(-height_px // d) * d, -(-width_px // d) * d
+
+    def backbone_parameters(self) -> Iterator[nn.Parameter]:
+        """The backbone's parameters."""
+        yield from self.backbone_module.parameters()
+
+    def head_parameters(self) -> Iterator[nn.Parameter]:
+        """All parameters outside the backbone: decoder, classifier, auxiliary classifier."""
+        in_backbone = {id(parameter) for parameter in self.backbone_module.parameters()}
+        yield from (parameter for parameter in self.parameters() if id(parameter) not in in_backbone)

@@ -1,0 +1,163 @@
+"""Exact parallel training: loss and gradients of one big device at any split of the batch.
+
+A library of its own: torch and the standard library, nothing else of segapp. The face is lazy, so that
+`from segapp.parallel import plan_chunks` costs a viewer no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from segapp.parallel.batchnorm_guard import batchnorm_single_value_problem, check_batchnorm, smallest_chunk
+    from segapp.parallel.chunks import SplitCheck, check_gpu0_bsz, check_split, plan_chunks
+    from segapp.parallel.data_parallel import (
+        BalancedDataParallel,
+        DataParallelCriterion,
+        DataParallelModel,
+        ReplicaOutputs,
+    )
+    from segapp.parallel.distributed import (
+        DistributedSetupError,
+        RankInfo,
+        all_reduce_gradients,
+        any_rank,
+        init_from_env,
+        is_launched,
+        shutdown,
+        tighten_timeout,
+        wrap_ddp,
+    )
+    from segapp.parallel.exchange import allreduce, sum_over_ranks
+    from segapp.parallel.launch import die_with_parent, launch_local
+    from segapp.parallel.model_parallel import StagePlacement, balance_stages, measure_stages, place_stages, plan_stages
+    from segapp.parallel.penalties import gradient_penalty
+    from segapp.parallel.rendezvous import ReplicaDesyncError, ReplicaError, ReplicaOutOfMemoryError, current_replica
+    from segapp.parallel.replicas import gather, reduce_add, replicate, resolve_devices, run_replicas, scatter
+    from segapp.parallel.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
+
+_HOMES = {
+    "chunks": (
+        "SplitCheck",
+        "check_gpu0_bsz",
+        "check_split",
+        "plan_chunks",
+    ),
+    "rendezvous": (
+        "ReplicaDesyncError",
+        "ReplicaError",
+        "ReplicaOutOfMemoryError",
+        "current_replica",
+    ),
+    "replicas": (
+        "gather",
+        "reduce_add",
+        "replicate",
+        "resolve_devices",
+        "run_replicas",
+        "scatter",
+    ),
+    "data_parallel": (
+        "BalancedDataParallel",
+        "DataParallelCriterion",
+        "DataParallelModel",
+        "ReplicaOutputs",
+    ),
+    "exchange": (
+        "allreduce",
+        "sum_over_ranks",
+    ),
+    "sync_batchnorm": (
+        "SyncBatchNorm",
+        "convert_sync_batchnorm",
+        "revert_sync_batchnorm",
+    ),
+    "batchnorm_guard": (
+        "batchnorm_single_value_problem",
+        "check_batchnorm",
+        "smallest_chunk",
+    ),
+    "penalties": ("gradient_penalty",),
+    "distributed": (
+        "DistributedSetupError",
+        "RankInfo",
+        "all_reduce_gradients",
+        "any_rank",
+        "init_from_env",
+        "is_launched",
+        "shutdown",
+        "tighten_timeout",
+        "wrap_ddp",
+    ),
+    "launch": (
+        "die_with_parent",
+        "launch_local",
+    ),
+    "model_parallel": (
+        "StagePlacement",
+        "balance_stages",
+        "measure_stages",
+        "place_stages",
+        "plan_stages",
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "BalancedDataParallel",
+    "DataParallelCriterion",
+    "DataParallelModel",
+    "DistributedSetupError",
+    "RankInfo",
+    "ReplicaDesyncError",
+    "ReplicaError",
+    "ReplicaOutOfMemoryError",
+    "ReplicaOutputs",
+    "SplitCheck",
+    "StagePlacement",
+    "SyncBatchNorm",
+    "all_reduce_gradients",
+    "allreduce",
+    "any_rank",
+    "balance_stages",
+    "batchnorm_single_value_problem",
+    "check_batchnorm",
+    "check_gpu0_bsz",
+    "check_split",
+    "convert_sync_batchnorm",
+    "current_replica",
+    "die_with_parent",
+    "gather",
+    "gradient_penalty",
+    "init_from_env",
+    "is_launched",
+    "launch_local",
+    "measure_stages",
+    "place_stages",
+    "plan_chunks",
+    "plan_stages",
+    "reduce_add",
+    "replicate",
+    "resolve_devices",
+    "revert_sync_batchnorm",
+    "run_replicas",
+    "scatter",
+    "shutdown",
+    "smallest_chunk",
+    "sum_over_ranks",
+    "tighten_timeout",
+    "wrap_ddp",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})

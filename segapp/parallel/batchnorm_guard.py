@@ -1,0 +1,103 @@
+"""Whether a split leaves a BatchNorm layer with a single value per channel, found before a device is touched.
+
+BatchNorm cannot train on one value: a chunk of one sample behind image-wide pooling (1 x 1 pixels, as in DeepLab's
+ASPP) has no variance. Synchronised over the batch it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from segapp.parallel.replicas import map_tensors
+from segapp.parallel.sync_batchnorm import SyncBatchNorm
+
+
+def smallest_chunk(module: nn.Module, *inputs: Any) -> int:
+    """Samples that every device needs, if it has any: 2 where a plain BatchNorm layer gets one value per sample, or 1.
+
+    Args:
+        module: the model, as it is about to train: layers in evaluation mode do not count.
+        *inputs: an example of its inputs with any number of samples; only shapes and dtypes matter, nothing is
+            computed and no memory taken.
+    """
+    return 2 if _starved_layers(module, inputs) else 1
+
+
+def batchnorm_single_value_problem(module: nn.Module, split: Sequence[int], *inputs: Any) -> str | None:
+    """Why a split cannot train this module, with the next move; None where it can.
+
+    Args:
+        module: the model, as it is about to train.
+        split: samples per device.
+        *inputs: as for `smallest_chunk`.
+
+    Example:
+        >>> pooled = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(3))
+        >>> problem = batchnorm_single_value_problem(pooled, (1, 2), torch.zeros(3, 3, 8, 8))
+        >>> problem.partition(":")[0]
+        "split [1, 2] leaves BatchNorm layer '1' a single value per channel"
+    """
+    if 1 not in split:
+        return None
+    layers = _starved_layers(module, inputs)
+    if not layers:
+        return None
+    return (
+        f"split {list(split)} leaves BatchNorm layer {layers[0]!r} a single value per channel: use"
+        " convert_sync_batchnorm(model) (sync_bn: true), or 2 samples or more on every device that has any"
+    )
+
+
+def check_batchnorm(module: nn.Module, split: Sequence[int], *inputs: Any) -> None:
+    """Refuses a split that leaves a BatchNorm layer a single value; see `batchnorm_single_value_problem`.
+
+    Raises:
+        ValueError: it does.
+    """
+    problem = batchnorm_single_value_problem(module, split, *inputs)
+    if problem is not None:
+        raise ValueError(problem)
+
+
+def _starved_layers(module: nn.Module, inputs: Sequence[Any]) -> list[str]:
+    """Names of the plain BatchNorm layers that get one value per channel and sample.
+
+    Where the module cannot run on shapes alone, all that it has: rather a split too few than a crash in the last batch.
+    """
+    plain = {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm)
+        and not isinstance(layer, SyncBatchNorm)
+        and (layer.training or layer.running_mean is None)
+    }
+    if not plain:
+        return []
+    seen: dict[str, int] = {}
+
+    def note(name: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        x = args[0]
+        seen[name] = min(seen.get(name, x.numel()), x.numel() // (x.size(0) * x.size(1)))
+
+    hooks = [layer.register_forward_pre_hook(partial(note, name)) for name, layer in plain.items()]
+    try:
+        state = {name: tensor.to("meta") for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+        with torch.no_grad():
+            functional_call(module, state, tuple(map_tensors(_as_two_samples, item) for item in inputs))
+    except (RuntimeError, NotImplementedError, ValueError, TypeError):
+        return list(plain)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [name for name, values in seen.items() if values == 1]
+
+
+def _as_two_samples(tensor: Tensor) -> Tensor:
+    return torch.empty((2, *tensor.shape[1:]), dtype=tensor.dtype, device="meta") if tensor.dim() else tensor.to("meta")

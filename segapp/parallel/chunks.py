@@ -1,0 +1,199 @@
+"""Who takes how many samples: integers only, so that viewers and planners decide as the trainer does, without torch.
+
+A *split* is one number of samples per device, in device order. It is given either by `gpu0_bsz` (device 0's part of a
+full batch, the others share the rest) or by `shares` (every device's part); `gpu0_bsz` is the short form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SplitCheck:
+    """What became of a wished split.
+
+    Attributes:
+        split: samples per device for a full batch; None where the wish is refused.
+        reasons: why it is refused, one sentence each, with the next move; empty where it is accepted.
+        notes: what an accepted wish means that the number alone does not say, such as an idle device.
+    """
+
+    split: tuple[int, ...] | None
+    reasons: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether the split can be used."""
+        return not self.reasons
+
+
+def plan_chunks(
+    num_samples: int,
+    num_devices: int,
+    gpu0_bsz: int | None = None,
+    *,
+    full_batch: int | None = None,
+    shares: Sequence[int] | None = None,
+) -> tuple[int, ...]:
+    """Samples per device, in device order.
+
+    `gpu0_bsz=None` splits evenly and gives the left-overs to device 1 and those after it, because device 0 also holds
+    the optimizer's state; a batch of fewer samples than devices starts at device 0, which needs no copy of the model.
+    `gpu0_bsz=0` leaves device 0 without samples. `gpu0_bsz=k` gives device 0 k samples of a full batch and shares the
+    rest evenly, left-overs to the first of the others. On one device every wish but 0 gives it the whole batch.
+
+    A short batch scales the shares down. With `full_batch` (or `shares`, whose sum is the full batch) the scaling is
+    proportional and no device ever gets more than its part of a full batch; device 0 keeps at least one sample.
+    Without it device 0 takes as much of its k as there is.
+
+    Args:
+        num_samples: samples to hand out, >= 0.
+        num_devices: devices, >= 1.
+        gpu0_bsz: device 0's part of a full batch, >= 0, or None for an even split.
+        full_batch: samples of a full batch, where the caller knows it.
+        shares: every device's part of a full batch; excludes `gpu0_bsz`.
+
+    Returns:
+        `num_devices` numbers >= 0 whose sum is `num_samples`.
+
+    Raises:
+        TypeError: a number is not an integer.
+        ValueError: a number is negative, no device is left to take the samples, or the wishes contradict each other.
+
+    Example:
+        >>> plan_chunks(8, 3), plan_chunks(8, 3, 2), plan_chunks(8, 3, 0)
+        ((2, 3, 3), (2, 3, 3), (0, 4, 4))
+        >>> plan_chunks(5, 3, 4), plan_chunks(5, 3, 4, full_batch=8), plan_chunks(4, 3, shares=[2, 3, 3])
+        ((4, 1, 0), (2, 2, 1), (1, 2, 1))
+    """
+    _check_count("num_samples", num_samples, least=0)
+    _check_count("num_devices", num_devices, least=1)
+    if full_batch is not None:
+        _check_count("full_batch", full_batch, least=1)
+    if shares is not None:
+        return _scale_shares(num_samples, _check_shares(shares, num_devices, gpu0_bsz, full_batch))
+    if gpu0_bsz is None:
+        return _even(num_samples, num_devices)
+    check_gpu0_bsz(gpu0_bsz, num_devices, full_batch)
+    if num_devices == 1:
+        return (num_samples,)
+    own = min(gpu0_bsz, num_samples)
+    if full_batch is not None and num_samples < full_batch and own:
+        own = max(1, gpu0_bsz * num_samples // full_batch)
+    each, left_over = divmod(num_samples - own, num_devices - 1)
+    return (own, *(each + (i < left_over) for i in range(num_devices - 1)))
+
+
+def check_split(
+    batch_size: int,
+    num_devices: int,
+    gpu0_bsz: int | None = None,
+    *,
+    shares: Sequence[int] | None = None,
+    smallest_chunk: int = 1,
+) -> SplitCheck:
+    """Says what a wished split does to a full batch, or why it cannot be had; never raises for a bad wish.
+
+    Args:
+        batch_size: samples of a full batch.
+        num_devices: devices that share it.
+        gpu0_bsz: device 0's part, or None.
+        shares: every device's part, or None.
+        smallest_chunk: samples that a device must have if it has any: 2 where a BatchNorm layer over one value per
+            sample is not synchronised (see `segapp.parallel.smallest_chunk`), else 1.
+
+    Returns:
+        The effective split, or the reasons of the refusal.
+
+    Example:
+        >>> check_split(8, 3, 2).split
+        (2, 3, 3)
+        >>> check_split(8, 3, 9).reasons[0]
+        'gpu0_bsz=9 is more than the batch of 8: use 0 to 8'
+    """
+    try:
+        split = plan_chunks(batch_size, num_devices, gpu0_bsz, shares=shares, full_batch=batch_size or None)
+    except (TypeError, ValueError) as error:
+        return SplitCheck(None, (str(error),))
+    wish = f"gpu0_bsz={gpu0_bsz}" if shares is None else f"shares={list(shares)}"
+    reasons = []
+    if batch_size == 0:
+        reasons.append("batch_size=0 has nothing to split: use 1 or more")
+    if any(0 < size < smallest_chunk for size in split):
+        reasons.append(
+            f"{wish} leaves a device with {min(size for size in split if size)} of {batch_size} samples and a BatchNorm"
+            f" layer needs {smallest_chunk}: use sync_bn: true, or a split like {_suggest(batch_size, num_devices)}"
+        )
+    if reasons:
+        return SplitCheck(None, tuple(reasons))
+    notes = [f"device {i} computes nothing" for i, size in enumerate(split) if size == 0]
+    if num_devices == 1 and gpu0_bsz is not None:
+        notes.append(f"gpu0_bsz={gpu0_bsz} has no effect on one device")
+    return SplitCheck(split, (), tuple(notes))
+
+
+def check_gpu0_bsz(gpu0_bsz: int, num_devices: int, full_batch: int | None = None) -> None:
+    """Refuses a `gpu0_bsz` that no split can honour.
+
+    Args:
+        gpu0_bsz: device 0's part of a full batch.
+        num_devices: devices that share the batch.
+        full_batch: samples of a full batch, where known.
+
+    Raises:
+        TypeError: it is not an integer.
+        ValueError: it is negative, above the full batch, or 0 with nobody else to take the samples.
+    """
+    _check_count("gpu0_bsz", gpu0_bsz, least=0, more="None splits evenly")
+    if gpu0_bsz == 0 and num_devices == 1:
+        raise ValueError("gpu0_bsz=0 leaves nobody to take the samples on one device: use None, or add a device")
+    if full_batch is not None and gpu0_bsz > full_batch:
+        raise ValueError(f"gpu0_bsz={gpu0_bsz} is more than the batch of {full_batch}: use 0 to {full_batch}")
+
+
+def _even(num_samples: int, num_devices: int) -> tuple[int, ...]:
+    each, left_over = divmod(num_samples, num_devices)
+    first = 1 if each else 0  # device 0 is spared, unless there is less than one sample for everybody
+    return tuple(each + (first <= i < first + left_over) for i in range(num_devices))
+
+
+def _scale_shares(num_samples: int, shares: Sequence[int]) -> tuple[int, ...]:
+    """Largest remainders, ties to the first device after device 0: never above a device's own share of a full batch."""
+    full = sum(shares)
+    sizes = [share * num_samples // full for share in shares]
+    order = sorted(range(len(shares)), key=lambda i: (-(shares[i] * num_samples % full), i == 0, i))
+    for i in order[: num_samples - sum(sizes)]:
+        sizes[i] += 1
+    return tuple(sizes)
+
+
+def _check_shares(
+    shares: Sequence[int], num_devices: int, gpu0_bsz: int | None, full_batch: int | None
+) -> Sequence[int]:
+    for i, share in enumerate(shares):
+        _check_count(f"shares[{i}]", share, least=0)
+    if gpu0_bsz is not None and (not shares or gpu0_bsz != shares[0]):
+        raise ValueError(f"gpu0_bsz={gpu0_bsz} contradicts shares={list(shares)}: give one of the two")
+    if len(shares) != num_devices:
+        raise ValueError(f"shares={list(shares)} names {len(shares)} devices, there are {num_devices}: give one each")
+    if sum(shares) == 0:
+        raise ValueError(f"shares={list(shares)} gives no device anything: make one of them positive")
+    if full_batch is not None and sum(shares) != full_batch:
+        raise ValueError(f"shares={list(shares)} add up to {sum(shares)}, the batch is {full_batch}: make them equal")
+    return shares
+
+
+def _check_count(name: str, value: object, least: int, more: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} is not a whole number: use {least} or more{', ' + more if more else ''}")
+    if value < least:
+        raise ValueError(f"{name}={value} is too small: use {least} or more{', ' + more if more else ''}")
+
+
+def _suggest(batch_size: int, num_devices: int) -> list[int]:
+    """A split of the batch over as many devices as can have two samples each."""
+    busy = max(1, min(num_devices, batch_size // 2))
+    return [*_even(batch_size, busy), *[0] * (num_devices - busy)]

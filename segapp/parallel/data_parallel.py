@@ -1,0 +1,359 @@
+"""One batch over several devices in one process, exact at any split.
+
+`DataParallelModel` leaves each chunk's output on its device and `DataParallelCriterion` takes the loss there, so that
+device 0 never holds the whole batch's logits. `BalancedDataParallel` gathers, as `torch.nn.DataParallel` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from segapp.parallel.chunks import check_gpu0_bsz, plan_chunks
+from segapp.parallel.rendezvous import DEFAULT_TIMEOUT_S, Mode
+from segapp.parallel.replicas import (
+    DeviceLike,
+    batch_size,
+    check_replicable,
+    gather,
+    reduce_add,
+    replicate,
+    resolve_devices,
+    run_replicas,
+    scatter,
+    tensors_in,
+    to_device,
+    write_back_buffers,
+)
+
+
+class ReplicaOutputs(list[Any]):
+    """The replicas' outputs in replica order, each on its device, with the split that made them.
+
+    Attributes:
+        sizes: samples per output, as many as there are outputs.
+        devices: the device of each output.
+        main_device: device 0 of the model, where sums belong, with or without samples of its own.
+        dim: the dimension of the samples.
+        mode: how the replicas ran.
+    """
+
+    def __init__(
+        self,
+        outputs: Iterable[Any],
+        sizes: Sequence[int],
+        devices: Sequence[torch.device],
+        main_device: torch.device,
+        dim: int = 0,
+        mode: Mode = "threads",
+    ) -> None:
+        super().__init__(outputs)
+        self.sizes = tuple(sizes)
+        self.devices = tuple(devices)
+        self.main_device = main_device
+        self.dim = dim
+        self.mode: Mode = mode
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (list(self), self.sizes, self.devices, self.main_device, self.dim, self.mode)
+
+    def gather(self, device: DeviceLike | None = None) -> Any:
+        """All outputs joined on one device, by default device 0."""
+        return gather(self, self.main_device if device is None else resolve_devices([device])[0], self.dim)
+
+
+class DataParallelModel(nn.Module):
+    """Runs a module on several devices; each output stays on the device that computed it.
+
+    State dicts hold the bare module's keys, in both directions.
+
+    Args:
+        module: what to run; its parameters on device 0.
+        device_ids: CUDA indices, strings or `torch.device`s, repetitions allowed; None takes all CUDA devices, or the
+            CPU where there is none.
+        gpu0_bsz: device 0's samples of a full batch; see `plan_chunks`.
+        dim: the dimension of the samples in inputs and outputs.
+        shares: every device's samples of a full batch, the long form of `gpu0_bsz`.
+        full_batch: samples of a full batch; with it a short batch scales `gpu0_bsz` down, and a larger `gpu0_bsz` is
+            refused.
+        mode: "threads", or "lockstep" for one replica at a time in a fixed order.
+        timeout_s: seconds a replica may be missing while others wait for it.
+
+    Attributes:
+        module: the original module.
+        devices: the resolved devices.
+        last_split: samples per device in the last forward pass, zeros included.
+
+    Raises:
+        TypeError: a device is of the wrong kind, or a part of the module is compiled.
+        ValueError: a device does not exist, or the split is impossible.
+
+    Example:
+        >>> model = DataParallelModel(nn.Linear(2, 1), ["cpu", "cpu", "cpu"], gpu0_bsz=1)
+        >>> [tuple(output.shape) for output in model(torch.zeros(5, 2))]
+        [(1, 1), (2, 1), (2, 1)]
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Iterable[DeviceLike] | None = None,
+        gpu0_bsz: int | None = None,
+        dim: int = 0,
+        *,
+        shares: Sequence[int] | None = None,
+        full_batch: int | None = None,
+        mode: Mode = "threads",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module={module!r} is not an nn.Module: the arguments may be in another order")
+        self.devices = resolve_devices(device_ids)
+        if len(self.devices) > 1:
+            check_replicable(module, type(module).__name__)
+        self.module = module
+        self.dim = dim
+        self.shares = shares
+        self.full_batch = full_batch
+        self.mode: Mode = mode
+        self.timeout_s = timeout_s
+        self.last_split: tuple[int, ...] = (0,) * len(self.devices)
+        self.gpu0_bsz = gpu0_bsz
+        plan_chunks(full_batch or 1, len(self.devices), gpu0_bsz, shares=shares)  # refuses an impossible wish now
+
+    @property
+    def device_ids(self) -> list[torch.device]:
+        """The devices, under the name that `torch.nn.DataParallel` gives them."""
+        return list(self.devices)
+
+    @property
+    def gpu0_bsz(self) -> int | None:
+        """Device 0's samples of a full batch; a new value holds from the next forward pass."""
+        return self._gpu0_bsz
+
+    @gpu0_bsz.setter
+    def gpu0_bsz(self, value: int | None) -> None:
+        if value is not None:
+            check_gpu0_bsz(value, len(self.devices), self.full_batch)
+        self._gpu0_bsz = value
+
+    def plan(self, num_samples: int) -> tuple[int, ...]:
+        """Samples per device for a batch of this size, zeros included."""
+        return plan_chunks(
+            num_samples, len(self.devices), self.gpu0_bsz, full_batch=self.full_batch, shares=self.shares
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the chunks of a batch, positional or keyword, nested as one likes.
+
+        Devices without samples are left out. A call without samples, or without tensors, is one call on device 0.
+
+        Returns:
+            `ReplicaOutputs`: one output per device at work, also for a single device.
+        """
+        return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReplicaOutputs:
+        num_samples = batch_size((args, kwargs), self.dim)
+        self.last_split = self.plan(num_samples or 0)
+        used = [i for i, size in enumerate(self.last_split) if size] or [0]
+        devices, sizes = [self.devices[i] for i in used], [self.last_split[i] for i in used]
+        if num_samples is None:
+            chunks = [to_device((args, kwargs), devices[0])]
+        else:
+            chunks = scatter((args, kwargs), devices, sizes, self.dim)
+        outputs = self._run_chunks(devices, chunks)
+        return ReplicaOutputs(outputs, sizes, devices, self.devices[0], self.dim, self.mode)
+
+    def _run_chunks(
+        self, devices: Sequence[torch.device], chunks: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+    ) -> list[Any]:
+        self._check_placement()
+        if len(self.devices) == 1:
+            ((args, kwargs),) = chunks
+            return [self.module(*args, **kwargs)]
+        is_home = list(devices) == [self.devices[0]]  # a short batch on device 0 alone needs no copy
+        replicas = [self.module] if is_home else replicate(self.module, devices, name=type(self.module).__name__)
+        positional, named = zip(*chunks, strict=True)
+        outputs = run_replicas(replicas, positional, named, devices=devices, mode=self.mode, timeout_s=self.timeout_s)
+        if not is_home:
+            write_back_buffers(self.module, replicas[0])
+        return outputs
+
+    def _check_placement(self) -> None:
+        for name, parameter in self.module.named_parameters():
+            if parameter.device != self.devices[0]:
+                raise ValueError(
+                    f"{name} of {type(self.module).__name__} is on {parameter.device} and device 0 is"
+                    f" {self.devices[0]}: call module.to({str(self.devices[0])!r}) first"
+                )
+            if len(self.devices) == 1:
+                return  # torch itself says the same of the others
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The bare module's state dict: keys without a prefix of ours."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads the bare module's state dict."""
+        return self.module.load_state_dict(state_dict, strict, assign)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Where the wrapper is itself a part of a module, whose keys lack `module.` as well."""
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class BalancedDataParallel(DataParallelModel):
+    """`torch.nn.DataParallel` with a say over device 0's share: the outputs are gathered on one device.
+
+    Gathering costs `output_device` the whole batch's outputs; `DataParallelModel` with `DataParallelCriterion` does
+    not. The name and the order of the arguments are those of transformer-xl's class; unlike that one it honours every
+    `gpu0_bsz` from 0 to the batch size, short batches and keyword arguments included.
+
+    Args:
+        gpu0_bsz: device 0's samples of a full batch, or None for an even split; see `plan_chunks`.
+        module: what to run; its parameters on device 0.
+        device_ids: as for `DataParallelModel`.
+        output_device: where the outputs are gathered; device 0 by default.
+        dim: the dimension of the samples.
+        **options: `shares`, `full_batch`, `mode` and `timeout_s` of `DataParallelModel`.
+
+    Example:
+        >>> model = BalancedDataParallel(1, nn.Linear(2, 1), ["cpu", "cpu"])
+        >>> tuple(model(torch.zeros(5, 2)).shape), model.last_split
+        ((5, 1), (1, 4))
+    """
+
+    def __init__(
+        self,
+        gpu0_bsz: int | None,
+        module: nn.Module,
+        device_ids: Iterable[DeviceLike] | None = None,
+        output_device: DeviceLike | None = None,
+        dim: int = 0,
+        **options: Any,
+    ) -> None:
+        super().__init__(module, device_ids, gpu0_bsz, dim, **options)
+        self.output_device = self.devices[0] if output_device is None else resolve_devices([output_device])[0]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the chunks of a batch and joins their outputs; returns what the bare module would."""
+        return self._run(args, kwargs).gather(self.output_device)
+
+
+class SummableCriterion(Protocol):
+    """A loss as sums: what can be added over replicas, ranks and micro-batches, and the scalar made from the sums."""
+
+    def statistics(self, outputs: Any, target: Any) -> tuple[Tensor, ...]:
+        """Sums over one chunk, differentiable."""
+
+    def finalize(self, totals: tuple[Tensor, ...]) -> Tensor:
+        """The scalar loss of the summed statistics."""
+
+
+class DataParallelCriterion(nn.Module):
+    """The loss of the whole batch from outputs that stay on their devices.
+
+    A criterion gives sums per chunk; they are added on device 0 in replica order and divided once. So the loss does not
+    depend on the split, however unevenly ignored pixels fall. The mean of the chunks' means would.
+
+    Args:
+        criterion: has `statistics(outputs, target) -> tuple of tensors` and `finalize(totals) -> scalar`; where it is
+            an `nn.Module` with weights of its own, every device gets a copy.
+        device_ids: the model's devices, for outputs that do not tell; the first is where the sums are added.
+
+    Raises:
+        TypeError: the criterion gives no sums.
+    """
+
+    def __init__(self, criterion: SummableCriterion, device_ids: Iterable[DeviceLike] | None = None) -> None:
+        super().__init__()
+        for method in ("statistics", "finalize"):
+            if not callable(getattr(criterion, method, None)):
+                raise TypeError(
+                    f"{type(criterion).__name__} has no {method}(): means of chunks cannot be combined exactly: use a"
+                    " criterion of segapp.losses, or give yours statistics(outputs, target) -> tuple of sums and"
+                    " finalize(totals) -> scalar"
+                )
+        self.criterion: Any = criterion
+        self.devices = None if device_ids is None else resolve_devices(device_ids)
+
+    def forward(self, outputs: Any, target: Any) -> Tensor:
+        """The scalar loss on device 0; see `statistics` for the arguments."""
+        return self.finalize(self.statistics(outputs, target))
+
+    def finalize(self, totals: Sequence[Tensor]) -> Tensor:
+        """The scalar loss of statistics that may have been added over micro-batches and ranks too."""
+        return cast(Tensor, self.criterion.finalize(tuple(totals)))
+
+    def statistics(self, outputs: Any, target: Any) -> tuple[Tensor, ...]:
+        """The whole batch's sums on device 0, differentiable.
+
+        Args:
+            outputs: what a `DataParallelModel` returned, or a list with one output per device, or the gathered output
+                of the whole batch, a tensor or a tuple.
+            target: the whole batch's target, on any device; it is split as the outputs were. A list with one fitting
+                tensor per output is taken as already split.
+
+        Raises:
+            ValueError: outputs and target do not fit together.
+            TypeError: the criterion's statistics are not tensors in a tuple.
+        """
+        parts = self._as_replica_outputs(outputs)
+        targets = _split_target(target, parts)
+        criteria = self._copies(parts.devices)
+        rows = run_replicas(
+            [criterion.statistics for criterion in criteria],
+            list(zip(parts, targets, strict=True)),
+            devices=parts.devices,
+            mode=parts.mode,
+        )
+        if criteria[0] is not self.criterion:
+            write_back_buffers(self.criterion, criteria[0])
+        for row in rows:
+            if not isinstance(row, tuple) or not all(isinstance(value, Tensor) for value in row):
+                raise TypeError(
+                    f"{type(self.criterion).__name__}.statistics() returned {type(row).__name__}: return a tuple of"
+                    " tensors that may be added"
+                )
+        return tuple(reduce_add(column, parts.main_device) for column in zip(*rows, strict=True))
+
+    def _copies(self, devices: Sequence[torch.device]) -> Sequence[Any]:
+        criterion = self.criterion
+        tensors = [*criterion.parameters(), *criterion.buffers()] if isinstance(criterion, nn.Module) else []
+        if not tensors or list(devices) == [tensors[0].device]:
+            return [criterion] * len(devices)
+        return replicate(criterion, devices, name=type(criterion).__name__)
+
+    def _as_replica_outputs(self, outputs: Any) -> ReplicaOutputs:
+        if isinstance(outputs, ReplicaOutputs):
+            return outputs
+        parts = outputs if isinstance(outputs, list) else [outputs]
+        firsts = [next(tensors_in(part), None) for part in parts]
+        if not parts or any(first is None or first.dim() == 0 for first in firsts):
+            raise ValueError("outputs hold no tensor with samples: give what the model returned")
+        tensors = [first for first in firsts if first is not None]
+        devices = [tensor.device for tensor in tensors]
+        main = devices[0] if self.devices is None else self.devices[0]
+        return ReplicaOutputs(parts, [tensor.size(0) for tensor in tensors], devices, main)
+
+
+def _split_target(target: Any, parts: ReplicaOutputs) -> list[Any]:
+    """The target's chunks, each on its output's device."""
+    if isinstance(target, list | tuple) and len(target) == len(parts):
+        sizes = [part.size(parts.dim) if isinstance(part, Tensor) and part.dim() else None for part in target]
+        if sizes == list(parts.sizes):
+            return [to_device(part, device) for part, device in zip(target, parts.devices, strict=True)]
+    num_samples = batch_size(target, parts.dim)
+    if num_samples != sum(parts.sizes):
+        raise ValueError(
+            f"the target has {num_samples} samples and the outputs have {list(parts.sizes)}: give the target of the"
+            " batch that the model saw, or one part per output"
+        )
+    return scatter(target, parts.devices, parts.sizes, parts.dim)

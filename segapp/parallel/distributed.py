@@ -1,0 +1,268 @@
+"""One process per device: ranks under torchrun, on one machine or several, with the loss of one big device.
+
+The exact loss of a step is `finalize(allreduce(*statistics))`: every rank gets the same scalar, and because the
+derivative of a sum over ranks is the sum of the ranks' gradients, the *mean* over ranks that `DistributedDataParallel`
+(and `all_reduce_gradients`) takes of the parameters' gradients is the gradient of that scalar. The mean of the ranks'
+own means is not. Under accumulation a rank scales its own sum instead: `world_size * loss_sum / total_weight`, with the
+weight of all micro-batches of all ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from segapp.parallel.launch import die_with_parent
+from segapp.parallel.replicas import DeviceLike, resolve_devices
+from segapp.parallel.sync_batchnorm import SyncBatchNorm
+
+START_TIMEOUT_S = 600.0
+"""Until all ranks are there: imports, caches and compilers differ by minutes."""
+
+STEP_TIMEOUT_S = 120.0
+"""Between ranks at work: one that is later than this is lost."""
+
+_BUCKET_BYTES = 25 * 2**20
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCH = "start the program with `torchrun --nproc-per-node N ...`, or let segapp start the ranks itself"
+
+
+class DistributedSetupError(RuntimeError):
+    """The ranks cannot be brought together: a variable, an address, a device or a second process group."""
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Which of the ranks this process is.
+
+    Attributes:
+        rank: 0 to world_size - 1, over all machines.
+        world_size: ranks in all.
+        local_rank: number of this rank on its machine.
+        device: the device that it drives.
+        backend: "nccl" or "gloo".
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    backend: str
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes what is written once: events, checkpoints, lines."""
+        return self.rank == 0
+
+
+def is_launched(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether torchrun, or something like it, started this process as a rank.
+
+    Args:
+        environ: the environment to look at; that of the process by default.
+    """
+    environ = os.environ if environ is None else environ
+    return "RANK" in environ and "WORLD_SIZE" in environ
+
+
+def init_from_env(
+    *,
+    device: DeviceLike | None = None,
+    backend: str | None = None,
+    start_timeout_s: float = START_TIMEOUT_S,
+    parent_poll_s: float = 1.0,
+) -> RankInfo:
+    """Joins the ranks that torchrun started, and ends this process when its launcher dies.
+
+    Args:
+        device: the device to drive; by default CUDA device LOCAL_RANK, or the CPU where there is none.
+        backend: "nccl" or "gloo"; by default nccl on CUDA.
+        start_timeout_s: seconds to wait for the other ranks, and for any exchange until `tighten_timeout`.
+        parent_poll_s: seconds between looks at the launcher.
+
+    Raises:
+        DistributedSetupError: a variable is missing or wrong, a process group exists, the device does not, or the
+            other ranks were not found in time.
+    """
+    rank, world_size, local_rank = _read_rank(os.environ)
+    if dist.is_initialized():
+        raise DistributedSetupError(
+            f"this process is already rank {dist.get_rank()} of {dist.get_world_size()}: call init_from_env() once, or"
+            " shutdown() before the second time"
+        )
+    own = _rank_device(local_rank, device)
+    chosen = backend or ("nccl" if own.type == "cuda" and dist.is_nccl_available() else "gloo")
+    die_with_parent(parent_poll_s)
+    if own.type == "cuda":
+        torch.cuda.set_device(own)
+    try:
+        dist.init_process_group(
+            chosen,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=start_timeout_s),
+            device_id=own if chosen == "nccl" else None,
+        )
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise DistributedSetupError(
+            f"rank {rank} of {world_size} found no common start at {address} within {start_timeout_s:g} s"
+            f" ({type(error).__name__}: {error}): look whether every rank runs and reaches that address"
+        ) from error
+    return RankInfo(rank, world_size, local_rank, own, chosen)
+
+
+def tighten_timeout(step_timeout_s: float = STEP_TIMEOUT_S) -> None:
+    """The second stage: after the first step of every rank, a rank may be late by this much and no more.
+
+    Every rank must call it; it waits for them all.
+
+    Args:
+        step_timeout_s: seconds from now on for any exchange.
+    """
+    if not dist.is_initialized():
+        return
+    dist.barrier()
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(timedelta(seconds=step_timeout_s), dist.group.WORLD)
+
+
+def shutdown() -> None:
+    """Leaves the process group, where there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _read_rank(environ: Mapping[str, str]) -> tuple[int, int, int]:
+    missing = [name for name in _VARIABLES if not environ.get(name)]
+    if missing:
+        raise DistributedSetupError(f"{', '.join(missing)} not set in the environment: {_LAUNCH}")
+    numbers = []
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        if not environ[name].isdecimal():
+            raise DistributedSetupError(f"{name}={environ[name]!r} is not a number: {_LAUNCH}")
+        numbers.append(int(environ[name]))
+    rank, world_size, local_rank, _ = numbers
+    if rank >= world_size:
+        raise DistributedSetupError(f"RANK={rank} does not fit WORLD_SIZE={world_size}: ranks count from 0: {_LAUNCH}")
+    return rank, world_size, local_rank
+
+
+def _rank_device(local_rank: int, device: DeviceLike | None) -> torch.device:
+    count = torch.cuda.device_count()
+    if device is None and count and local_rank >= count:
+        raise DistributedSetupError(
+            f"LOCAL_RANK={local_rank} has no device of its own: {count} CUDA devices are visible: use"
+            f" --nproc-per-node {count}, or name the device"
+        )
+    wish: DeviceLike = device if device is not None else (local_rank if count else "cpu")
+    try:
+        return resolve_devices([wish])[0]
+    except ValueError as error:
+        raise DistributedSetupError(f"rank device: {error}") from error
+
+
+def wrap_ddp(
+    module: nn.Module, device: torch.device | None = None, *, sync_buffers: bool | None = None, **options: Any
+) -> DistributedDataParallel:
+    """`DistributedDataParallel` with the options that save memory where this torch has them.
+
+    `gradient_as_bucket_view` leaves out the gradients' own copy, `lazy_bucket_allocation` puts off that of the buckets
+    until the first backward pass: instead of 2 parameter sizes after wrapping and 3 in backward it takes 1 and 2.
+
+    A module whose gradients come from `torch.autograd.grad(create_graph=True)`, such as a critic with a gradient
+    penalty, must not be wrapped: a parameter without gradient leaves its bucket unreduced, silently. Use the bare
+    module and `all_reduce_gradients`.
+
+    Args:
+        module: the module, on its device.
+        device: its CUDA device; None on the CPU.
+        sync_buffers: whether every forward pass copies rank 0's buffers; by default only where plain BatchNorm lets
+            them drift apart.
+        **options: more arguments of `DistributedDataParallel`; they win.
+
+    Raises:
+        DistributedSetupError: there is no process group.
+    """
+    if not dist.is_initialized():
+        raise DistributedSetupError("no process group: call init_from_env() before wrap_ddp()")
+    if sync_buffers is None:
+        sync_buffers = any(isinstance(m, _BatchNorm) and not isinstance(m, SyncBatchNorm) for m in module.modules())
+    known = signature(DistributedDataParallel.__init__).parameters
+    chosen: dict[str, Any] = {"gradient_as_bucket_view": True}
+    if "lazy_bucket_allocation" in known:
+        chosen["lazy_bucket_allocation"] = True
+    chosen["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = sync_buffers
+    if device is not None and device.type == "cuda":
+        chosen["device_ids"] = [device]
+    return DistributedDataParallel(module, **{**chosen, **options})
+
+
+@torch.no_grad()
+def all_reduce_gradients(parameters: Iterable[Tensor], *, average: bool = True) -> None:
+    """Gives every rank the mean (or sum) of all ranks' gradients, in place; every rank must call it.
+
+    What `DistributedDataParallel` does, for modules that must stay bare; see `wrap_ddp`. A parameter that has a
+    gradient on some ranks only counts as 0 on the others; one that has none anywhere keeps none.
+
+    Args:
+        parameters: the same ones in the same order on every rank; frozen ones are left out.
+        average: divide by the number of ranks, as fits `finalize(allreduce(*statistics))`; False for a loss that each
+            rank has divided by the global count itself.
+    """
+    active = [parameter for parameter in parameters if parameter.requires_grad]
+    if not active or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    has_grad = torch.tensor([p.grad is not None for p in active], dtype=torch.int32, device=active[0].device)
+    dist.all_reduce(has_grad)
+    wanted = [p for p, count in zip(active, has_grad.tolist(), strict=True) if count]
+    for parameter in wanted:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    for bucket in _gradient_buckets(wanted):
+        flat = torch.cat([grad.reshape(-1) for grad in bucket])
+        dist.all_reduce(flat)
+        if average:
+            flat /= dist.get_world_size()
+        for grad, part in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):  # type: ignore[no-untyped-call]
+            grad.copy_(part.view(grad.shape))
+
+
+def _gradient_buckets(parameters: list[Tensor]) -> list[list[Tensor]]:
+    """Gradients of one dtype and device, together about as large as DDP's buckets."""
+    buckets: list[list[Tensor]] = []
+    kinds: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
+    for parameter in parameters:
+        grad = parameter.grad
+        assert grad is not None
+        bucket, size = kinds.get((grad.dtype, grad.device), ([], _BUCKET_BYTES))
+        if size >= _BUCKET_BYTES:
+            bucket, size = [], 0
+            buckets.append(bucket)
+        bucket.append(grad)
+        kinds[grad.dtype, grad.device] = (bucket, size + grad.numel() * grad.element_size())
+    return buckets
+
+
+def any_rank(flag: bool, device: torch.device | None = None) -> bool:
+    """Whether the flag is set on any rank, so that all of them act alike; every rank must call it.
+
+    Args:
+        flag: this rank's.
+        device: the rank's device; needed for nccl.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return flag
+    total = torch.tensor([int(flag)], dtype=torch.int32, device=device)
+    dist.all_reduce(total)
+    return bool(total.item())

@@ -1,0 +1,103 @@
+"""Sums over the parts of a batch, replicas or ranks, that can be differentiated as often as one likes."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from segapp.parallel.rendezvous import current_replica
+from segapp.parallel.replicas import reduce_add
+
+
+def allreduce(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors' sums over all replicas, or over all ranks; differentiable as often as one likes.
+
+    Inside a replica of a `DataParallelModel` the sum runs over the replicas at work, in replica order. Otherwise, where
+    `torch.distributed` has a process group, it runs over its ranks. Otherwise the tensors come back as they are. All
+    parts must call it with the same number of tensors of the same shapes.
+
+    Args:
+        *tensors: this part's summands, each on the part's device.
+
+    Returns:
+        One sum per tensor, on the same device. Each part's gradient is the sum of all parts' gradients: that of the
+        sum of all parts' losses.
+
+    Raises:
+        ValueError: the parts' shapes differ.
+        ReplicaDesyncError: not every replica came.
+    """
+    replica = current_replica()
+    if replica is not None and replica.num_replicas > 1:
+        return cast(tuple[Tensor, ...], replica.exchange("allreduce", tensors, _sum_of_parts))
+    if has_other_ranks():
+        return tuple(sum_over_ranks(tensor) for tensor in tensors)
+    return tensors
+
+
+def _sum_of_parts(parts: list[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+    shapes = [[tuple(tensor.shape) for tensor in part] for part in parts]
+    if any(shape != shapes[0] for shape in shapes):
+        raise ValueError(f"allreduce got different shapes from the replicas: {shapes}: give the same shapes from each")
+    main = [tensor.device for tensor in parts[0]]
+    totals = [reduce_add(column, device) for column, device in zip(zip(*parts, strict=True), main, strict=True)]
+    return [tuple(total.to(t.device) for total, t in zip(totals, part, strict=True)) for part in parts]
+
+
+def has_other_ranks() -> bool:
+    """Whether this process is one of several ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sum over ranks. Its derivative is the same sum of the gradients, and so on."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return sum_over_ranks(grad, ctx.group), None
+
+
+class _StackRanks(torch.autograd.Function):
+    """(K,) on every rank -> (ranks, K) on every rank; the gradient of the own row is the sum of all ranks' for it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, tensor.contiguous())
+        return torch.stack(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return sum_over_ranks(grad)[dist.get_rank()]
+
+
+def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The sum over the ranks of a process group, differentiable as often as one likes; every rank must call it.
+
+    Args:
+        tensor: this rank's summand, of the same shape on every rank.
+        group: the process group; None is the default one.
+    """
+    return cast(Tensor, _SumOverRanks.apply(tensor, group))
+
+
+def stack_ranks(tensor: Tensor) -> Tensor:
+    """Every rank's tensor, one row per rank; differentiable as often as one likes; every rank must call it.
+
+    Args:
+        tensor: this rank's row (K,), of the same length on every rank.
+
+    Returns:
+        (ranks, K), the same on every rank.
+    """
+    return cast(Tensor, _StackRanks.apply(tensor))

@@ -1,0 +1,217 @@
+"""One model over several devices: its stages lie on different ones, and tensors move at the borders.
+
+For models that do not fit one device. The numbers are those of one device; so are the state dict's keys.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from segapp.parallel.replicas import DeviceLike, check_replicable, resolve_devices, to_device
+
+
+@dataclass
+class StagePlacement:
+    """Where the stages of a module are.
+
+    Attributes:
+        stages: stage name -> device, in the order of use.
+        rest: the device of everything that no stage names.
+    """
+
+    stages: dict[str, torch.device]
+    rest: torch.device
+    _hooks: list[RemovableHandle] = field(default_factory=list, repr=False)
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """All devices in use, without repetition."""
+        return tuple(dict.fromkeys([self.rest, *self.stages.values()]))
+
+    def remove(self) -> None:
+        """Takes the moving of tensors out of the module; the parameters stay where they are."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def device_of(self, name: str) -> torch.device:
+        """The device of a part of the module, by its dotted name: that of the innermost stage that holds it."""
+        holders = [stage for stage in self.stages if name == stage or name.startswith(f"{stage}.")]
+        return self.stages[max(holders, key=len)] if holders else self.rest
+
+
+def place_stages(
+    module: nn.Module,
+    stages: Mapping[str, DeviceLike],
+    rest: DeviceLike | None = None,
+    output_device: DeviceLike | None = None,
+) -> StagePlacement:
+    """Puts stages of a module on devices and makes their inputs follow, in place.
+
+    Every part that holds parameters receives its inputs on its own device, so that any placement works whose remaining
+    code (additions, concatenations) joins tensors of one device.
+
+    Args:
+        module: the model; it is not copied.
+        stages: dotted names of sub-modules and their devices; an inner name wins over an outer one.
+        rest: the device of everything else; by default that of the first stage.
+        output_device: where the module's outputs go; None leaves them where they are computed.
+
+    Returns:
+        The placement; `remove()` takes it back.
+
+    Raises:
+        ValueError: no such sub-module or device, no stage at all, or a parameter shared between devices.
+        TypeError: a part of the module is compiled.
+    """
+    if not stages:
+        raise ValueError('stages is empty: name at least one, such as {"backbone": "cuda:0", "classifier": "cuda:1"}')
+    check_replicable(module, type(module).__name__)
+    parts = dict(module.named_modules())
+    for name in stages:
+        if name not in parts or not name:
+            near = difflib.get_close_matches(name, parts, 1) or [next(iter(dict(module.named_children())), "")]
+            raise ValueError(f"stage {name!r} is no part of {type(module).__name__}: did you mean {near[0]!r}?")
+    devices = dict(zip(stages, resolve_devices(stages.values()), strict=True))
+    placement = StagePlacement(devices, next(iter(devices.values())) if rest is None else resolve_devices([rest])[0])
+    _check_shared(parts, placement)
+    for name, part in parts.items():
+        device = placement.device_of(name)
+        if any(tensor.device != device for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))):
+            part._apply(lambda tensor, device=device: tensor.to(device), recurse=False)
+        if name in stages or part._parameters or part._buffers:
+            placement._hooks.append(part.register_forward_pre_hook(_mover(device), with_kwargs=True))
+    if output_device is not None:
+        target = resolve_devices([output_device])[0]
+        placement._hooks.append(module.register_forward_hook(lambda _module, _args, output: to_device(output, target)))
+    return placement
+
+
+def _mover(device: torch.device) -> Any:
+    def move(_module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return to_device(args, device), to_device(kwargs, device)
+
+    return move
+
+
+def _check_shared(parts: Mapping[str, nn.Module], placement: StagePlacement) -> None:
+    homes: dict[int, tuple[str, torch.device]] = {}
+    for name, part in parts.items():
+        for key, parameter in part._parameters.items():
+            if parameter is None:
+                continue
+            full, device = f"{name}.{key}" if name else key, placement.device_of(name)
+            other, home = homes.setdefault(id(parameter), (full, device))
+            if home != device:
+                raise ValueError(
+                    f"{full} on {device} is the same parameter as {other} on {home}: put both stages on one device"
+                )
+
+
+def plan_stages(costs: Sequence[float], num_devices: int) -> tuple[int, ...]:
+    """Consecutive stages to consecutive devices, so that the fullest device holds as little as possible.
+
+    Args:
+        costs: what each stage needs, in bytes or anything that adds up, in the order of use.
+        num_devices: devices, >= 1.
+
+    Returns:
+        The device number of each stage, never decreasing.
+
+    Raises:
+        ValueError: no device, or a negative cost.
+
+    Example:
+        >>> plan_stages([4, 1, 1, 3, 3], 2)
+        (0, 0, 0, 1, 1)
+    """
+    if num_devices < 1:
+        raise ValueError(f"num_devices={num_devices} is too small: use 1 or more")
+    if any(cost < 0 for cost in costs):
+        raise ValueError(f"costs={list(costs)} has a negative one: use sizes")
+    # best[i] = (load of the fullest device, first stage of each device) for the first i stages
+    best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())] + [(sum(costs[:i]), (0,)) for i in range(1, len(costs) + 1)]
+    for _ in range(1, num_devices):
+        best = [
+            min(
+                [best[i], *((max(best[j][0], sum(costs[j:i])), (*best[j][1], j)) for j in range(1, i))],
+                key=lambda option: option[0],
+            )
+            for i in range(len(costs) + 1)
+        ]
+    starts = best[-1][1]
+    return tuple(sum(i >= start for start in starts) - 1 for i in range(len(costs)))
+
+
+def measure_stages(module: nn.Module, names: Iterable[str], *inputs: Any) -> dict[str, int]:
+    """Bytes that each stage keeps in a training step: parameters, gradients, and what it saves for backward.
+
+    Args:
+        module: the model; its BatchNorm statistics move by one step.
+        names: stages that do not hold each other; together they should be all that is heavy.
+        *inputs: a small example batch, on the module's device.
+
+    Returns:
+        Stage name -> bytes, in the order in which the stages run.
+    """
+    costs: dict[str, int] = {}
+    running: list[str] = []
+    seen = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+
+    def save(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if running and storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            costs[running[-1]] += storage.nbytes()
+        return tensor
+
+    def enter(name: str) -> Any:
+        def hook(part: nn.Module, _args: Any) -> None:
+            running.append(name)
+            if name not in costs:
+                costs[name] = sum(2 * p.numel() * p.element_size() for p in part.parameters())
+
+        return hook
+
+    hooks: list[RemovableHandle] = []
+    for name in names:
+        part = module.get_submodule(name)
+        hooks.append(part.register_forward_pre_hook(enter(name)))
+        hooks.append(part.register_forward_hook(lambda *_: running.pop() and None))
+    try:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+            kept = module(*inputs)  # alive until the end, so that no two tensors share an address
+    finally:
+        for hook in hooks:
+            hook.remove()
+    del kept
+    return costs
+
+
+def balance_stages(
+    module: nn.Module, device_ids: Iterable[DeviceLike], *inputs: Any, names: Iterable[str] | None = None
+) -> dict[str, torch.device]:
+    """Stages and devices for `place_stages`, balanced by measured memory.
+
+    Args:
+        module: the model.
+        device_ids: devices to fill, in order.
+        *inputs: a small example batch, on the module's device.
+        names: the stages; by default the module's direct children, such as encoder, decoder and head.
+
+    Raises:
+        ValueError: no stage runs on these inputs.
+    """
+    devices = resolve_devices(device_ids)
+    costs = measure_stages(module, [n for n, _ in module.named_children()] if names is None else names, *inputs)
+    if not costs:
+        raise ValueError(f"no stage of {type(module).__name__} ran: name sub-modules that its forward pass calls")
+    numbers = plan_stages(list(costs.values()), len(devices))
+    return {name: devices[number] for name, number in zip(costs, numbers, strict=True)}

@@ -1,0 +1,127 @@
+"""Gradient penalties of critics, exact at any split: the second derivatives pass through replicas and ranks.
+
+The penalty is taken in the caller's thread, over all replicas in one autograd call, because with synchronised BatchNorm
+a sample's gradient depends on samples of the other replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from segapp.parallel.exchange import has_other_ranks, stack_ranks, sum_over_ranks
+from segapp.parallel.replicas import tensors_in
+from segapp.parallel.sync_batchnorm import join_moments
+
+PenaltyKind = Literal["wgan-gp", "wgan-lp", "dragan"]
+
+
+def gradient_penalty(
+    critic: Callable[..., Any],
+    real: Tensor,
+    fake: Tensor | None = None,
+    kind: PenaltyKind = "wgan-gp",
+    *,
+    target_norm: float = 1.0,
+    alpha: Tensor | None = None,
+    noise: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """The mean over all samples of how far the critic's gradient norm is from the wished one; not yet weighted.
+
+    With D the critic and x a point between or near the samples:
+
+    - "wgan-gp": (|grad D(x)| - 1)^2 between real and fake; Gulrajani et al. 2017, "Improved Training of Wasserstein
+      GANs", section 4, with weight 10.
+    - "wgan-lp": max(0, |grad D(x)| - 1)^2 between real and fake; Petzka et al. 2018, "On the regularization of
+      Wasserstein GANs", equation 8.
+    - "dragan": (|grad D(x)| - 1)^2 at real + 0.5 * std(real) * uniform noise; Kodali et al. 2017, "On Convergence and
+      Stability of GANs", section 2.3.
+
+    On several ranks each gives its own samples; the result is the mean over all of them, the same on every rank, and
+    `all_reduce_gradients` makes its exact gradient. A critic wrapped in DistributedDataParallel gets wrong gradients
+    without an error: pass the bare module.
+
+    Args:
+        critic: a module, a `DataParallelModel`, or any function of the batch; the sum of everything that it returns is
+            differentiated.
+        real: (N, ...) real samples.
+        fake: (N, ...) generated samples; not needed for "dragan".
+        kind: which penalty.
+        target_norm: the wished norm.
+        alpha: (N,) places between fake (0) and real (1); drawn uniformly where None.
+        noise: like real, in [0, 1], for "dragan"; drawn uniformly where None.
+        generator: draws alpha and noise; on real's device.
+
+    Returns:
+        A scalar in float32 or better, differentiable with respect to the critic's parameters. A gradient of exactly 0
+        has norm 0 and passes no gradient on, where the square root alone would give NaN.
+
+    Raises:
+        ValueError: an unknown kind, or shapes that do not fit.
+    """
+    if kind not in get_args(PenaltyKind):
+        raise ValueError(f"kind={kind!r} is unknown: use one of {', '.join(get_args(PenaltyKind))}")
+    with torch.enable_grad():
+        points = _points(real, fake, kind, alpha, noise, generator).detach().requires_grad_()
+        scores = list(tensors_in(critic(points)))
+        if not scores:
+            raise ValueError("the critic returned no tensor: return its scores")
+        (gradient,) = torch.autograd.grad(scores, points, [torch.ones_like(s) for s in scores], create_graph=True)
+        excess = _norms(gradient) - target_norm
+        if kind == "wgan-lp":
+            excess = excess.clamp_min(0)
+        return _mean_over_all(excess.square())
+
+
+def _points(
+    real: Tensor,
+    fake: Tensor | None,
+    kind: PenaltyKind,
+    alpha: Tensor | None,
+    noise: Tensor | None,
+    generator: torch.Generator | None,
+) -> Tensor:
+    if kind == "dragan":
+        if noise is None:
+            noise = torch.rand(real.shape, dtype=real.dtype, device=real.device, generator=generator)
+        if noise.shape != real.shape:
+            raise ValueError(f"noise has shape {tuple(noise.shape)} and real {tuple(real.shape)}: make them equal")
+        return real.detach() + 0.5 * _deviation(real.detach()).to(real.dtype) * noise
+    if fake is None:
+        raise ValueError(f"kind={kind!r} needs fake samples: pass the generator's output")
+    if fake.shape != real.shape:
+        raise ValueError(f"fake has shape {tuple(fake.shape)} and real {tuple(real.shape)}: make them equal")
+    if alpha is None:
+        alpha = torch.rand(real.size(0), dtype=real.dtype, device=real.device, generator=generator)
+    if alpha.numel() != real.size(0):
+        raise ValueError(f"alpha has {alpha.numel()} values for {real.size(0)} samples: give one per sample")
+    alpha = alpha.to(real).view(-1, *[1] * (real.dim() - 1))
+    return fake.detach().to(real).lerp(real.detach(), alpha)
+
+
+def _deviation(values: Tensor) -> Tensor:
+    """The standard deviation over all values of all ranks; of the sample, as `Tensor.std` gives."""
+    wide = values.to(torch.promote_types(values.dtype, torch.float32))
+    mean = wide.mean() if wide.numel() else wide.new_zeros(())
+    row = torch.stack([mean, (wide - mean).square().sum(), wide.new_tensor(float(wide.numel()))])
+    _, deviation, count = join_moments(stack_ranks(row) if has_other_ranks() else row[None])
+    return (deviation / (count - 1)).sqrt()
+
+
+def _norms(gradient: Tensor) -> Tensor:
+    """(N,) Euclidean norms, with derivative 0 where they are 0."""
+    wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    squares = wide.flatten(1).square().sum(1)
+    is_zero = squares == 0
+    return squares.masked_fill(is_zero, 1.0).sqrt().masked_fill(is_zero, 0.0)
+
+
+def _mean_over_all(values: Tensor) -> Tensor:
+    if not has_other_ranks():
+        return values.mean()
+    total = sum_over_ranks(torch.stack([values.sum(), values.new_tensor(float(values.numel()))]))
+    return total[0] / total[1].detach()

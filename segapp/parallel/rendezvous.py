@@ -1,0 +1,363 @@
+"""Replicas at work: one thread each, meeting at exchanges, and never waiting for one that cannot come.
+
+A *group* runs one call per replica. Inside a call, `current_replica().exchange(...)` is a meeting point: every replica
+hands in a value, replica 0 combines them all, each takes its answer. Replica 0 always combines, in replica order, so
+that the autograd graph, and with it every rounding, is the same in each run. Nothing waits in the backward pass.
+
+A replica that raises, ends early, or goes to another meeting point aborts the group: the others are woken with an
+error, and the first cause surfaces with its replica and device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+T = TypeVar("T")
+
+Mode = Literal["threads", "lockstep"]
+
+DEFAULT_TIMEOUT_S = 300.0
+"""How long replicas may be apart before the one that is missing counts as lost: more than a first step's tuning."""
+
+_GRACE_S = 1.0
+"""How long the others get to end after a failure, before they are left to themselves."""
+
+
+_SAME_ROAD = "every replica must pass the same synchronised layers, whatever its samples hold"
+
+
+class ReplicaError(RuntimeError):
+    """A replica raised. `replica` and `device` say where; `__cause__` is what it raised."""
+
+    def __init__(self, replica: int, device: torch.device, message: str) -> None:
+        super().__init__(f"replica {replica} on {device}: {message}")
+        self.replica = replica
+        self.device = device
+        self._message = message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.replica, self.device, self._message)
+
+
+class ReplicaOutOfMemoryError(ReplicaError, torch.OutOfMemoryError):
+    """A replica ran out of memory; also caught as `torch.OutOfMemoryError`, like that of a single device."""
+
+
+class ReplicaDesyncError(RuntimeError):
+    """Replicas did not meet: one ended, went elsewhere or never came while others waited for it."""
+
+
+class _ReleasedError(ReplicaDesyncError):
+    """Wakes a waiting replica after the group has failed; never the reported cause."""
+
+
+@dataclass(frozen=True)
+class ReplicaContext:
+    """Where the calling thread stands: the replica's number among those at work, and its group."""
+
+    group: ReplicaGroup[Any]
+    index: int
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas at work in this call, devices without samples not counted."""
+        return len(self.group.devices)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this replica."""
+        return self.group.devices[self.index]
+
+    def exchange(self, key: str, value: T, combine: Callable[[list[T]], Sequence[Any]]) -> Any:
+        """Meets the other replicas: `combine` gets all values in replica order and returns one answer for each.
+
+        Args:
+            key: what the meeting is about; replicas with different keys are an error.
+            value: this replica's part.
+            combine: called once, by replica 0.
+
+        Returns:
+            This replica's answer.
+
+        Raises:
+            ReplicaDesyncError: the replicas do not meet.
+        """
+        return self.group.exchange(self.index, key, value, combine)
+
+
+_here = threading.local()
+
+
+def current_replica() -> ReplicaContext | None:
+    """The replica that the calling thread runs, or None outside of one."""
+    return getattr(_here, "context", None)
+
+
+class ReplicaGroup(Generic[T]):
+    """Runs one call per replica, once.
+
+    In mode "threads" the calls run at the same time. In mode "lockstep" one runs at a time, in replica order, and the
+    turn passes on at exchanges only: random numbers come in a fixed order, and dispatch modes such as `FakeTensorMode`,
+    which are not safe between threads, hold. Where a dispatch mode is active the group runs in lockstep.
+
+    Args:
+        devices: one per replica.
+        mode: "threads" or "lockstep".
+        timeout_s: seconds a replica may be missing at an exchange, or at the end, while others wait.
+    """
+
+    def __init__(
+        self, devices: Sequence[torch.device], mode: Mode = "threads", timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        if mode not in ("threads", "lockstep"):
+            raise ValueError(f"mode={mode!r} is unknown: use 'threads' or 'lockstep'")
+        self.devices = tuple(devices)
+        self.timeout_s = timeout_s
+        # A single call runs in the caller's thread, which has these states and takes turns with nobody.
+        self._surroundings = _Surroundings.capture(self.devices) if len(self.devices) > 1 else None
+        modes = () if self._surroundings is None else self._surroundings.dispatch_modes
+        self._takes_turns = len(self.devices) > 1 and (mode == "lockstep" or bool(modes))
+        self._changed = threading.Condition()
+        self._turn = 0
+        self._round = 0
+        self._arrived: dict[int, tuple[str, Any]] = {}
+        self._answers: Sequence[Any] = ()
+        self._results: dict[int, T] = {}
+        self._ended: set[int] = set()
+        self._failure: tuple[int | None, BaseException] | None = None
+
+    def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        """Runs the calls and returns their results in replica order.
+
+        Args:
+            calls: one per device.
+
+        Raises:
+            ReplicaError: a call raised; the first cause is chained.
+            ReplicaOutOfMemoryError: a call ran out of memory.
+            ReplicaDesyncError: replicas did not meet within the timeout, or cannot.
+        """
+        if len(calls) != len(self.devices):
+            raise ValueError(f"{len(calls)} calls for {len(self.devices)} devices: give one call per device")
+        if len(calls) == 1:
+            self._work(0, calls[0])
+        else:
+            threads = [
+                threading.Thread(target=self._work, args=(i, call), name=f"replica-{i}", daemon=True)
+                for i, call in enumerate(calls)
+            ]
+            for thread in threads:
+                thread.start()
+            self._join(threads)
+        if self._failure is not None:
+            # Stragglers still see a failure; the error itself is let go, with the tensors that its traceback holds.
+            failure, self._failure = self._failure, (None, _ReleasedError("the group has failed"))
+            raise self._as_error(*failure)
+        return [self._results[i] for i in range(len(calls))]
+
+    def exchange(self, index: int, key: str, value: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
+        """See `ReplicaContext.exchange`."""
+        if len(self.devices) == 1:
+            return combine([value])[0]
+        with self._changed:
+            self._raise_if_failed()
+            this_round = self._round
+            self._arrived[index] = (key, value)
+            self._fail_if_unreachable()
+            self._pass_turn(index)
+            self._changed.notify_all()
+            if index == 0:
+                self._wait(lambda: len(self._arrived) == len(self.devices) and self._is_turn(0), key, self.timeout_s)
+                self._combine(combine)
+            else:
+                self._wait(lambda: self._round != this_round and self._is_turn(index), key, self.timeout_s)
+            return self._answers[index]
+
+    def _work(self, index: int, call: Callable[[], T]) -> None:
+        device = self.devices[index]
+        outer = current_replica()
+        _here.context = ReplicaContext(self, index)
+        try:
+            if self._takes_turns:
+                with self._changed:
+                    self._wait(lambda: self._is_turn(index), "the start", timeout_s=None)
+            with on_device(device) if self._surroundings is None else self._surroundings.entered(device):
+                self._results[index] = call()
+        except BaseException as error:
+            with self._changed:
+                self._fail(index, error)
+        finally:
+            _here.context = outer
+            with self._changed:
+                self._ended.add(index)
+                self._fail_if_unreachable()
+                self._pass_turn(index)
+                self._changed.notify_all()
+
+    def _join(self, threads: Sequence[threading.Thread]) -> None:
+        """Waits for all replicas; after a failure only as long as the others need to notice."""
+        missing_since = None
+        try:
+            with self._changed:
+                while len(self._ended) < len(threads) and self._failure is None:
+                    if self._ended and missing_since is None:
+                        missing_since = time.monotonic()
+                    left = None if missing_since is None else missing_since + self.timeout_s - time.monotonic()
+                    if left is not None and left <= 0:
+                        self._fail(None, ReplicaDesyncError(self._describe_missing("the end", self._ended)))
+                        break
+                    # In short waits: a signal that another thread received does not end a long one.
+                    self._changed.wait(_GRACE_S if left is None else min(left, _GRACE_S))
+        except BaseException as error:  # Ctrl-C in the caller's thread frees the replicas too
+            with self._changed:
+                self._fail(None, error)
+            raise
+        deadline = None if self._failure is None else time.monotonic() + _GRACE_S
+        for thread in threads:
+            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+    def _combine(self, combine: Callable[[list[Any]], Sequence[Any]]) -> None:
+        keys = [self._arrived[i][0] for i in range(len(self.devices))]
+        if len(set(keys)) > 1:
+            where = ", ".join(f"replica {i} at {key!r}" for i, key in enumerate(keys))
+            self._fail(None, ReplicaDesyncError(f"replicas met at different places: {where}: {_SAME_ROAD}"))
+            self._raise_if_failed()
+        self._answers = combine([self._arrived[i][1] for i in range(len(self.devices))])
+        self._arrived.clear()
+        self._round += 1
+        self._changed.notify_all()
+
+    def _wait(self, is_met: Callable[[], bool], key: str, timeout_s: float | None) -> None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not is_met():
+            self._raise_if_failed()
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                self._fail(None, ReplicaDesyncError(self._describe_missing(repr(key), self._arrived)))
+                continue
+            self._changed.wait(left)
+        self._raise_if_failed()
+
+    def _fail_if_unreachable(self) -> None:
+        """A replica that has ended will not come to the exchange at which others wait."""
+        if self._arrived and self._ended:
+            key = next(iter(self._arrived.values()))[0]
+            self._fail(
+                None,
+                ReplicaDesyncError(
+                    f"replicas {sorted(self._arrived)} wait at {key!r} and replicas {sorted(self._ended)} have ended:"
+                    f" {_SAME_ROAD}"
+                ),
+            )
+
+    def _describe_missing(self, place: str, present: Collection[int]) -> str:
+        missing = ", ".join(f"{i} on {device}" for i, device in enumerate(self.devices) if i not in present)
+        return (
+            f"replica {missing} did not come to {place} within {self.timeout_s:g} s: look for a stuck device or"
+            " operation there, or raise timeout_s"
+        )
+
+    def _is_turn(self, index: int) -> bool:
+        return not self._takes_turns or self._turn == index
+
+    def _pass_turn(self, index: int) -> None:
+        if self._turn == index:
+            self._turn = (index + 1) % len(self.devices)
+
+    def _fail(self, index: int | None, error: BaseException) -> None:
+        if self._failure is None:
+            self._failure = (index, error)
+        self._changed.notify_all()
+
+    def _raise_if_failed(self) -> None:
+        if self._failure is not None:
+            raise _ReleasedError("another replica failed")
+
+    def _as_error(self, index: int | None, error: BaseException) -> BaseException:
+        if index is None or isinstance(error, KeyboardInterrupt):
+            return error
+        out_of_memory = isinstance(error, torch.OutOfMemoryError)
+        if out_of_memory:
+            traceback.clear_frames(error.__traceback__)  # its local variables are what filled the memory
+        message = f"{type(error).__name__}: {error}"
+        if "more than 1 value per channel" in message:
+            message += ": use convert_sync_batchnorm(model), or a gpu0_bsz that leaves no device a single sample"
+        wrapped = (ReplicaOutOfMemoryError if out_of_memory else ReplicaError)(index, self.devices[index], message)
+        wrapped.__cause__ = error
+        return wrapped
+
+
+@contextlib.contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """Makes a CUDA device the current one; other devices have no such state."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            yield
+    else:
+        yield
+
+
+@dataclass(frozen=True)
+class _Surroundings:
+    """The caller's thread-local states, which a new thread does not inherit."""
+
+    is_grad_enabled: bool
+    is_inference: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]  # device types for which it is on
+    is_autocast_cached: bool
+    default_device: torch.device
+    main_device: torch.device
+    streams: tuple[torch.cuda.Stream, ...]
+    saved_tensors_hooks: tuple[Callable[..., Any], Callable[..., Any]] | None
+    dispatch_modes: tuple[TorchDispatchMode, ...]
+
+    @classmethod
+    def capture(cls, devices: Sequence[torch.device]) -> _Surroundings:
+        types = sorted({"cpu", "cuda", *(device.type for device in devices)})
+        cuda_devices = sorted({device for device in devices if device.type == "cuda"}, key=str)
+        return cls(
+            is_grad_enabled=torch.is_grad_enabled(),
+            is_inference=torch.is_inference_mode_enabled(),
+            autocast=tuple((kind, torch.get_autocast_dtype(kind)) for kind in types if torch.is_autocast_enabled(kind)),
+            is_autocast_cached=torch.is_autocast_cache_enabled(),
+            default_device=torch.get_default_device(),
+            main_device=devices[0],
+            streams=tuple(torch.cuda.current_stream(device) for device in cuda_devices),
+            saved_tensors_hooks=_saved_tensors_hooks(),
+            dispatch_modes=tuple(_get_current_dispatch_mode_stack()),
+        )
+
+    @contextlib.contextmanager
+    def entered(self, device: torch.device) -> Iterator[None]:
+        """Sets the caller's states in this thread, on one replica's device."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.is_inference))
+            stack.enter_context(torch.set_grad_enabled(self.is_grad_enabled))
+            for kind, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self.is_autocast_cached))
+            for stream in self.streams:  # all devices', because replica 0 combines the others' tensors
+                stack.enter_context(torch.cuda.stream(stream))
+            stack.enter_context(on_device(device))
+            if self.default_device.type != "cpu":
+                own = device if self.default_device == self.main_device else self.default_device
+                stack.enter_context(own)
+            if self.saved_tensors_hooks is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_tensors_hooks))
+            for mode in self.dispatch_modes:
+                stack.enter_context(mode)
+            yield
+
+
+def _saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The innermost pair, which is the one that acts; torch has no public way to ask for it."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return None if top is None else top(False)

@@ -1,0 +1,155 @@
+"""Precision modes: fp32, autocast in bf16 or fp16, and half weights with fp32 BatchNorm and master weights.
+
+`Precision` is what the training step needs of a mode: an autocast context, a factor for the loss, and gradients turned
+back into fp32. Nothing in it waits for the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
+PRECISIONS = ("fp32", "fp16", "amp-fp16", "amp-bf16")
+
+
+class LossScaler:
+    """Dynamic loss scaling for fp16 gradients (Micikevicius et al., Mixed Precision Training, 2018).
+
+    The scale doubles after `growth_interval` good steps and halves after a bad one; both on the device.
+    torch's GradScaler is not enough: it refuses half parameters, and it waits for the device in every step.
+    """
+
+    def __init__(self, device: torch.device, init_scale: float = 2.0**16, growth_interval: int = 2000) -> None:
+        self.growth_interval = growth_interval
+        self.scale = torch.tensor(init_scale, dtype=torch.float32, device=device)
+        self.growth_tracker = torch.tensor(0, dtype=torch.int32, device=device)
+
+    def update(self, is_bad: Tensor) -> None:
+        """Adapts the scale to the step that was just made.
+
+        Args:
+            is_bad: 0-dim float32 tensor on the scaler's device; nonzero: a gradient was not finite.
+        """
+        torch._amp_update_scale_(self.scale, self.growth_tracker, is_bad, 2.0, 0.5, self.growth_interval)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Scale and growth counter."""
+        return {"scale": self.scale, "growth_tracker": self.growth_tracker}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restores what `state_dict` gave."""
+        self.scale.copy_(state["scale"])
+        self.growth_tracker.copy_(state["growth_tracker"])
+
+
+def half_except_norm(model: nn.Module) -> nn.Module:
+    """Turns a model's parameters and buffers into float16, except those of normalisation layers (Apex's O2)."""
+    for module in model.modules():
+        if isinstance(module, _NORM_LAYERS):
+            continue
+        for parameter in module.parameters(recurse=False):
+            parameter.data = parameter.data.half()
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(module, name, buffer.half())
+    return model
+
+
+class Precision:
+    """One precision mode.
+
+    Args:
+        name: fp32, fp16, amp-fp16 or amp-bf16.
+        device: where the model is (its first device).
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        if name not in PRECISIONS:
+            raise ValueError(f"precision {name!r} is not known: use one of {', '.join(PRECISIONS)}")
+        self.name = name
+        self.device = device
+        self.input_dtype = torch.float16 if name == "fp16" else torch.float32
+        self.scaler = LossScaler(device) if name in ("fp16", "amp-fp16") else None
+        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Casts the model's weights as the mode wants them."""
+        return half_except_norm(model) if self.name == "fp16" else model
+
+    def master_weights(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """The parameters that the optimizer updates: fp32 copies of half ones, the others themselves."""
+        masters = []
+        for parameter in parameters:
+            master = parameter
+            if parameter.dtype == torch.float16:
+                master = nn.Parameter(parameter.detach().float())
+                self._pairs.append((parameter, master))
+            masters.append(master)
+        return masters
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether half weights have fp32 masters."""
+        return bool(self._pairs)
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The context of forward passes."""
+        if self.name.startswith("amp-"):
+            dtype = torch.bfloat16 if self.name == "amp-bf16" else torch.float16
+            return torch.autocast(self.device.type, dtype=dtype)
+        return contextlib.nullcontext()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the scale, for backward."""
+        return loss if self.scaler is None else loss * self.scaler.scale.to(loss.device)
+
+    @torch.no_grad()
+    def gradients_to_master(self) -> None:
+        """Adds half gradients to those of the master weights, in fp32; to be called after every backward pass."""
+        for parameter, master in self._pairs:
+            if parameter.grad is not None:
+                gradient = parameter.grad.float()
+                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+                parameter.grad = None
+
+    @torch.no_grad()
+    def unscale(self, gradients: Sequence[Tensor]) -> None:
+        """Divides gradients by the scale, in place."""
+        if self.scaler is not None and gradients:
+            inverse = self.scaler.scale.double().reciprocal().float()
+            for device in {g.device for g in gradients}:
+                torch._foreach_mul_([g for g in gradients if g.device == device], inverse.to(device))
+
+    @torch.no_grad()
+    def masters_to_model(self) -> None:
+        """Rounds updated master weights into the half model."""
+        if self._pairs:
+            torch._foreach_copy_([p for p, _ in self._pairs], [m for _, m in self._pairs])
+
+    def update(self, is_bad: Tensor) -> None:
+        """Adapts the loss scale after a step."""
+        if self.scaler is not None:
+            self.scaler.update(is_bad.float())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scale and master weights; empty in fp32 and bf16."""
+        state: dict[str, Any] = {}
+        if self.scaler is not None:
+            state["scaler"] = self.scaler.state_dict()
+        if self._pairs:
+            state["masters"] = [m.detach() for _, m in self._pairs]
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` gave."""
+        if self.scaler is not None and "scaler" in state:
+            self.scaler.load_state_dict(state["scaler"])
+        if self._pairs and "masters" in state:
+            for (_, master), saved in zip(self._pairs, state["masters"], strict=True):
+                master.copy_(saved)

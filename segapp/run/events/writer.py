@@ -1,0 +1,381 @@
+"""Appending events, and taking back those that a resumed training repeats."""
+
+import contextlib
+import json
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from segapp.failpoints import failpoint
+from segapp.run.events.types import EVENT_TYPES, MAX_LINE_BYTES, VERSION, Alert, Event, last_line_end, parse_line
+from segapp.run.files import fsync_directory, open_new, remove_quietly, storage_error, temporary_name, write_all
+
+_DURABLE = frozenset({"run_start", "checkpoint", "command", "run_end"})
+_REPEATED_ON_RESUME = frozenset({"step", "epoch_start", "val", "checkpoint"})
+_EXPENDABLE = frozenset({"step", "memory", "heartbeat"})
+
+
+class EventWriter:
+    """Appends events, one `write` each; never lets a full disk stop a training.
+
+    What cannot be written waits in memory (at most `max_pending` lines; after that steps, memory and heartbeats are
+    let go first and counted) and goes out, in order, when the disk takes it again. Safe to call from several threads
+    of the one process that holds the run's lock.
+
+    Args:
+        path: `events.jsonl`; made when missing. A torn last line that a crash left is cut off first.
+        max_pending: How many lines may wait in memory.
+
+    Raises:
+        StorageError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path | str, *, max_pending: int = 10_000) -> None:
+        self.path = Path(path)
+        self.problem: str | None = None
+        """Why lines are waiting; None while all is well."""
+        self.num_dropped = 0
+        """Events let go because too many were waiting."""
+        self._max_pending = max_pending
+        self._pending: deque[dict[str, Any]] = deque()
+        self._retry_at_s = 0.0
+        self._alerted_fields: set[str] = set()
+        self._lock = threading.RLock()
+        self._fd = -1
+        try:
+            self._open()
+        except OSError as error:
+            raise storage_error("open", self.path, error) from error
+
+    @property
+    def last_seq(self) -> int:
+        """The `seq` of the last line in the file."""
+        return self._seq
+
+    @property
+    def num_pending(self) -> int:
+        """Events that wait for the disk."""
+        return len(self._pending)
+
+    def write(self, event: Event) -> None:
+        """Appends one event, stamped with the next `seq` and the time.
+
+        Numbers that are not finite are written as null, and an `alert` says so once for each field.
+        """
+        with self._lock:
+            if self._fd < 0:
+                raise ValueError(f"{self.path.name} is closed")
+            body = event.model_dump()
+            body["t"] = round(time.time(), 6)
+            fields = sorted(set(_null_non_finite(body, event.type)))
+            self._enqueue(body)
+            for field in fields:
+                if field not in self._alerted_fields:
+                    self._alerted_fields.add(field)
+                    self.alert("non_finite", f"{field} was not finite and is written as null", step=body.get("step"))
+
+    def alert(self, kind: str, message: str, *, step: int | None = None) -> None:
+        """Appends an `alert`.
+
+        Args:
+            kind: A short word that viewers can group by.
+            message: A sentence for a person.
+            step: The step it is about.
+        """
+        self.write(Alert(kind=kind, message=message, step=step))
+
+    def flush(self, *, required: bool = False) -> bool:
+        """Tries to write what waits.
+
+        Args:
+            required: Make a failure an error instead of an answer.
+
+        Returns:
+            Whether everything is in the file.
+
+        Raises:
+            StorageError: `required`, and something could still not be written.
+        """
+        with self._lock:
+            error = self._write_pending() if self._fd >= 0 else None
+        if error is not None and required:
+            raise storage_error("write", self.path, error) from error
+        return not self._pending
+
+    def close(self) -> None:
+        """Writes what waits, if the disk takes it, and closes the file; closing twice is fine."""
+        with self._lock:
+            if self._fd < 0:
+                return
+            self._write_pending()
+            with contextlib.suppress(OSError):
+                os.fsync(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> "EventWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def rewind(self, step: int, *, sha256: str | None = None) -> int:
+        """Takes out what will happen again when training goes on from a checkpoint.
+
+        The `step`, `epoch_start`, `val` and `checkpoint` lines written after the checkpoint's own line go to
+        `events.rewound.jsonl`; where that line is missing (a crash between the commit and its event), those of later
+        steps. The rest keeps its order and is numbered again. Nothing happens when there is nothing to take out.
+
+        Args:
+            step: The step of the checkpoint.
+            sha256: Its hash, which tells two checkpoints of one step apart.
+
+        Returns:
+            How many lines were taken out; 0 also when the disk did not allow it (an `alert` says so).
+        """
+        with self._lock:
+            self._write_pending()
+            try:
+                cut_bytes, cut_seq = _find_rewind_point(self.path, step, sha256)
+                return self._rewrite_from(cut_bytes, cut_seq, step)
+            except OSError as error:
+                reason = error.strerror or str(error)
+                self.alert("storage", f"what happened after step {step} could not be taken out of the events: {reason}")
+                return 0
+
+    def _open(self) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._fd = os.open(self.path, flags, 0o644)
+        self._seq, self._size = _mend_tail(self._fd)
+        self._is_torn = False
+
+    def _enqueue(self, body: dict[str, Any]) -> None:
+        if len(self._pending) >= self._max_pending and not self._make_room(body):
+            self.num_dropped += 1
+            return
+        self._pending.append(body)
+        if self.problem is None or time.monotonic() >= self._retry_at_s:
+            self._write_pending()
+
+    def _make_room(self, body: dict[str, Any]) -> bool:
+        if body["type"] in _EXPENDABLE:
+            return False
+        for index, waiting in enumerate(self._pending):
+            if waiting["type"] in _EXPENDABLE:
+                del self._pending[index]
+                self.num_dropped += 1
+                return True
+        return False
+
+    def _write_pending(self) -> OSError | None:
+        """Writes what waits, in order; returns the failure that stopped it."""
+        num_dropped = self.num_dropped
+        had_problem = self.problem
+        while self._pending:
+            try:
+                self._write_line(self._pending[0])
+            except OSError as error:
+                self.problem = error.strerror or str(error)
+                self._retry_at_s = time.monotonic() + 1.0
+                return error
+            self._pending.popleft()
+        self.problem = None
+        if had_problem is not None:
+            lost = f"; {num_dropped} events were let go" if num_dropped else ""
+            with contextlib.suppress(OSError):
+                body = Alert(kind="storage", message=f"events could not be written for a while: {had_problem}{lost}")
+                self._write_line({**body.model_dump(), "t": round(time.time(), 6)})
+        return None
+
+    def _write_line(self, body: dict[str, Any]) -> None:
+        line = _encode({"v": VERSION, "seq": self._seq + 1, "t": body["t"], "type": body["type"], **_fields(body)})
+        failpoint("events.before_write")
+        if self._is_torn:
+            os.ftruncate(self._fd, self._size)
+            self._is_torn = False
+        try:
+            num_written = os.write(self._fd, line)
+        except OSError:
+            self._is_torn = True
+            raise
+        if num_written < len(line):
+            self._is_torn = True
+            write_all(self._fd, line[num_written:])
+            self._is_torn = False
+        self._seq += 1
+        self._size += len(line)
+        if body["type"] in _DURABLE:
+            with contextlib.suppress(OSError):
+                os.fsync(self._fd)
+
+    def _rewrite_from(self, cut_bytes: int, cut_seq: int, step: int) -> int:
+        kept, dropped = _split_tail(_read_from(self.path, cut_bytes), step, everything=cut_seq > 0)
+        if not dropped:
+            return 0
+        with open(self.path.with_name("events.rewound.jsonl"), "ab") as rewound:
+            rewound.writelines(line + b"\n" for line in dropped)
+        last_seq = cut_seq or _seq_before(self.path, cut_bytes)
+        temporary = self.path.parent / temporary_name(step)
+        try:
+            with open(open_new(temporary, 0o644), "wb") as new, open(self.path, "rb") as old:
+                _copy_prefix(old, new, cut_bytes)
+                for raw in kept:
+                    last_seq += 1
+                    new.write(_encode({**raw, "seq": last_seq}))
+                new.flush()
+                os.fsync(new.fileno())
+            failpoint("events.before_rewind_rename")
+            os.rename(temporary, self.path)
+        except BaseException:
+            remove_quietly(temporary)
+            raise
+        fsync_directory(self.path.parent)
+        os.close(self._fd)
+        self._open()
+        return len(dropped)
+
+
+def _fields(body: dict[str, Any]) -> dict[str, Any]:
+    """An event's own fields; optional ones that say nothing are left out, required ones stay as null."""
+    required = _REQUIRED[body["type"]]
+    return {key: value for key, value in body.items() if key not in _FRAME and (value is not None or key in required)}
+
+
+_FRAME = frozenset({"v", "seq", "t", "type"})
+_CONTRACT_NULLS = {
+    "step": {"images_per_s", "data_wait_frac", "grad_norm", "split"},
+    "epoch_start": {"split"},
+    "val": {"pixel_accuracy"},
+    "command": {"reason"},
+    "gpu0_bsz": {"split", "predicted_mib", "observed_mib", "epoch"},
+    "run_end": {"reason"},
+}
+_REQUIRED = {
+    name: {key for key, field in model.model_fields.items() if field.is_required()} | _CONTRACT_NULLS.get(name, set())
+    for name, model in EVENT_TYPES.items()
+}
+
+
+def _encode(body: dict[str, Any]) -> bytes:
+    return json.dumps(body, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
+def _null_non_finite(value: Any, name: str) -> Iterator[str]:
+    """Sets every number in a tree of dicts and lists that is not finite to None; yields the names of the fields."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, child in list(items):
+        child_name = f"{name}.{key}" if isinstance(key, str) else name
+        if isinstance(child, float) and not math.isfinite(child):
+            value[key] = None
+            yield child_name
+        elif isinstance(child, (dict, list)):
+            yield from _null_non_finite(child, child_name)
+
+
+def _mend_tail(fd: int) -> tuple[int, int]:
+    """Cuts off, or completes, a last line that a crash left without its end.
+
+    Returns:
+        The `seq` of the last whole event (0 if there is none), and the size of the file in bytes.
+    """
+    size = os.fstat(fd).st_size
+    end = last_line_end(fd)
+    if end < size:
+        tail = os.pread(fd, min(size - end, MAX_LINE_BYTES), end)
+        if parse_line(tail) is not None:
+            write_all(fd, b"\n")
+            size += 1
+        else:
+            os.ftruncate(fd, end)
+            size = end
+    return _last_seq(fd, size), size
+
+
+def _last_seq(fd: int, size: int) -> int:
+    """The `seq` of the last readable event among the first `size` bytes."""
+    length = 2**16
+    while True:
+        start = max(0, size - length)
+        lines = os.pread(fd, size - start, start).split(b"\n")
+        for line in reversed(lines if start == 0 else lines[1:]):
+            raw = parse_line(line) if line else None
+            if raw is not None:
+                return int(raw["seq"])
+        if start == 0:
+            return 0
+        length *= 4
+
+
+def _seq_before(path: Path, size: int) -> int:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return _last_seq(fd, size)
+    finally:
+        os.close(fd)
+
+
+def _find_rewind_point(path: Path, step: int, sha256: str | None) -> tuple[int, int]:
+    """The offset behind the checkpoint's line and its `seq`, or (offset of the first later step, 0) without one."""
+    offset = 0
+    after_checkpoint = (0, 0)
+    first_later: int | None = None
+    epoch_without_step: int | None = None
+    with open(path, "rb") as file:
+        for line in file:
+            start, offset = offset, offset + len(line)
+            if b'"type":"checkpoint"' in line:
+                raw = parse_line(line)
+                if raw and raw.get("step") == step and (sha256 is None or raw.get("sha256") in (None, sha256)):
+                    after_checkpoint = (offset, raw["seq"])
+            elif first_later is None and b'"type":"step"' in line:
+                raw = parse_line(line)
+                if raw and _is_later(raw, step):
+                    first_later = start if epoch_without_step is None else epoch_without_step
+                epoch_without_step = None
+            elif b'"type":"epoch_start"' in line:
+                epoch_without_step = start
+    if after_checkpoint[1]:
+        return after_checkpoint
+    return (offset if first_later is None else first_later, 0)
+
+
+def _is_later(raw: dict[str, Any], step: int) -> bool:
+    value = raw.get("step")
+    return isinstance(value, int) and value > step
+
+
+def _read_from(path: Path, offset: int) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    with open(path, "rb") as file:
+        file.seek(offset)
+        for line in file:
+            yield line.rstrip(b"\n"), parse_line(line)
+
+
+def _split_tail(
+    lines: Iterable[tuple[bytes, dict[str, Any] | None]], step: int, *, everything: bool
+) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """Parts a tail into events that stay and lines that go; damaged lines go."""
+    kept: list[dict[str, Any]] = []
+    dropped: list[bytes] = []
+    for line, raw in lines:
+        is_repeated = raw is not None and raw["type"] in _REPEATED_ON_RESUME
+        if raw is None or (is_repeated and (everything or raw["type"] == "epoch_start" or _is_later(raw, step))):
+            dropped.append(line)
+        else:
+            kept.append(raw)
+    return kept, dropped
+
+
+def _copy_prefix(old: IO[bytes], new: IO[bytes], num_bytes: int) -> None:
+    left = num_bytes
+    while left > 0:
+        block = old.read(min(left, 2**20))
+        if not block:
+            return
+        new.write(block)
+        left -= len(block)

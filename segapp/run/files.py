@@ -1,0 +1,267 @@
+"""Writing that a crash, a full disk or a power cut leaves either undone or done, never half done.
+
+The order is the one SQLite and the ALICE study ask for: a temporary file in the same directory, fsync, rename, fsync of
+the directory. A failed fsync is never tried again on the same file: its pages may be gone (PostgreSQL's "fsyncgate").
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import secrets
+import socket
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from segapp.errors import StorageError
+from segapp.failpoints import failpoint
+
+TEMPORARY_PREFIX = ".tmp-"
+_TEMPORARY = re.compile(r"\.tmp-\d+-(?P<pid>\d+)-[0-9a-f]+(?:@(?P<host>[\w.-]*))?")
+_BLOCK_BYTES = 2**20
+_STALE_TEMPORARY_S = 3600.0
+_IMPORTED_S = time.time()
+
+
+def temporary_name(tag: int = 0) -> str:
+    """A name for a temporary file; with the writer's process id and host in it, so that the dead one's are known.
+
+    Args:
+        tag: A number that helps a reader of the folder, such as the step.
+    """
+    host = re.sub(r"[^\w.-]", "_", socket.gethostname())[:60]
+    return f"{TEMPORARY_PREFIX}{tag}-{os.getpid()}-{secrets.token_hex(4)}@{host}"
+
+
+def open_new(path: Path, mode: int = 0o600) -> int:
+    """A file descriptor for writing a file that must not exist yet; a symbolic link there is refused too.
+
+    Raises:
+        OSError: the file exists, or cannot be made.
+    """
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Writes every byte, over as many calls as it takes.
+
+    Raises:
+        OSError: the disk is full, a quota is used up, or the device failed.
+    """
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def fsync_directory(path: Path) -> None:
+    """Makes the names in a directory durable; file systems that cannot do it for a directory are forgiven.
+
+    Raises:
+        OSError: the device failed.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    finally:
+        os.close(fd)
+
+
+def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o644, point: str = "file") -> None:
+    """Replaces a small file as a whole: whoever reads it sees the old content or the new, also after a power cut.
+
+    Args:
+        path: The file; its directory exists.
+        data: The whole content; text is written as UTF-8.
+        mode: Permission bits, narrowed by the umask.
+        point: Prefix of the failpoints on the way: `.before_write`, `.before_fsync`, `.before_rename`, `.after_rename`.
+
+    Raises:
+        OSError: it could not be written; the old file is untouched and the temporary one removed.
+    """
+    payload = data.encode() if isinstance(data, str) else data
+    temporary = path.parent / temporary_name()
+    try:
+        fd = open_new(temporary, mode)
+        try:
+            failpoint(point + ".before_write")
+            write_all(fd, payload)
+            failpoint(point + ".before_fsync")
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        failpoint(point + ".before_rename")
+        os.rename(temporary, path)
+    except BaseException:
+        remove_quietly(temporary)
+        raise
+    failpoint(point + ".after_rename")
+    fsync_directory(path.parent)
+
+
+def write_json(path: Path, value: Any, *, mode: int = 0o644, point: str = "file") -> None:
+    """Replaces a small JSON file as a whole, as `write_atomic` does.
+
+    Raises:
+        OSError: it could not be written.
+        ValueError: a number is not finite.
+    """
+    write_atomic(path, json.dumps(value, indent=1, allow_nan=False) + "\n", mode=mode, point=point)
+
+
+class HashingFile:
+    """A file that hashes what is written into it, and remembers the first error: torch reports some of them otherwise.
+
+    Args:
+        fd: Open for writing; closed at the end of the `with` block.
+        point: The failpoint at every write.
+    """
+
+    def __init__(self, fd: int, point: str = "file.write") -> None:
+        self.fd = fd
+        self._point = point
+        self.num_bytes = 0
+        self.error: OSError | None = None
+        self._hash = hashlib.sha256()
+
+    @property
+    def sha256(self) -> str:
+        """Of everything written so far, in hexadecimal."""
+        return self._hash.hexdigest()
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Writes all of it; after a failure, every further write fails in the same way."""
+        if self.error is not None:
+            raise self.error
+        view = memoryview(data).cast("B")
+        try:
+            failpoint(self._point)
+            write_all(self.fd, view)
+        except OSError as error:
+            self.error = error
+            raise
+        self._hash.update(view)
+        self.num_bytes += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def __enter__(self) -> "HashingFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.fd)
+
+
+def hash_file(path: Path) -> tuple[str, int]:
+    """The sha256 of a file, in hexadecimal, and its size in bytes.
+
+    Raises:
+        OSError: it could not be read.
+    """
+    with open(path, "rb", buffering=0) as file:
+        return hash_open(file)
+
+
+def hash_open(file: IO[bytes]) -> tuple[str, int]:
+    """As `hash_file`, from where an open file is; to be read from without a text layer."""
+    digest, size = hashlib.sha256(), 0
+    buffer = memoryview(bytearray(_BLOCK_BYTES))
+    while num := file.readinto(buffer):  # type: ignore[attr-defined]
+        digest.update(buffer[:num])
+        size += num
+    return digest.hexdigest(), size
+
+
+def remove_quietly(path: Path) -> None:
+    """Removes a file; that it is gone or cannot be removed is no news."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+def remove_dead_temporaries(directory: Path) -> int:
+    """Removes temporary files whose writer no longer runs; those of a live process stay for an hour.
+
+    Args:
+        directory: Where to look; below it is not looked.
+
+    Returns:
+        How many were removed.
+    """
+    num_removed = 0
+    try:
+        names = [entry.name for entry in os.scandir(directory) if entry.name.startswith(TEMPORARY_PREFIX)]
+    except OSError:
+        return 0
+    for name in names:
+        if _is_dead_temporary(directory / name):
+            remove_quietly(directory / name)
+            num_removed += 1
+    return num_removed
+
+
+def _is_dead_temporary(path: Path) -> bool:
+    try:
+        written_s = path.lstat().st_mtime
+    except OSError:
+        return False
+    match = _TEMPORARY.fullmatch(path.name)
+    if match and (match["host"] is None or match["host"] == temporary_name().partition("@")[2]):
+        pid = int(match["pid"])
+        # In a container the process before this one may well have had its id.
+        is_dead = written_s < _IMPORTED_S - 1.0 if pid == os.getpid() else not is_pid_alive(pid)
+        if is_dead:
+            return True
+    return time.time() - written_s > _STALE_TEMPORARY_S
+
+
+def is_pid_alive(pid: int) -> bool:
+    """Whether a process of this host has this id (a zombie has, until it is waited for)."""
+    if not 0 < pid < 2**31:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def free_bytes(directory: Path) -> int:
+    """Bytes that this user may still write on the file system of `directory`; quotas are not seen."""
+    stat = os.statvfs(directory)
+    return stat.f_bavail * stat.f_frsize
+
+
+def storage_error(action: str, path: Path, error: OSError) -> StorageError:
+    """The error for the user: what could not be written, why, and what to do.
+
+    Args:
+        action: What was being done: `"write the checkpoint"`.
+        path: The file or folder it was done to.
+        error: What the system said.
+    """
+    reason = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        with contextlib.suppress(OSError):
+            reason += f" ({mebibytes(free_bytes(path if path.is_dir() else path.parent))} free)"
+        advice = "free some space there"
+    elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        advice = "make the folder writable"
+    elif error.errno == errno.EFBIG:
+        advice = "raise the file size limit (ulimit -f)"
+    else:
+        advice = "look at the disk and the system log"
+    return StorageError(f"cannot {action} {path}: {reason}: {advice}")
+
+
+def mebibytes(num_bytes: float) -> str:
+    """A size for people: `"1.5 MiB"`."""
+    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes < 100 * 2**20 else f"{num_bytes / 2**20:.0f} MiB"

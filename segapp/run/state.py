@@ -1,0 +1,283 @@
+"""What a run is doing, derived from what it wrote and from its process; nothing is guessed from silence alone."""
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from segapp.run.events import EVENT_TYPES, parse_line
+from segapp.run.folder import RunFolder, run_folders
+from segapp.run.process import is_alive
+
+State = Literal["live", "busy", "stale", "lost", "crashed", "finished", "stopped", "failed"]
+
+FRESH_S = 15.0
+"""Silence for longer than this, or than five steps, is worth a word."""
+
+_TAIL_BYTES = 256 * 2**10
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a state is derived from."""
+
+    end_status: Literal["finished", "stopped", "failed"] | None = None
+    """Of `run_end`, if nothing began after it."""
+    is_trainer_alive: bool | None = None
+    """Whether a process holds the run, or still runs; None when that cannot be known from here."""
+    event_age_s: float | None = None
+    """Since the last event of any type; None when there is none."""
+    step_age_s: float | None = None
+    """Since the last `step`."""
+    step_interval_s: float = 0.0
+    """Median time between two `step` events."""
+
+
+def derive_state(facts: RunFacts) -> State:
+    """The state word for a set of facts.
+
+    live: steps come in. busy: alive, but no steps (start, evaluation, pause, a stall of the data). stale: alive, and
+    silent. lost: on another host, and silent. crashed: gone, without a `run_end`. The rest is what `run_end` said.
+    """
+    if facts.end_status is not None:
+        return facts.end_status
+    if facts.is_trainer_alive is False:
+        return "crashed"
+    patience_s = max(FRESH_S, 5 * facts.step_interval_s)
+    if facts.step_age_s is not None and facts.step_age_s <= patience_s:
+        return "live"
+    if facts.event_age_s is not None and facts.event_age_s <= patience_s:
+        return "busy"
+    if facts.is_trainer_alive is None:
+        return "lost"
+    return "busy" if facts.event_age_s is None else "stale"
+
+
+def read_facts(path: Path | str, now_s: float | None = None) -> RunFacts:
+    """Gathers the facts of a run from its folder, cheaply: only the end of the events is read.
+
+    Args:
+        path: The run folder.
+        now_s: The present, Unix seconds; the clock's when None.
+    """
+    now_s = time.time() if now_s is None else now_s
+    folder = RunFolder(path)
+    events = list(_read_tail(folder.events))
+    last_start = max((index for index, raw in enumerate(events) if raw["type"] == "run_start"), default=-1)
+    ends = [raw for raw in events[last_start + 1 :] if raw["type"] == "run_end"]
+    steps_s = [float(raw["t"]) for raw in events[last_start + 1 :] if raw["type"] == "step"]
+    end_status = ends[-1].get("status") if ends else None
+    is_running_again = bool(ends) and _was_acquired_after(folder, float(ends[-1]["t"]))
+    return RunFacts(
+        end_status=end_status if end_status in ("finished", "stopped", "failed") and not is_running_again else None,
+        is_trainer_alive=_is_trainer_alive(folder),
+        event_age_s=max(0.0, now_s - float(events[-1]["t"])) if events else None,
+        step_age_s=max(0.0, now_s - steps_s[-1]) if steps_s else None,
+        step_interval_s=_interval_s(steps_s[-20:]),
+    )
+
+
+def run_state(path: Path | str, now_s: float | None = None) -> State:
+    """The state word of a run: `derive_state` of its facts.
+
+    Args:
+        path: The run folder.
+        now_s: The present, Unix seconds; the clock's when None.
+    """
+    return derive_state(read_facts(path, now_s))
+
+
+@dataclass
+class RunSummary:
+    """A run in numbers, as `segapp status --json` and `segapp ls` give it; None where nothing is known."""
+
+    name: str
+    path: str
+    state: State
+    id: str | None = None
+    host: str | None = None
+    pid: int | None = None
+    began_s: float | None = None
+    """Unix seconds."""
+    age_s: float | None = None
+    """Since the last event."""
+    epoch: int | None = None
+    epochs: int | None = None
+    step: int | None = None
+    steps_per_epoch: int | None = None
+    batch_size: int | None = None
+    num_params: int | None = None
+    num_classes: int | None = None
+    loss: float | None = None
+    lr: float | None = None
+    images_per_s: float | None = None
+    data_wait_frac: float | None = None
+    eta_epoch_s: float | None = None
+    eta_run_s: float | None = None
+    gpu0_bsz: int | None = None
+    split: list[int] | None = None
+    val_epoch: int | None = None
+    val_loss: float | None = None
+    miou: float | None = None
+    pixel_accuracy: float | None = None
+    best_miou: float | None = None
+    best_epoch: int | None = None
+    checkpoint: dict[str, Any] | None = None
+    """The last one that was committed: path, epoch, step."""
+    devices: list[dict[str, Any]] = field(default_factory=list)
+    """The last sample of each: used_mib, total_mib, utilization and so on."""
+    pending: dict[str, str] = field(default_factory=dict)
+    """Commands accepted and not yet applied: id -> text."""
+    num_alerts: int = 0
+    last_alert: str | None = None
+    reason: str | None = None
+    """Why it ended."""
+    exit_code: int | None = None
+
+
+def summarize(path: Path | str, now_s: float | None = None) -> RunSummary:
+    """A run in numbers, from its events.
+
+    Args:
+        path: The run folder.
+        now_s: The present, Unix seconds; the clock's when None.
+    """
+    folder, facts = RunFolder(path), read_facts(path, now_s)
+    summary = RunSummary(folder.name, str(folder.path), derive_state(facts), age_s=facts.event_age_s)
+    holder, info = folder.read_holder(), folder.read_info()
+    process = holder or (info.process if info else None)
+    if info is not None:
+        summary.id, summary.began_s = info.id, info.created_s
+    if process is not None:
+        summary.host, summary.pid = process.host, process.pid
+    for raw in _read_sparsely(folder.events):
+        _add_event(summary, raw)
+    if facts.end_status is None:
+        summary.reason = summary.exit_code = None
+    return summary
+
+
+def list_runs(root: Path | str = "runs", now_s: float | None = None) -> list[RunSummary]:
+    """Every run below a folder, the one that began (or was resumed) last first.
+
+    Args:
+        root: Where the runs lie.
+        now_s: The present, Unix seconds; the clock's when None.
+    """
+    return [summarize(run.path, now_s) for run in run_folders(root)]
+
+
+_COPIED: dict[str, dict[str, str]] = {
+    "run_start": {
+        name: name for name in ("epochs", "steps_per_epoch", "batch_size", "num_params", "gpu0_bsz", "split")
+    },
+    "epoch_start": {name: name for name in ("epoch", "lr", "split")},
+    "step": {
+        name: name
+        for name in ("epoch", "step", "loss", "lr", "images_per_s", "data_wait_frac", "eta_epoch_s", "eta_run_s")
+    },
+    "val": {"epoch": "val_epoch", "loss": "val_loss", "miou": "miou", "pixel_accuracy": "pixel_accuracy"},
+    "run_end": {"reason": "reason", "exit_code": "exit_code"},
+    "memory": {"devices": "devices"},
+}
+"""Which fields of an event go where in the summary, where the last one counts."""
+
+
+def _add_event(summary: RunSummary, raw: dict[str, Any]) -> None:
+    kind = raw["type"]
+    for source, target in _COPIED.get(kind, {}).items():
+        if source in raw:
+            setattr(summary, target, raw[source])
+    if kind == "run_start":
+        summary.num_classes = len(raw.get("classes") or []) or None
+        summary.pending.clear()
+        if (resumed := raw.get("resumed_from_step")) is not None:
+            summary.step = resumed
+    elif kind == "val":
+        miou = raw.get("miou")
+        if isinstance(miou, float) and (summary.best_miou is None or miou > summary.best_miou):
+            summary.best_miou, summary.best_epoch = miou, raw.get("epoch")
+    elif kind == "checkpoint":
+        summary.checkpoint = {name: raw.get(name) for name in ("path", "epoch", "step")}
+    elif kind == "gpu0_bsz" and raw.get("status") in ("applied", "reverted"):
+        summary.gpu0_bsz = raw.get("new") if raw["status"] == "applied" else raw.get("old")
+        summary.split = raw.get("split") or summary.split
+    elif kind == "command":
+        _add_answer(summary, raw)
+    elif kind == "alert":
+        summary.num_alerts += 1
+        summary.last_alert = raw.get("message")
+
+
+def _add_answer(summary: RunSummary, raw: dict[str, Any]) -> None:
+    command_id = str(raw.get("id"))
+    if raw.get("status") == "accepted":
+        summary.pending[command_id] = str(raw.get("command"))
+    else:
+        summary.pending.pop(command_id, None)
+
+
+def _is_trainer_alive(folder: RunFolder) -> bool | None:
+    if folder.is_locked():
+        return True
+    info = folder.read_info()
+    process = folder.read_holder() or (info.process if info else None)
+    return is_alive(process) if process is not None else False
+
+
+def _was_acquired_after(folder: RunFolder, end_s: float) -> bool:
+    """Whether a trainer took the run again after it had ended, and has not yet said so in the events."""
+    try:
+        return bool(folder.is_locked()) and folder.lock.stat().st_mtime > end_s
+    except OSError:
+        return False
+
+
+def _interval_s(times_s: list[float]) -> float:
+    intervals = [later - earlier for earlier, later in pairwise(times_s)]
+    return max(0.0, median(intervals)) if intervals else 0.0
+
+
+def _read_tail(path: Path) -> Iterator[dict[str, Any]]:
+    """The last events of a file, whole lines only."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            start = max(0, size - _TAIL_BYTES)
+            file.seek(start)
+            block = file.read(_TAIL_BYTES)
+    except OSError:
+        return
+    lines = block.split(b"\n")[:-1]
+    yield from _parsed(lines if start == 0 else lines[1:])
+
+
+def _read_sparsely(path: Path) -> Iterator[dict[str, Any]]:
+    """The events of a file; of a row of steps or of memory samples only the last, which is much faster."""
+    held: dict[bytes, bytes] = {}
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            for line in file:
+                kind = next((mark for mark in _FREQUENT if mark in line[:120]), None)
+                if kind is not None and line.endswith(b"\n"):
+                    held[kind] = line
+                elif line.endswith(b"\n"):
+                    yield from _parsed([*held.values(), line])
+                    held.clear()
+    except OSError:
+        return
+    yield from _parsed(list(held.values()))
+
+
+_FREQUENT = (b'"type":"step"', b'"type":"memory"', b'"type":"heartbeat"')
+
+
+def _parsed(lines: list[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        raw = parse_line(line.rstrip(b"\n"))
+        if raw is not None and raw["type"] in EVENT_TYPES:
+            yield raw

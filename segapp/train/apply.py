@@ -1,0 +1,195 @@
+"""What is done with a trained model: `segapp eval` and `segapp predict`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from segapp.config import RunConfig, validate_config
+from segapp.datasets.formats import ClassScheme
+from segapp.datasets.loader import EvalLoader
+from segapp.errors import CheckpointError, ConfigError, DataError, StorageError
+from segapp.models import SegmentationModel
+from segapp.precision import Precision
+from segapp.run.files import write_json
+from segapp.run.folder import find_run
+from segapp.run.text import printable
+from segapp.train.build import (
+    build_criterion,
+    build_dataset,
+    build_inference,
+    build_network,
+    build_scheme,
+)
+from segapp.train.checkpoint import LoadedCheckpoint, load_checkpoint
+from segapp.train.devices import choose_devices
+from segapp.train.evaluate import Evaluation, Inference, evaluate
+from segapp.train.plain import iou_table
+from segapp.train.predict import find_images, predict_files
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model out of a checkpoint, ready to judge images."""
+
+    model: SegmentationModel
+    config: RunConfig
+    scheme: ClassScheme
+    inference: Inference
+    device: torch.device
+    checkpoint: LoadedCheckpoint
+
+
+def load_trained(target: str, *, slide: bool = False, tta: bool = False) -> TrainedModel:
+    """The model of a run (its best checkpoint, else the last) or of a checkpoint file.
+
+    Args:
+        target: a run's name, its folder, or a checkpoint file.
+        slide: predict by sliding window.
+        tta: average over a flip and several scales.
+
+    Raises:
+        CheckpointError: there is none, or it is of another program, config or model.
+    """
+    checkpoint = _find_checkpoint(target)
+    for message in checkpoint.messages:
+        print(f"note: {printable(message)}", file=sys.stderr)
+    state = checkpoint.state
+    if not isinstance(state.get("config"), dict):
+        raise CheckpointError(f"{checkpoint.path} holds no config: it was not written by segapp train")
+    try:
+        config = validate_config(state["config"])
+    except ConfigError as error:
+        raise CheckpointError(f"{checkpoint.path} holds a config that this version does not read: {error}") from None
+    overrides = {key: True for key, is_on in (("slide", slide), ("tta", tta)) if is_on}
+    evaluation = config.eval.model_copy(update=overrides)
+    scheme = build_scheme(config.data)
+    if list(scheme.names) != list(state["classes"]):
+        raise CheckpointError(f"{checkpoint.path} was trained on other classes than its config names: it was changed")
+    device = choose_devices(config.parallel.devices)[0][0]
+    precision = Precision(config.train.precision, device)
+    model = build_network(config.model, scheme.num_classes, with_weights=False)
+    average = state.get("ema")
+    try:
+        model.load_state_dict(average["module"] if average is not None else state["model"])
+    except (RuntimeError, KeyError) as error:
+        raise CheckpointError(f"{checkpoint.path} does not fit {config.model.name}: {error}") from None
+    precision.prepare(model.to(device))
+    inference = build_inference(config.data, evaluation, model, precision, config.loss.align_corners)
+    return TrainedModel(model.eval(), config, scheme, inference, device, checkpoint)
+
+
+def _find_checkpoint(target: str) -> LoadedCheckpoint:
+    path = Path(target)
+    if path.is_file():
+        return load_checkpoint(path)
+    folder = find_run(target)
+    try:
+        return load_checkpoint(folder.path, "best")
+    except CheckpointError:
+        return load_checkpoint(folder.path)
+
+
+def evaluate_target(
+    target: str, *, split: str, json_file: Path | None, slide: bool, tta: bool, data_root: str | None
+) -> None:
+    """`segapp eval`: prints the per-class table, and writes it as JSON where asked for."""
+    trained = load_trained(target, slide=slide, tta=tta)
+    config = trained.config
+    data = config.data if data_root is None else config.data.model_copy(update={"root": data_root})
+    dataset = build_dataset(data, trained.scheme, split, is_training=False, seed=config.seed)
+    num_classes = trained.scheme.num_classes
+    criterion = build_criterion(config.loss, num_classes, trained.scheme.ignore_index, lambda _: [1.0] * num_classes)
+    criterion.load_state_dict(trained.checkpoint.state["criterion"])  # holds the class weights of the training
+    loader = EvalLoader(dataset, workers=data.workers, timeout_s=data.timeout_s, batch_size=config.eval.batch_size)
+    with progress_bar(len(dataset), "evaluating") as progress:
+        found = evaluate(
+            trained.model,
+            loader,
+            trained.inference,
+            num_classes=num_classes,
+            ignore_index=trained.scheme.ignore_index,
+            device=trained.device,
+            criterion=criterion.to(trained.device),
+            progress=progress,
+        )
+    _show(found, trained, split)
+    if json_file is not None:
+        try:
+            write_json(json_file, _as_json(found, trained, split))
+        except OSError as error:
+            raise StorageError(f"{json_file} cannot be written: {error.strerror}: choose another --json") from None
+
+
+def _show(found: Evaluation, trained: TrainedModel, split: str) -> None:
+    for line in iou_table(trained.scheme.names, found.scores.iou):
+        print(line)
+    checkpoint = trained.checkpoint
+    print(
+        f"{printable(split)}: mIoU {_number(found.scores.miou)}  "
+        f"pixel accuracy {_number(found.scores.pixel_accuracy)}  loss {_number(found.loss)}  "
+        f"{found.num_images} images  ({printable(checkpoint.path.name)}, step {checkpoint.step})"
+    )
+
+
+def _number(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.4f}"
+
+
+def _as_json(found: Evaluation, trained: TrainedModel, split: str) -> dict[str, Any]:
+    return {
+        "split": split,
+        "checkpoint": str(trained.checkpoint.path),
+        "epoch": trained.checkpoint.epoch,
+        "step": trained.checkpoint.step,
+        "num_images": found.num_images,
+        "miou": found.scores.miou,
+        "pixel_accuracy": found.scores.pixel_accuracy,
+        "loss": found.loss,
+        "classes": list(trained.scheme.names),
+        "iou": list(found.scores.iou),
+    }
+
+
+def predict_target(target: str, paths: Sequence[Path], out: Path, *, label_ids: bool, slide: bool, tta: bool) -> None:
+    """`segapp predict`: writes label maps, colour pictures and overlays.
+
+    Raises:
+        DataError: at the end, where images could not be read; the others are written.
+    """
+    images = find_images(paths)
+    trained = load_trained(target, slide=slide, tta=tta)
+    with progress_bar(len(images), "predicting") as progress:
+        problems = predict_files(
+            trained.model,
+            trained.inference,
+            images,
+            out,
+            trained.scheme,
+            trained.device,
+            label_ids=label_ids,
+            progress=progress,
+        )
+    print(f"{len(images) - len(problems)} of {len(images)} images written to {printable(str(out))}")
+    if problems:
+        shown = "\n".join(f"  {problem}" for problem in problems[:10])
+        raise DataError(f"{len(problems)} of {len(images)} images could not be read:\n{shown}")
+
+
+@contextmanager
+def progress_bar(total: int, label: str) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr where it is a terminal; gives a function that takes the number of images done."""
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc=label, unit="image", disable=not sys.stderr.isatty(), leave=False) as bar:
+
+        def progress(done: int) -> None:
+            bar.update(done - bar.n)
+
+        yield progress

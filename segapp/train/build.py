@@ -1,0 +1,361 @@
+"""The one place where the sections of a config become objects; every class gets plain arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from segapp.config import DataConfig, EvalConfig, LossConfig, LossTerm, ModelConfig, RunConfig
+from segapp.datasets.augment import EvalTransform, TrainTransform
+from segapp.datasets.dataset import SegmentationDataset
+from segapp.datasets.files import check_pairs
+from segapp.datasets.formats import ClassScheme, class_scheme, find_pairs
+from segapp.datasets.frequencies import ClassFrequencies, compute_class_frequencies
+from segapp.datasets.loader import EvalLoader, TrainLoader
+from segapp.errors import ConfigError
+from segapp.losses import (
+    AdditiveCriterion,
+    CriterionCE,
+    CriterionDice,
+    CriterionFocal,
+    CriterionLovasz,
+    CriterionOHEM,
+    CriterionSum,
+)
+from segapp.models import SegmentationModel, build_model
+from segapp.optim import WeightAverage, build_optimizer, norm_and_bias, parameter_groups
+from segapp.parallel import (
+    DataParallelModel,
+    balance_stages,
+    check_batchnorm,
+    convert_sync_batchnorm,
+    place_stages,
+    wrap_ddp,
+)
+from segapp.precision import Precision
+from segapp.train.checkpoint import CheckpointStore
+from segapp.train.class_weights import cached_frequencies, class_weights
+from segapp.train.control import StopSignals
+from segapp.train.devices import DevicePlan
+from segapp.train.engine import NormalizedInput, Normalizer, StepEngine
+from segapp.train.evaluate import Inference
+from segapp.train.journal import Journal
+from segapp.train.ranks import Ranks
+from segapp.train.trainer import Trainer
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds Python's, numpy's and torch's global generators (weights, dropout)."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def build_scheme(data: DataConfig) -> ClassScheme:
+    """Classes, colours and label map of a data section."""
+    return class_scheme(
+        data.format,
+        classes=data.classes,
+        palette=data.palette,
+        label_map=data.label_map,
+        ignore_index=data.ignore_index,
+        rgb=data.rgb_masks,
+    )
+
+
+def build_dataset(
+    data: DataConfig, scheme: ClassScheme, split: str, *, is_training: bool, seed: int
+) -> SegmentationDataset:
+    """The images and masks of one split, their headers checked, with the training or the evaluation transform."""
+    pairs = find_pairs(
+        data.format,
+        data.root,
+        split,
+        image_dir=data.image_dir,
+        mask_dir=data.mask_dir,
+        image_suffix=data.image_suffix,
+        mask_suffix=data.mask_suffix,
+        allow_outside_root=data.allow_outside_root,
+    )
+    check_pairs(pairs)
+    transform: TrainTransform | EvalTransform | None = None
+    if is_training:
+        transform = TrainTransform(
+            data.crop_px,
+            scale=data.scale,
+            hflip=data.hflip,
+            cat_max_ratio=data.cat_max_ratio,
+            photometric=data.photometric,
+            ignore_index=scheme.ignore_index,
+            resize_px=data.resize_px,
+        )
+    elif data.resize_px is not None:
+        transform = EvalTransform(data.resize_px)
+    return SegmentationDataset(pairs, scheme, transform, seed=seed, cache=data.cache)
+
+
+def split_names(data: DataConfig) -> tuple[str, str]:
+    """Names of the training and the validation split."""
+    return data.train_split or "train", data.val_split or "val"
+
+
+def build_network(section: ModelConfig, num_classes: int, *, with_weights: bool = True) -> SegmentationModel:
+    """The model of a config; without its pretrained weights where a checkpoint follows."""
+    return build_model(
+        section.library,
+        section.name,
+        num_classes,
+        weights=section.weights if with_weights else None,
+        weights_backbone=section.weights_backbone if with_weights else None,
+        aux=section.aux,
+        encoder=section.encoder,
+        options=section.options,
+    )
+
+
+def build_criterion(
+    section: LossConfig, num_classes: int, ignore_index: int, weights_of: Callable[[str], list[float]]
+) -> AdditiveCriterion:
+    """The criterion of a loss section.
+
+    Args:
+        section: the first term and those added to it.
+        num_classes: C.
+        ignore_index: target value that counts nowhere.
+        weights_of: gives class weights by a rule's name.
+    """
+    terms = [section, *section.plus]
+    criteria = [(term.weight, _build_term(term, num_classes, ignore_index, weights_of)) for term in terms]
+    return criteria[0][1] if len(criteria) == 1 and criteria[0][0] == 1.0 else CriterionSum(criteria)
+
+
+def _build_term(
+    term: LossTerm, num_classes: int, ignore_index: int, weights_of: Callable[[str], list[float]]
+) -> AdditiveCriterion:
+    weights = term.class_weights
+    if isinstance(weights, str):
+        weights = weights_of(weights)
+    if weights is not None and len(weights) != num_classes:
+        raise ConfigError(f"loss.class_weights has {len(weights)} values for {num_classes} classes: give one a class")
+    weight = None if weights is None else torch.tensor(weights, dtype=torch.float32)
+    common: dict[str, Any] = {
+        "ignore_index": ignore_index,
+        "align_corners": term.align_corners,
+        "aux_weight": term.aux_weight,
+    }
+    if term.name == "ohem":
+        return CriterionOHEM(term.ohem_threshold, term.ohem_min_kept, weight=weight, **common)
+    if term.name == "dice":
+        return CriterionDice(term.dice_smooth, **common)
+    if term.name == "focal":
+        return CriterionFocal(term.focal_gamma, alpha=weight, **common)
+    if term.name == "lovasz":
+        return CriterionLovasz(**common)
+    return CriterionCE(weight=weight, label_smoothing=term.label_smoothing, **common)
+
+
+def build_inference(
+    data: DataConfig, section: EvalConfig, model: SegmentationModel, precision: Precision, align_corners: bool
+) -> Inference:
+    """How whole images are evaluated and predicted."""
+    window = (section.slide_px or data.crop_px) if section.slide else None
+    if model.fixed_size_px is not None:
+        window = model.fixed_size_px
+    return Inference(
+        Normalizer(data.mean, data.std, precision.input_dtype).to(precision.device),
+        align_corners=align_corners,
+        window_px=window,
+        overlap=section.slide_overlap,
+        scales=tuple(section.scales) if section.tta else (1.0,),
+        flip=section.tta,
+        autocast=precision.autocast,
+    )
+
+
+def check_sizes(config: RunConfig, model: SegmentationModel) -> None:
+    """Refuses crops and batches that the model cannot take.
+
+    Raises:
+        ConfigError: names the size that would do.
+    """
+    height, width = config.data.crop_px
+    wanted = model.suitable_size(height, width)
+    if wanted != (height, width):
+        raise ConfigError(
+            f"data.crop_px = [{height}, {width}] does not suit {config.model.name}: use [{wanted[0]}, {wanted[1]}]"
+        )
+    if config.train.batch_size < model.min_train_batch:
+        raise ConfigError(
+            f"train.batch_size = {config.train.batch_size} is too small for {config.model.name}: its BatchNorm after "
+            f"global pooling needs at least {model.min_train_batch} images"
+        )
+
+
+def build_trainer(
+    config: RunConfig,
+    *,
+    store: CheckpointStore,
+    journal: Journal,
+    signals: StopSignals,
+    devices: DevicePlan,
+    ranks: Ranks | None = None,
+    with_weights: bool = True,
+) -> Trainer:
+    """Everything a training needs, from its config.
+
+    Args:
+        config: the complete config.
+        store: of the run folder.
+        journal: of the run folder.
+        signals: asks for a stop.
+        devices: which devices, in which mode; in ddp this rank's own.
+        ranks: the processes that train together.
+        with_weights: load pretrained weights; not needed where a checkpoint follows.
+
+    Raises:
+        ConfigError: a section does not fit the data, the model or this machine.
+        DataError: the data cannot be used.
+        CheckpointError: a weights file cannot be used.
+    """
+    ranks, device = ranks or Ranks(), devices.devices[0]
+    seed_everything(config.seed)
+    torch.backends.cudnn.benchmark = config.train.cudnn_benchmark
+    data, train = config.data, config.train
+    scheme = build_scheme(data)
+    train_split, val_split = split_names(data)
+    train_set = build_dataset(data, scheme, train_split, is_training=True, seed=config.seed)
+    val_set = build_dataset(data, scheme, val_split, is_training=False, seed=config.seed)
+    signals.check()
+
+    model = build_network(config.model, scheme.num_classes, with_weights=with_weights)
+    check_sizes(config, model)
+    set_batchnorm_momentum(model, train.bn_momentum)
+    if config.parallel.sync_bn and (devices.mode == "ddp" or len(devices.devices) > 1) and devices.mode != "model":
+        convert_sync_batchnorm(model)
+    precision = Precision(train.precision, device)
+    precision.prepare(model.to(device))
+    if train.channels_last:
+        model.to(memory_format=torch.channels_last)
+    normalizer = Normalizer(data.mean, data.std, precision.input_dtype).to(device)
+    network = build_parallel(
+        config, devices, ranks, model, NormalizedInput(model, normalizer, channels_last=train.channels_last)
+    )
+    criterion = build_criterion(
+        config.loss,
+        scheme.num_classes,
+        scheme.ignore_index,
+        lambda rule: class_weights(rule, _frequencies(train_set, scheme)),
+    ).to(device)
+    engine = StepEngine(
+        model,
+        network,
+        criterion,
+        build_optimizer(config.optim, _groups(config, model, precision)),
+        precision,
+        average=None if train.ema is None else WeightAverage(model, train.ema),
+        device=device,
+        clip_grad_norm=config.optim.clip_grad_norm,
+        ranks=ranks,
+    )
+    torch.manual_seed(config.seed + ranks.rank)  # every rank drops out other pixels
+    return Trainer(
+        config,
+        engine,
+        TrainLoader(
+            train_set,
+            train.batch_size,
+            seed=config.seed,
+            workers=data.workers,
+            timeout_s=data.timeout_s,
+            pin_memory=device.type == "cuda",
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+        ),
+        EvalLoader(
+            val_set,
+            workers=data.workers,
+            timeout_s=data.timeout_s,
+            batch_size=config.eval.batch_size,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+        ),
+        build_inference(data, config.eval, model, precision, config.loss.align_corners),
+        num_classes=scheme.num_classes,
+        ignore_index=scheme.ignore_index,
+        description={
+            "classes": list(scheme.names),
+            "num_params": sum(p.numel() for p in model.parameters()),
+            "devices": [str(each) for each in ranks.gather(devices.devices) for each in each],
+            "num_train": len(train_set),
+            "num_val": len(val_set),
+        },
+        store=store,
+        journal=journal,
+        signals=signals,
+    )
+
+
+def build_parallel(
+    config: RunConfig, devices: DevicePlan, ranks: Ranks, model: SegmentationModel, network: NormalizedInput
+) -> nn.Module:
+    """Puts the network on its devices, in the way the mode asks for.
+
+    Raises:
+        ConfigError: the split, the batch or a stage does not fit the model or the devices.
+    """
+    parallel, batch_size = config.parallel, config.train.batch_size
+    example = torch.zeros(1, 3, *config.data.crop_px, dtype=torch.uint8)
+    try:
+        if devices.mode == "ddp":
+            check_batchnorm(network, [batch_size // ranks.world_size], example)
+            return wrap_ddp(network, devices.devices[0], gradient_as_bucket_view=parallel.gradient_as_bucket_view)
+        if devices.mode == "model":
+            stages = parallel.stages or balance_stages(model, devices.devices, example.float())
+            named = {f"model.{name}": device for name, device in stages.items()}
+            place_stages(network, named, devices.devices[0], devices.devices[0])
+            return network
+        # Logical devices share one random generator: one replica at a time keeps dropout reproducible.
+        is_distinct = len(set(devices.devices)) == len(devices.devices)
+        wrapped = DataParallelModel(
+            network,
+            devices.devices,
+            parallel.gpu0_bsz,
+            shares=parallel.shares,
+            full_batch=batch_size if parallel.shares is None else None,
+            mode="threads" if is_distinct else "lockstep",
+        )
+        check_batchnorm(network, wrapped.plan(batch_size), example)
+        return wrapped
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"parallel: {error}") from None
+
+
+def set_batchnorm_momentum(model: nn.Module, momentum: float | None) -> None:
+    """Sets the momentum of every BatchNorm layer; None leaves them as they are."""
+    if momentum is not None:
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.momentum = momentum
+
+
+def _groups(config: RunConfig, model: SegmentationModel, precision: Precision) -> list[Mapping[str, Any]]:
+    no_decay = set() if config.optim.decay_norm_and_bias else norm_and_bias(model)
+    groups = parameter_groups(
+        model.backbone_parameters(),
+        model.head_parameters(),
+        no_decay,
+        weight_decay=config.optim.weight_decay,
+        head_lr_factor=config.optim.head_lr_factor,
+    )
+    return [{**group, "params": precision.master_weights(group["params"])} for group in groups]
+
+
+def _frequencies(dataset: SegmentationDataset, scheme: ClassScheme) -> ClassFrequencies:
+    masks = [pair.mask for pair in dataset.pairs if pair.mask is not None]
+    return cached_frequencies(masks, repr(dataclasses.astuple(scheme)), lambda: compute_class_frequencies(dataset))

@@ -1,0 +1,83 @@
+"""Class weights computed from the training masks, counted once and cached."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from segapp.datasets.frequencies import ClassFrequencies
+
+RULES = ("inverse", "enet", "median-frequency")
+
+
+def class_weights(rule: str, frequencies: ClassFrequencies) -> list[float]:
+    """One weight a class; 0 for a class that never occurs.
+
+    Args:
+        rule: `inverse`: 1 / share of pixels, scaled to mean 1 over the classes that occur; `enet`: 1 / ln(1.02 + share)
+            (Paszke et al., ENet, 2016); `median-frequency`: median frequency / frequency, a class's frequency being its
+            share of the pixels of the images that contain it (Eigen & Fergus, 2015).
+        frequencies: counts of the training masks.
+
+    Raises:
+        ValueError: an unknown rule, or no valid pixel at all.
+    """
+    total = sum(frequencies.pixels)
+    if total == 0:
+        raise ValueError("the training masks have no valid pixel: check data.label_map and data.ignore_index")
+    present = [i for i, count in enumerate(frequencies.pixels) if count]
+    share = {i: frequencies.pixels[i] / total for i in present}
+    if rule == "inverse":
+        mean = statistics.fmean(1 / share[i] for i in present)
+        weights = {i: 1 / share[i] / mean for i in present}
+    elif rule == "enet":
+        weights = {i: 1 / math.log(1.02 + share[i]) for i in present}
+    elif rule == "median-frequency":
+        frequency = {i: frequencies.pixels[i] / frequencies.pixels_where_present[i] for i in present}
+        median = statistics.median(frequency.values())
+        weights = {i: median / frequency[i] for i in present}
+    else:
+        raise ValueError(f"class_weights {rule!r} is not known: use one of {', '.join(RULES)}")
+    return [weights.get(i, 0.0) for i in range(len(frequencies.pixels))]
+
+
+def cached_frequencies(
+    masks: Sequence[Path], key: str, count: Callable[[], ClassFrequencies], folder: Path | None = None
+) -> ClassFrequencies:
+    """The frequencies of a set of masks, counted at the first call and read from the user's cache later.
+
+    Args:
+        masks: the mask files; a change of any name, size or time counts anew.
+        key: whatever else the count depends on (label map, number of classes).
+        count: counts them.
+        folder: where the cache lies; None: $XDG_CACHE_HOME/segapp.
+    """
+    if folder is None:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "segapp"
+    digest = hashlib.sha256(key.encode())
+    for mask in masks:
+        stat = mask.stat()
+        digest.update(f"{os.fspath(mask.resolve())!r} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    path = folder / f"frequencies-{digest.hexdigest()[:24]}.json"
+    try:
+        kept: Any = json.loads(path.read_text())
+        arguments: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in kept.items()}
+        return ClassFrequencies(**arguments)
+    except (OSError, ValueError, AttributeError, TypeError):
+        pass  # not there, or not ours: count
+    frequencies = count()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(asdict(frequencies)))
+        temporary.replace(path)
+    except OSError:
+        pass  # a cache that cannot be written costs time, not the run
+    return frequencies

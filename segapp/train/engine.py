@@ -1,0 +1,321 @@
+"""How one step reaches the weights: normalise, forward, sums of the loss, backward, optimizer; exact for any division.
+
+A criterion gives additive statistics (sums). The engine adds them over chunks, micro-batches and ranks before the one
+division, so loss and gradient are those of the whole step on one big device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from segapp.losses import AdditiveCriterion, Statistics, surrogate
+from segapp.optim import WeightAverage
+from segapp.parallel import DataParallelCriterion, DataParallelModel
+from segapp.precision import Precision
+from segapp.train.ranks import Ranks
+
+if TYPE_CHECKING:
+    from segapp.datasets.loader import Batch
+    from segapp.models import SegmentationModel
+
+
+class Normalizer(nn.Module):
+    """uint8 images -> normalised floats, on the device that they are on.
+
+    Args:
+        mean: RGB, in 0..1.
+        std: RGB, in 0..1.
+        dtype: of the result.
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.dtype = dtype
+        scale = torch.tensor([1 / (255 * s) for s in std]).view(1, 3, 1, 1)
+        shift = torch.tensor([m / s for m, s in zip(mean, std, strict=True)]).view(1, 3, 1, 1)
+        self.register_buffer("scale", scale, persistent=False)
+        self.register_buffer("shift", shift, persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """uint8 (N, 3, H, W) -> floats of the same shape."""
+        return images.float().mul_(self.scale).sub_(self.shift).to(self.dtype)
+
+
+class NormalizedInput(nn.Module):
+    """A model that takes uint8 images: they travel to the device, and between devices, at a quarter of the size.
+
+    Args:
+        model: takes normalised images (N, 3, H, W), returns a tuple, logits first.
+        normalizer: makes them.
+        channels_last: give the model NHWC memory.
+    """
+
+    def __init__(self, model: nn.Module, normalizer: Normalizer, *, channels_last: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self.normalizer = normalizer
+        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        """uint8 images (N, 3, H, W) -> (logits, *auxiliary logits)."""
+        normalized = self.normalizer(images).contiguous(memory_format=self.memory_format)
+        outputs: tuple[Tensor, ...] = self.model(normalized)
+        return outputs
+
+
+class BufferGuard:
+    """Remembers a model's buffers (BatchNorm statistics) at the start of a step, to undo a bad step's traces."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._live = list(model.buffers())
+        self._kept = [b.clone() for b in self._live]
+
+    @torch.no_grad()
+    def remember(self) -> None:
+        """Takes the buffers as they are now."""
+        if self._live:
+            torch._foreach_copy_(self._kept, self._live)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Puts the remembered buffers back."""
+        if self._live:
+            torch._foreach_copy_(self._live, self._kept)
+
+    @torch.no_grad()
+    def restore_where(self, is_bad: Tensor) -> None:
+        """Puts them back if `is_bad` (0-dim) is nonzero; on a GPU without waiting for it."""
+        if is_bad.device.type == "cpu":
+            if is_bad.item():
+                self.restore()
+            return
+        for live, kept in zip(self._live, self._kept, strict=True):
+            live.copy_(torch.where(is_bad.to(live.device) != 0, kept, live))
+
+
+@dataclass
+class StepResult:
+    """What a step gave, as tensors on the device: read them only when a line is published."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    is_bad: Tensor
+    split: list[int]
+
+
+class StepEngine:
+    """Makes optimizer steps.
+
+    Args:
+        model: the bare model, already on its device and cast by `precision`.
+        network: takes uint8 images and wraps `model`: a `DataParallelModel` (one device or several), a
+            `DistributedDataParallel` (one device a rank), or a module whose stages lie on several devices.
+        criterion: additive statistics of the model's outputs.
+        optimizer: its groups hold `precision`'s master weights.
+        precision: the precision mode.
+        average: moving average of the weights, or None.
+        device: the first device: it holds the weights, and sums are made there.
+        clip_grad_norm: largest norm of the whole gradient, or None.
+        ranks: the processes that share every step.
+    """
+
+    def __init__(
+        self,
+        model: SegmentationModel,
+        network: nn.Module,
+        criterion: AdditiveCriterion,
+        optimizer: torch.optim.Optimizer,
+        precision: Precision,
+        *,
+        average: WeightAverage[SegmentationModel] | None,
+        device: torch.device,
+        clip_grad_norm: float | None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.model, self.network, self.criterion = model, network, criterion
+        self.optimizer, self.precision, self.average = optimizer, precision, average
+        self.device, self.clip_grad_norm = device, clip_grad_norm
+        self.ranks = ranks or Ranks()
+        self.bad_steps = torch.zeros((), dtype=torch.int64, device=device)
+        self.bad_in_row = torch.zeros((), dtype=torch.int64, device=device)
+        self._summed = DataParallelCriterion(criterion) if isinstance(network, DataParallelModel) else criterion
+        self._guard = BufferGuard(model)
+
+    def step(self, batches: Sequence[Batch], check: Callable[[], None] = lambda: None) -> StepResult:
+        """One optimizer update from one or more micro-batches, with the mean over all of them and all ranks.
+
+        Args:
+            batches: this rank's micro-batches of the step; every rank has as many.
+            check: called before each micro-batch; if it raises, the model is as it was before the step.
+        """
+        self._guard.remember()
+        with self._undone_if_left():
+            totals = self._totals(batches) if len(batches) > 1 else None
+            sums: Statistics | None = None
+            for number, batch in enumerate(batches, start=1):
+                check()
+                with self._reduced_later(number < len(batches)):
+                    statistics = self._backward(batch, totals)
+                sums = statistics if sums is None else _added(sums, statistics)
+        assert sums is not None
+        with torch.no_grad():
+            loss = self.criterion.finalize(self.ranks.sums(sums))
+        return self._update(loss, self.split_of(batches[0]))
+
+    def split_of(self, batch: Batch) -> list[int]:
+        """Samples of the batch's first micro-batch on each device of this process."""
+        if isinstance(self.network, DataParallelModel):
+            return list(self.network.last_split)
+        return [len(batch.indices)]
+
+    def _backward(self, batch: Batch, totals: Statistics | None) -> Statistics:
+        with self.precision.autocast():
+            statistics = self._statistics(batch)
+        own = tuple(s.detach() for s in statistics)
+        if totals is None and self.ranks.world_size == 1:
+            loss = self.criterion.finalize(statistics)
+        else:
+            # DDP takes the mean of the ranks' gradients; the step's gradient is their sum.
+            step_totals = self.ranks.sums(own) if totals is None else totals
+            loss = surrogate(self.criterion, statistics, step_totals) * self.ranks.world_size
+        self.precision.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self.precision.gradients_to_master()
+        return own
+
+    def _reduced_later(self, is_later: bool) -> contextlib.AbstractContextManager[None]:
+        """Micro-batches before the last keep their gradients to themselves in DDP.
+
+        Not with half weights: their gradients move into the fp32 masters after every micro-batch, reduced.
+        """
+        if is_later and isinstance(self.network, DistributedDataParallel) and not self.precision.has_masters:
+            return self.network.no_sync()
+        return contextlib.nullcontext()
+
+    def _statistics(self, batch: Batch) -> Statistics:
+        if isinstance(self.network, DataParallelModel):
+            return self._summed.statistics(self.network(batch.images), batch.target)
+        images = batch.images.to(self.device, non_blocking=True)
+        target = batch.target.to(self.device, non_blocking=True)
+        return self._summed.statistics(self.network(images), target)
+
+    @torch.no_grad()
+    def _totals(self, batches: Sequence[Batch]) -> Statistics:
+        """Statistics of the whole step, which the gradient of every micro-batch depends on.
+
+        A linear criterion needs the denominators only, which the targets give. Another one needs a forward pass of
+        every micro-batch first; it leaves no trace in the model's buffers or the random numbers.
+        """
+        sums: Statistics | None = None
+        rng = None if self.criterion.is_linear else capture_torch_rng(self.device)
+        for batch in batches:
+            if self.criterion.is_linear:
+                part = self.criterion.target_statistics(batch.target.to(self.device, non_blocking=True))
+            else:
+                with self.precision.autocast():
+                    part = self._statistics(batch)
+            sums = part if sums is None else _added(sums, part)
+        if rng is not None:
+            restore_torch_rng(rng, self.device)
+            self._guard.restore()
+        assert sums is not None
+        return self.ranks.sums(sums)
+
+    def first_non_finite_layer(self, batch: Batch) -> str | None:
+        """The layer of the model whose output, or whose gradient, is the first not to be finite; None if all are.
+
+        One more forward and backward pass on the first device; the model's state is left as it was.
+
+        Args:
+            batch: a micro-batch that gave a bad step.
+        """
+        found: list[str] = []
+
+        def watch(name: str) -> Callable[..., None]:
+            def look(_module: nn.Module, _inputs: object, output: object) -> None:
+                if not found and isinstance(output, Tensor) and not torch.isfinite(output).all():
+                    found.append(name)
+
+            return look
+
+        named = [(name, m) for name, m in self.model.named_modules() if not list(m.children())]
+        handles = [module.register_forward_hook(watch(name)) for name, module in named]
+        self._guard.remember()
+        rng = capture_torch_rng(self.device)
+        try:
+            with self.precision.autocast():
+                statistics = self._statistics(batch)
+            if not found:
+                self.precision.scale(self.criterion.finalize(statistics)).backward()  # type: ignore[no-untyped-call]
+                bad = [
+                    n for n, p in self.model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()
+                ]
+                found += [f"gradient of {name}" for name in bad[-1:]]  # the last layer comes first in backward
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._guard.restore()
+            restore_torch_rng(rng, self.device)
+            self.model.zero_grad(set_to_none=True)
+        return found[0] if found else None
+
+    @torch.no_grad()
+    def _update(self, loss: Tensor, split: list[int]) -> StepResult:
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        self.precision.unscale(gradients)
+        grad_norm = torch.nn.utils.get_total_norm(gradients).to(self.device)
+        is_bad = (~(torch.isfinite(loss) & torch.isfinite(grad_norm))).float()
+        if self.clip_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.clip_grad_norm, grad_norm)
+        # torch's fused optimizers leave everything as it is when found_inf is set, without asking the host.
+        self.optimizer.found_inf = is_bad  # type: ignore[attr-defined]
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.precision.masters_to_model()
+        self.precision.update(is_bad)
+        self._guard.restore_where(is_bad)
+        if self.average is not None:
+            self.average.update(is_bad)
+        bad = is_bad.long()
+        self.bad_steps += bad
+        self.bad_in_row = (self.bad_in_row + 1) * bad
+        return StepResult(loss.detach(), grad_norm, is_bad, split)
+
+    @contextlib.contextmanager
+    def _undone_if_left(self) -> Iterator[None]:
+        """Undoes a step that is left half way: buffers, random numbers, gradients."""
+        rng = capture_torch_rng(self.device)
+        try:
+            yield
+        except BaseException:
+            self._guard.restore()
+            restore_torch_rng(rng, self.device)
+            self.model.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad(set_to_none=True)
+            raise
+
+
+def _added(a: Statistics, b: Statistics) -> Statistics:
+    return tuple(x + y for x, y in zip(a, b, strict=True))
+
+
+def capture_torch_rng(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """State of torch's generators that a forward pass draws from: the CPU's, and the device's if it is a GPU."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def restore_torch_rng(state: tuple[Tensor, Tensor | None], device: torch.device) -> None:
+    """Restores what `capture_torch_rng` gave."""
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)

@@ -1,0 +1,80 @@
+"""What a `segapp train` command means: which config, which folder, new or resumed. No torch here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from segapp.config import RunConfig, load_config
+from segapp.errors import ConfigError
+from segapp.run.folder import RunFolder, find_run, is_run, run_folders
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a `segapp train` command means.
+
+    Args:
+        config: the complete config.
+        folder: an existing run to go on with; None: a new one.
+        run: where a new run goes; None: runs/NAME.
+        checkpoint: the file to go on from; None: the folder's newest intact one.
+        note: something to tell first.
+    """
+
+    config: RunConfig
+    folder: RunFolder | None = None
+    run: Path | None = None
+    checkpoint: Path | None = None
+    note: str | None = None
+
+
+def plan_session(config: str | None, overrides: Sequence[str], run: Path | None, resume: str | None) -> Plan:
+    """Decides what to train and where, without touching anything.
+
+    Args:
+        config: a path or a name; may be left out where a run is resumed.
+        overrides: KEY=VALUE words.
+        run: --run.
+        resume: auto, a run, or a checkpoint file; None: a new training.
+
+    Raises:
+        ConfigError: the config, or what was named, is not there or not valid.
+    """
+    if resume is None or resume == "auto":
+        folder = None
+        if resume == "auto":
+            name = None if run is not None or config is None else load_config(config, overrides).name
+            folder = _newest_run(name, run)
+        if folder is None:
+            note = None if resume is None else "nothing to resume yet: a new training begins"
+            return Plan(_named_config(config, overrides), run=run, note=note)
+        return Plan(_config_of(folder, config, overrides), folder)
+    path = Path(resume)
+    if not path.is_file():
+        folder = find_run(resume)
+        return Plan(_config_of(folder, config, overrides), folder)
+    owner = path.resolve().parent.parent
+    if run is None and is_run(owner):
+        folder = RunFolder(owner)
+        return Plan(_config_of(folder, config, overrides), folder, checkpoint=path)
+    return Plan(_named_config(config, overrides), run=run, checkpoint=path)
+
+
+def _named_config(config: str | None, overrides: Sequence[str]) -> RunConfig:
+    if config is None:
+        raise ConfigError("--config FILE is missing: name a config, e.g. --config demo.yaml")
+    return load_config(config, overrides)
+
+
+def _config_of(folder: RunFolder, config: str | None, overrides: Sequence[str]) -> RunConfig:
+    return load_config(folder.config_yaml.resolve() if config is None else config, overrides)
+
+
+def _newest_run(name: str | None, run: Path | None) -> RunFolder | None:
+    if run is not None:
+        return RunFolder(run) if is_run(run) else None
+    pattern = re.compile(r".*" if name is None else re.escape(name) + r"(-\d+)?")
+    return next((folder for folder in run_folders() if pattern.fullmatch(folder.path.name)), None)

@@ -1,0 +1,292 @@
+"""One training as a process: its folder, new or resumed, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import platform
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from segapp import __version__
+from segapp.config import RunConfig, config_hash, dump_config, resume_differences
+from segapp.errors import CheckpointError, DistributedError, OutOfMemoryError, RunError, SegappError, StorageError
+from segapp.parallel import (
+    DistributedSetupError,
+    ReplicaError,
+    ReplicaOutOfMemoryError,
+    init_from_env,
+    is_launched,
+    launch_local,
+    shutdown,
+)
+from segapp.run.events import EventWriter
+from segapp.run.folder import RunFolder
+from segapp.run.text import printable
+from segapp.train.build import build_trainer
+from segapp.train.checkpoint import CheckpointStore, LoadedCheckpoint, load_checkpoint
+from segapp.train.control import EXIT_STOPPED_AND_SAVED, StopRequest, StopSignals
+from segapp.train.devices import DevicePlan, plan_devices
+from segapp.train.journal import Journal, Listener
+from segapp.train.plain import PlainReporter
+from segapp.train.plan import Plan
+from segapp.train.ranks import Ranks
+from segapp.train.tensorboard import TensorBoardListener
+from segapp.train.trainer import Trainer
+
+HEARTBEAT_S = 5.0
+
+_OUT_OF_MEMORY = (torch.OutOfMemoryError, ReplicaOutOfMemoryError, MemoryError)
+
+logger = logging.getLogger("segapp")
+
+
+def run_session(plan: Plan, arguments: Sequence[str] = ()) -> int:
+    """Trains as planned.
+
+    Args:
+        plan: what to train and where.
+        arguments: the words of the command line, for the ranks that `parallel.mode: ddp` starts.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        SegappError: it could not begin, or it failed.
+    """
+    with StopSignals() as signals:
+        devices = plan_devices(plan.config.parallel)
+        if devices.mode == "ddp" and not is_launched():
+            return _launch_ranks(devices, arguments)
+        with _joined_ranks(plan.config, devices) as (ranks, own_devices):
+            return _run_rank(plan, own_devices, ranks, signals)
+
+
+def _launch_ranks(devices: DevicePlan, arguments: Sequence[str]) -> int:
+    names = ", ".join(str(device) for device in devices.devices)
+    print(f"devices: {names} ({devices.reason}), one rank each", flush=True)
+    override = f"parallel.devices=[{names}]"
+    return launch_local(["-m", "segapp", *arguments, override], len(devices.devices))
+
+
+@contextlib.contextmanager
+def _joined_ranks(config: RunConfig, devices: DevicePlan) -> Iterator[tuple[Ranks, DevicePlan]]:
+    """This process among the ranks that torchrun started, with the device that is its own; or alone."""
+    if devices.mode != "ddp":
+        yield Ranks(), devices
+        return
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    own = None if config.parallel.devices == "auto" else devices.devices[local_rank % len(devices.devices)]
+    try:
+        info = init_from_env(device=own)
+    except DistributedSetupError as error:
+        raise DistributedError(str(error)) from None
+    try:
+        ranks = Ranks(info)
+        yield ranks, DevicePlan("ddp", (info.device,), f"rank {info.rank} of {info.world_size}")
+    finally:
+        shutdown()
+
+
+def _run_rank(plan: Plan, devices: DevicePlan, ranks: Ranks, signals: StopSignals) -> int:
+    if not ranks.is_main:
+        folder = RunFolder(ranks.from_main(None))
+        return _run_in(folder, plan, devices, ranks, signals)
+    if plan.note:
+        print(plan.note)
+    folder = plan.folder or RunFolder.create(plan.config.name, path=plan.run)
+    with folder:
+        print(f"run folder: {printable(str(folder.path))}", flush=True)
+        if len(devices.devices) > 1 or devices.devices[0].type == "cuda":
+            names = ", ".join(str(device) for device in devices.devices)
+            print(f"devices: {names} ({devices.reason}), mode {devices.mode}", flush=True)
+        ranks.from_main(str(folder.path))
+        folder.write_info(versions=_versions(), gpus=_gpus())
+        folder.write_config(dump_config(plan.config))
+        with _logging_to(folder):
+            return _run_in(folder, plan, devices, ranks, signals)
+
+
+@contextlib.contextmanager
+def _logging_to(folder: RunFolder) -> Iterator[None]:
+    handler = logging.FileHandler(folder.log)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+
+
+def _run_in(folder: RunFolder, plan: Plan, devices: DevicePlan, ranks: Ranks, signals: StopSignals) -> int:
+    journal = Journal(EventWriter(folder.events), [PlainReporter()]) if ranks.is_main else Journal(None)
+    is_saved = False
+    try:
+        checkpoint = ranks.from_main(_checkpoint_to_resume(folder, plan) if ranks.is_main else None)
+        is_saved = checkpoint is not None
+        with _Heartbeat(journal):
+            trainer = _build(folder, plan.config, devices, ranks, checkpoint, journal, signals)
+            if trainer.is_complete:
+                if ranks.is_main:
+                    print(f"already complete: {plan.config.train.epochs} epochs; raise train.epochs to train on")
+                return 0
+            is_saved = True  # from here on every way out saves first, or raises
+            reason = trainer.fit()
+        journal.emit("run_end", status="finished", reason=reason, exit_code=0, step=trainer.position.step)
+        return 0
+    except StopRequest:
+        code = EXIT_STOPPED_AND_SAVED if is_saved else 128 + signals.number
+        end = "a checkpoint was saved; --resume goes on from it" if is_saved else "nothing was there to save yet"
+        journal.emit("run_end", status="stopped", reason=f"{signals.signal_name}: {end}", exit_code=code)
+        return code
+    except Exception as error:
+        known = as_segapp_error(error)
+        logger.exception("training failed")
+        journal.emit("run_end", status="failed", reason=str(known), exit_code=known.exit_code)
+        if known is error:
+            raise
+        raise type(known)(f"{known}\n(traceback in {folder.log})") from error
+    finally:
+        journal.close()
+
+
+def _build(
+    folder: RunFolder,
+    config: RunConfig,
+    devices: DevicePlan,
+    ranks: Ranks,
+    checkpoint: LoadedCheckpoint | None,
+    journal: Journal,
+    signals: StopSignals,
+) -> Trainer:
+    trainer = build_trainer(
+        config,
+        store=CheckpointStore(folder.checkpoints, keep=config.checkpoint.keep, config_hash=config_hash(config)),
+        journal=journal,
+        signals=signals,
+        devices=devices,
+        ranks=ranks,
+        with_weights=checkpoint is None,
+    )
+    if checkpoint is not None:
+        check_resumable(checkpoint, config, trainer)
+        trainer.load_state_dict(checkpoint.state)
+        if journal.writer is not None:
+            journal.writer.rewind(checkpoint.step, sha256=checkpoint.sha256)
+        for message in checkpoint.messages:
+            journal.emit("alert", kind="checkpoint", message=message, step=checkpoint.step)
+    if config.log.tensorboard and ranks.is_main:
+        purge = None if checkpoint is None else checkpoint.step + 1
+        listener: Listener = TensorBoardListener(folder.tensorboard, trainer.description["classes"], purge)
+        journal.listeners.append(listener)
+    return trainer
+
+
+def _checkpoint_to_resume(folder: RunFolder, plan: Plan) -> LoadedCheckpoint | None:
+    """The state to go on from; None for a new training, or a run that was stopped before its first checkpoint."""
+    if plan.checkpoint is not None:
+        return load_checkpoint(plan.checkpoint)
+    if plan.folder is None:
+        return None
+    if not any(folder.checkpoints.iterdir()):
+        print("the run has no checkpoint yet: it begins anew")
+        return None
+    return load_checkpoint(folder.path, is_holder=True)
+
+
+def check_resumable(checkpoint: LoadedCheckpoint, config: RunConfig, trainer: Trainer) -> None:
+    """Refuses to go on where the course of the training would change.
+
+    Raises:
+        CheckpointError: names every difference.
+    """
+    saved = checkpoint.state.get("config")
+    if not isinstance(saved, Mapping):
+        raise CheckpointError(f"{checkpoint.path} holds no config: it was not written by segapp train")
+    differences = resume_differences(saved, config)
+    if differences:
+        shown = "\n".join(f"  {line}" for line in differences)
+        raise CheckpointError(
+            f"{checkpoint.path} cannot be resumed with this config, these keys differ (saved -> now):\n{shown}\n"
+            "  put them back, or start a new run"
+        )
+    data: Any = checkpoint.state["data"]
+    num_train = len(trainer.train_loader.dataset)
+    if data["num_train"] != num_train or list(checkpoint.state["classes"]) != trainer.description["classes"]:
+        raise CheckpointError(
+            f"{checkpoint.path} was trained on {data['num_train']} images of {len(checkpoint.state['classes'])} "
+            f"classes; data.root now has {num_train} of {trainer.num_classes}: put the data back, or start a new run"
+        )
+
+
+def as_segapp_error(error: Exception) -> SegappError:
+    """Any failure of a training as one of ours; those that nobody foresaw become a RunError that says their type."""
+    if isinstance(error, SegappError):
+        return error
+    text = str(error).strip().splitlines()
+    first = text[0] if text else ""
+    if (
+        isinstance(error, (torch.OutOfMemoryError, ReplicaOutOfMemoryError))
+        or "DefaultCPUAllocator" in first
+        or isinstance(error, MemoryError)
+    ):
+        return OutOfMemoryError(f"out of memory: {first}: lower train.batch_size or data.crop_px")
+    if isinstance(error, OSError) and error.errno is not None:
+        return StorageError(
+            f"{error.filename or 'the run folder'}: {error.strerror}: free space or choose another folder"
+        )
+    if isinstance(error, ReplicaError):
+        return DistributedError(first)
+    return RunError(f"unexpected {type(error).__name__}: {first}")
+
+
+class _Heartbeat:
+    """Writes a `heartbeat` event at a fixed interval, whatever the training does."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _beat(self) -> None:
+        while not self._stop.wait(HEARTBEAT_S):
+            self._journal.emit("heartbeat")
+
+
+def _versions() -> dict[str, str]:
+    libraries = ("torchvision", "albumentations", "segmentation-models-pytorch", "numpy")
+    return {
+        "segapp": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "none",
+        **{name: version(name) for name in libraries},
+    }
+
+
+def _gpus() -> list[dict[str, Any]]:
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "device": f"cuda:{index}",
+                "name": properties.name,
+                "uuid": str(getattr(properties, "uuid", "")),
+                "total_mib": properties.total_memory / 2**20,
+            }
+        )
+    return found

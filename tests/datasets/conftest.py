@@ -1,0 +1,42 @@
+"""Fixtures of the data tests."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from drawn import NUM_CLASSES, draw_image, draw_mask
+from PIL import Image
+
+from segapp.datasets.files import ImagePair
+from segapp.datasets.formats import ClassScheme, class_scheme
+
+
+@pytest.fixture
+def scheme() -> ClassScheme:
+    return class_scheme("folder", classes=[f"class {i}" for i in range(NUM_CLASSES)])
+
+
+@pytest.fixture
+def write_pairs(tmp_path: Path) -> Callable[..., tuple[ImagePair, ...]]:
+    """Writes drawn pairs of the given sizes and returns them."""
+
+    def write(sizes: list[tuple[int, int]], folder: str = "set") -> tuple[ImagePair, ...]:
+        place = tmp_path / folder
+        place.mkdir()
+        pairs = []
+        for i, (height, width) in enumerate(sizes):
+            image, mask = place / f"{i:03}.png", place / f"{i:03}_mask.png"
+            Image.fromarray(draw_image(i, height, width)).save(image, compress_level=1)
+            Image.fromarray(draw_mask(i, height, width)).save(mask)
+            pairs.append(ImagePair(image, mask, f"{i:03}"))
+        return tuple(pairs)
+
+    return write
+
+
+@pytest.fixture
+def camvid_root() -> Path:
+    root = Path(__file__).resolve().parents[2].parent / "shared" / "camvid"
+    if not root.is_dir():
+        pytest.skip("the real CamVid images are not beside the repository (../shared/camvid)")
+    return root

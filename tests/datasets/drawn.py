@@ -1,0 +1,24 @@
+"""Small drawn images and masks; nothing here is a photograph."""
+
+import numpy as np
+
+NUM_CLASSES = 5
+
+
+def draw_image(seed: int, height: int, width: int) -> np.ndarray:
+    """Smooth colours with some texture, uint8 (H, W, 3)."""
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[:height, :width]
+    waves = [np.sin(x / rng.uniform(3, 9) + rng.uniform(0, 6)) + np.cos(y / rng.uniform(3, 9)) for _ in range(3)]
+    return np.clip(np.stack(waves, -1) * 60 + 127 + rng.normal(0, 4, (height, width, 3)), 0, 255).astype(np.uint8)
+
+
+def draw_mask(seed: int, height: int, width: int, num_classes: int = NUM_CLASSES) -> np.ndarray:
+    """Rectangles of classes and a few ignored pixels, uint8 (H, W)."""
+    rng = np.random.default_rng(seed)
+    mask = np.full((height, width), rng.integers(num_classes), np.uint8)
+    for _ in range(6):
+        top, left = rng.integers(height), rng.integers(width)
+        mask[top : top + height // 2, left : left + width // 2] = rng.integers(num_classes)
+    mask[: height // 10] = 255
+    return mask

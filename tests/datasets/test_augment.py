@@ -1,0 +1,316 @@
+"""The training transform: what the seed decides, held against plain OpenCV calls and hand-worked numbers."""
+
+import os
+import pickle
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from drawn import draw_image, draw_mask
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from segapp.datasets.augment import (
+    MEAN_COLOR,
+    AxisPlan,
+    EvalTransform,
+    TrainTransform,
+    color_matrix,
+    largest_share,
+)
+
+PLAIN = {"scale": (1.0, 1.0), "hflip": 0.0, "photometric": False, "cat_max_ratio": 1.0}
+
+
+def coordinates(height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """An image whose red and green are column and row, and a mask that holds 128 * row + column."""
+    y, x = np.mgrid[:height, :width]
+    image = np.stack([x, y, np.zeros_like(x)], -1).astype(np.uint8)
+    return image, (y * 128 + x).astype(np.int16)
+
+
+# --- geometry
+
+
+@pytest.mark.parametrize(
+    ("source_px", "zoom", "crop_px", "shown_px", "window_px", "pad_px"),
+    [
+        (100, 1.0, 40, 40, 40, 0),
+        (100, 2.0, 40, 40, 20, 0),
+        (100, 0.5, 40, 40, 80, 0),
+        (100, 0.25, 40, 25, 100, 15),
+        (10, 1.0, 40, 10, 10, 30),
+        (10, 4.0, 40, 40, 10, 0),
+        (1, 0.5, 4, 1, 1, 3),
+        (7, 1.5, 8, 8, 5, 0),
+    ],
+)
+def test_an_axis_by_hand(source_px: int, zoom: float, crop_px: int, shown_px: int, window_px: int, pad_px: int) -> None:
+    plan = AxisPlan(source_px, zoom, crop_px)
+    assert (plan.shown_px, plan.window_px, plan.pad_px) == (shown_px, window_px, pad_px)
+
+
+@given(st.integers(1, 3000), st.floats(0.05, 20), st.integers(1, 1500), st.integers(0, 2**32))
+def test_an_axis_always_fits(source_px: int, zoom: float, crop_px: int, seed: int) -> None:
+    plan = AxisPlan(source_px, zoom, crop_px)
+    assert plan.shown_px + plan.pad_px == crop_px
+    assert plan.pad_px >= 0
+    window = plan.draw(random.Random(seed))
+    assert 0 <= window.start < window.stop <= source_px
+    if plan.window_px < source_px:
+        assert abs(plan.window_px - plan.shown_px / zoom) < 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.tuples(st.integers(1, 90), st.integers(1, 90)),
+    st.tuples(st.integers(1, 70), st.integers(1, 70)),
+    st.booleans(),
+    st.sampled_from([255, -1]),
+    st.integers(0, 2**62),
+)
+def test_every_image_gives_the_crop_size(
+    size: tuple[int, int], crop_px: tuple[int, int], is_resized: bool, ignore_index: int, seed: int
+) -> None:
+    mask = draw_mask(0, *size).astype(np.int16 if ignore_index < 0 else np.uint8)
+    mask[mask == 255] = ignore_index
+    transform = TrainTransform(crop_px, ignore_index=ignore_index, resize_px=(33, 20) if is_resized else None)
+    image, target = transform(draw_image(0, *size), mask, seed)
+    assert (image.shape, image.dtype) == ((*crop_px, 3), np.uint8)
+    assert (target.shape, target.dtype) == (crop_px, mask.dtype)
+    assert set(np.unique(target)) <= {*np.unique(mask), ignore_index}
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_image_and_mask_stay_on_each_other(seed: int) -> None:
+    image, mask = coordinates(120, 126)
+    crop, target = TrainTransform((50, 60), photometric=False, ignore_index=-1, cat_max_ratio=1.0)(image, mask, seed)
+    is_valid = target >= 0
+    assert is_valid.mean() > 0.9
+    y, x = target // 128, target % 128
+    assert np.abs(crop[..., 0].astype(int) - x)[is_valid].max() <= 1  # bilinear lies within a pixel of the nearest
+    assert np.abs(crop[..., 1].astype(int) - y)[is_valid].max() <= 1
+
+
+def test_scale_and_flip_take_their_whole_range() -> None:
+    image, mask = coordinates(120, 126)
+    transform = TrainTransform((30, 30), photometric=False, ignore_index=-1, cat_max_ratio=1.0)
+    slopes = np.array(
+        [np.diff(transform(image, mask, seed)[1][10, 2:28] % 128).astype(int).mean() for seed in range(400)]
+    )
+    scales = 1 / np.abs(slopes)
+    assert 0.48 <= scales.min() < 0.56
+    assert 1.9 < scales.max() <= 2.1
+    assert abs(scales.mean() - 1.25) < 0.06  # uniform from 0.5 to 2
+    assert 0.4 < (slopes < 0).mean() < 0.6
+
+
+def test_nothing_asked_for_changes_nothing() -> None:
+    image, mask = draw_image(0, 40, 50), draw_mask(0, 40, 50)
+    crop, target = TrainTransform((40, 50), **PLAIN)(image, mask, 0)
+    np.testing.assert_array_equal(crop, image)
+    np.testing.assert_array_equal(target, mask)
+
+
+def test_a_flip_mirrors_both() -> None:
+    image, mask = draw_image(0, 40, 50), draw_mask(0, 40, 50)
+    crop, target = TrainTransform((40, 50), **{**PLAIN, "hflip": 1.0})(image, mask, 0)
+    np.testing.assert_array_equal(crop, image[:, ::-1])
+    np.testing.assert_array_equal(target, mask[:, ::-1])
+
+
+@pytest.mark.parametrize("scale", [0.5, 0.8, 1.7])
+def test_a_whole_image_matches_a_plain_resize(scale: float) -> None:
+    image, mask = draw_image(0, 40, 60), draw_mask(0, 40, 60)
+    size = round(40 * scale), round(60 * scale)
+    crop, target = TrainTransform(size, **{**PLAIN, "scale": (scale, scale)})(image, mask, 0)
+    np.testing.assert_array_equal(crop, cv2.resize(image, size[::-1], interpolation=cv2.INTER_LINEAR))
+    np.testing.assert_array_equal(target, cv2.resize(mask, size[::-1], interpolation=cv2.INTER_NEAREST_EXACT))
+    crop, target = TrainTransform(size, **PLAIN, resize_px=size)(image, mask, 0)
+    np.testing.assert_array_equal(crop, cv2.resize(image, size[::-1], interpolation=cv2.INTER_LINEAR))
+
+
+def test_padding_holds_the_mean_colour_and_ignored_pixels() -> None:
+    image, mask = np.full((10, 12, 3), 200, np.uint8), np.full((10, 12), 3, np.uint8)
+    places = set()
+    for seed in range(20):
+        crop, target = TrainTransform((16, 20), **PLAIN)(image, mask, seed)
+        rows, columns = np.nonzero(target == 3)
+        places.add((rows.min(), columns.min()))
+        inside = np.zeros((16, 20), bool)
+        inside[rows.min() : rows.min() + 10, columns.min() : columns.min() + 12] = True
+        assert (target[inside] == 3).all()
+        assert (target[~inside] == 255).all()
+        assert (crop[inside] == 200).all()
+        assert (crop[~inside] == MEAN_COLOR).all()
+    assert len(places) > 5
+
+
+def test_evaluation_changes_nothing_unless_a_size_is_given() -> None:
+    image, mask = draw_image(0, 40, 60), draw_mask(0, 40, 60)
+    assert EvalTransform()(image, mask, 0) == (image, mask) or EvalTransform()(image, mask, 0)[0] is image
+    small, target = EvalTransform((20, 30))(image, mask, 0)
+    np.testing.assert_array_equal(small, cv2.resize(image, (30, 20)))
+    np.testing.assert_array_equal(target, cv2.resize(mask, (30, 20), interpolation=cv2.INTER_NEAREST_EXACT))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"crop_px": (0, 10)},
+        {"crop_px": (10, 10), "scale": (0.0, 1.0)},
+        {"crop_px": (10, 10), "scale": (2.0, 1.0)},
+        {"crop_px": (10, 10), "hflip": 1.5},
+        {"crop_px": (10, 10), "cat_max_ratio": 0.0},
+        {"crop_px": (10, 10), "photometric": -1.0},
+        {"crop_px": (10, 10), "resize_px": (10, 0)},
+    ],
+)
+def test_impossible_options_are_refused(options: dict) -> None:
+    with pytest.raises(ValueError, match=r"scale=|crop_px=|resize_px=|hflip="):
+        TrainTransform(**options)
+
+
+# --- the share of one class
+
+
+@pytest.mark.parametrize(
+    ("ids", "ignore_index", "share"),
+    [
+        ([0, 0, 0, 1], 255, 0.75),
+        ([0, 255, 255, 1], 255, 0.5),
+        ([255, 255], 255, 1.0),
+        ([7, 7, 7, 255], 255, 1.0),
+        ([0, -1, -1, 1], -1, 0.5),
+        ([300, 300, 2, 1000], 1000, 2 / 3),
+    ],
+)
+def test_the_largest_share_by_hand(ids: list[int], ignore_index: int, share: float) -> None:
+    array = np.array([ids], np.uint8 if min(ids) >= 0 and max(ids) < 256 else np.int16)
+    assert largest_share(array, ignore_index) == pytest.approx(share)
+
+
+def test_crops_filled_by_one_class_are_drawn_again() -> None:
+    mask = np.zeros((100, 200), np.uint8)
+    mask[:, 100:] = 1
+    mask[50:] = 255  # not valid: must not count as a second class
+    image = draw_image(0, 100, 200)
+
+    def filled(ratio: float) -> float:
+        transform = TrainTransform((60, 60), scale=(1.0, 1.0), cat_max_ratio=ratio)
+        return float(np.mean([largest_share(transform(image, mask, seed)[1], 255) >= 0.75 for seed in range(150)]))
+
+    assert filled(1.0) > 0.6  # 110 of 141 columns give such a crop
+    assert filled(0.75) < 0.2  # (110 / 141) ** 10 = 0.08
+
+
+# --- colours
+
+
+def test_the_colour_matrix_by_hand() -> None:
+    np.testing.assert_allclose(color_matrix(), np.hstack([np.eye(3), np.zeros((3, 1))]), atol=2e-3)
+    np.testing.assert_allclose(color_matrix(hue_deg=360), color_matrix(), atol=1e-6)
+    grey = np.array([90.0, 90, 90, 1])
+    np.testing.assert_allclose(color_matrix(hue_deg=18, saturation=0.5) @ grey, [90] * 3, atol=0.1)
+    np.testing.assert_allclose(color_matrix(contrast=2) @ grey, [52.5] * 3, atol=0.1)
+    np.testing.assert_allclose(color_matrix(brightness=10) @ grey, [100] * 3, atol=0.1)
+    colorless = color_matrix(saturation=0) @ np.array([100.0, 50, 200, 1])
+    np.testing.assert_allclose(colorless, [0.213 * 100 + 0.715 * 50 + 0.072 * 200] * 3, atol=0.1)
+    red, green, blue = color_matrix(hue_deg=18) @ np.array([255.0, 0, 0, 1])
+    assert red > green > 0 > blue  # from red towards yellow
+
+
+@given(
+    brightness=st.floats(-32, 32),
+    contrast=st.floats(0.5, 1.5),
+    saturation=st.floats(0.5, 1.5),
+    hue_deg=st.floats(-18, 18),
+)
+def test_opencv_applies_the_matrix_as_numpy_does(
+    brightness: float, contrast: float, saturation: float, hue_deg: float
+) -> None:
+    matrix = color_matrix(brightness, contrast, saturation, hue_deg)
+    image = np.random.default_rng(0).integers(0, 256, (40, 33, 3), dtype=np.uint8)
+    expected = np.clip(image @ matrix[:, :3].T.astype(np.float64) + matrix[:, 3], 0, 255)
+    assert np.abs(cv2.transform(image, matrix) - expected).max() <= 1.5
+
+
+def test_the_strength_scales_the_changes() -> None:
+    image, mask = draw_image(0, 40, 50), draw_mask(0, 40, 50)
+
+    def change(strength: float) -> float:
+        transform = TrainTransform((40, 50), **{**PLAIN, "photometric": strength})
+        return float(np.mean([np.abs(transform(image, mask, s)[0].astype(int) - image).mean() for s in range(40)]))
+
+    assert change(0.0) == 0 == change(False)
+    assert 0 < change(0.3) < 0.6 * change(1.0)
+    assert change(True) == change(1.0)
+
+
+# --- seeds
+
+
+def results(transform: TrainTransform, seeds: list[int]) -> dict[int, bytes]:
+    image, mask = draw_image(0, 60, 80), draw_mask(0, 60, 80)
+    return {seed: b"".join(part.tobytes() for part in transform(image, mask, seed)) for seed in seeds}
+
+
+def test_the_seed_alone_decides() -> None:
+    first = results(TrainTransform((32, 40)), list(range(12)))
+    transform = TrainTransform((32, 40))
+    assert results(transform, [11, 3, 7, 7, 0]) == {seed: first[seed] for seed in (11, 3, 7, 0)}
+    assert results(pickle.loads(pickle.dumps(transform)), [5, 2]) == {seed: first[seed] for seed in (5, 2)}
+    assert len(set(first.values())) == 12
+
+
+def test_the_input_is_not_written_to() -> None:
+    image, mask = draw_image(0, 60, 80), draw_mask(0, 60, 80)
+    image.flags.writeable = mask.flags.writeable = False
+    for options in ({}, PLAIN, {"scale": (1.0, 1.0)}):
+        for seed in range(8):
+            TrainTransform((60, 80), **options)(image, mask, seed)
+
+
+def test_no_global_generator_is_used() -> None:
+    random.seed(1)
+    np.random.seed(1)
+    before = random.getstate(), np.random.get_state()[1].tobytes()
+    results(TrainTransform((32, 40)), [1, 2, 3])
+    assert (random.getstate(), np.random.get_state()[1].tobytes()) == before
+
+
+def test_the_steps_draw_independently() -> None:
+    """albumentations gives every step of a Compose one stream, which ties the scale to the brightness."""
+    image, mask = coordinates(120, 126)
+    transform = TrainTransform((30, 30), ignore_index=-1, cat_max_ratio=1.0)
+    drawn = []
+    for seed in range(400):
+        crop, target = transform(image, mask, seed)
+        slope = np.diff(target[10, 2:28] % 128).astype(int).mean()
+        drawn.append((abs(slope), slope > 0, crop[..., 2].mean()))  # blue is 0 before the photometric change
+    correlation = np.corrcoef(np.array(drawn, float).T)
+    assert np.abs(correlation[np.triu_indices(3, 1)]).max() < 0.15
+
+
+# --- one door
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    package = Path(__file__).resolve().parents[2] / "segapp"
+    for path in package.rglob("*.py"):
+        yield path.relative_to(package).as_posix(), path.read_text()
+
+
+def test_only_one_file_imports_albumentations_and_without_asking_the_network() -> None:
+    importers = [name for name, text in sources() if re.search(r"^\s*(import|from) albumentations", text, re.M)]
+    assert importers == ["datasets/augment.py"]
+    assert os.environ["NO_ALBUMENTATIONS_UPDATE"] == "1"
+
+
+def test_dangerous_decoders_are_not_used() -> None:
+    pattern = re.compile(r"cv2\.imread\(|decode_image\(|decode_png\(|read_image\(.*torchvision|LOAD_TRUNCATED")
+    assert [name for name, text in sources() if name.startswith("datasets/") and pattern.search(text)] == []

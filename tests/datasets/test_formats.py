@@ -1,0 +1,351 @@
+"""Layouts on disk -> pairs, and file ids -> train ids, held against the publishers' own tables where there are any."""
+
+import os
+import pickle
+import unicodedata
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from segapp.datasets.classes import bit_palette
+from segapp.datasets.formats import DATASETS, class_scheme, find_pairs
+from segapp.errors import ConfigError, DataError
+
+
+def touch(root: Path, *names: str) -> None:
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x")
+
+
+def found(pairs: tuple) -> list[tuple[str, str, str | None]]:
+    return [(p.name, p.image.name, p.mask.name if p.mask else None) for p in pairs]
+
+
+# --- layouts
+
+
+def test_cityscapes_pairs_label_ids_across_cities(tmp_path: Path) -> None:
+    for city in ("zurich", "aachen"):
+        touch(
+            tmp_path,
+            f"leftImg8bit/train/{city}/{city}_000000_000019_leftImg8bit.png",
+            f"gtFine/train/{city}/{city}_000000_000019_gtFine_labelIds.png",
+            f"gtFine/train/{city}/{city}_000000_000019_gtFine_instanceIds.png",
+            f"gtFine/train/{city}/{city}_000000_000019_gtFine_color.png",
+            f"gtFine/train/{city}/{city}_000000_000019_gtFine_polygons.json",
+        )
+    pairs = find_pairs("cityscapes", tmp_path, "train")
+    assert [p.name for p in pairs] == [
+        "aachen/aachen_000000_000019_leftImg8bit",
+        "zurich/zurich_000000_000019_leftImg8bit",
+    ]
+    assert all(p.mask is not None and p.mask.name.endswith("_gtFine_labelIds.png") for p in pairs)
+
+
+def test_cityscapes_accepts_train_ids_and_prefers_label_ids(tmp_path: Path) -> None:
+    touch(
+        tmp_path,
+        "leftImg8bit/val/a/a_0_0_leftImg8bit.png",
+        "leftImg8bit/val/a/a_0_1_leftImg8bit.png",
+        "gtFine/val/a/a_0_0_gtFine_labelTrainIds.png",
+        "gtFine/val/a/a_0_0_gtFine_labelIds.png",
+        "gtFine/val/a/a_0_1_gtFine_labelTrainIds.png",
+    )
+    masks = [mask for _, _, mask in found(find_pairs("cityscapes", tmp_path, "val"))]
+    assert masks == ["a_0_0_gtFine_labelIds.png", "a_0_1_gtFine_labelTrainIds.png"]
+
+
+def test_camvid_takes_any_image_extension(tmp_path: Path) -> None:
+    touch(tmp_path, "train/b.JPG", "train/a.png", "trainannot/a.png", "trainannot/b.png", "train/Thumbs.db")
+    touch(tmp_path, "train/._a.png", "train/.hidden.png")
+    assert found(find_pairs("camvid", tmp_path, "train")) == [("a", "a.png", "a.png"), ("b", "b.JPG", "b.png")]
+
+
+def test_voc_reads_the_split_list_below_the_archive_folder(tmp_path: Path) -> None:
+    base = tmp_path / "VOCdevkit/VOC2012"
+    touch(base, "JPEGImages/2007_000032.jpg", "JPEGImages/2007_000033.jpg", "JPEGImages/2008_000001.jpg")
+    touch(base, "SegmentationClass/2007_000032.png", "SegmentationClass/2007_000033.png")
+    (base / "ImageSets/Segmentation").mkdir(parents=True)
+    (base / "ImageSets/Segmentation/val.txt").write_text("2007_000033\n2007_000032\n")
+    assert [p.name for p in find_pairs("voc", tmp_path, "val")] == ["2007_000032", "2007_000033"]
+
+
+def test_ade20k_knows_the_usual_split_names(tmp_path: Path) -> None:
+    touch(tmp_path, "images/training/ADE_train_1.jpg", "annotations/training/ADE_train_1.png")
+    expected = [("ADE_train_1", "ADE_train_1.jpg", "ADE_train_1.png")]
+    assert found(find_pairs("ade20k", tmp_path, "train")) == expected
+    assert found(find_pairs("ade20k", tmp_path, "training")) == expected
+
+
+def test_folder_with_a_folder_per_split(tmp_path: Path) -> None:
+    touch(tmp_path, "images/train/a/1.tif", "masks/train/a/1.png", "images/val/2.jpg", "masks/val/2.png")
+    assert found(find_pairs("folder", tmp_path, "train")) == [("a/1", "1.tif", "1.png")]
+
+
+def test_folder_with_split_lists(tmp_path: Path) -> None:
+    touch(tmp_path, "images/1.jpg", "images/2.jpg", "images/sub/3.jpg", "masks/1.png", "masks/2.png", "masks/sub/3.png")
+    (tmp_path / "val.txt").write_bytes(b"\xef\xbb\xbf# validation\r\nsub/3.jpg\r\n\r\n1\r\n")
+    assert [p.name for p in find_pairs("folder", tmp_path, "val")] == ["1", "sub/3"]
+
+
+def test_folder_with_own_places_and_suffixes_in_one_directory(tmp_path: Path) -> None:
+    touch(tmp_path, "all/train/1_img.png", "all/train/1_seg.png", "all/train/2_img.png", "all/train/2_seg.png")
+    options = {"image_dir": "all", "mask_dir": "all/{split}", "image_suffix": "_img.png", "mask_suffix": "_seg.png"}
+    pairs = find_pairs("folder", tmp_path, "train", **options)
+    assert found(pairs) == [("1_img", "1_img.png", "1_seg.png"), ("2_img", "2_img.png", "2_seg.png")]
+
+
+def test_list_reads_pairs_relative_to_root(tmp_path: Path) -> None:
+    touch(tmp_path, "x/1.jpg", "y/1.png", "x/two words.jpg", "y/two words.png")
+    (tmp_path / "train.txt").write_text("x/two words.jpg\ty/two words.png\n# comment\n\nx/1.jpg y/1.png\n")
+    pairs = find_pairs("list", tmp_path, "train")
+    assert found(pairs) == [("x/1", "1.jpg", "1.png"), ("x/two words", "two words.jpg", "two words.png")]
+
+
+def test_names_match_regardless_of_case_and_unicode_composition(tmp_path: Path) -> None:
+    composed, decomposed = unicodedata.normalize("NFC", "café"), unicodedata.normalize("NFD", "café")
+    touch(tmp_path, f"images/train/{composed}.JPG", f"masks/train/{decomposed}.png")
+    touch(tmp_path, "images/train/Frame1.jpg", "masks/train/frame1.PNG")
+    assert len(find_pairs("folder", tmp_path, "train")) == 2
+
+
+def test_names_of_any_bytes_are_found_and_shown_safely(tmp_path: Path) -> None:
+    strange = os.fsdecode(b"a\xff\x1b[2J\nb")
+    touch(tmp_path, f"images/train/{strange}.png", f"masks/train/{strange}.png")
+    assert len(find_pairs("folder", tmp_path, "train")) == 1
+    (tmp_path / f"masks/train/{strange}.png").unlink()
+    touch(tmp_path, "masks/train/other.png")
+    with pytest.raises(DataError) as error:
+        find_pairs("folder", tmp_path, "train")
+    assert r"a\xff\x1b[2J\nb.png" in str(error.value)
+    str(error.value).encode("utf-8")
+
+
+def test_the_order_does_not_depend_on_how_files_were_made(tmp_path: Path) -> None:
+    for order, root in (((2, 10, 1), tmp_path / "a"), ((1, 2, 10), tmp_path / "b")):
+        for i in order:
+            touch(root, f"images/train/{i}.jpg", f"masks/train/{i}.png")
+    names = [[p.name for p in find_pairs("folder", tmp_path / root, "train")] for root in "ab"]
+    assert names[0] == names[1] == ["1", "10", "2"]
+
+
+def test_links_to_folders_are_followed_and_loops_end(tmp_path: Path) -> None:
+    touch(tmp_path, "elsewhere/1.jpg", "masks/train/city/1.png")
+    (tmp_path / "images/train").mkdir(parents=True)
+    (tmp_path / "images/train/city").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "images/train/loop").symlink_to(tmp_path / "images")
+    assert [p.name for p in find_pairs("folder", tmp_path, "train")] == ["city/1"]
+
+
+def test_masks_are_not_looked_for_where_they_are_not_needed(tmp_path: Path) -> None:
+    touch(tmp_path, "leftImg8bit/test/a/a_0_0_leftImg8bit.png")
+    pairs = find_pairs("cityscapes", tmp_path, "test", with_masks=False)
+    assert found(pairs) == [("a/a_0_0_leftImg8bit", "a_0_0_leftImg8bit.png", None)]
+
+
+def test_real_camvid_is_found_whole(camvid_root: Path) -> None:
+    assert len(find_pairs("camvid", camvid_root, "train")) == 367
+    assert len(find_pairs("camvid", camvid_root, "val")) == 101
+
+
+# --- what is missing is named
+
+
+@pytest.mark.parametrize("format", sorted(DATASETS))
+def test_a_missing_root_names_the_layout_and_the_source(format: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as error:
+        find_pairs(format, tmp_path / "nowhere", "train")
+    message = str(error.value)
+    assert "nowhere does not exist" in message
+    assert DATASETS[format].expected in message
+    assert DATASETS[format].source in message
+
+
+@pytest.mark.parametrize("format", sorted(DATASETS))
+def test_an_empty_root_is_a_data_error(format: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="expects"):
+        find_pairs(format, tmp_path, "train")
+
+
+def test_a_missing_split_names_the_others(tmp_path: Path) -> None:
+    touch(tmp_path, "images/train/1.jpg", "images/valid/1.jpg")
+    with pytest.raises(DataError, match=r"images/val does not exist .*holds train, valid"):
+        find_pairs("folder", tmp_path, "val")
+
+
+def test_images_of_another_kind_are_counted(tmp_path: Path) -> None:
+    touch(tmp_path, *(f"images/train/{i}.npy" for i in range(3)), "masks/train/0.png")
+    with pytest.raises(DataError, match=r"no image below .*holds 3 \*\.npy"):
+        find_pairs("folder", tmp_path, "train")
+    with pytest.raises(DataError, match=r"no \*\.tif below"):
+        find_pairs("folder", tmp_path, "train", image_suffix=".tif")
+
+
+def test_a_missing_mask_names_the_image_and_the_masks_left_over(tmp_path: Path) -> None:
+    touch(tmp_path, "images/train/1.jpg", "images/train/2.jpg", "masks/train/1.png", "masks/train/2_labels.png")
+    with pytest.raises(DataError, match=r"1 of 2 images have no mask.*2\.jpg; 1 masks have no image \(2_labels\)"):
+        find_pairs("folder", tmp_path, "train")
+
+
+def test_masks_without_an_image_do_no_harm(tmp_path: Path) -> None:
+    touch(tmp_path, "images/train/1.jpg", "masks/train/1.png", "masks/train/2.png")
+    assert len(find_pairs("folder", tmp_path, "train")) == 1
+
+
+def test_two_images_of_one_name_are_refused(tmp_path: Path) -> None:
+    touch(tmp_path, "images/train/1.jpg", "images/train/1.png", "masks/train/1.png")
+    with pytest.raises(DataError, match="have the same name"):
+        find_pairs("folder", tmp_path, "train")
+    assert len(find_pairs("folder", tmp_path, "train", image_suffix=".jpg")) == 1
+
+
+def test_an_image_is_never_its_own_mask(tmp_path: Path) -> None:
+    touch(tmp_path, "all/train/1.png")
+    with pytest.raises(DataError, match="its own mask"):
+        find_pairs("folder", tmp_path, "train", image_dir="all", mask_dir="all")
+
+
+def test_a_listed_name_without_image_is_named(tmp_path: Path) -> None:
+    touch(tmp_path, "images/1.jpg", "masks/1.png")
+    (tmp_path / "train.txt").write_text("1\n2\n")
+    with pytest.raises(DataError, match=r"train\.txt: 1 of its names have no image below .*\(2\)"):
+        find_pairs("folder", tmp_path, "train")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("only-one.jpg\n", "is not an image and a mask"),
+        ("a.jpg b.png c.png\n", "is not an image and a mask"),
+        ("../a.jpg b.png\n", "lies outside data.root"),
+        ("/etc/a.jpg b.png\n", "lies outside data.root"),
+        ("a.jpg b.png\na.jpg b.png\n", "listed twice"),
+        ("# nothing\n", "lists no pair"),
+        ("a\0b c\n", "not a text file"),
+    ],
+)
+def test_a_bad_list_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text(text)
+    with pytest.raises(DataError, match=message):
+        find_pairs("list", tmp_path, "train")
+
+
+def test_a_list_may_leave_the_root_where_that_is_allowed(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "train.txt").write_text("../a.jpg ../b.png\n")
+    (pair,) = find_pairs("list", root, "train", allow_outside_root=True)
+    assert os.path.normpath(pair.image) == str(tmp_path / "a.jpg")
+    assert not Path(pair.name).is_absolute()
+    assert ".." not in Path(pair.name).parts
+
+
+def test_an_unknown_format_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'kitti' is not known: use one of cityscapes"):
+        find_pairs("kitti", tmp_path, "train")
+
+
+# --- classes
+
+
+def test_cityscapes_matches_the_official_label_table() -> None:
+    labels = pytest.importorskip("cityscapesscripts.helpers.labels").labels
+    scheme = class_scheme("cityscapes")
+    for label in labels:
+        if label.id >= 0:
+            expected = 255 if label.trainId in {255, -1} else label.trainId
+            assert scheme.table[label.id] == expected, label.name
+    trained = sorted((x for x in labels if 0 <= x.trainId < 255), key=lambda x: x.trainId)
+    assert scheme.names == tuple(x.name for x in trained)
+    assert scheme.palette == tuple(x.color for x in trained)
+    assert scheme.file_ids == tuple(x.id for x in trained)
+
+
+def test_published_classes_are_whole() -> None:
+    sizes = {name: class_scheme(name).num_classes for name in ("cityscapes", "camvid", "voc", "ade20k")}
+    assert sizes == {"cityscapes": 19, "camvid": 11, "voc": 21, "ade20k": 150}
+    ade = class_scheme("ade20k")
+    assert (ade.table[0], ade.table[1], ade.table[150], ade.file_ids[0]) == (255, 0, 149, 1)
+    assert (ade.names[0], ade.names[12], ade.names[149]) == ("wall", "person", "flag")
+    assert class_scheme("camvid").table[11] == 255
+    assert class_scheme("voc").names[15] == "person"
+
+
+def test_voc_palette_matches_the_published_colours() -> None:
+    published = [(0, 0, 0), (128, 0, 0), (0, 128, 0), (128, 128, 0), (0, 0, 128), (128, 0, 128), (0, 128, 128)]
+    palette = class_scheme("voc").palette
+    assert list(palette[:7]) == published
+    assert palette[15] == (192, 128, 128)
+    assert palette[20] == (0, 64, 128)
+    assert bit_palette(256)[255] == (224, 224, 192)
+
+
+def test_made_palettes_are_distinct_and_leave_black_to_ignored_pixels() -> None:
+    palette = class_scheme("folder", classes=[str(i) for i in range(300)]).palette
+    assert len(set(palette)) == 300
+    assert (0, 0, 0) not in palette
+
+
+@given(
+    num_classes=st.integers(1, 40),
+    ignore_index=st.sampled_from([255, -1, 254, 1000]),
+    data=st.data(),
+)
+def test_tables_follow_the_label_map_for_every_id(num_classes: int, ignore_index: int, data: st.DataObject) -> None:
+    targets = st.one_of(st.integers(0, num_classes - 1), st.just(ignore_index))
+    label_map = data.draw(st.dictionaries(st.integers(0, 65_535), targets, max_size=60))
+    names = [str(i) for i in range(num_classes)]
+    scheme = class_scheme("folder", classes=names, label_map=label_map, ignore_index=ignore_index)
+    for file_id in (*range(300), *label_map, ignore_index, 1000, 65_535):
+        if not 0 <= file_id <= 65_535:
+            continue
+        stands_for_itself = file_id if file_id < num_classes or file_id == ignore_index else -32_768
+        assert scheme.table[file_id] == label_map.get(file_id, stands_for_itself)
+    for train_id, file_id in enumerate(scheme.file_ids):
+        if train_id in label_map.values():
+            assert label_map[file_id] == train_id
+            assert file_id == min(k for k, v in label_map.items() if v == train_id)
+        else:
+            assert file_id == train_id
+    assert pickle.loads(pickle.dumps(scheme)) == scheme
+
+
+def test_target_types_hold_all_ids() -> None:
+    def dtype(num_classes: int, ignore_index: int) -> str:
+        names = [str(i) for i in range(num_classes)]
+        return class_scheme("folder", classes=names, ignore_index=ignore_index).dtype.name
+
+    assert dtype(5, 255) == dtype(254, 255) == dtype(254, 254) == "uint8"
+    assert dtype(5, -1) == dtype(5, 256) == dtype(255, 255) == dtype(256, -1) == dtype(300, 1000) == "int16"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "needs classes"),
+        ({"classes": ["a", "b", "a"]}, "'a' is listed twice"),
+        ({"classes": ["a", "b"], "ignore_index": 1}, "must be outside the class ids"),
+        ({"classes": ["a"], "ignore_index": 40_000}, "within -32767..32767"),
+        ({"classes": ["a", "b"], "label_map": {7: 2}}, "7 -> 2 is no class id"),
+        ({"classes": ["a", "b"], "label_map": {-1: 0}}, "no mask can hold the id -1"),
+        ({"classes": ["a", "b"], "palette": [[1, 2, 3]]}, "1 colours for 2 classes"),
+        ({"classes": ["a"], "palette": [[1, 2, 256]]}, "is no colour"),
+        ({"classes": ["a", "b"], "rgb": True}, "need a palette"),
+        ({"classes": ["a", "b"], "rgb": True, "palette": [[1, 1, 1], [1, 1, 1]]}, "stands for two classes"),
+    ],
+)
+def test_schemes_that_do_not_fit_together_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        class_scheme("folder", **options)
+
+
+def test_own_classes_of_a_published_format_need_their_own_map() -> None:
+    with pytest.raises(ConfigError, match="give label_map too"):
+        class_scheme("cityscapes", classes=["flat", "other"])
+    scheme = class_scheme("cityscapes", classes=["flat", "other"], label_map={7: 0, 8: 0, 11: 1, 0: 255})
+    assert scheme.file_ids == (7, 11)
+    assert scheme.train_id_suffix is None

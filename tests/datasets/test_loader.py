@@ -1,0 +1,418 @@
+"""Order, seeds and shares; the same batches for any number of workers and after any interruption."""
+
+import hashlib
+import os
+import pickle
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from drawn import draw_image, draw_mask
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from segapp.datasets import dataset as dataset_module
+from segapp.datasets.augment import EvalTransform, TrainTransform
+from segapp.datasets.files import ImagePair
+from segapp.datasets.formats import ClassScheme, class_scheme
+from segapp.datasets.frequencies import ClassFrequencies, compute_class_frequencies
+from segapp.datasets.loader import Batch, EvalLoader, SegmentationDataset, TrainLoader
+from segapp.datasets.pool import collate
+from segapp.datasets.sampling import global_batch, mix_seed, num_batches, plan_shares, sample_order, share_of
+from segapp.errors import DataError
+
+WritePairs = Callable[..., tuple[ImagePair, ...]]
+CROP = (24, 32)
+
+
+def digest(batch: Batch) -> tuple[tuple[int, ...], str]:
+    content = hashlib.sha256(batch.images.numpy().tobytes() + batch.target.numpy().tobytes())
+    return batch.indices, content.hexdigest()
+
+
+@pytest.fixture
+def dataset(write_pairs: WritePairs, scheme: ClassScheme) -> SegmentationDataset:
+    sizes = [(40 + 3 * i % 17, 50 + 5 * i % 23) for i in range(13)]
+    return SegmentationDataset(write_pairs(sizes), scheme, TrainTransform(CROP), seed=5)
+
+
+# --- order and shares
+
+
+@given(st.integers(0, 300), st.integers(0, 2**40), st.integers(0, 1000))
+def test_every_epoch_shows_every_sample_once(num_samples: int, seed: int, epoch: int) -> None:
+    order = sample_order(num_samples, seed, epoch)
+    assert sorted(order) == list(range(num_samples))
+    assert order == sample_order(num_samples, seed, epoch)
+
+
+def test_seeds_and_epochs_give_other_orders() -> None:
+    orders = {tuple(sample_order(50, seed, epoch)) for seed in range(10) for epoch in range(10)}
+    assert len(orders) == 100
+    first = [sample_order(50, seed, 0)[0] for seed in range(500)]
+    assert len(set(first)) == 50
+
+
+def test_the_seed_of_a_sample_is_fixed_for_ever() -> None:
+    """Numbers of the first release: a change would alter every run that is resumed."""
+    assert mix_seed("sample", 0, 1, 2) == 1682758051236030847
+    assert mix_seed("order", 7, 3) == 6970498340325694984
+
+
+@given(st.integers(0, 500), st.integers(1, 17))
+def test_shares_are_even_and_the_larger_come_first(num_samples: int, world_size: int) -> None:
+    shares = plan_shares(num_samples, world_size)
+    assert sum(shares) == num_samples
+    assert list(shares) == sorted(shares, reverse=True)
+    assert max(shares) - min(shares) <= 1
+
+
+@given(st.integers(1, 60), st.integers(1, 20), st.booleans(), st.integers(1, 9), st.integers(0, 5))
+def test_the_global_batch_is_the_same_for_any_number_of_ranks(
+    num_samples: int, batch_size: int, drop_last: bool, world_size: int, epoch: int
+) -> None:
+    order = sample_order(num_samples, 0, epoch)
+    count = num_batches(num_samples, batch_size, drop_last=drop_last)
+    batches = [global_batch(order, batch_size, batch) for batch in range(count)]
+    seen = [index for batch in batches for index in batch]
+    if not drop_last or num_samples < batch_size:
+        assert seen == order
+    else:
+        assert seen == order[: num_samples // batch_size * batch_size]
+    for batch in batches:
+        parts = [share_of(batch, rank, world_size) for rank in range(world_size)]
+        assert [index for part in parts for index in part] == batch
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "batch_size", "drop_last", "sizes"),
+    [
+        (13, 4, True, [4, 4, 4]),
+        (13, 4, False, [4, 4, 4, 1]),
+        (12, 4, False, [4, 4, 4]),
+        (3, 4, True, [3]),
+        (3, 4, False, [3]),
+    ],
+)
+def test_the_number_of_batches(
+    num_samples: int, batch_size: int, drop_last: bool, sizes: list[int], dataset: SegmentationDataset
+) -> None:
+    part = SegmentationDataset(dataset.pairs[:num_samples], dataset.scheme, dataset.transform)
+    loader = TrainLoader(part, batch_size, drop_last=drop_last)
+    assert len(loader) == len(sizes)
+    assert [len(batch) for batch in loader.epoch(0)] == sizes
+
+
+def test_ranks_share_one_stream(dataset: SegmentationDataset) -> None:
+    whole = list(TrainLoader(dataset, 5, seed=1, drop_last=False).epoch(3))
+    ranks = [
+        list(TrainLoader(dataset, 5, seed=1, drop_last=False, rank=rank, world_size=2).epoch(3)) for rank in range(2)
+    ]
+    for batch, first, second in zip(whole, *ranks, strict=True):
+        assert (len(first), len(second)) == plan_shares(len(batch), 2)
+        assert first.indices + second.indices == batch.indices
+        assert torch.equal(torch.cat([first.images, second.images]), batch.images)
+        assert torch.equal(torch.cat([first.target, second.target]), batch.target)
+
+
+def test_a_rank_without_samples_gets_a_batch_of_no_images(dataset: SegmentationDataset) -> None:
+    loader = TrainLoader(dataset, 4, drop_last=False, rank=2, world_size=3)
+    *_, last = loader.epoch(0)  # 13 samples: one is left for three ranks
+    assert last.indices == ()
+    assert last.images.shape == (0, 3, *CROP)
+    assert last.target.shape == (0, *CROP)
+    assert last.target.dtype == torch.uint8
+
+
+def test_impossible_numbers_are_refused(dataset: SegmentationDataset) -> None:
+    for options in ({"batch_size": 0}, {"batch_size": 2, "world_size": 3}, {"batch_size": 2, "rank": 1}):
+        with pytest.raises(ValueError, match="every rank needs a sample"):
+            TrainLoader(dataset, **options)
+    with pytest.raises(ValueError, match="negative"):
+        TrainLoader(dataset, 2, workers=-1)
+    with pytest.raises(ValueError, match="out of range"):
+        EvalLoader(dataset, batch_size=0)
+
+
+# --- the same batches whatever loads them
+
+
+def test_workers_do_not_change_the_batches(dataset: SegmentationDataset) -> None:
+    streams = {}
+    for workers in (0, 2, 3):
+        loader = TrainLoader(dataset, 4, seed=9, workers=workers)
+        streams[workers] = [[digest(batch) for batch in loader.epoch(epoch)] for epoch in (0, 1)]
+        loader.close()
+    assert streams[0] == streams[2] == streams[3]
+    contents = [content for epoch in streams[0] for _, content in epoch]
+    assert len(set(contents)) == 6
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_resumed_at_any_batch_equals_its_tail(workers: int, dataset: SegmentationDataset) -> None:
+    whole = [digest(batch) for batch in TrainLoader(dataset, 3, seed=2).epoch(7)]
+    loader = TrainLoader(dataset, 3, seed=2, workers=workers)
+    for start in (0, 1, 3, 4, 9):
+        assert [digest(batch) for batch in loader.epoch(7, start)] == whole[start:]
+    loader.close()
+
+
+def test_batches_before_the_start_are_not_loaded(dataset: SegmentationDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    original = dataset_module.read_image
+    monkeypatch.setattr(dataset_module, "read_image", lambda path: read.append(path) or original(path))
+    list(TrainLoader(dataset, 4).epoch(0, start_batch=2))
+    assert len(read) == 4
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_abandoned_epoch_leaves_no_trace(workers: int, dataset: SegmentationDataset) -> None:
+    expected = [digest(batch) for batch in TrainLoader(dataset, 2).epoch(1)]
+    loader = TrainLoader(dataset, 2, workers=workers)
+    abandoned = loader.epoch(0)
+    next(abandoned)
+    assert [digest(batch) for batch in loader.epoch(1)] == expected
+    with pytest.raises(RuntimeError, match="a later one began"):
+        next(abandoned)
+    loader.close()
+    assert [digest(batch) for batch in loader.epoch(1)] == expected  # closing is not for ever
+    loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_no_global_generator_is_used(workers: int, dataset: SegmentationDataset) -> None:
+    def state() -> tuple[object, ...]:
+        return random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes()
+
+    before = state()
+    loader = TrainLoader(dataset, 4, workers=workers)
+    expected = [digest(batch) for batch in loader.epoch(0)]
+    evaluation = EvalLoader(dataset, workers=workers)
+    list(evaluation)
+    assert state() == before
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
+    assert [digest(batch) for batch in loader.epoch(0)] == expected
+    loader.close()
+    evaluation.close()
+
+
+def test_every_sample_is_augmented_anew_in_every_epoch(write_pairs: WritePairs, scheme: ClassScheme) -> None:
+    """Workers that share one stream of augmentations, or repeat it each epoch, are a known fault elsewhere."""
+    (pair,) = write_pairs([(60, 60)])
+    dataset = SegmentationDataset([pair] * 12, scheme, TrainTransform(CROP))
+    loader = TrainLoader(dataset, 4, workers=2)
+    images = [image.numpy().tobytes() for epoch in range(3) for batch in loader.epoch(epoch) for image in batch.images]
+    loader.close()
+    assert len(set(images)) == len(images) == 36
+
+
+def test_a_sample_is_a_function_of_seed_epoch_and_index(dataset: SegmentationDataset) -> None:
+    copy = pickle.loads(pickle.dumps(dataset))
+    other = SegmentationDataset(dataset.pairs, dataset.scheme, dataset.transform, seed=6)
+    for key in ((0, 3), (4, 3), (4, 12)):
+        assert torch.equal(dataset[key].image, copy[key].image)
+        assert not torch.equal(dataset[key].image, other[key].image)
+    assert not torch.equal(dataset[0, 3].image, dataset[1, 3].image)
+
+
+# --- what a batch holds
+
+
+def test_batches_are_uint8_and_contiguous(dataset: SegmentationDataset) -> None:
+    batch = next(TrainLoader(dataset, 4).epoch(0))
+    assert (batch.images.shape, batch.images.dtype) == ((4, 3, *CROP), torch.uint8)
+    assert (batch.target.shape, batch.target.dtype) == ((4, *CROP), torch.uint8)
+    assert batch.images.is_contiguous()
+    assert batch.target.is_contiguous()
+    assert len(batch) == 4
+
+
+def test_without_a_transform_the_files_come_as_they_are(write_pairs: WritePairs, scheme: ClassScheme) -> None:
+    pairs = write_pairs([(20, 31), (20, 31)])
+    dataset = SegmentationDataset(pairs, scheme)
+    np.testing.assert_array_equal(dataset[0, 1].image.numpy(), draw_image(1, 20, 31).transpose(2, 0, 1))
+    np.testing.assert_array_equal(dataset[0, 1].target.numpy(), draw_mask(1, 20, 31))
+
+
+def test_wide_ids_make_int16_targets(write_pairs: WritePairs) -> None:
+    names = [str(i) for i in range(5)]
+    scheme = class_scheme("folder", classes=names, ignore_index=-1, label_map={255: -1})
+    dataset = SegmentationDataset(write_pairs([(20, 31)]), scheme, TrainTransform((40, 40), ignore_index=-1))
+    sample = dataset[0, 0]
+    assert sample.target.dtype == torch.int16
+    assert sample.target.min() == -1
+
+
+def test_a_pair_without_mask_is_ignored_everywhere(write_pairs: WritePairs, scheme: ClassScheme) -> None:
+    (pair,) = write_pairs([(20, 31)])
+    sample = SegmentationDataset([ImagePair(pair.image, None, pair.name)], scheme)[0, 0]
+    assert sample.target.shape == (20, 31)
+    assert (sample.target == 255).all()
+
+
+def test_images_of_several_sizes_cannot_share_a_batch(write_pairs: WritePairs, scheme: ClassScheme) -> None:
+    dataset = SegmentationDataset(write_pairs([(20, 31), (20, 30)]), scheme)
+    with pytest.raises(DataError, match=r"images of 3\dx20 and 3\dx20 pixels cannot share a batch: set data.crop_px"):
+        list(TrainLoader(dataset, 2).epoch(0))
+    with pytest.raises(DataError):
+        collate([dataset[0, 0], dataset[0, 1]])
+
+
+def test_no_pairs_are_refused(scheme: ClassScheme) -> None:
+    with pytest.raises(DataError, match="no images"):
+        SegmentationDataset([], scheme)
+
+
+# --- evaluation
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_evaluation_shows_every_image_once_at_its_size(
+    workers: int, write_pairs: WritePairs, scheme: ClassScheme
+) -> None:
+    sizes = [(20, 30), (20, 30), (20, 30), (25, 30), (20, 30), (20, 30)]
+    dataset = SegmentationDataset(write_pairs(sizes), scheme)
+    for batch_size, expected in ((1, [1] * 6), (2, [2, 1, 1, 2]), (8, [3, 1, 2])):
+        loader = EvalLoader(dataset, workers=workers, batch_size=batch_size)
+        for _ in range(2):
+            batches = list(loader)
+            assert [len(batch) for batch in batches] == expected
+            assert len(loader) == len(expected)
+            assert [index for batch in batches for index in batch.indices] == list(range(6))
+            assert all(tuple(b.images.shape[2:]) == sizes[b.indices[0]] == tuple(b.target.shape[1:]) for b in batches)
+        loader.close()
+    np.testing.assert_array_equal(batches[1].images[0].numpy(), draw_image(3, 25, 30).transpose(2, 0, 1))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_ranks_evaluate_every_image_once(world_size: int, write_pairs: WritePairs, scheme: ClassScheme) -> None:
+    dataset = SegmentationDataset(write_pairs([(20, 30)] * 5), scheme)
+    seen = []
+    for rank in range(world_size):
+        loader = EvalLoader(dataset, batch_size=2, rank=rank, world_size=world_size)
+        batches = list(loader)
+        assert len(batches) == len(loader)
+        seen += [index for batch in batches for index in batch.indices]
+    assert seen == list(range(5))
+
+
+def test_evaluation_at_another_size(write_pairs: WritePairs, scheme: ClassScheme) -> None:
+    dataset = SegmentationDataset(write_pairs([(20, 30), (40, 60)]), scheme, EvalTransform((10, 15)))
+    assert [tuple(batch.images.shape) for batch in EvalLoader(dataset)] == [(1, 3, 10, 15)] * 2
+
+
+# --- the cache
+
+
+def test_the_cache_changes_nothing_and_reads_files_once(dataset: SegmentationDataset) -> None:
+    cached = SegmentationDataset(dataset.pairs, dataset.scheme, dataset.transform, seed=5, cache="ram")
+    expected = {key: dataset[key] for key in ((0, 2), (1, 2), (1, 7))}
+    for _ in range(2):
+        for key, sample in expected.items():
+            assert torch.equal(cached[key].image, sample.image)
+            assert torch.equal(cached[key].target, sample.target)
+        for path in (cached.pairs[2].image, cached.pairs[7].mask):
+            path.unlink(missing_ok=True)
+    copy = pickle.loads(pickle.dumps(cached))
+    with pytest.raises(DataError, match="does not exist"):
+        copy[0, 2]
+
+
+def test_workers_share_the_cache(dataset: SegmentationDataset) -> None:
+    expected = [[digest(batch) for batch in TrainLoader(dataset, 4).epoch(epoch)] for epoch in (0, 1)]
+    cached = SegmentationDataset(dataset.pairs, dataset.scheme, dataset.transform, seed=5, cache="ram")
+    loader = TrainLoader(cached, 4, workers=2, drop_last=False)
+    assert [digest(batch) for batch in loader.epoch(0)][:3] == expected[0]
+    for pair in cached.pairs:
+        pair.image.unlink()
+    assert [digest(batch) for batch in loader.epoch(1)][:3] == expected[1]
+    loader.close()
+    assert [digest(batch) for batch in TrainLoader(cached, 4).epoch(1)] == expected[1]
+
+
+def test_cached_pixels_cannot_be_written_to(write_pairs: WritePairs, scheme: ClassScheme) -> None:
+    dataset = SegmentationDataset(write_pairs([(20, 30)]), scheme, cache="ram")
+    for _ in range(2):
+        sample = dataset[0, 0]
+        sample.image.zero_()
+        sample.target.zero_()
+    np.testing.assert_array_equal(dataset[0, 0].image.numpy(), draw_image(0, 20, 30).transpose(2, 0, 1))
+    np.testing.assert_array_equal(dataset[0, 0].target.numpy(), draw_mask(0, 20, 30))
+
+
+def test_a_cache_larger_than_the_memory_is_refused(
+    dataset: SegmentationDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataset_module, "_available_bytes", lambda: 1000)
+    with pytest.raises(DataError, match=r"data.cache=ram needs .* GiB of memory are free: set data.cache to none"):
+        SegmentationDataset(dataset.pairs, dataset.scheme, cache="ram")
+
+
+def test_an_image_that_changed_its_size_is_named(dataset: SegmentationDataset) -> None:
+    cached = SegmentationDataset(dataset.pairs, dataset.scheme, cache="ram")
+    image, mask = cached.pairs[0].image, cached.pairs[0].mask
+    Image.fromarray(draw_image(0, 8, 9)).save(image)
+    Image.fromarray(draw_mask(0, 8, 9)).save(mask)
+    with pytest.raises(DataError, match=r"000\.png: the image changed"):
+        cached[0, 0]
+
+
+def test_the_free_memory_is_known_on_linux() -> None:
+    if not os.path.exists("/proc/meminfo"):
+        pytest.skip("no /proc/meminfo")
+    available = dataset_module._available_bytes()
+    assert available is not None
+    assert 0 < available < 2**50
+
+
+# --- counts
+
+
+def test_class_frequencies_by_hand(tmp_path: Path) -> None:
+    masks = [np.array([[0, 0, 1, 255]], np.uint8), np.array([[0, 2, 2, 2]], np.uint8), np.full((1, 4), 255, np.uint8)]
+    pairs = []
+    for i, mask in enumerate(masks):
+        Image.fromarray(mask).save(tmp_path / f"{i}.png")
+        pairs.append(ImagePair(tmp_path / "no image is needed", tmp_path / f"{i}.png", str(i)))
+    scheme = class_scheme("folder", classes=["a", "b", "c", "d"])
+    counts = compute_class_frequencies(SegmentationDataset(pairs, scheme))
+    assert counts == ClassFrequencies(
+        pixels=(3, 1, 3, 0), images=(2, 1, 1, 0), pixels_where_present=(7, 3, 4, 0), ignored_px=5, num_images=3
+    )
+    assert counts.warnings(scheme.names) == ["classes without a single pixel: d"]
+
+
+def test_black_and_white_masks_whose_foreground_is_ignored_are_noticed(tmp_path: Path) -> None:
+    Image.fromarray(np.array([[0, 255, 255]], np.uint8)).save(tmp_path / "a.png")
+    scheme = class_scheme("folder", classes=["background", "cell"])
+    counts = compute_class_frequencies(SegmentationDataset([ImagePair(tmp_path, tmp_path / "a.png", "a")], scheme))
+    (warning,) = counts.warnings(scheme.names)
+    assert warning.startswith("cell has no pixel, but 2 pixels are ignored")
+    assert "every pixel" in ClassFrequencies((0, 0), (0, 0), (0, 0), 9, 1).warnings(["a", "b"])[0]
+
+
+def test_counting_names_a_mask_with_wrong_ids(dataset: SegmentationDataset) -> None:
+    Image.fromarray(np.full((4, 4), 77, np.uint8)).save(dataset.pairs[4].mask)
+    with pytest.raises(DataError, match=r"004_mask\.png.*77 \(16 px\)"):
+        compute_class_frequencies(dataset)
+
+
+@settings(max_examples=5, deadline=None)
+@given(threads=st.integers(1, 4))
+def test_counting_does_not_depend_on_threads(threads: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("masks")
+    pairs = []
+    for i in range(6):
+        Image.fromarray(draw_mask(i, 20, 30)).save(folder / f"{i}.png")
+        pairs.append(ImagePair(folder, folder / f"{i}.png", str(i)))
+    dataset = SegmentationDataset(pairs, class_scheme("folder", classes=list("abcde")))
+    counts = compute_class_frequencies(dataset, threads=threads)
+    everything = np.stack([draw_mask(i, 20, 30) for i in range(6)])
+    assert counts.pixels == tuple(int((everything == i).sum()) for i in range(5))
+    assert counts.ignored_px == (everything == 255).sum()

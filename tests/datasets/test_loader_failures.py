@@ -1,0 +1,254 @@
+"""Whatever goes wrong while data are loaded arrives as one error that names the file, and never as a hang."""
+
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from drawn import draw_mask
+from PIL import Image
+
+from segapp.datasets.augment import TrainTransform
+from segapp.datasets.files import ImagePair
+from segapp.datasets.formats import ClassScheme
+from segapp.datasets.loader import EvalLoader, SegmentationDataset, TrainLoader
+from segapp.datasets.sampling import sample_order
+from segapp.errors import DataError, WorkerError
+
+WritePairs = Callable[..., tuple[ImagePair, ...]]
+
+
+class Misbehaving:
+    """A transform that does something to one kind of image, recognised by its width."""
+
+    crop_px = (8, 8)
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self.act = act
+
+    def __call__(self, image: np.ndarray, mask: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        if image.shape[1] == 41:
+            self.act()
+        return image[:8, :8].copy(), mask[:8, :8].copy()
+
+
+@pytest.fixture
+def misbehave(write_pairs: WritePairs, scheme: ClassScheme) -> Callable[[Callable[[], object]], SegmentationDataset]:
+    pairs = write_pairs([(20, 40), (20, 40), (20, 40), (20, 41), (20, 40), (20, 40), (20, 40), (20, 40)])
+    return lambda act: SegmentationDataset(pairs, scheme, Misbehaving(act))
+
+
+def consume(dataset: SegmentationDataset, workers: int, **options: Any) -> Exception:
+    """The error that ends an epoch; the workers are gone afterwards."""
+    loader = TrainLoader(dataset, 2, workers=workers, **options)
+    with pytest.raises((DataError, WorkerError)) as error:
+        list(loader.epoch(0))
+    assert_no_children()
+    return error.value
+
+
+def assert_no_children() -> None:
+    """No worker process is left."""
+    deadline = time.monotonic() + 3
+    while time.monotonic() < deadline:
+        try:
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(0.02)
+        except ChildProcessError:
+            return
+    raise AssertionError("a worker process is left")
+
+
+def raise_local_error() -> None:
+    class LocalError(Exception):
+        """Cannot be pickled: no module knows it."""
+
+        def __init__(self, one: int, two: int) -> None:
+            super().__init__("local")
+            self.unpicklable = lambda: None
+
+    raise LocalError(1, 2)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_damaged_file_is_named_without_a_traceback(
+    workers: int, misbehave: Callable[..., SegmentationDataset]
+) -> None:
+    dataset = misbehave(lambda: None)
+    path = dataset.pairs[5].image
+    path.write_bytes(path.read_bytes()[:200])
+    error = consume(dataset, workers)
+    assert isinstance(error, DataError)
+    assert str(error).startswith(f"{path}: cannot be decoded (truncated PNG")
+    assert "Traceback" not in str(error)
+    assert "\n" not in str(error)
+    assert "Traceback" in error.__notes__[0]  # for the log
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_mask_of_another_size_is_named(workers: int, misbehave: Callable[..., SegmentationDataset]) -> None:
+    dataset = misbehave(lambda: None)
+    Image.fromarray(draw_mask(0, 20, 39)).save(dataset.pairs[2].mask)
+    message = str(consume(dataset, workers))
+    assert "002_mask.png: the mask has 39x20 pixels, its image" in message
+    assert "002.png has 40x20" in message
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ids_outside_the_classes_are_named_before_any_device_sees_them(
+    workers: int, misbehave: Callable[..., SegmentationDataset]
+) -> None:
+    dataset = misbehave(lambda: None)
+    Image.fromarray(np.full((20, 40), 5, np.uint8)).save(dataset.pairs[6].mask)
+    assert "006_mask.png: the mask holds ids outside the 5 classes: 5 (800 px)" in str(consume(dataset, workers))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_of_a_local_class_arrives(workers: int, misbehave: Callable[..., SegmentationDataset]) -> None:
+    error = consume(misbehave(raise_local_error), workers)
+    assert isinstance(error, DataError)
+    assert "003.png: the augmentation failed (LocalError: local)" in str(error)
+
+
+@pytest.mark.parametrize("exception", [SystemExit(3), KeyboardInterrupt(), MemoryError("no memory")])
+def test_leaving_a_worker_is_an_error_that_names_the_file(
+    exception: BaseException, misbehave: Callable[..., SegmentationDataset]
+) -> None:
+    def leave() -> None:
+        raise exception
+
+    message = str(consume(misbehave(leave), 2))
+    assert "003.png: " in message
+    assert type(exception).__name__ in message
+
+
+def test_a_killed_worker_is_named_with_its_file(misbehave: Callable[..., SegmentationDataset]) -> None:
+    start = time.monotonic()
+    error = consume(misbehave(lambda: os.kill(os.getpid(), signal.SIGKILL)), 2)
+    assert isinstance(error, WorkerError)
+    assert error.exit_code == 7
+    assert "died of SIGKILL while it read" in str(error)
+    assert "003.png" in str(error)
+    assert time.monotonic() - start < 10
+
+
+def test_a_worker_that_hangs_is_named_with_its_file(misbehave: Callable[..., SegmentationDataset]) -> None:
+    start = time.monotonic()
+    error = consume(misbehave(lambda: time.sleep(600)), 2, timeout_s=2)
+    assert isinstance(error, WorkerError)
+    assert "gave no batch for 2 s, at " in str(error)
+    assert "003.png" in str(error)
+    assert 2 <= time.monotonic() - start < 12
+
+
+def test_a_slow_worker_within_its_time_is_waited_for(misbehave: Callable[..., SegmentationDataset]) -> None:
+    for timeout_s in (30.0, 0.0):
+        loader = TrainLoader(misbehave(lambda: time.sleep(1.5)), 2, workers=2, timeout_s=timeout_s)
+        assert len(list(loader.epoch(0))) == 4
+        loader.close()
+
+
+def test_a_stopped_worker_does_not_hold_up_the_end(misbehave: Callable[..., SegmentationDataset]) -> None:
+    start = time.monotonic()
+    error = consume(misbehave(lambda: os.kill(os.getpid(), signal.SIGSTOP)), 1, timeout_s=1)
+    assert isinstance(error, WorkerError)
+    assert time.monotonic() - start < 15
+
+
+def test_the_loader_works_again_after_an_error(misbehave: Callable[..., SegmentationDataset]) -> None:
+    acts = [True]
+    dataset = misbehave(lambda: os.kill(os.getpid(), signal.SIGKILL) if acts else None)
+    loader = TrainLoader(dataset, 2, workers=2)
+    with pytest.raises(WorkerError):
+        list(loader.epoch(0))
+    acts.clear()
+    assert sorted(index for batch in loader.epoch(0) for index in batch.indices) == list(range(8))
+    loader.close()
+
+
+def test_evaluation_fails_in_the_same_way(misbehave: Callable[..., SegmentationDataset]) -> None:
+    dataset = misbehave(raise_local_error)
+    for workers in (0, 2):
+        loader = EvalLoader(dataset, workers=workers)
+        with pytest.raises(DataError, match=r"003\.png"):
+            list(loader)
+    assert_no_children()
+
+
+def test_a_full_shared_memory_is_explained(
+    misbehave: Callable[..., SegmentationDataset], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    def full(self: object) -> None:
+        raise RuntimeError("unable to allocate shared memory(shm): No space left on device (28)")
+
+    monkeypatch.setattr(torch.UntypedStorage, "share_memory_", full)
+    error = consume(misbehave(lambda: None), 1)
+    assert isinstance(error, WorkerError)
+    assert "/dev/shm" in str(error)
+
+
+# --- signals
+
+
+def test_workers_ignore_ctrl_c_and_end_on_sigterm(misbehave: Callable[..., SegmentationDataset]) -> None:
+    dispositions = []
+
+    def note() -> None:
+        dispositions.append(1)
+        wanted = (signal.SIG_IGN, signal.SIG_DFL)
+        if (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) != wanted:
+            raise ValueError("wrong handlers")
+
+    before = signal.signal(signal.SIGTERM, lambda *_: None)  # what a trainer installs must not reach the workers
+    try:
+        loader = TrainLoader(misbehave(note), 2, workers=2)
+        assert len(list(loader.epoch(0))) == 4
+        loader.close()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_dying_worker_raises_nowhere_but_in_the_loader(misbehave: Callable[..., SegmentationDataset]) -> None:
+    """torch's own SIGCHLD handler raises wherever the main thread is: in the middle of a checkpoint, for example."""
+    before = signal.getsignal(signal.SIGCHLD)
+    dataset = misbehave(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    seed = next(seed for seed in range(99) if sample_order(8, seed, 0).index(3) in {4, 5})
+    batches = TrainLoader(dataset, 2, workers=1, seed=seed).epoch(0)
+    next(batches)
+    assert signal.getsignal(signal.SIGCHLD) == before
+    for _ in range(40):
+        time.sleep(0.05)
+    with pytest.raises(WorkerError):
+        list(batches)
+
+
+def test_workers_run_on_one_thread(write_pairs: WritePairs, scheme: ClassScheme) -> None:
+    import cv2
+    import torch
+
+    def check() -> None:
+        if (torch.get_num_threads(), cv2.getNumThreads()) != (1, 1):
+            raise ValueError(f"threads: {torch.get_num_threads()}, {cv2.getNumThreads()}")
+
+    dataset = SegmentationDataset(write_pairs([(20, 41)] * 4), scheme, Misbehaving(check))
+    loader = TrainLoader(dataset, 2, workers=2)
+    assert len(list(loader.epoch(0))) == 2
+    loader.close()
+
+
+def test_many_starts_and_stops_leave_nothing_behind(write_pairs: WritePairs, scheme: ClassScheme) -> None:
+    dataset = SegmentationDataset(write_pairs([(40, 50)] * 4), scheme, TrainTransform((16, 16)))
+    num_files = len(os.listdir("/proc/self/fd"))
+    for _ in range(8):
+        loader = TrainLoader(dataset, 2, workers=2)
+        next(loader.epoch(0))
+        loader.close()
+    assert_no_children()
+    assert len(os.listdir("/proc/self/fd")) <= num_files + 4

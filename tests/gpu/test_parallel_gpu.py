@@ -1,0 +1,236 @@
+"""The engine's exactness on real devices: three replicas on one GPU, and on several where there are several."""
+
+import copy
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
+
+from parallel_cases import Critic, PlainCE, SmallNet, grads_of, make_batch, relative_error, state_error
+
+from segapp.parallel import (
+    BalancedDataParallel,
+    DataParallelCriterion,
+    DataParallelModel,
+    ReplicaOutOfMemoryError,
+    SyncBatchNorm,
+    convert_sync_batchnorm,
+    gradient_penalty,
+    init_from_env,
+    place_stages,
+    shutdown,
+    wrap_ddp,
+)
+from segapp.parallel.replicas import replicate
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device and sees none"),
+]
+
+SAME = ["cuda:0"] * 3
+
+
+def device_lists():
+    lists = [pytest.param(SAME, id="one GPU three times")]
+    if torch.cuda.is_available() and torch.cuda.device_count() > 1:
+        lists.append(pytest.param(list(range(torch.cuda.device_count())), id="distinct GPUs"))
+    return lists
+
+
+@pytest.mark.parametrize("device_ids", device_lists())
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [pytest.param(torch.float64, 1e-10, id="fp64"), pytest.param(torch.float32, 1e-4, id="fp32")]
+)
+def test_steps_match_one_device_at_every_gpu0_bsz(device_ids, dtype, limit):
+    images, target = make_batch(7, dtype=dtype)
+    torch.manual_seed(0)
+    truth = SmallNet().to("cuda:0", dtype)
+    criterion = PlainCE(weight=torch.tensor([0.5, 1.0, 2.0, 0.1]), label_smoothing=0.1)
+    start = copy.deepcopy(truth)
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        expected = criterion(truth(images.cuda()), target.cuda())
+        expected.backward()
+        for gpu0_bsz in (None, 0, 1, 3, 7):
+            for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+                net = convert_sync_batchnorm(copy.deepcopy(start))
+                torch.cuda.synchronize()
+                with torch.cuda.stream(stream):
+                    outputs = DataParallelModel(net, device_ids, gpu0_bsz)(images.pin_memory())
+                    loss = DataParallelCriterion(criterion)(outputs, target)
+                    loss.backward()
+                torch.cuda.synchronize()
+                assert loss.device == torch.device("cuda:0")
+                assert relative_error([loss.detach()], [expected.detach()]) <= limit
+                assert relative_error(grads_of(net), grads_of(truth)) <= limit
+                assert state_error(net, truth) <= limit
+
+
+@pytest.mark.parametrize("kind", ["wgan-gp", "wgan-lp", "dragan"])
+def test_penalties_match_one_device(kind):
+    torch.manual_seed(2)
+    real, fake, noise = (torch.randn(6, 3, 16, 16, dtype=torch.float64, device="cuda") for _ in range(3))
+    alpha = torch.rand(6, dtype=torch.float64, device="cuda")
+    truth = Critic().double().cuda()
+    critic = convert_sync_batchnorm(copy.deepcopy(truth))
+    expected = gradient_penalty(truth, real, fake, kind, alpha=alpha, noise=noise)
+    expected.backward()
+    penalty = gradient_penalty(DataParallelModel(critic, SAME, 1), real, fake, kind, alpha=alpha, noise=noise)
+    penalty.backward()
+    assert relative_error([penalty.detach()], [expected.detach()]) <= 1e-12
+    assert relative_error(grads_of(critic), grads_of(truth)) <= 1e-9
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "limit"),
+    [(torch.float64, 1e-11), (torch.float32, 1e-4), (torch.float16, 2e-2), (torch.bfloat16, 5e-2)],
+)
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        (nn.BatchNorm1d, (9, 6)),
+        (nn.BatchNorm1d, (9, 6, 5)),
+        (nn.BatchNorm2d, (9, 6, 8, 7)),
+        (nn.BatchNorm3d, (9, 6, 4, 3, 2)),
+    ],
+)
+def test_the_fused_kernels_of_synchronised_batchnorm_match_batchnorm(kind, shape, dtype, limit, channels_last):
+    torch.manual_seed(0)
+    x = (torch.randn(shape, device="cuda", dtype=torch.float64) * 3 + 5).to(dtype)
+    weights = torch.randn(shape, device="cuda").to(dtype)
+    if channels_last:
+        if len(shape) < 4:
+            pytest.skip("channels_last needs 4 or 5 dimensions")
+        layout = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+        x = x.contiguous(memory_format=layout)
+    truth = kind(6, device="cuda", dtype=torch.float64)
+    nn.init.normal_(truth.weight)
+    layer = convert_sync_batchnorm(copy.deepcopy(truth)).to(torch.float64 if dtype == torch.float64 else torch.float32)
+    results = []
+    for module, inputs in ((truth, x.double()), (BalancedDataParallel(2, layer, SAME), x)):
+        inputs = inputs.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+        y = module(inputs)
+        (y * weights.to(y.dtype)).sum().backward()
+        results.append([y.detach(), inputs.grad])
+    assert relative_error(results[1], results[0]) <= limit
+    assert relative_error(grads_of(layer), grads_of(truth)) <= limit
+    assert state_error(layer, truth) <= max(1e-11, min(limit, 1e-4))
+
+
+def peak_bytes(net: nn.Module, images: torch.Tensor) -> int:
+    model = DataParallelModel(net, SAME)
+    for _ in range(2):  # the first step also tunes
+        torch.cuda.reset_peak_memory_stats()
+        sum(output.float().square().sum() for output in model(images)).backward()
+    return torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_synchronised_batchnorm_needs_no_more_memory_than_batchnorm(dtype, capsys):
+    def build():
+        blocks = [nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()) for _ in range(8)]
+        return nn.Sequential(*blocks).cuda().to(dtype)
+
+    images = torch.randn(6, 32, 256, 256, device="cuda", dtype=dtype)
+    plain = peak_bytes(build(), images)
+    synced = peak_bytes(convert_sync_batchnorm(build()), images)
+    with capsys.disabled():
+        print(f"\npeak {dtype}: BatchNorm {plain / 2**20:.0f} MiB, synchronised {synced / 2**20:.0f} MiB")
+    assert synced <= 1.05 * plain
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_reaches_the_replicas_with_its_dtype_and_trains_alike(dtype):
+    images, target = make_batch(6, size=32, dtype=torch.float32, ignored=0.3)
+    losses = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        net = convert_sync_batchnorm(SmallNet(width=16)).cuda()
+        model, criterion = DataParallelModel(net, SAME, 1), DataParallelCriterion(PlainCE())
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+        scaler = torch.amp.GradScaler("cuda", enabled=enabled and dtype == torch.float16)
+        for _ in range(50):
+            with torch.autocast("cuda", dtype, enabled=enabled):
+                outputs = model(images)
+            assert all(output[0].dtype == (dtype if enabled else torch.float32) for output in outputs)
+            loss = criterion([tuple(head.float() for head in output) for output in outputs], target)
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        losses.append(loss.item())
+    assert abs(losses[1] / losses[0] - 1) <= 0.02
+
+
+def test_an_out_of_memory_replica_surfaces_in_2_s():
+    class Greedy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = SyncBatchNorm(3)
+
+        def forward(self, x):
+            if len(x) == 1:
+                torch.empty(1 << 45, device=x.device, dtype=torch.uint8)
+            return self.norm(x)
+
+    start = time.monotonic()
+    with pytest.raises(ReplicaOutOfMemoryError, match="replica 0 on cuda:0"):
+        DataParallelModel(Greedy().cuda(), SAME, gpu0_bsz=1)(torch.randn(7, 3, 4, 4))
+    assert time.monotonic() - start < 2
+
+
+def test_a_model_elsewhere_and_an_absent_device_are_refused():
+    with pytest.raises(ValueError, match=r"call module.to\('cuda:0'\) first"):
+        DataParallelModel(nn.Linear(2, 2), SAME)(torch.ones(4, 2))
+    with pytest.raises(ValueError, match="CUDA devices are visible"):
+        DataParallelModel(nn.Linear(2, 2), [torch.cuda.device_count()])
+
+
+def test_stages_on_cpu_and_gpu_give_the_numbers_of_one_device():
+    images, target = make_batch(4)
+    torch.manual_seed(0)
+    truth = SmallNet(has_aux=False).double()
+    net = copy.deepcopy(truth)
+    PlainCE()(truth(images), target).backward()
+    place_stages(net, {"stem": "cpu", "dilated": "cuda:0", "residual": "cpu", "head": "cuda:0"}, rest="cpu")
+    (logits,) = net(images)  # stem and residual branch are added, on the CPU
+    PlainCE()((logits,), target.to(logits.device)).backward()
+    assert {p.device.type for p in net.parameters()} == {"cpu", "cuda"}
+    assert relative_error([p.grad.cpu() for p in net.parameters()], grads_of(truth)) <= 1e-10
+
+
+def test_one_nccl_rank_trains_through_ddp(monkeypatch):
+    values = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29871"}
+    for name, value in values.items():
+        monkeypatch.setitem(os.environ, name, value)
+    monkeypatch.setattr("segapp.parallel.distributed.die_with_parent", lambda *_: None)
+    info = init_from_env()
+    try:
+        assert (info.backend, info.device) == ("nccl", torch.device("cuda:0"))
+        net = convert_sync_batchnorm(SmallNet()).cuda()
+        ddp = wrap_ddp(net, info.device)
+        ddp(torch.randn(2, 3, 16, 16, device="cuda"))[0].sum().backward()
+        assert all(p.grad is not None for p in net.stem.parameters())
+    finally:
+        shutdown()
+
+
+def test_cost_of_replication(capsys):
+    net = nn.Sequential(*[nn.Conv2d(64, 64, 3) for _ in range(160)]).cuda()
+    devices = [torch.device("cuda:0")] * 3
+    for _ in range(3):
+        replicate(net, devices)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(10):
+        replicate(net, devices)
+    torch.cuda.synchronize()
+    with capsys.disabled():
+        print(f"\nreplicating 320 parameters for 3 replicas: {(time.perf_counter() - start) * 100:.2f} ms a step")

@@ -1,0 +1,65 @@
+"""Drawn logits and targets that the loss tests share."""
+
+import torch
+from torch import Tensor
+
+from segapp.losses import (
+    AdditiveCriterion,
+    CriterionCE,
+    CriterionDice,
+    CriterionFocal,
+    CriterionLovasz,
+    CriterionOHEM,
+    CriterionSum,
+)
+
+CLASSES = 4
+
+
+def draw(
+    num_images: int = 5,
+    num_classes: int = CLASSES,
+    low: tuple[int, int] = (5, 6),
+    high: tuple[int, int] = (17, 23),
+    *,
+    ignored: float | list[float] = 0.3,
+    dtype: torch.dtype = torch.float64,
+    target_dtype: torch.dtype = torch.int64,
+    sigma: float = 2.0,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Logits (N, C, h, w) and a target (N, H, W); `ignored` is a share of pixels, one for all images or one each."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = sigma * torch.randn(num_images, num_classes, *low, dtype=torch.float64, generator=generator)
+    target = torch.randint(0, num_classes, (num_images, *high), generator=generator)
+    share = torch.as_tensor(ignored, dtype=torch.float64).expand(num_images).view(-1, 1, 1)
+    target[torch.rand(target.shape, dtype=torch.float64, generator=generator) < share] = 255
+    return logits.to(dtype), target.to(target_dtype)
+
+
+def class_weight(num_classes: int = CLASSES) -> Tensor:
+    return torch.linspace(0.25, 2.0, num_classes, dtype=torch.float64)
+
+
+def criteria() -> dict[str, AdditiveCriterion]:
+    """One criterion of each kind and a sum, with options that leave no branch idle."""
+    weight = class_weight()
+    return {
+        "ce": CriterionCE(),
+        "ce-weighted": CriterionCE(weight=weight, label_smoothing=0.1, align_corners=False),
+        "ohem": CriterionOHEM(0.5, 20),
+        "ohem-min-kept": CriterionOHEM(0.05, 900, weight=weight),
+        "dice": CriterionDice(),
+        "dice-all": CriterionDice(0.5, classes="all", align_corners=False),
+        "focal": CriterionFocal(2.0),
+        "focal-alpha": CriterionFocal(0.5, weight),
+        "lovasz": CriterionLovasz(),
+        "lovasz-all": CriterionLovasz("all"),
+        "sum": CriterionSum([(1.0, CriterionCE()), (0.5, CriterionDice()), (2.0, CriterionLovasz())]),
+    }
+
+
+def relative_error(value: Tensor, truth: Tensor) -> float:
+    """Largest difference over the truth's largest entry (1 where that is 0)."""
+    scale = truth.abs().max().double()
+    return float((value.double() - truth.double()).abs().max() / (scale if scale > 0 else 1.0))

@@ -1,0 +1,140 @@
+"""Any division of a step gives the whole step's loss and gradient, for every criterion."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loss_cases import criteria, draw, relative_error
+
+from segapp.losses import LOSSES, CriterionCE, CriterionDice, CriterionSum, surrogate
+
+NAMES = list(criteria())
+
+
+def whole(criterion, logits, target):
+    logits = logits.clone().requires_grad_()
+    loss = criterion(logits, target)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    return loss.detach(), gradient
+
+
+def chunks_of(sizes):
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [slice(a, a + n) for a, n in zip(starts, sizes, strict=True)]
+
+
+def add(parts):
+    return tuple(sum(entries[1:], entries[0]) for entries in zip(*parts, strict=True))
+
+
+sizes_of_chunks = st.lists(st.integers(1, 3), min_size=1, max_size=4)
+shares = st.lists(st.sampled_from([0.0, 0.1, 0.5, 0.95, 1.0]), min_size=12, max_size=12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(sizes=sizes_of_chunks, ignored=shares, seed=st.integers(0, 1000))
+@settings(max_examples=20, deadline=None)
+def test_any_split_gives_the_whole_batch(name, sizes, ignored, seed):
+    criterion = criteria()[name]
+    logits, target = draw(sum(sizes), low=(3, 4), high=(9, 11), ignored=ignored[: sum(sizes)], seed=seed)
+    loss, gradient = whole(criterion, logits, target)
+    assert math.isfinite(loss)
+
+    summed = logits.clone().requires_grad_()
+    parts = [criterion.statistics(summed[chunk], target[chunk]) for chunk in chunks_of(sizes)]
+    split = criterion.finalize(add(parts))
+    (split_gradient,) = torch.autograd.grad(split, summed)
+    assert relative_error(split.detach(), loss) < 1e-12
+    assert relative_error(split_gradient, gradient) < 1e-12
+
+    accumulated = logits.clone().requires_grad_()
+    with torch.no_grad():
+        totals = add([criterion.statistics(logits[chunk], target[chunk]) for chunk in chunks_of(sizes)])
+    for chunk in chunks_of(sizes):
+        surrogate(criterion, criterion.statistics(accumulated[chunk], target[chunk]), totals).backward()
+    assert relative_error(accumulated.grad, gradient) < 1e-12
+
+
+def test_the_mean_of_means_is_not_the_mean():
+    logits, target = draw(4, ignored=[0.0, 0.9, 0.5, 0.99])
+    criterion = CriterionCE()
+    loss, gradient = whole(criterion, logits, target)
+    halves = logits.clone().requires_grad_()
+    means = torch.stack([criterion(halves[i : i + 1], target[i : i + 1]) for i in range(4)]).mean()
+    (wrong,) = torch.autograd.grad(means, halves)
+    assert relative_error(means.detach(), loss) > 0.01
+    assert relative_error(wrong, gradient) > 0.5
+
+    target[1] = 255
+    values = F.interpolate(logits[1:2], size=target.shape[-2:], mode="bilinear", align_corners=True)
+    assert math.isnan(F.cross_entropy(values, target[1:2], ignore_index=255))
+    assert criterion(logits[1:2], target[1:2]).item() == 0.0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_ignored_is_zero_with_zero_gradient(name):
+    logits, target = draw(ignored=1.0)
+    loss, gradient = whole(criteria()[name], logits, target)
+    assert loss.item() == 0.0
+    assert gradient.abs().max() == 0.0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_auxiliary_heads_add_with_their_weight(name):
+    criterion = criteria()[name]
+    logits, target = draw(ignored=0.5)
+    other, _ = draw(low=(3, 4), seed=1)
+    expected = criterion(logits, target) + 0.4 * criterion(other, target)
+    assert torch.allclose(criterion({"out": logits, "aux": other}, target), expected, rtol=1e-13)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_target_statistics_are_the_statistics_without_numerators(name):
+    criterion = criteria()[name]
+    logits, target = draw(ignored=[0.0, 0.2, 1.0, 0.5, 0.9])
+    entries = criterion.statistics(logits.requires_grad_(), target)
+    assert len(entries) == criterion.num_statistics
+    if not criterion.is_linear:
+        with pytest.raises(TypeError, match="not linear"):
+            criterion.target_statistics(target)
+        return
+    for entry, known in zip(entries, criterion.target_statistics(target), strict=True):
+        assert known.shape == entry.shape
+        assert float(known) == (0.0 if entry.requires_grad else float(entry))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_counts_are_float64_and_losses_keep_the_precision(name):
+    criterion = criteria()[name]
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        logits, target = draw(dtype=dtype)
+        entries = criterion.statistics(logits.requires_grad_(), target)
+        assert all(e.dtype == torch.float64 for e in entries if not e.requires_grad)
+        loss = criterion.finalize(entries)
+        assert loss.shape == ()
+        assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def test_surrogate_without_gradient_is_a_zero():
+    logits, target = draw()
+    criterion = CriterionCE()
+    entries = criterion.statistics(logits, target)
+    assert surrogate(criterion, entries, entries).item() == 0.0
+
+
+def test_sum_adds_and_scales():
+    logits, target = draw()
+    total = CriterionSum([(1.0, CriterionCE()), (0.5, CriterionDice())])
+    expected = CriterionCE()(logits, target) + 0.5 * CriterionDice()(logits, target)
+    assert torch.allclose(total(logits, target), expected, rtol=1e-14)
+    assert not total.is_linear
+    assert CriterionSum([(1.0, CriterionCE()), (2.0, LOSSES["lovasz"]())]).is_linear
+    with pytest.raises(ValueError, match="no terms"):
+        CriterionSum([])
+
+
+def test_names_of_the_config():
+    assert set(LOSSES) == {"ce", "ohem", "dice", "focal", "lovasz"}

@@ -1,0 +1,152 @@
+"""upsample_cross_entropy and CriterionCE against torch's operators in float64."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from loss_cases import class_weight, draw, relative_error
+
+from segapp.losses import CriterionCE, upsample_cross_entropy
+
+
+def torch_mean(logits, target, weight, smoothing, align_corners, ignore_index=255):
+    values = F.interpolate(logits.double(), size=target.shape[-2:], mode="bilinear", align_corners=align_corners)
+    return F.cross_entropy(
+        values, target.long(), weight=weight, ignore_index=ignore_index, label_smoothing=smoothing, reduction="mean"
+    )
+
+
+@pytest.mark.parametrize(
+    ("align_corners", "weighted", "smoothing", "ignored"),
+    list(itertools.product([True, False], [True, False], [0.0, 0.1, 1.0], [0.0, 0.4])),
+)
+def test_mean_and_gradient_match_torch(align_corners, weighted, smoothing, ignored):
+    logits, target = draw(ignored=ignored)
+    weight = class_weight() if weighted else None
+    mine, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    criterion = CriterionCE(weight=weight, align_corners=align_corners, label_smoothing=smoothing)
+    loss = criterion(mine, target)
+    truth = torch_mean(theirs, target, weight, smoothing, align_corners)
+    loss.backward()
+    truth.backward()
+    assert relative_error(loss.detach(), truth.detach()) < 1e-12
+    assert relative_error(mine.grad, theirs.grad) < 1e-12
+
+
+@pytest.mark.parametrize("target_dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_dtypes_of_sums(dtype, target_dtype):
+    logits, target = draw(dtype=dtype, target_dtype=target_dtype)
+    loss_sum, weight_sum = upsample_cross_entropy(logits.requires_grad_(), target)
+    assert loss_sum.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert weight_sum.dtype == torch.float64
+    assert not weight_sum.requires_grad
+    assert int(weight_sum) == int((target != 255).sum())
+    loss_sum.backward()
+    assert logits.grad.dtype == dtype
+    truth = torch_mean(logits.detach(), target, None, 0.0, True)
+    assert relative_error((loss_sum / weight_sum).detach(), truth) < 1e-5
+
+
+def test_by_hand_two_pixels():
+    logits = torch.tensor([[[[0.0, math.log(3)]], [[0.0, 0.0]]]], dtype=torch.float64)
+    target = torch.tensor([[[0, 1]]])
+    loss_sum, weight_sum = upsample_cross_entropy(logits, target)
+    assert float(loss_sum) == pytest.approx(math.log(2) + math.log(4))
+    assert float(weight_sum) == 2
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_all_ignored_is_zero_with_zero_gradient(weighted, smoothing):
+    logits, target = draw(ignored=1.0)
+    logits.requires_grad_()
+    loss = CriterionCE(weight=class_weight() if weighted else None, label_smoothing=smoothing)(logits, target)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert torch.equal(logits.grad, torch.zeros_like(logits))
+
+
+def test_weight_zero_for_every_pixel_is_zero():
+    logits, _ = draw(1)
+    logits.requires_grad_()
+    criterion = CriterionCE(weight=torch.tensor([0.0, 1.0, 1.0, 1.0]))
+    loss = criterion(logits, torch.zeros(1, 17, 23, dtype=torch.uint8))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert logits.grad.abs().max() == 0.0
+
+
+def test_no_images():
+    logits = torch.zeros(0, 3, 4, 4, requires_grad=True)
+    loss = CriterionCE()(logits, torch.zeros(0, 8, 8, dtype=torch.uint8))
+    loss.backward()
+    assert loss.item() == 0.0
+
+
+def test_auxiliary_heads_by_sequence_and_mapping():
+    logits, target = draw(ignored=0.5)
+    other, _ = draw(low=(3, 4), seed=1)
+    criterion = CriterionCE(aux_weight=0.4)
+    expected = criterion(logits, target) + 0.4 * criterion(other, target)
+    assert torch.allclose(criterion((logits, other), target), expected, rtol=1e-14)
+    assert torch.allclose(criterion({"out": logits, "aux": other}, target), expected, rtol=1e-14)
+    assert torch.allclose(criterion({"aux": other, "out": logits}, target), expected, rtol=1e-14)
+
+
+@pytest.mark.parametrize("ignore_index", [-100, -1, 3, 300])
+def test_any_ignore_index(ignore_index):
+    logits, target = draw(ignored=0.0)
+    target[:, :5] = ignore_index
+    truth = torch_mean(logits, target, None, 0.0, True, ignore_index)
+    assert relative_error(CriterionCE(ignore_index)(logits, target), truth) < 1e-12
+
+
+def test_an_ignore_index_the_dtype_cannot_hold_ignores_nothing():
+    logits = torch.zeros(1, 200, 2, 2, dtype=torch.float64)
+    target = torch.full((1, 4, 4), 156, dtype=torch.uint8)
+    _, weight_sum = upsample_cross_entropy(logits, target, ignore_index=-100)
+    assert int(weight_sum) == 16
+
+
+@pytest.mark.parametrize(
+    ("target_dtype", "bad"), [(torch.uint8, 4), (torch.int16, -1), (torch.int32, 33), (torch.int64, 1 << 40)]
+)
+def test_ids_out_of_range_are_named(target_dtype, bad):
+    logits, target = draw(target_dtype=target_dtype)
+    target[2, 3, 4] = bad
+    with pytest.raises(ValueError, match=rf"ids {bad}: classes are 0 to 3 and 255 is ignored"):
+        upsample_cross_entropy(logits, target)
+
+
+def test_wrong_inputs_are_named():
+    logits, target = draw()
+    with pytest.raises(ValueError, match="logits have shape"):
+        upsample_cross_entropy(logits[0], target)
+    with pytest.raises(TypeError, match="logits are"):
+        upsample_cross_entropy(logits.long(), target)
+    with pytest.raises(TypeError, match="target is"):
+        upsample_cross_entropy(logits, target.float())
+    with pytest.raises(ValueError, match="target has shape"):
+        upsample_cross_entropy(logits, target[:, None])
+    with pytest.raises(ValueError, match="5 images and the target 4"):
+        upsample_cross_entropy(logits, target[:4])
+    with pytest.raises(ValueError, match="one weight for each of 4 classes"):
+        upsample_cross_entropy(logits, target, weight=torch.ones(3))
+    with pytest.raises(ValueError, match="label_smoothing=1"):
+        CriterionCE(label_smoothing=1.5)
+    with pytest.raises(ValueError, match=r"weight=\[-1.0, 1.0\]"):
+        CriterionCE(weight=torch.tensor([-1.0, 1.0]))
+    with pytest.raises(TypeError, match='under "out"'):
+        CriterionCE()({"logits": logits}, target)
+    with pytest.raises(TypeError, match="outputs are a int"):
+        CriterionCE()(3, target)
+    with pytest.raises(ValueError, match="empty sequence"):
+        CriterionCE()([], target)
+
+
+def test_weight_is_a_buffer():
+    criterion = CriterionCE(weight=torch.ones(3))
+    assert dict(criterion.named_buffers()).keys() == {"weight"}

@@ -1,0 +1,273 @@
+"""upsample_cross_entropy on bands: as an operator, under autograd's harder demands, and at the edges."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from loss_cases import class_weight, draw, relative_error
+
+from segapp.losses import CriterionCE, cross_entropy, upsample_cross_entropy
+from segapp.losses.cross_entropy import choose_implementation, plain_reason
+
+WAYS = ["bands", "sums"]
+ALL_WAYS = ["bands", "sums", "reference"]
+
+
+def truth_of(logits, target, **options):
+    logits = logits.detach().double().requires_grad_()
+    loss_sum, _ = upsample_cross_entropy(logits, target, implementation="reference", **options)
+    loss_sum.backward()
+    return loss_sum.detach(), logits.grad
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradcheck_and_gradgradcheck(way, monkeypatch):
+    monkeypatch.setattr("segapp.losses.sums.FULL_BYTES", 0)
+    logits, target = draw(2, low=(3, 3), high=(10, 11))
+    logits.requires_grad_()
+
+    def loss(x):
+        return upsample_cross_entropy(x, target, weight=class_weight(), label_smoothing=0.1, implementation=way)[0]
+
+    assert torch.autograd.gradcheck(loss, (logits,))
+    assert torch.autograd.gradgradcheck(loss, (logits,))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_gradient_penalty_is_exact(way, monkeypatch):
+    monkeypatch.setattr("segapp.losses.sums.FULL_BYTES", 0)
+    logits, target = draw(2)
+    gradients = []
+    for implementation in (way, "reference"):
+        x = logits.clone().requires_grad_()
+        loss = CriterionCE(implementation=implementation)(x, target)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + slope.square().sum() * 100).backward()
+        gradients.append(x.grad)
+    assert relative_error(*gradients) < 1e-12
+
+
+def test_opcheck():
+    logits, target = draw(2, dtype=torch.float32)
+    logits.requires_grad_()
+    for arguments in [
+        (logits, target, class_weight().float(), True, 255, 0.1, True, "bands"),
+        (logits.detach(), target.to(torch.uint8), None, False, 255, 0.0, False, "bands"),
+    ]:
+        torch.library.opcheck(cross_entropy._operator, arguments)
+
+
+def test_compiles_whole_and_never_makes_the_upsampled_logits(monkeypatch):
+    convolution, images = torch.nn.Conv2d(3, 4, 3, padding=1), torch.randn(2, 3, 5, 6)
+    _, target = draw(2)
+    criterion = CriterionCE(implementation="bands")
+
+    def step(images, target):
+        return criterion(convolution(images), target)
+
+    step(images, target).backward()
+    expected = convolution.weight.grad.clone()
+    convolution.zero_grad()
+    monkeypatch.setattr(cross_entropy, "_reference", None)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    compiled(images, target).backward()
+    assert torch.allclose(convolution.weight.grad, expected, rtol=1e-6)
+
+
+def test_graph_may_be_kept():
+    logits, target = draw(dtype=torch.float32)
+    logits.requires_grad_()
+    loss = CriterionCE(implementation="bands")(logits, target)
+    (2 * loss).backward(retain_graph=True)
+    first = logits.grad.clone()
+    (2 * loss).backward()
+    assert torch.equal(logits.grad, 2 * first)
+
+
+def test_no_gradient_work_without_gradient(monkeypatch):
+    logits, target = draw()
+    with_gradient = []
+    original = cross_entropy.cross_entropy_on_bands
+
+    def spy(*arguments, **options):
+        with_gradient.append(options["with_gradient"])
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(cross_entropy, "cross_entropy_on_bands", spy)
+    expected, _ = upsample_cross_entropy(logits.clone().requires_grad_(), target, implementation="bands")
+    with torch.no_grad():
+        a, _ = upsample_cross_entropy(logits.clone().requires_grad_(), target, implementation="bands")
+    b, _ = upsample_cross_entropy(logits, target, implementation="bands")
+    with torch.inference_mode():
+        c, _ = upsample_cross_entropy(logits, target, implementation="bands")
+    assert with_gradient == [True, False, False, False]
+    assert expected.item() == a.item() == b.item() == c.item()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", ["channels_last", "sliced", "transposed", "expanded"])
+def test_any_strides(layout, way, monkeypatch):
+    monkeypatch.setattr("segapp.losses.sums.FULL_BYTES", 0)
+    logits, target = draw(2, dtype=torch.float32)
+    x = {
+        "channels_last": lambda: logits.to(memory_format=torch.channels_last),
+        "sliced": lambda: torch.randn(2, 8, 5, 12)[:, ::2, :, ::2],
+        "transposed": lambda: torch.randn(2, 4, 6, 5).transpose(2, 3),
+        "expanded": lambda: logits[:1].expand(2, -1, -1, -1),
+    }[layout]()
+    x = x.detach().requires_grad_()
+    loss_sum, _ = upsample_cross_entropy(x, target.transpose(1, 2).contiguous().transpose(1, 2), implementation=way)
+    loss_sum.backward()
+    _, truth = truth_of(x, target)
+    assert relative_error(x.grad, truth) < 1e-6
+
+
+@pytest.mark.parametrize("way", ALL_WAYS)
+def test_autocast_leaves_the_sums_in_float32(way, monkeypatch):
+    monkeypatch.setattr("segapp.losses.sums.FULL_BYTES", 0)
+    logits, target = draw(dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        x = logits.clone().requires_grad_()
+        loss_sum, _ = upsample_cross_entropy(x, target, implementation=way)
+    loss_sum.backward()
+    expected, truth = truth_of(logits, target)
+    assert loss_sum.dtype == torch.float32
+    assert relative_error(loss_sum.detach(), expected) < 1e-6
+    assert relative_error(x.grad, truth) < 8e-3
+
+
+def test_matrix_precision_of_the_process_does_not_matter():
+    logits, target = draw(dtype=torch.float32)
+    _, truth = truth_of(logits, target)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        x = logits.clone().requires_grad_()
+        upsample_cross_entropy(x, target, implementation="bands")[0].backward()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert relative_error(x.grad, truth) < 1e-6
+
+
+def test_half_precision_survives_loss_scaling():
+    logits, target = draw(2, low=(8, 8), high=(128, 128), dtype=torch.float16)
+    x = logits.clone().requires_grad_()
+    (CriterionCE(implementation="bands")(x, target) * 65536.0).backward()
+    _, truth = truth_of(logits, target)
+    count = int((target != 255).sum())
+    assert relative_error(x.grad, truth * (65536.0 / count)) < 1e-3
+
+
+@pytest.mark.parametrize(("sigma", "offset"), [(200.0, 0.0), (1000.0, 0.0), (1.0, 1e4), (1.0, -1e4)])
+@pytest.mark.parametrize("way", WAYS)
+def test_extreme_logits(way, sigma, offset, monkeypatch):
+    monkeypatch.setattr("segapp.losses.sums.FULL_BYTES", 0)
+    logits, target = draw(dtype=torch.float32, sigma=sigma)
+    logits = logits + offset
+    x = logits.clone().requires_grad_()
+    loss_sum, _ = upsample_cross_entropy(x, target, implementation=way)
+    loss_sum.backward()
+    expected, truth = truth_of(logits, target)
+    assert relative_error(loss_sum.detach(), expected) < 1e-6
+    # Where the logits are of order 1000 their own rounding decides the probabilities.
+    assert relative_error(x.grad, truth) < (2e-5 if sigma > 1 else 1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nan_logits_give_nan(way):
+    logits, target = draw(dtype=torch.float32, ignored=0.0)
+    logits[1, 2, 3, 4] = torch.nan
+    loss_sum, _ = upsample_cross_entropy(logits, target, implementation=way)
+    assert torch.isnan(loss_sum)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_all_ignored_is_zero_with_zero_gradient(way, monkeypatch):
+    monkeypatch.setattr("segapp.losses.sums.FULL_BYTES", 0)
+    logits, target = draw(ignored=1.0)
+    logits.requires_grad_()
+    loss = CriterionCE(label_smoothing=0.1, implementation=way)(logits, target)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert logits.grad.abs().max() == 0.0
+
+
+def test_the_same_every_time():
+    logits, target = draw(3, 19, (16, 16), (128, 128), dtype=torch.float32)
+    results = []
+    for _ in range(5):
+        x = logits.clone().requires_grad_()
+        loss_sum, _ = upsample_cross_entropy(x, target, implementation="bands")
+        loss_sum.backward()
+        results.append((loss_sum.detach(), x.grad))
+    assert all(torch.equal(a, results[0][0]) and torch.equal(g, results[0][1]) for a, g in results)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("bad", [4, -3, 1 << 40])
+def test_ids_out_of_range_are_named(way, bad):
+    logits, target = draw()
+    target[2, 3, 4] = bad
+    with pytest.raises(ValueError, match=rf"ids {bad}: classes are 0 to 3 and 255 is ignored"):
+        upsample_cross_entropy(logits, target, implementation=way)
+
+
+def test_probabilities_as_target():
+    logits, _ = draw(2)
+    soft = torch.rand(2, 4, 9, 9, dtype=torch.float64).softmax(1)
+    values = F.interpolate(logits, (9, 9), mode="bilinear", align_corners=True)
+    weight = class_weight()
+    truth = F.cross_entropy(values, soft, weight, label_smoothing=0.1)
+    criterion = CriterionCE(weight=weight, label_smoothing=0.1)
+    assert relative_error(criterion(logits, soft), truth) < 1e-12
+    assert float(criterion.target_statistics(soft)[1]) == 162
+
+
+def test_functional_transforms_use_plain_operators():
+    logits, target = draw(2, 19, (32, 32), (256, 256), dtype=torch.float32)
+    x = logits.clone().requires_grad_()
+    CriterionCE()(x, target).backward()
+    slope = torch.func.grad(lambda v: CriterionCE()(v, target))(logits)
+    assert relative_error(x.grad, slope) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        ((2, 19, 97, 97), (769, 769), None),
+        ((2, 19, 8, 8), (64, 64), "small"),
+        ((2, 19, 9, 9), (900, 4), "smaller than the logits"),
+        ((4, 2, 90, 120), (720, 960), "few classes"),
+        ((1, 19, 200, 200), (400, 400), None),
+        ((8, 19, 400, 400), (400, 400), None),
+    ],
+)
+def test_when_the_plain_loss_is_used(low, high, expected):
+    logits, target = torch.empty(low), torch.empty((low[0], *high), dtype=torch.uint8)
+    reason = plain_reason(logits, target)
+    assert (reason is None) == (expected is None)
+    assert expected is None or expected in reason
+    assert choose_implementation(logits, target) == ("bands" if expected is None else "reference")
+
+
+def test_a_simulated_accelerator_is_planned_as_cuda():
+    logits, target = torch.empty(2, 19, 97, 97, device="meta"), torch.empty(2, 769, 769, device="meta").byte()
+    assert choose_implementation(logits, target) == "triton"
+    assert choose_implementation(torch.empty(2, 19, 700, 700, device="meta"), target) == "sums"
+    assert choose_implementation(torch.empty(2, 300, 97, 97, device="meta"), target) == "sums"
+
+
+def test_an_unknown_implementation_is_named():
+    logits, target = draw()
+    with pytest.raises(ValueError, match="implementation='fast'"):
+        upsample_cross_entropy(logits, target, implementation="fast")
+
+
+def test_fake_tensors_pass_through():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        logits = torch.empty(2, 19, 97, 97, requires_grad=True)
+        target = torch.empty(2, 769, 769, dtype=torch.uint8)
+        loss = CriterionCE(weight=torch.ones(19))(logits, target)
+        loss.backward()
+        assert logits.grad.shape == logits.shape
+        assert loss.shape == ()

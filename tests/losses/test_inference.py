@@ -1,0 +1,71 @@
+"""Predictions and scores from low-resolution logits against the same at full resolution in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from loss_cases import class_weight, draw, relative_error
+
+from segapp.losses import CriterionCE, upsample_argmax, upsample_confusion, upsample_probabilities
+from segapp.losses.inference import class_of_largest
+
+
+def upsampled(logits, size, align_corners=True):
+    return F.interpolate(logits.double(), size, mode="bilinear", align_corners=align_corners)
+
+
+@pytest.mark.parametrize("align_corners", [True, False])
+@pytest.mark.parametrize("num_classes", [1, 2, 19, 150, 300])
+@pytest.mark.parametrize(("low", "high"), [((5, 6), (40, 37)), ((6, 6), (6, 6)), ((8, 9), (5, 4))])
+def test_argmax_matches_the_upsampled_logits(low, high, num_classes, align_corners):
+    logits, _ = draw(2, num_classes, low, high)
+    prediction = upsample_argmax(logits, high, align_corners=align_corners)
+    assert prediction.dtype == (torch.uint8 if num_classes <= 256 else torch.int64)
+    assert torch.equal(prediction.long(), upsampled(logits, high, align_corners).argmax(1))
+
+
+def test_ties_go_to_the_first_class():
+    assert class_of_largest(torch.zeros(1, 5, 2, 2)).max() == 0
+    values = torch.tensor([0.0, 3.0, 1.0, 3.0]).view(1, 4, 1, 1)
+    assert class_of_largest(values).item() == 1
+
+
+@pytest.mark.parametrize("views", [1, 3])
+def test_probabilities_and_the_argmax_of_views(views):
+    logits = [draw(2, 7, (5 + k, 6 + 2 * k), seed=k)[0] for k in range(views)]
+    size = (40, 37)
+    truth = torch.stack([upsampled(view, size).softmax(1) for view in logits]).mean(0)
+    assert relative_error(upsample_probabilities(logits, size), truth) < 1e-12
+    assert torch.equal(upsample_argmax(logits, size).long(), truth.argmax(1))
+    if views == 1:
+        assert relative_error(upsample_probabilities(logits[0], size), truth) < 1e-12
+
+
+@pytest.mark.parametrize("target_dtype", [torch.uint8, torch.int64])
+@pytest.mark.parametrize("ignored", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("with_loss", [True, False])
+def test_confusion_and_loss_in_one_pass(ignored, target_dtype, with_loss):
+    logits, target = draw(3, 7, (5, 6), (40, 37), ignored=ignored, target_dtype=target_dtype)
+    scores = upsample_confusion(logits, target, weight=class_weight(7), label_smoothing=0.1, with_loss=with_loss)
+    valid = target != 255
+    predicted = upsampled(logits, (40, 37)).argmax(1)
+    expected = torch.zeros(7, 7, dtype=torch.int64)
+    expected.index_put_((target[valid].long(), predicted[valid]), torch.tensor(1), accumulate=True)
+    assert torch.equal(scores.confusion, expected)
+    criterion = CriterionCE(weight=class_weight(7), label_smoothing=0.1, implementation="reference")
+    loss_sum, weight_sum = criterion.statistics(logits, target)
+    if with_loss:
+        assert relative_error(scores.loss_sum, loss_sum) < 1e-12
+        assert relative_error(scores.weight_sum, weight_sum) < 1e-12
+    else:
+        assert float(scores.loss_sum) == float(scores.weight_sum) == 0.0
+
+
+def test_wrong_inputs_are_named():
+    logits, target = draw()
+    with pytest.raises(ValueError, match="no views"):
+        upsample_argmax([], (4, 4))
+    with pytest.raises(ValueError, match="N and C must agree"):
+        upsample_argmax([logits, logits[:1]], (4, 4))
+    target[0, 0, 0] = 9
+    with pytest.raises(ValueError, match="ids 9"):
+        upsample_confusion(logits, target)

@@ -1,0 +1,261 @@
+import warnings
+
+import pytest
+import torch
+from torch.nn.functional import interpolate
+
+from segapp.errors import ConfigError
+from segapp.models import FAMILY_NOTES, build_model, known_models
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import segmentation_models_pytorch as smp
+
+ARCHITECTURES = [cls.__name__ for cls in smp.MODEL_ARCHITECTURES_MAPPING.values()]
+WITHOUT_MIT = ("UnetPlusPlus", "Linknet")  # smp refuses these pairs
+SMALL_VIT = {
+    "encoder": "tu-vit_tiny_patch16_224",
+    "options": {"decoder_intermediate_channels": [16, 16, 16, 16], "decoder_fusion_channels": 16},
+}
+ENCODERS = {  # for the architectures that are tried in every run; all of them otherwise
+    "resnet18": ARCHITECTURES,
+    "mobilenet_v2": ("PSPNet", "DeepLabV3Plus"),
+    "mit_b0": ("Unet", "FPN", "DeepLabV3", "Segformer"),
+    "tu-convnext_atto": ("Unet", "Linknet", "PAN", "UPerNet"),
+}
+PAIRS = [
+    pytest.param(name, encoder, marks=() if name in always else pytest.mark.slow)
+    for encoder, always in ENCODERS.items()
+    for name in ARCHITECTURES
+    if name != "DPT" and not (encoder == "mit_b0" and name in WITHOUT_MIT)
+]
+
+
+@pytest.fixture(autouse=True)
+def no_download(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a network was built with a download")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
+    monkeypatch.setattr("segmentation_models_pytorch.encoders.hf_hub_download", refuse)
+
+
+def build_small(name, encoder="resnet18", num_classes=5, **options):
+    if name == "DPT":
+        return build_model("smp", name, num_classes, encoder=SMALL_VIT["encoder"], options=SMALL_VIT["options"])
+    return build_model("smp", name, num_classes, encoder=encoder, options=options)
+
+
+def original_with_weights_of(model, **options):
+    """The library's own network, whole, holding the same weights."""
+    torch.manual_seed(99)
+    if model.name == "DPT":
+        options = {"dynamic_img_size": True, **SMALL_VIT["options"]}
+    original = getattr(smp, model.name)(
+        encoder_name=model.encoder_name, encoder_weights=None, classes=model.num_classes, **options
+    )
+    result = original.load_state_dict(model.state_dict(), strict=False)
+    assert not result.unexpected_keys
+    assert all(key.startswith("encoder.") for key in result.missing_keys)  # parts that never run
+    return original.eval()
+
+
+def randomise_statistics(model):
+    for name, buffer in model.named_buffers():
+        if name.endswith(("running_mean", "running_var")):
+            buffer.uniform_(0.5, 1.5)
+
+
+def assert_upsampled_matches(model, original, height_px, width_px):
+    images = torch.randn(1, 3, height_px, width_px)
+    with torch.no_grad():
+        outputs, expected = model.eval()(images), original(images)
+    assert isinstance(outputs, tuple)
+    assert len(outputs) == 1
+    upsampled = interpolate(outputs[0], images.shape[-2:], mode="bilinear", align_corners=model.note.align_corners)
+    torch.testing.assert_close(upsampled, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize(("name", "encoder"), [*PAIRS, ("DPT", SMALL_VIT["encoder"])])
+def test_upsampled_logits_match_smp_with_the_same_weights(name, encoder):
+    torch.manual_seed(0)
+    model = build_small(name, encoder)
+    randomise_statistics(model)
+    original = original_with_weights_of(model)
+    divisor = model.size_divisor
+    height_px, width_px = model.suitable_size(64, 64)
+    assert_upsampled_matches(model, original, height_px, width_px)
+    assert_upsampled_matches(model, original, height_px, width_px + divisor)
+    assert model.logits_stride == model.note.stride == FAMILY_NOTES[f"smp/{name}"].stride
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_size_rule_is_the_one_of_smp(name):
+    model = build_small(name).eval()
+    divisor = model.size_divisor
+    bad = (divisor * 10 + 1, divisor * 12 - 1)
+    with torch.no_grad():
+        if divisor == 1:
+            assert model(torch.randn(1, 3, 65, 43))[0].shape[-2:] == (65, 43)
+            return
+        good = model.suitable_size(*bad)
+        assert all(b < g < b + divisor and g % divisor == 0 for b, g in zip(bad, good, strict=True))
+        with pytest.raises(ValueError, match=f"{bad[0]}x{bad[1]} px: smp {name} .* pad to {good[0]}x{good[1]}"):
+            model(torch.randn(1, 3, *bad))
+    with pytest.raises(RuntimeError):
+        original_with_weights_of(model)(torch.randn(1, 3, *bad))
+
+
+def test_pan_needs_a_least_size():
+    model = build_small("PAN").eval()
+    assert (model.size_divisor, model.min_size_px) == (16, 128)
+    with pytest.raises(ValueError, match="needs at least 128 px a side: pad to 128x160"):
+        model(torch.randn(1, 3, 112, 160))
+    with torch.no_grad():
+        assert model(torch.randn(1, 3, 128, 160))[0].shape == (1, 5, 32, 40)
+
+
+def test_transformer_of_one_size_says_so():
+    model = build_model("smp", "FPN", 3, encoder="tu-swin_tiny_patch4_window7_224", options={"depths": [1, 1, 1, 1]})
+    assert model.fixed_size_px == (224, 224)
+    with pytest.raises(ValueError, match=r"takes 224x224 px only: .*img_size"):
+        model(torch.randn(1, 3, 256, 256))
+    sized = build_model(
+        "smp",
+        "FPN",
+        3,
+        encoder="tu-swin_tiny_patch4_window7_224",
+        options={"depths": [1, 1, 1, 1], "img_size": [64, 96], "window_size": 2},
+    )
+    assert sized.fixed_size_px == (64, 96)
+    assert sized(torch.randn(2, 3, 64, 96))[0].shape == (2, 3, 16, 24)
+
+
+@pytest.mark.parametrize(
+    ("name", "encoder"),
+    [*((name, "resnet18") for name in ARCHITECTURES), ("FPN", "efficientnet-b0"), ("PSPNet", "efficientnet-b0")],
+)
+def test_gradient_reaches_every_parameter_that_asks_for_one(name, encoder):
+    model = build_small(name, encoder)
+    (logits,) = model(torch.randn(2, 3, *model.suitable_size(64, 64)))
+    logits.square().sum().backward()
+    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+    assert sum(p.requires_grad for p in model.parameters()) > 40
+
+
+def test_stages_that_never_run_are_not_built():
+    shallow, deep = build_small("PSPNet"), build_small("PSPNet", encoder_depth=5)
+    assert not [name for name, _ in shallow.named_parameters() if "layer3" in name or "layer4" in name]
+    assert [name for name, _ in deep.named_parameters() if "layer4" in name]
+
+
+def test_stages_that_run_for_nothing_do_not_ask_for_gradients():
+    model = build_small("PSPNet", "mobilenet_v2")  # its loop over blocks goes on for one stage too many
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    assert frozen
+    assert all(name.startswith("encoder.features.") for name in frozen)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_least_training_batch_is_true(name):
+    model = build_small(name)
+    size = model.suitable_size(64, 64)
+    model(torch.randn(model.min_train_batch, 3, *size))
+    if model.min_train_batch > 1:
+        with pytest.raises(ValueError, match="more than 1 value per channel"):
+            model(torch.randn(1, 3, *size))
+    assert model.min_train_batch == (2 if name in ("DeepLabV3", "DeepLabV3Plus", "PAN", "UPerNet") else 1)
+
+
+@pytest.mark.parametrize("num_classes", [1, 150])
+def test_any_number_of_classes(num_classes):
+    model = build_small("Linknet", num_classes=num_classes)
+    assert [o.shape[1] for o in model(torch.randn(2, 3, 32, 32))] == [num_classes]
+    assert not model.has_aux
+
+
+def test_published_pspnet_runs_the_whole_backbone_at_stride_8():
+    options = {"encoder_depth": 5, "encoder_output_stride": 8, "psp_out_channels": 32}
+    model = build_model("smp", "PSPNet", 3, encoder="resnet18", options=options)
+    assert model.size_divisor == model.logits_stride == 8
+    original = original_with_weights_of(model, encoder_depth=5, output_stride=8, psp_out_channels=32)
+    assert_upsampled_matches(model, original, 64, 72)
+
+
+def test_options_of_architecture_and_of_a_timm_encoder_are_passed_on():
+    unet = build_model(
+        "smp", "unet", 3, encoder="resnet18", options={"encoder_depth": 3, "decoder_channels": [8, 8, 4]}
+    )
+    assert unet.name == "Unet"
+    assert unet.segmentation_head[0].in_channels == 4
+    plain, small = build_small("FPN", "tu-convnext_atto"), build_small("FPN", "tu-convnext_atto", depths=[1, 1, 1, 1])
+    assert len(list(small.backbone_parameters())) < len(list(plain.backbone_parameters()))
+
+
+def test_default_encoder_is_the_one_of_smp():
+    assert build_model("smp", "Linknet", 2).encoder_name == "resnet34"
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "message"),
+    [
+        ("UNet3", {}, r"model\.name: 'UNet3' is not an architecture of smp; nearest: Unet"),
+        ("Unet", {"encoder": "resnet19"}, r"model\.encoder: 'resnet19' is not .*nearest: .*resnet18"),
+        ("Unet", {"encoder": "tu-resnet19"}, r"model\.encoder: 'tu-resnet19' is not a model of timm; nearest: .*tu-"),
+        ("Unet", {"encoder": "resnet18", "options": {"decoder_chanels": [8]}}, r"nearest: decoder_channels"),
+        ("Unet", {"encoder": "tu-resnet18", "options": {"decoder_chanels": [8]}}, r"cannot be built with tu-resnet18"),
+        ("Unet", {"encoder": "resnet18", "options": {"decoder_channels": [8]}}, r"cannot be built .*decoder_channels"),
+        ("FPN", {"encoder": "resnet18", "options": {"upsampling": 2}}, r"upsampling is set by .* drop it"),
+        ("FPN", {"encoder": "resnet18", "options": {"encoder_output_stride": 8}}, r"'encoder_output_stride' is not"),
+        ("Linknet", {"encoder": "mit_b0"}, r"smp Linknet cannot be built with mit_b0"),
+        ("DPT", {"encoder": "resnet18"}, r"smp DPT cannot be built with resnet18"),
+        ("DeepLabV3", {"encoder": "resnet18", "options": {"encoder_output_stride": 4}}, r"output stride 8 or 16"),
+    ],
+)  # fmt: skip
+def test_what_does_not_exist_is_refused_with_the_nearest(name, kwargs, message):
+    with pytest.raises(ConfigError, match=message):
+        build_model("smp", name, 3, **kwargs)
+
+
+def test_every_architecture_of_the_installed_smp_is_known_and_has_a_note():
+    assert list(known_models()["smp"]) == ARCHITECTURES
+    assert {f"smp/{name}" for name in ARCHITECTURES} <= set(FAMILY_NOTES)
+
+
+def test_parameters_are_divided_into_backbone_and_head():
+    model = build_small("FPN")
+    names = {id(p): n for n, p in model.named_parameters()}
+    backbone, head = list(model.backbone_parameters()), list(model.head_parameters())
+    assert {names[id(p)].split(".")[0] for p in backbone} == {"encoder"}
+    assert {names[id(p)].split(".")[0] for p in head} == {"decoder", "segmentation_head"}
+    assert len(backbone) + len(head) == len(names)
+
+
+def test_initialisation_depends_on_the_global_generator_alone():
+    def build(seed, encoder):
+        torch.manual_seed(seed)
+        model = build_small("Segformer", encoder, decoder_segmentation_channels=16)
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    for encoder in ("mit_b0", "tu-convnext_atto"):
+        first = build(3, encoder)
+        assert first.equal(build(3, encoder))
+        assert not first.equal(build(4, encoder))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoder", list(smp.encoders.get_encoder_names()))
+@pytest.mark.parametrize("name", ["Unet", "FPN", "PSPNet", "DeepLabV3Plus"])
+def test_every_encoder_of_smp_is_built_or_refused_and_its_size_rule_holds(name, encoder):
+    # Shapes only, as the largest have hundreds of millions of parameters; mit reads values while it is built.
+    with torch.device("cpu" if encoder.startswith("mit") else "meta"):
+        try:
+            model = build_model("smp", name, 3, encoder=encoder).eval()
+        except ConfigError:
+            if name != "DeepLabV3Plus":  # some encoders cannot be dilated
+                raise
+            return
+        sizes = [(96, 96), (160, 96)] if model.size_divisor > 1 else [(96, 96), (97, 65), (75, 130)]
+        for height_px, width_px in sizes:
+            (logits,) = model(torch.zeros(1, 3, height_px, width_px))
+            assert logits.shape[-2:] == (height_px // model.logits_stride, width_px // model.logits_stride)

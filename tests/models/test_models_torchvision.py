@@ -1,0 +1,229 @@
+import pytest
+import torch
+import torchvision
+from torch.nn.functional import interpolate
+
+from segapp.errors import ConfigError
+from segapp.models import FAMILY_NOTES, build_model, known_models
+from segapp.models import inspection as inspection_module
+from segapp.models.from_torchvision import _backbone_names
+
+REGISTERED = torchvision.models.list_models(module=torchvision.models.segmentation)
+SMALL = {"encoder": "mobilenet_v3_small"}
+
+
+@pytest.fixture(autouse=True)
+def no_download(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a network was built with a download")
+
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", refuse)
+    monkeypatch.setattr(torch.hub, "download_url_to_file", refuse)
+
+
+def original_of(name, model, aux):
+    kwargs = {} if name.startswith("lraspp") else {"aux_loss": aux}
+    original = torchvision.models.get_model(
+        name, weights=None, weights_backbone=None, num_classes=model.num_classes, **kwargs
+    )
+    original.load_state_dict(model.state_dict(), strict=True)
+    return original
+
+
+def upsampled(logits, images, model):
+    return interpolate(logits, images.shape[-2:], mode="bilinear", align_corners=model.note.align_corners)
+
+
+def assert_close(actual, expected):
+    actual, expected = actual.detach(), expected.detach()
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if "101" in name else ()) for name in REGISTERED]
+)
+def test_upsampled_logits_match_torchvision_with_the_same_weights(name):
+    torch.manual_seed(0)
+    model = build_model("torchvision", name, 5)
+    original = original_of(name, model, aux=True)
+    images = torch.randn(2, 3, 64, 64)
+    outputs = []
+    for network in (model, original):  # training mode draws dropout masks
+        torch.manual_seed(1)
+        outputs.append(network(images))
+    logits, expected = outputs
+    assert len(logits) == len(expected) == 1 + model.has_aux
+    for ours, theirs in zip(logits, (expected["out"], expected.get("aux")), strict=False):
+        assert_close(upsampled(ours, images, model), theirs)
+    model.eval(), original.eval()
+    odd = torch.randn(1, 3, 65, 49)
+    with torch.no_grad():
+        logits = model(odd)
+        assert len(logits) == 1
+        assert_close(upsampled(logits[0], odd, model), original(odd)["out"])
+
+
+@pytest.mark.parametrize(("family", "has_aux"), [("fcn", True), ("deeplabv3", True), ("lraspp", False)])
+@pytest.mark.parametrize("encoder", ["resnet18", "mobilenet_v3_small"])
+def test_families_on_small_backbones_learn_in_every_parameter(family, has_aux, encoder):
+    model = build_model("torchvision", family, 4, encoder=encoder)
+    outputs = model(torch.randn(2, 3, 64, 96))
+    assert model.training
+    assert model.has_aux == has_aux
+    assert len(outputs) == 1 + has_aux
+    sum(logits.square().sum() for logits in outputs).backward()
+    assert all(p.requires_grad and p.grad is not None for p in model.parameters())
+    assert outputs[0].shape == (2, 4, 64 // model.logits_stride, 96 // model.logits_stride)
+
+
+@pytest.mark.parametrize("family", ["fcn", "deeplabv3", "lraspp"])
+def test_family_note_has_the_stride_of_a_resnet50(family):
+    model = build_model("torchvision", family, 3, encoder="resnet50")
+    assert model.note is FAMILY_NOTES[f"torchvision/{family}"]
+    assert model.note.stride == model.logits_stride
+
+
+def test_aux_can_be_left_out():
+    model = build_model("torchvision", "fcn", 4, aux=False, **SMALL)
+    assert not model.has_aux
+    assert len(model(torch.randn(2, 3, 64, 64))) == 1
+
+
+@pytest.mark.parametrize("num_classes", [1, 2, 19, 150])
+def test_any_number_of_classes(num_classes):
+    model = build_model("torchvision", "fcn", num_classes, **SMALL)
+    assert [logits.shape[1] for logits in model(torch.randn(1, 3, 32, 32))] == [num_classes] * 2
+    assert model.num_classes == num_classes
+
+
+def test_no_class_is_refused():
+    with pytest.raises(ValueError, match="at least one class"):
+        build_model("torchvision", "fcn", 0, **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("name", "encoder", "options", "stride"),
+    [
+        ("fcn", "resnet50", {"output_stride": 16}, 16),
+        ("fcn", "resnet50", {"output_stride": 32}, 32),
+        ("fcn", "mobilenet_v3_small", {"output_stride": 32}, 32),
+        ("deeplabv3", "mobilenet_v3_small", {"atrous_rates": [2, 4]}, 16),
+        ("lraspp", "mobilenet_v3_large", {"width_mult": 0.5, "inter_channels": 32}, 8),
+    ],
+)
+def test_options_reach_backbone_and_head(name, encoder, options, stride):
+    with torch.device("meta"):  # sizes only
+        plain = build_model("torchvision", name, 3, encoder=encoder)
+        model = build_model("torchvision", name, 3, encoder=encoder, options=options)
+    assert model.logits_stride == stride
+    sizes = [sum(p.numel() for p in m.parameters()) for m in (model, plain)]
+    assert (sizes[0] < sizes[1]) == (set(options) != {"output_stride"})
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "message"),
+    [
+        ("deeplabv3_resnet5", {}, r"model\.name: 'deeplabv3_resnet5' is not .*; nearest: deeplabv3_resnet50"),
+        ("Unet", {}, r"model\.name: 'Unet' is not"),
+        ("fcn", {}, r"model\.encoder: fcn needs a backbone; set one of mobilenet_v3_large"),
+        ("fcn", {"encoder": "resnet60"}, r"model\.encoder: 'resnet60' is not .*nearest: .*resnet50"),
+        ("fcn_resnet50", {"encoder": "resnet18"}, r"model\.encoder: fcn_resnet50 already names its backbone"),
+        ("fcn", {**SMALL, "options": {"width_mul": 2}}, r"model\.options: 'width_mul' is not .*nearest: width_mult"),
+        ("fcn", {"encoder": "resnet18", "options": {"output_stride": 8}}, r"output_stride=8; resnet18 takes 32"),
+        ("fcn", {"encoder": "resnet50", "options": {"output_stride": 4}}, r"=4; resnet50 takes 8, 16 or 32"),
+        ("fcn", {"encoder": "resnet50", "options": {"output_stride": [8]}}, r"model\.options"),
+        ("deeplabv3", {**SMALL, "options": {"atrous_rates": "x"}}, r"model\.options: .*atrous_rates"),
+    ],
+)  # fmt: skip
+def test_what_does_not_exist_is_refused_with_the_nearest(name, kwargs, message):
+    with pytest.raises(ConfigError, match=message):
+        build_model("torchvision", name, 3, **kwargs)
+
+
+def test_unknown_library_is_refused():
+    with pytest.raises(ConfigError, match=r"model\.library: 'torchvison' is not .*nearest: torchvision"):
+        build_model("torchvison", "fcn", 3)
+
+
+def test_every_registered_model_is_known():
+    assert set(REGISTERED) <= set(known_models()["torchvision"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoder", _backbone_names())
+@pytest.mark.parametrize("family", ["fcn", "lraspp"])
+def test_every_known_backbone_builds_into_a_family(family, encoder):
+    with torch.device("meta"):  # the largest take seconds to initialise
+        model = build_model("torchvision", family, 3, encoder=encoder)
+        assert len(model(torch.zeros(2, 3, 64, 64))) == 1 + model.has_aux
+
+
+def test_known_backbones():
+    assert {"resnet18", "resnet152", "wide_resnet50_2", "mobilenet_v3_small"} <= set(_backbone_names())
+
+
+def test_parameters_are_divided_into_backbone_and_head():
+    with torch.device("meta"):
+        model = build_model("torchvision", "deeplabv3", 3, **SMALL)
+    backbone, head = list(model.backbone_parameters()), list(model.head_parameters())
+    names = {id(p): n for n, p in model.named_parameters()}
+    assert {names[id(p)].split(".")[0] for p in backbone} == {"backbone"}
+    assert {names[id(p)].split(".")[0] for p in head} == {"classifier", "aux_classifier"}
+    assert len(backbone) + len(head) == len(names)
+
+
+def test_initialisation_depends_on_the_global_generator_alone(monkeypatch):
+    def build(seed):
+        torch.manual_seed(seed)
+        model = build_model("torchvision", "fcn", 3, **SMALL)
+        return torch.cat([p.detach().flatten() for p in model.parameters()]), torch.get_rng_state()
+
+    first, state = build(0)
+    again, _ = build(0)
+    other, _ = build(1)
+    assert first.equal(again)
+    assert not first.equal(other)
+    monkeypatch.setattr("segapp.models.build.settle", lambda model: None)
+    without, state_without = build(0)
+    assert first.equal(without)
+    assert state.equal(state_without), "looking at the network drew random numbers"
+
+
+def test_looking_at_a_network_leaves_its_statistics_alone():
+    model = build_model("torchvision", "fcn", 3, **SMALL)
+    for name, buffer in model.named_buffers():
+        assert buffer.eq(1 if name.endswith("running_var") else 0).all(), name
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(("family", "least"), [("fcn", 1), ("lraspp", 1), ("deeplabv3", 2)])
+def test_least_training_batch_is_true(family, least):
+    model = build_model("torchvision", family, 3, **SMALL)
+    assert model.min_train_batch == least
+    model(torch.randn(least, 3, 64, 64))
+    if least > 1:
+        with pytest.raises(ValueError, match="more than 1 value per channel"):
+            model(torch.randn(least - 1, 3, 64, 64))
+
+
+def test_network_that_reads_values_is_looked_at_on_the_cpu(monkeypatch):
+    model = build_model("torchvision", "deeplabv3", 3, **SMALL)
+    model.min_train_batch = model.logits_stride = 0
+    compute = model.compute_logits
+
+    def reading(images):
+        assert images.sum().item() == 0
+        return compute(images)
+
+    monkeypatch.setattr(model, "compute_logits", reading)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    inspection_module.settle(model)
+    assert (model.min_train_batch, model.logits_stride) == (2, 16)
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+
+
+def test_network_that_cannot_run_is_refused(monkeypatch):
+    model = build_model("torchvision", "fcn", 3, **SMALL)
+    monkeypatch.setattr(model, "compute_logits", lambda images: (_ for _ in ()).throw(RuntimeError("no way")))
+    with pytest.raises(ConfigError, match=r"fcn with backbone mobilenet_v3_small cannot run .*no way"):
+        inspection_module.settle(model)

@@ -1,0 +1,103 @@
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from segapp.parallel import check_split, plan_chunks
+
+
+@pytest.mark.parametrize("num_devices", range(1, 6))
+@pytest.mark.parametrize("num_samples", range(13))
+def test_every_gpu0_bsz_up_to_the_batch_is_honoured_and_the_others_share_evenly(num_samples, num_devices):
+    for gpu0_bsz in range(0 if num_devices > 1 else 1, num_samples + 1):
+        first, *others = plan_chunks(num_samples, num_devices, gpu0_bsz)
+        assert first + sum(others) == num_samples
+        assert len(others) == num_devices - 1
+        if others:
+            assert first == gpu0_bsz
+            assert max(others) - min(others) <= 1
+            assert all(a >= b for a, b in pairwise(others)), "left-overs go to the first of the others"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "split"),
+    [
+        ((8, 3), (2, 3, 3)),
+        ((7, 3), (2, 3, 2)),
+        ((9, 3), (3, 3, 3)),
+        ((1, 3), (1, 0, 0)),  # no copy of the model for a single sample
+        ((2, 3), (1, 1, 0)),
+        ((0, 2), (0, 0)),
+        ((8, 3, 0), (0, 4, 4)),
+        ((7, 3, 2), (2, 3, 2)),
+        ((8, 3, 8), (8, 0, 0)),
+        ((3, 3, 5), (3, 0, 0)),
+        ((4, 1, 2), (4,)),
+    ],
+)
+def test_splits_by_hand(arguments, split):
+    assert plan_chunks(*arguments) == split
+
+
+@given(
+    full=st.integers(1, 64),
+    num_samples=st.integers(0, 64),
+    shares=st.lists(st.integers(0, 20), min_size=1, max_size=8).filter(sum),
+    data=st.data(),
+)
+def test_short_batches_never_exceed_a_share_of_the_full_batch(full, num_samples, shares, data):
+    scaled = plan_chunks(num_samples, len(shares), shares=shares)
+    assert sum(scaled) == num_samples
+    if num_samples <= sum(shares):
+        assert all(size <= share for size, share in zip(scaled, shares, strict=True))
+    num_devices = data.draw(st.integers(2, 8))
+    gpu0_bsz = data.draw(st.integers(0, full))
+    short = plan_chunks(min(num_samples, full), num_devices, gpu0_bsz, full_batch=full)
+    whole = plan_chunks(full, num_devices, gpu0_bsz, full_batch=full)
+    assert sum(short) == min(num_samples, full)
+    assert all(size <= share for size, share in zip(short, whole, strict=True))
+    assert not (gpu0_bsz and sum(short)) or short[0] >= 1
+
+
+def test_gpu0_bsz_is_the_short_form_of_shares():
+    assert plan_chunks(8, 3, shares=[2, 3, 3]) == plan_chunks(8, 3, gpu0_bsz=2)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "part"),
+    [
+        (lambda: plan_chunks(8, 3, -1), ValueError, "gpu0_bsz=-1 is too small: use 0 or more"),
+        (lambda: plan_chunks(8, 1, 0), ValueError, "add a device"),
+        (lambda: plan_chunks(8, 3, 2.0), TypeError, "gpu0_bsz=2.0 is not a whole number"),
+        (lambda: plan_chunks(8, 3, True), TypeError, "gpu0_bsz=True"),
+        (lambda: plan_chunks(8, 3, 9, full_batch=8), ValueError, "more than the batch of 8: use 0 to 8"),
+        (lambda: plan_chunks(8, 0), ValueError, "num_devices=0"),
+        (lambda: plan_chunks(-1, 2), ValueError, "num_samples=-1"),
+        (lambda: plan_chunks(8, 3, shares=[4, 4]), ValueError, "names 2 devices, there are 3"),
+        (lambda: plan_chunks(8, 2, shares=[0, 0]), ValueError, "gives no device anything"),
+        (lambda: plan_chunks(8, 2, 3, shares=[4, 4]), ValueError, "contradicts shares"),
+        (lambda: plan_chunks(8, 2, shares=[4, 5], full_batch=8), ValueError, "add up to 9, the batch is 8"),
+    ],
+)
+def test_bad_wishes_name_the_value_and_the_next_move(call, error, part):
+    with pytest.raises(error, match=part):
+        call()
+
+
+def test_check_split_answers_instead_of_raising():
+    assert check_split(8, 3, 2).split == (2, 3, 3)
+    assert check_split(8, 3, 0).notes == ("device 0 computes nothing",)
+    assert check_split(4, 1, 2).notes == ("gpu0_bsz=2 has no effect on one device",)
+    for refused in (check_split(8, 3, 9), check_split(8, 3, -1), check_split(0, 3), check_split(8, 1, 0)):
+        assert not refused.is_accepted
+        assert refused.split is None
+        assert refused.reasons
+
+
+def test_check_split_refuses_a_starved_batchnorm_and_suggests_a_split_that_passes():
+    refused = check_split(5, 3, 1, smallest_chunk=2)
+    assert "sync_bn: true" in refused.reasons[0]
+    assert "[2, 3, 0]" in refused.reasons[0]
+    assert check_split(5, 3, shares=[2, 3, 0], smallest_chunk=2).is_accepted
+    assert check_split(5, 3, 1, smallest_chunk=1).is_accepted

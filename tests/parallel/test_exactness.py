@@ -1,0 +1,161 @@
+"""Loss, gradients and state of one device, whatever the split; the mean of means is the contrast that fails."""
+
+import copy
+import math
+
+import pytest
+import torch
+from parallel_cases import Case, PlainCE, SmallNet, grads_of, make_batch, relative_error, state_error
+from torch.nn import functional as F
+
+from segapp.parallel import (
+    BalancedDataParallel,
+    DataParallelCriterion,
+    DataParallelModel,
+    convert_sync_batchnorm,
+)
+
+
+def step_on_one_device(net, criterion, batches):
+    rows = [criterion.statistics(net(images), target) for images, target in batches]
+    loss = criterion.finalize(tuple(sum(column) for column in zip(*rows, strict=True)))
+    loss.backward()
+    return loss.detach()
+
+
+def step_in_parallel(case, net, criterion, batches):
+    model = DataParallelModel(convert_sync_batchnorm(net), ["cpu"] * case.num_devices, case.gpu0_bsz, mode=case.mode)
+    parallel = DataParallelCriterion(criterion)
+    rows = [parallel.statistics(model(images), target) for images, target in batches]
+    loss = parallel.finalize(tuple(sum(column) for column in zip(*rows, strict=True)))
+    loss.backward()
+    return loss.detach()
+
+
+def errors_of(case, dtype):
+    truth, criterion, batches = case.build(dtype)
+    net = copy.deepcopy(truth)
+    true_loss = step_on_one_device(truth, criterion, batches)
+    loss = step_in_parallel(case, net, criterion, batches)
+    return (
+        relative_error([loss], [true_loss]),
+        relative_error(grads_of(net), grads_of(truth)),
+        state_error(net, truth),
+    )
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_220_random_steps_match_one_device_in_float64(part):
+    for seed in range(part * 28, part * 28 + 28):
+        case = Case.draw(seed)
+        loss, grads, state = errors_of(case, torch.float64)
+        assert loss <= 1e-12, (case, loss)
+        assert grads <= 1e-10, (case, grads)
+        assert state <= 1e-12, (case, state)
+
+
+def test_random_steps_match_one_device_in_float32():
+    for seed in range(1000, 1040):
+        case = Case.draw(seed)
+        assert max(errors_of(case, torch.float32)) <= 1e-5, case
+
+
+@pytest.mark.slow
+def test_3000_random_steps_match_one_device_in_float64():
+    for seed in range(10_000, 13_000):
+        case = Case.draw(seed)
+        loss, grads, state = errors_of(case, torch.float64)
+        assert max(loss, state) <= 1e-12, (case, loss, state)
+        assert grads <= 1e-10, (case, grads)
+
+
+@pytest.mark.parametrize("num_devices", [2, 3, 5])
+def test_every_gpu0_bsz_matches_one_device_with_frozen_batchnorm_too(num_devices):
+    for num_samples in (1, 2, 7):
+        images, target = make_batch(num_samples)
+        torch.manual_seed(0)
+        truth = SmallNet().double().eval()
+        true_loss = PlainCE()(truth(images), target)
+        true_loss.backward()
+        for gpu0_bsz in (None, *range(num_samples + 1)):
+            net = copy.deepcopy(truth)
+            net.zero_grad()
+            model = DataParallelModel(net, ["cpu"] * num_devices, gpu0_bsz)
+            loss = DataParallelCriterion(PlainCE())(model(images), target)
+            loss.backward()
+            assert relative_error([loss.detach()], [true_loss.detach()]) <= 1e-12
+            assert relative_error(grads_of(net), grads_of(truth)) <= 1e-10
+
+
+def test_gathered_outputs_match_one_device():
+    images, target = make_batch(7)
+    torch.manual_seed(0)
+    truth = SmallNet().double()
+    net = convert_sync_batchnorm(copy.deepcopy(truth))
+    PlainCE()(truth(images), target).backward()
+    outputs = BalancedDataParallel(2, net, ["cpu"] * 3)(images)
+    assert isinstance(outputs, tuple)
+    DataParallelCriterion(PlainCE())(outputs, target).backward()
+    assert relative_error(grads_of(net), grads_of(truth)) <= 1e-10
+
+
+def mean_of_means(outputs, target, sizes):
+    parts = [
+        F.cross_entropy(chunk[0], labels, ignore_index=255)
+        for chunk, labels in zip(outputs, target.split(list(sizes)), strict=True)
+    ]
+    return torch.stack(parts).mean()
+
+
+def test_mean_of_means_is_the_contrast_that_fails():
+    images, target = make_batch(7, ignored=0.95)
+    torch.manual_seed(0)
+    truth = SmallNet(has_aux=False).double().eval()
+    true_loss = PlainCE()(truth(images), target)
+    true_loss.backward()
+    net = copy.deepcopy(truth)
+    net.zero_grad()
+    outputs = DataParallelModel(net, ["cpu"] * 3, gpu0_bsz=1)(images)
+    loss = mean_of_means(outputs, target, outputs.sizes)
+    loss.backward()
+    assert relative_error([loss.detach()], [true_loss.detach()]) > 1e-3
+    assert relative_error(grads_of(net), grads_of(truth)) > 1e-2
+    target[:1] = 255
+    assert math.isnan(mean_of_means(outputs, target, outputs.sizes).item()), "a chunk without a valid pixel"
+    assert torch.isfinite(DataParallelCriterion(PlainCE())(outputs, target))
+
+
+def test_no_valid_pixel_anywhere_gives_loss_0_and_gradient_0():
+    images, target = make_batch(5, ignored=2.0)
+    net = convert_sync_batchnorm(SmallNet().double())
+    loss = DataParallelCriterion(PlainCE())(DataParallelModel(net, ["cpu"] * 3)(images), target)
+    loss.backward()
+    assert loss.item() == 0
+    assert all(grad is not None and not grad.any() for grad in grads_of(net))
+
+
+def test_30_threaded_steps_are_bitwise_equal_to_each_other_and_to_lockstep():
+    images, target = make_batch(7, dtype=torch.float32)
+    torch.manual_seed(0)
+    origin = convert_sync_batchnorm(SmallNet())
+
+    def step(mode):
+        net = copy.deepcopy(origin)
+        model = DataParallelModel(net, ["cpu"] * 4, gpu0_bsz=1, mode=mode)
+        loss = DataParallelCriterion(PlainCE())(model(images), target)
+        loss.backward()
+        return [loss.detach(), *grads_of(net), *net.buffers()]
+
+    first = step("lockstep")
+    for _ in range(30):
+        assert all(torch.equal(a, b) for a, b in zip(first, step("threads"), strict=True))
+
+
+def test_plain_batchnorm_is_not_exact_so_the_conversion_matters():
+    images, target = make_batch(7)
+    torch.manual_seed(0)
+    truth = SmallNet().double()
+    net = copy.deepcopy(truth)
+    PlainCE()(truth(images), target).backward()
+    DataParallelCriterion(PlainCE())(DataParallelModel(net, ["cpu"] * 3)(images), target).backward()
+    assert relative_error(grads_of(net), grads_of(truth)) > 1e-2

@@ -1,0 +1,31 @@
+"""Mixed-up devices, which several logical CPU devices cannot show, are caught without a GPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.utils import backend_registration
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch cannot register a device in Python",
+)
+
+
+@pytest.fixture(scope="module")
+def said():
+    script = Path(__file__).with_name("fake_device_step.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=script.parents[2])
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_full_step_with_synchronised_batchnorm_keeps_to_its_devices(said):
+    assert said["steps"] == [["fake:0", "fake:1", "fake:2"], ["fake:1", "fake:2"], ["fake:0", "fake:1", "fake:2"]]
+
+
+def test_four_seeded_bugs_are_caught(said):
+    assert len(said["bugs"]) == 4
+    assert all("device" in words for words in said["bugs"].values()), said["bugs"]

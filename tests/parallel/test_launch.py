@@ -1,0 +1,115 @@
+"""Ranks are started, ended and outlived as promised. The ranks here load no torch; the agent does."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from segapp.parallel import launch_local
+
+HERE = Path(__file__).parent
+
+RANK = """
+    import os, signal, sys, time
+    from pathlib import Path
+    from segapp.parallel.launch import die_with_parent
+    die_with_parent(poll_s=0.2, grace_s=1)
+    folder, what, rank = Path(sys.argv[1]), sys.argv[2], os.environ["RANK"]
+    def save(number, frame):
+        (folder / f"saved{rank}").write_text(str(number))
+        sys.exit(75)
+    if what != "stubborn":
+        signal.signal(signal.SIGTERM, save)
+        signal.signal(signal.SIGINT, save)
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (folder / f"agent{rank}").write_text(str(os.getppid()))
+    (folder / f"rank{rank}").write_text(str(os.getpid()))
+    if what == "exit" and rank == "1":
+        sys.exit(6)
+    if what == "die" and rank == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "rank.py"
+    path.write_text(textwrap.dedent(RANK))
+    return path
+
+
+def wait_until(is_true, within_s=60.0):
+    deadline = time.monotonic() + within_s
+    while not is_true():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)
+
+
+def is_alive(pid):
+    """Whether it runs; a zombie that nobody has collected does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(("what", "status"), [("exit", 6), pytest.param("die", 137, marks=pytest.mark.slow)])
+def test_the_status_is_that_of_the_rank_that_failed(script, tmp_path, what, status):
+    assert launch_local([str(script), str(tmp_path), what], 2, shutdown_s=5) == status
+
+
+def test_nothing_to_start_is_refused():
+    with pytest.raises(ValueError, match="num_ranks=0"):
+        launch_local(["x.py"], 0)
+    with pytest.raises(ValueError, match="command is empty"):
+        launch_local([], 1)
+
+
+def start(script, tmp_path, what):
+    """A launcher in a process of its own; returns it with the pids of its agent and ranks."""
+    command = [str(script), str(tmp_path), what]
+    code = f"import sys; from segapp.parallel import launch_local; sys.exit(launch_local({command!r}, 2, shutdown_s=5))"
+    launcher = subprocess.Popen([sys.executable, "-c", code], cwd=HERE.parents[1])
+    files = [tmp_path / f"rank{i}" for i in range(2)]
+    wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+    return launcher, int((tmp_path / "agent0").read_text()), [int(file.read_text()) for file in files]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("victim", ["launcher", "agent"])
+def test_kill_9_of_launcher_or_agent_leaves_no_rank(script, tmp_path, victim):
+    what = "sleep" if victim == "launcher" else "stubborn"  # the latter ignores SIGTERM
+    launcher, agent, ranks = start(script, tmp_path, what)
+    os.kill(launcher.pid if victim == "launcher" else agent, signal.SIGKILL)
+    wait_until(lambda: not any(is_alive(pid) for pid in [agent, *ranks]), within_s=20)
+    launcher.wait(20)
+
+
+def test_a_signal_to_the_launcher_reaches_every_rank_which_may_save(script, tmp_path):
+    launcher, agent, ranks = start(script, tmp_path, "sleep")
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(30) == 128 + signal.SIGTERM
+    assert [(tmp_path / f"saved{i}").read_text() for i in range(2)] == [str(int(signal.SIGTERM))] * 2
+    assert not any(is_alive(pid) for pid in [agent, *ranks])
+
+
+@pytest.mark.slow
+def test_two_agents_on_one_host_form_a_job_of_two_nodes(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "segapp.parallel.launch", "--nnodes=2", "--nproc-per-node=1", "--rdzv-id=two"]
+    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
+    command += [str(HERE / "rank_checks.py"), str(tmp_path / "figures.json")]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    agents = [subprocess.Popen(command, env=environ, cwd=HERE.parents[1]) for _ in range(2)]
+    assert [agent.wait(240) for agent in agents] == [0, 0]
+    assert '"exact, training"' in (tmp_path / "figures.json").read_text()

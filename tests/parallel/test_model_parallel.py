@@ -1,0 +1,102 @@
+import copy
+
+import pytest
+import torch
+from parallel_cases import PlainCE, SmallNet, grads_of, make_batch, relative_error
+from torch import nn
+
+from segapp.parallel import balance_stages, measure_stages, place_stages, plan_stages
+
+
+def test_placed_stages_give_the_numbers_and_keys_of_one_device():
+    images, target = make_batch(4)
+    torch.manual_seed(0)
+    truth = SmallNet(has_aux=False).double()
+    net = copy.deepcopy(truth)
+    placement = place_stages(net, {"stem": "cpu", "residual": "cpu", "head": "cpu"}, output_device="cpu")
+    for model in (truth, net):
+        PlainCE()(model(images), target).backward()
+    assert relative_error(grads_of(net), grads_of(truth)) == 0
+    assert list(net.state_dict()) == list(truth.state_dict())
+    assert placement.devices == (torch.device("cpu"),)
+    placement.remove()
+    assert not any(part._forward_pre_hooks for part in net.modules())
+
+
+def test_inputs_are_moved_at_every_border():
+    """The meta device computes shapes only, so that a tensor left behind is an error here."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 2, 1)))
+    placement = place_stages(net, {"0": "cpu"})
+    placement.stages["2.1"] = torch.device("meta")
+    net[2][1].to("meta")
+    placement._hooks.append(net[2][1].register_forward_pre_hook(lambda part, args: (args[0].to("meta"),)))
+    assert net(torch.randn(2, 3, 2, 2)).device.type == "meta"
+    assert placement.device_of("2.1.weight").type == "meta"
+    assert placement.device_of("2.0").type == "cpu"
+
+
+def test_an_inner_stage_wins_over_an_outer_one():
+    net = SmallNet(has_aux=False)
+    placement = place_stages(net, {"stem": "cpu", "stem.0": "cpu"})
+    assert placement.device_of("stem.0.weight") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("stages", "words"),
+    [
+        ({}, "stages is empty"),
+        ({"stm": "cpu"}, r"stage 'stm' is no part of SmallNet: did you mean 'stem'\?"),
+        ({"stem": "cuda:77"}, "cuda:77"),
+    ],
+)
+def test_bad_stages_are_refused(stages, words):
+    with pytest.raises(ValueError, match=words):
+        place_stages(SmallNet(), stages)
+
+
+def test_a_parameter_shared_between_devices_is_refused(monkeypatch):
+    monkeypatch.setattr(
+        "segapp.parallel.model_parallel.resolve_devices", lambda ids: tuple(torch.device(device) for device in ids)
+    )
+    with pytest.raises(ValueError, match=r"aux\.weight on cpu is the same parameter as head\.weight on meta"):
+        place_stages(SmallNet(), {"head": "meta"}, rest="cpu")
+
+
+def brute_force(costs, num_devices):
+    def best(costs, num_devices):
+        if num_devices == 1 or len(costs) <= 1:
+            return sum(costs)
+        return min(max(sum(costs[:i]), best(costs[i:], num_devices - 1)) for i in range(len(costs) + 1))
+
+    return best(list(costs), num_devices)
+
+
+def test_planned_stages_are_as_balanced_as_any_order_preserving_choice():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(60):
+        costs = torch.randint(0, 9, (int(torch.randint(1, 8, (), generator=generator)),), generator=generator).tolist()
+        for num_devices in (1, 2, 3, 4):
+            numbers = plan_stages(costs, num_devices)
+            assert list(numbers) == sorted(numbers)
+            assert all(0 <= number < num_devices for number in numbers)
+            loads = [sum(c for c, n in zip(costs, numbers, strict=True) if n == d) for d in range(num_devices)]
+            assert max(loads) == brute_force(costs, num_devices)
+    assert plan_stages([], 2) == ()
+    with pytest.raises(ValueError, match="num_devices=0"):
+        plan_stages([1], 0)
+    with pytest.raises(ValueError, match="negative"):
+        plan_stages([-1], 1)
+
+
+def test_measured_memory_counts_parameters_gradients_and_what_backward_keeps():
+    net = nn.Sequential(nn.Linear(10, 20, bias=False), nn.ReLU(), nn.Linear(20, 5, bias=False))
+    x = torch.randn(7, 10)
+    costs = measure_stages(net, ["0", "1", "2"], x)
+    assert costs == {
+        "0": 2 * 200 * 4 + 7 * 10 * 4,
+        "1": 7 * 20 * 4,  # ReLU keeps its output, which the next layer shares
+        "2": 2 * 100 * 4,
+    }
+    assert balance_stages(net, ["cpu", "cpu"], x) == {name: torch.device("cpu") for name in "012"}
+    with pytest.raises(ValueError, match="no stage of Sequential ran"):
+        balance_stages(net, ["cpu"], x, names=[])

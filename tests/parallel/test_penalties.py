@@ -1,0 +1,149 @@
+"""Penalties and their second-order gradients equal those of one device; the published exchange is the contrast."""
+
+import copy
+
+import pytest
+import torch
+from parallel_cases import Critic, grads_of, relative_error
+from torch import nn
+
+from segapp.parallel import DataParallelModel, convert_sync_batchnorm, current_replica, gradient_penalty
+
+KINDS = ["wgan-gp", "wgan-lp", "dragan"]
+
+
+@pytest.fixture
+def samples():
+    torch.manual_seed(2)
+    shape = (6, 3, 16, 16)
+    real, fake, noise = torch.randn(shape).double(), torch.randn(shape).double() * 4, torch.rand(shape).double()
+    return {"real": real, "fake": fake, "alpha": torch.rand(6).double(), "noise": noise}
+
+
+def by_hand(critic, kind, real, fake, alpha, noise):
+    """The three formulas once more, written for one device."""
+    if kind == "dragan":
+        x = real + 0.5 * real.std() * noise
+    else:
+        x = alpha.view(-1, 1, 1, 1) * real + (1 - alpha.view(-1, 1, 1, 1)) * fake
+    x.requires_grad_()
+    (gradient,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
+    excess = gradient.flatten(1).norm(dim=1) - 1
+    return (excess.clamp_min(0) if kind == "wgan-lp" else excess).square().mean()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_penalties_match_the_formulas_on_one_device_at_every_split(kind, samples):
+    torch.manual_seed(3)
+    truth = Critic().double()
+    real, fake = samples["real"], samples["fake"]
+    expected = truth(fake).mean() - truth(real).mean() + 10 * by_hand(truth, kind, **samples)
+    expected.backward()
+    for num_devices in (1, 2, 3, 5):
+        for gpu0_bsz in (None, 0, 1, 4, 6) if num_devices > 1 else (None,):
+            critic = convert_sync_batchnorm(copy.deepcopy(truth))
+            critic.zero_grad()
+            model = DataParallelModel(critic, ["cpu"] * num_devices, gpu0_bsz)
+            scores = [torch.cat(list(model(x))).mean() for x in (fake, real)]
+            loss = scores[0] - scores[1] + 10 * gradient_penalty(model, kind=kind, **samples)
+            loss.backward()
+            assert relative_error([loss.detach()], [expected.detach()]) <= 1e-12
+            assert relative_error(grads_of(critic), grads_of(truth)) <= 1e-9
+
+
+class PublishedSum(torch.autograd.Function):
+    """Summation over replicas whose backward works on .data, as published: the second derivative is cut off."""
+
+    @staticmethod
+    def forward(ctx, num_tensors, *tensors):
+        ctx.num_tensors = num_tensors
+        return PublishedSum._sum(tensors, num_tensors)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return (None, *PublishedSum._sum([grad.data for grad in grads], ctx.num_tensors))
+
+    @staticmethod
+    def _sum(tensors, n):
+        sums = [sum(tensors[i::n]) for i in range(n)]
+        return tuple(total.clone() for _ in range(len(tensors) // n) for total in sums)
+
+
+class PublishedSyncBatchNorm(nn.BatchNorm2d):
+    def forward(self, x):
+        def combine(parts):
+            flat = PublishedSum.apply(2, *(t for part in parts for t in part[:2]))
+            count = sum(part[2] for part in parts)
+            return [(flat[2 * i], flat[2 * i + 1], count) for i in range(len(parts))]
+
+        part = (x.sum((0, 2, 3)), x.square().sum((0, 2, 3)), x.numel() // x.size(1))
+        replica = current_replica()
+        total, squares, count = part if replica is None else replica.exchange("published", part, combine)
+        mean = total / count
+        invstd = (squares / count - mean.square() + self.eps).rsqrt()
+        return (x - mean.view(1, -1, 1, 1)) * (invstd * self.weight).view(1, -1, 1, 1) + self.bias.view(1, -1, 1, 1)
+
+
+def test_the_published_exchange_loses_the_second_derivative(samples):
+    torch.manual_seed(3)
+    truth = Critic().double()
+    critic = copy.deepcopy(truth)
+    for name in ("first_bn", "second_bn"):
+        getattr(critic, name).__class__ = PublishedSyncBatchNorm
+    model = DataParallelModel(critic, ["cpu"] * 3, gpu0_bsz=1)
+    torch.cat(list(model(samples["real"]))).mean().backward()
+    truth(samples["real"]).mean().backward()
+    assert relative_error(grads_of(critic), grads_of(truth)) <= 1e-10, "its first derivative is right"
+    critic.zero_grad()
+    truth.zero_grad()
+    penalty = gradient_penalty(model, **samples)
+    expected = by_hand(truth, "wgan-gp", **samples)
+    penalty.backward()
+    expected.backward()
+    assert relative_error([penalty.detach()], [expected.detach()]) <= 1e-12, "the penalty too"
+    assert relative_error(grads_of(critic), grads_of(truth)) > 0.05
+
+
+def test_a_gradient_of_zero_gives_a_finite_penalty_gradient():
+    critic = nn.Linear(4, 1, bias=False)
+    nn.init.zeros_(critic.weight)
+    penalty = gradient_penalty(critic, torch.randn(3, 4), torch.randn(3, 4))
+    penalty.backward()
+    assert penalty.item() == 1
+    assert torch.equal(critic.weight.grad, torch.zeros(1, 4))
+
+
+def test_draws_are_reproducible_and_under_no_grad_a_penalty_still_differentiates():
+    real, fake, critic = (
+        torch.randn(3, 4),
+        torch.randn(3, 4),
+        nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)),
+    )
+    for kind in KINDS:
+        with torch.no_grad():
+            twice = [
+                gradient_penalty(critic, real, fake, kind, generator=torch.Generator().manual_seed(5)) for _ in range(2)
+            ]
+        assert twice[0] == twice[1]
+        assert twice[0].requires_grad
+
+
+def test_half_samples_give_a_float32_penalty():
+    critic = nn.Linear(4, 1).half()
+    assert gradient_penalty(critic, torch.randn(3, 4).half(), torch.randn(3, 4).half()).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda c, x: gradient_penalty(c, x, x, kind="gp"), "use one of wgan-gp, wgan-lp, dragan"),
+        (lambda c, x: gradient_penalty(c, x), "needs fake samples"),
+        (lambda c, x: gradient_penalty(c, x, x[:1]), r"fake has shape \(1, 4\) and real \(3, 4\)"),
+        (lambda c, x: gradient_penalty(c, x, x, alpha=torch.rand(2)), "one per sample"),
+        (lambda c, x: gradient_penalty(c, x, kind="dragan", noise=torch.rand(2)), "noise has shape"),
+        (lambda c, x: gradient_penalty(lambda x: None, x, x), "returned no tensor"),
+    ],
+)
+def test_bad_calls_name_the_value_and_the_next_move(call, words):
+    with pytest.raises(ValueError, match=words):
+        call(nn.Linear(4, 1), torch.randn(3, 4))

@@ -1,0 +1,110 @@
+"""The same exactness over gloo processes, started as a user starts them, and what goes wrong at the start."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from segapp.parallel import DistributedSetupError, init_from_env, is_launched, launch_local, wrap_ddp
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
+def figures(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("ranks") / "figures.json"
+    status = launch_local([str(HERE / "rank_checks.py"), str(path)], request.param, env={"OMP_NUM_THREADS": "1"})
+    assert status == 0
+    return json.loads(path.read_text())
+
+
+def test_loss_gradients_and_state_match_one_device_also_for_a_rank_without_samples(figures):
+    for loss, grads, state in figures["exact, training"] + figures["exact, evaluation"]:
+        assert loss <= 1e-12
+        assert grads <= 1e-10
+        assert state <= 1e-12
+
+
+def test_the_mean_of_the_ranks_means_is_the_contrast_that_fails(figures):
+    losses, grads = zip(*figures["mean of means"], strict=True)
+    assert max(losses) > 1e-3
+    assert min(grads) > 1e-2
+    assert float("inf") in losses, "a rank with ignored pixels only makes it NaN"
+
+
+def test_accumulation_and_missing_pixels_are_exact(figures):
+    assert max(max(row) for row in figures["accumulation"]) <= 1e-10
+    assert max(figures["no valid pixel"]) <= 1e-10
+
+
+@pytest.mark.parametrize("kind", ["wgan-gp", "wgan-lp", "dragan"])
+def test_penalties_and_their_second_order_gradients_match_one_device(figures, kind):
+    for penalty, grads in figures["penalties"][kind]:
+        assert penalty <= 1e-12
+        assert grads <= 1e-9
+
+
+def test_a_penalty_through_ddps_reducer_is_silently_wrong_so_critics_stay_bare(figures):
+    penalty, grads = figures["penalty through DDP"]
+    assert penalty <= 1e-12
+    assert grads > 1e-2
+
+
+def test_the_rest_of_the_ranks_figures(figures):
+    assert max(figures["gradients"]) == 0
+    assert figures["differentiated twice"] == [1.0]
+    assert figures["any rank"] == [True, False]
+    assert "call init_from_env() once, or shutdown()" in figures["set up twice"]
+    rank, _, local_rank, _, backend, is_main = figures["info"]
+    assert (rank, local_rank, is_main) == (0, 0, True)
+    assert backend in ("gloo", "nccl")
+
+
+FULL = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"MASTER_ADDR": None}, "MASTER_ADDR not set in the environment: start the program with `torchrun"),
+        ({"RANK": None, "LOCAL_RANK": None}, "RANK, LOCAL_RANK not set"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two' is not a number"),
+        ({"RANK": "2"}, "RANK=2 does not fit WORLD_SIZE=2"),
+    ],
+)
+def test_a_missing_or_wrong_variable_is_named(monkeypatch, change, words):
+    for name, value in {**FULL, **change}.items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(DistributedSetupError, match=words):
+        init_from_env()
+
+
+def test_an_absent_device_of_a_rank_is_named(monkeypatch):
+    for name, value in FULL.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(DistributedSetupError, match="cuda:63"):
+        init_from_env(device="cuda:63")
+
+
+def test_ranks_that_do_not_meet_are_reported_with_their_address(monkeypatch):
+    for name, value in {**FULL, "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("segapp.parallel.distributed.die_with_parent", lambda *_: None)
+    with pytest.raises(DistributedSetupError, match=r"rank 1 of 2 found no common start at 127\.0\.0\.1:29999 within"):
+        init_from_env(device="cpu", start_timeout_s=1)
+    assert not torch.distributed.is_initialized()
+
+
+def test_is_launched_looks_at_the_environment():
+    assert is_launched(FULL)
+    assert not is_launched({})
+
+
+def test_wrapping_without_a_process_group_says_what_to_call():
+    with pytest.raises(DistributedSetupError, match=r"call init_from_env\(\)"):
+        wrap_ddp(nn.Linear(1, 1))

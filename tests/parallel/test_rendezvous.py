@@ -1,0 +1,239 @@
+"""A replica that fails or stays away frees the others, and its error says where."""
+
+import contextlib
+import pickle
+import random
+import signal
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from segapp.parallel import (
+    DataParallelModel,
+    ReplicaDesyncError,
+    ReplicaError,
+    ReplicaOutOfMemoryError,
+    SyncBatchNorm,
+    allreduce,
+    current_replica,
+)
+
+MODES = ["threads", "lockstep"]
+
+
+class Layers(nn.Module):
+    """Five synchronised layers; `plan` = (replica, layer, what) makes one replica misbehave."""
+
+    def __init__(self, jitter_s: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(SyncBatchNorm(3) for _ in range(5))
+        self.plan = None
+        self.jitter_s = jitter_s
+        self.release = threading.Event()
+
+    def forward(self, x):
+        index = current_replica().index
+        for i, layer in enumerate(self.layers):
+            what = self.plan[2] if self.plan and self.plan[:2] == (index, i) else None
+            time.sleep(random.random() * self.jitter_s)
+            if what == "raise":
+                raise ValueError("boom")
+            if what == "memory":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB")
+            if what == "exit":
+                raise SystemExit(3)
+            if what == "return":
+                return x
+            if what == "sleep":
+                self.release.wait(20)
+            if what == "skip":
+                continue
+            if what == "twice":
+                x = layer(x)
+            x = layer(x)
+        return x
+
+
+def threads_settle(before: int, within_s: float = 5.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return threading.active_count() <= before
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("what", "error", "cause", "words"),
+    [
+        ("raise", ReplicaError, ValueError, "replica 1 on cpu: ValueError: boom"),
+        ("memory", ReplicaOutOfMemoryError, torch.OutOfMemoryError, "replica 1 on cpu: OutOfMemoryError: CUDA out of"),
+        ("exit", ReplicaError, SystemExit, "replica 1 on cpu: SystemExit: 3"),
+        ("return", ReplicaDesyncError, type(None), "have ended"),
+        ("skip", ReplicaDesyncError, type(None), "layers.2"),
+        ("twice", ReplicaDesyncError, type(None), "layers.2"),
+    ],
+)
+def test_a_replica_that_misbehaves_surfaces_in_2_s_and_leaves_no_thread(mode, what, error, cause, words):
+    module = Layers()
+    model = DataParallelModel(module, ["cpu"] * 4, gpu0_bsz=1, mode=mode)
+    before = threading.active_count()
+    module.plan = (1, 2, what)
+    start = time.monotonic()
+    with pytest.raises(error, match=words) as caught:
+        model(torch.randn(7, 3, 2, 2))
+    assert time.monotonic() - start < 2
+    assert type(caught.value.__cause__) is cause
+    if isinstance(caught.value, ReplicaError):
+        assert (caught.value.replica, caught.value.device) == (1, torch.device("cpu"))
+    assert threads_settle(before)
+    module.plan = None
+    assert len(model(torch.randn(7, 3, 2, 2))) == 4, "the model is usable afterwards"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_replica_that_never_arrives_is_named_after_the_timeout(mode):
+    module = Layers()
+    model = DataParallelModel(module, ["cpu"] * 3, mode=mode, timeout_s=0.4)
+    before = threading.active_count()
+    module.plan = (2, 1, "sleep")
+    start = time.monotonic()
+    with pytest.raises(ReplicaDesyncError, match=r"replica 2 on cpu did not come to .*layers.1.* within 0.4 s"):
+        model(torch.randn(6, 3, 2, 2))
+    assert time.monotonic() - start < 2
+    module.release.set()
+    assert threads_settle(before), "a late replica finds the group failed and ends"
+
+
+def test_a_replica_that_never_ends_is_named_without_any_exchange():
+    release = threading.Event()
+
+    class Stuck(nn.Module):
+        def forward(self, x):
+            if current_replica().index == 1:
+                release.wait(20)
+            return x
+
+    start = time.monotonic()
+    with pytest.raises(ReplicaDesyncError, match=r"replica 1 on cpu did not come to the end within 0\.3 s"):
+        DataParallelModel(Stuck(), ["cpu"] * 2, timeout_s=0.3)(torch.randn(4, 3))
+    assert time.monotonic() - start < 2
+    release.set()
+
+
+def test_100_failures_leak_no_thread():
+    before = threading.active_count()
+    module = Layers()
+    for i in range(100):
+        module.plan = (i % 3, i % 5, ["raise", "memory", "return", "skip"][i % 4])
+        with pytest.raises((ReplicaError, ReplicaDesyncError)):
+            DataParallelModel(module, ["cpu"] * 3)(torch.randn(6, 3, 2, 2))
+    assert threads_settle(before)
+
+
+def test_300_random_runs_fail_loudly_or_are_whole():
+    rng = random.Random(0)
+    module = Layers(jitter_s=0.0005)
+    x = torch.randn(8, 3, 2, 2)
+    for _ in range(300):
+        model = DataParallelModel(
+            module, ["cpu"] * rng.randint(2, 5), rng.choice([None, 0, 1, 2, 3]), mode=rng.choice(MODES), timeout_s=20
+        )
+        kind = rng.choice(["raise", "return", "skip", "twice", None])
+        module.plan = (rng.randrange(5), rng.randrange(5), kind) if kind else None
+        used = sum(size > 0 for size in model.plan(8))
+        is_hit = module.plan is not None and module.plan[0] < used
+        if is_hit and (used > 1 or kind == "raise"):
+            with pytest.raises((ReplicaError, ReplicaDesyncError)):
+                model(x)
+        else:
+            assert sum(len(output) for output in model(x)) == 8
+
+
+def test_the_memory_of_a_failed_step_is_let_go():
+    kept = []
+
+    class Hungry(nn.Module):
+        def forward(self, x):
+            activation = torch.zeros(1000)
+            kept.append(weakref.ref(activation))
+            raise torch.OutOfMemoryError("full")
+
+    with pytest.raises(ReplicaOutOfMemoryError) as caught:
+        DataParallelModel(Hungry(), ["cpu"] * 2)(torch.zeros(4, 1))
+    assert caught.value.__cause__.__traceback__ is not None
+    assert [ref() for ref in kept] == [None, None], "neither the reported error nor the other one holds activations"
+
+
+def test_an_interrupt_in_the_caller_frees_the_replicas():
+    module = Layers()
+    module.plan = (1, 1, "sleep")
+    before = threading.active_count()
+    timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        DataParallelModel(module, ["cpu"] * 3)(torch.randn(6, 3, 2, 2))
+    assert time.monotonic() - start < 3
+    module.release.set()
+    timer.join()
+    assert threads_settle(before)
+
+
+def test_errors_survive_pickling():
+    error = ReplicaError(2, torch.device("cpu"), "ValueError: boom")
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.replica, again.device) == (str(error), 2, torch.device("cpu"))
+
+
+def test_a_different_number_of_tensors_is_an_error_of_the_exchange():
+    class Uneven(nn.Module):
+        def forward(self, x):
+            return allreduce(*[x.sum()] * (1 + current_replica().index))[0]
+
+    with pytest.raises(ReplicaError, match="give the same shapes from each"):
+        DataParallelModel(Uneven(), ["cpu"] * 2)(torch.randn(4, 3))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_replicas_inherit_the_callers_thread_states(mode):
+    seen = {}
+
+    class Spy(nn.Module):
+        def forward(self, x):
+            seen[current_replica().index] = (
+                torch.is_grad_enabled(),
+                torch.is_inference_mode_enabled(),
+                torch.is_autocast_enabled("cpu"),
+                torch.get_autocast_dtype("cpu"),
+                torch.get_default_device().type,
+            )
+            return x * 1
+
+    def states(*contexts):
+        with contextlib.ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context)
+            DataParallelModel(Spy(), ["cpu"] * 2, mode=mode)(x)
+        assert seen[0] == seen[1]
+        return seen[0]
+
+    x = torch.randn(4, 3)
+    plain = torch.get_autocast_dtype("cpu")
+    assert states() == (True, False, False, plain, "cpu")
+    assert states(torch.no_grad()) == (False, False, False, plain, "cpu")
+    assert states(torch.inference_mode())[:2] == (False, True)
+    assert states(torch.autocast("cpu", torch.float16))[2:4] == (True, torch.float16)
+    assert states(torch.autocast("cpu", torch.bfloat16))[2:4] == (True, torch.bfloat16)
+    assert states(torch.device("meta"))[4] == "meta"
+
+
+def test_hooks_on_saved_tensors_reach_the_replicas():
+    packed = []
+    x = torch.randn(4, 3, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape[0]) or t, lambda t: t):
+        DataParallelModel(nn.Tanh(), ["cpu"] * 2)(x)
+    assert packed.count(2) >= 2

@@ -1,0 +1,182 @@
+import copy
+from collections import OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from segapp.parallel import gather, reduce_add, replicate, resolve_devices, run_replicas, scatter
+
+CPU = torch.device("cpu")
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclass
+class Sample:
+    image: torch.Tensor
+    name: str
+
+
+class TaggedDict(dict):
+    pass
+
+
+def nested(n: int):
+    x = torch.arange(n * 2.0).view(n, 2)
+    return {
+        "tuple": (x, "word"),
+        "named": Pair(x, None),
+        "ordered": OrderedDict(a=x),
+        "default": defaultdict(list, a=[x]),
+        "own": TaggedDict(a=x),
+        "data": Sample(x, "n"),
+        "scalar": torch.tensor(3.0),
+        "empty": [],
+        "number": 4,
+    }
+
+
+def test_scatter_keeps_every_container_and_gather_undoes_it():
+    item = nested(5)
+    chunks = scatter(item, [CPU] * 3, [1, 0, 4])
+    assert [chunk["tuple"][0].size(0) for chunk in chunks] == [1, 0, 4]
+    assert isinstance(chunks[0]["named"], Pair)
+    assert isinstance(chunks[0]["own"], TaggedDict)
+    assert chunks[0]["default"].default_factory is list
+    assert chunks[2]["data"].image.size(0) == 4
+    assert chunks[2]["scalar"] == 3
+    assert item["data"].image.size(0) == 5, "the original is untouched"
+    for chunk in chunks:
+        chunk.pop("scalar")
+    back = gather(chunks, CPU)
+    assert torch.equal(back["data"].image, item["data"].image)
+    assert torch.equal(back["default"]["a"][0], item["default"]["a"][0])
+    assert back["number"] == 4
+
+
+def test_scatter_cuts_along_dim_without_copying_and_gradients_return():
+    x = torch.randn(3, 6, requires_grad=True)
+    left, right = scatter(x, [CPU] * 2, [2, 4], dim=1)
+    assert left.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    (left.sum() + 2 * right.sum()).backward()
+    assert x.grad[0].tolist() == [1, 1, 2, 2, 2, 2]
+
+
+def test_scatter_refuses_tensors_of_another_batch():
+    with pytest.raises(ValueError, match=r"shape \(4, 2\) cannot be cut along dim 0 into \[1, 2\]"):
+        scatter((torch.zeros(3), torch.zeros(4, 2)), [CPU] * 2, [1, 2])
+
+
+def test_gather_refuses_what_it_cannot_join():
+    assert gather([torch.tensor(1.0), torch.tensor(2.0)], CPU).tolist() == [1, 2]
+    with pytest.raises(TypeError, match="different values"):
+        gather([1, 2], CPU)
+    with pytest.raises(TypeError, match="different structures"):
+        gather([[torch.zeros(1)], [torch.zeros(1)] * 2], CPU)
+    with pytest.raises(TypeError, match="return the same structure"):
+        gather([torch.zeros(1), "no"], CPU)
+
+
+def test_reduce_add_adds_in_the_given_order():
+    values = [torch.tensor(1e8), torch.tensor(1.0), torch.tensor(-1e8)]
+    assert reduce_add(values, CPU) == (values[0] + values[1]) + values[2]
+
+
+@pytest.mark.parametrize(
+    ("device_ids", "error", "words"),
+    [
+        (["cuda:99"], ValueError, "cuda:99"),
+        ([99], ValueError, "device 99"),
+        (["nonsense"], ValueError, "use 'cpu', 'cuda:0' or a CUDA index"),
+        ([], ValueError, "name at least one device"),
+        (["meta"], ValueError, "holds no values"),
+        ([True], TypeError, "not a CUDA index"),
+        ("cpu", TypeError, r"give a list, such as \['cpu'\]"),
+    ],
+)
+def test_devices_that_do_not_exist_are_refused(device_ids, error, words):
+    with pytest.raises(error, match=words):
+        resolve_devices(device_ids)
+
+
+def test_replicas_share_what_the_module_shares_and_the_first_owns_the_buffers():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Conv2d(2, 2, 1)
+            self.again = self.first
+            self.third = nn.Conv2d(2, 2, 1)
+            self.third.weight = self.first.weight
+            self.norm = nn.BatchNorm2d(2)
+
+    module = Tied()
+    one, two = replicate(module, [CPU] * 2)
+    assert one.first is one.again
+    assert one.third.weight is one.first.weight
+    assert one.first.weight is not two.first.weight
+    assert one.norm.running_mean is module.norm.running_mean
+    assert two.norm.running_mean is not module.norm.running_mean
+    assert [name for name, _ in one.named_parameters()] == [name for name, _ in module.named_parameters()]
+    sum((r.first.weight * (i + 1)).sum() for i, r in enumerate([one, two])).backward()
+    assert torch.equal(module.first.weight.grad, torch.full((2, 2, 1, 1), 3.0))
+
+
+def test_copies_of_frozen_parameters_are_frozen_and_unused_ones_get_no_gradient():
+    module = nn.ModuleDict(
+        {"frozen": nn.Linear(2, 2).requires_grad_(False), "used": nn.Linear(2, 2), "idle": nn.Linear(2, 2)}
+    )
+    replicas = replicate(module, [CPU] * 2)
+    assert not replicas[1]["frozen"].weight.requires_grad
+    sum(r["used"](torch.ones(1, 2)).sum() for r in replicas).backward()
+    assert module["used"].weight.grad is not None
+    assert module["idle"].weight.grad is None
+    with torch.no_grad():
+        assert not replicate(module, [CPU] * 2)[0]["used"].weight.requires_grad
+
+
+def test_replication_is_twice_differentiable():
+    module = nn.Linear(2, 1, bias=False).double()
+
+    def f(weight):
+        return sum((copied * (i + 1)).pow(3).sum() for i, copied in enumerate(split_copies(weight)))
+
+    def split_copies(weight):
+        from segapp.parallel.replicas import _CopyToDevices
+
+        return _CopyToDevices.apply((CPU, CPU, CPU), weight)
+
+    weight = module.weight.detach().clone().requires_grad_()
+    assert torch.autograd.gradcheck(f, weight)
+    assert torch.autograd.gradgradcheck(f, weight)
+
+
+def test_many_buckets_give_the_gradients_of_one(monkeypatch):
+    module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+    truth = copy.deepcopy(module)
+    truth(torch.ones(4, 8)).sum().backward()
+    monkeypatch.setattr("segapp.parallel.replicas._BUCKET_BYTES", 300)
+    replicas = replicate(module, [CPU] * 2)
+    outputs = run_replicas(replicas, [(torch.ones(2, 8),)] * 2, devices=[CPU] * 2)
+    sum(output.sum() for output in outputs).backward()
+    for ours, theirs in zip(module.parameters(), truth.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_compiled_and_lazy_modules_are_refused_with_advice():
+    compiled = nn.Sequential(nn.Linear(2, 2))
+    compiled.compile(backend="eager")
+    for module in (torch.compile(nn.Linear(2, 2), backend="eager"), compiled):
+        with pytest.raises(TypeError, match="one process per device"):
+            replicate(module, [CPU] * 2)
+    with pytest.raises(ValueError, match="weight of module has no shape yet: run the bare module once"):
+        replicate(nn.LazyLinear(2), [CPU] * 2)
+
+
+def test_a_forward_patched_onto_the_object_runs_on_the_replica():
+    import types
+
+    module = nn.Linear(2, 2)
+    module.forward = types.MethodType(lambda self, x: id(self), module)
+    replicas = replicate(module, [CPU] * 2)
+    assert run_replicas(replicas, [(1,)] * 2, devices=[CPU] * 2) == [id(replica) for replica in replicas]

@@ -1,0 +1,252 @@
+"""Synchronised BatchNorm equals torch's BatchNorm on the whole batch, and costs backward no more memory."""
+
+import copy
+
+import pytest
+import torch
+from parallel_cases import grads_of, relative_error, state_error
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from segapp.parallel import (
+    BalancedDataParallel,
+    DataParallelModel,
+    SyncBatchNorm,
+    allreduce,
+    convert_sync_batchnorm,
+    revert_sync_batchnorm,
+    scatter,
+)
+from segapp.parallel.rendezvous import ReplicaGroup
+from segapp.parallel.sync_batchnorm import join_moments
+
+CPU = torch.device("cpu")
+SHAPES = {nn.BatchNorm1d: [(9, 5), (9, 5, 4)], nn.BatchNorm2d: [(9, 5, 3, 4)], nn.BatchNorm3d: [(9, 5, 2, 3, 2)]}
+
+
+def layer_and_twin(kind, **options):
+    torch.manual_seed(1)
+    layer = kind(5, **options)
+    if layer.affine:
+        nn.init.normal_(layer.weight)
+        nn.init.normal_(layer.bias)
+    return layer, convert_sync_batchnorm(copy.deepcopy(layer))
+
+
+def outcome(layer, run, x, weights, steps=2):
+    x = x.clone().requires_grad_()
+    for _ in range(steps):
+        y = run(x)
+        (y * weights).sum().backward()
+    return [y.detach(), x.grad, *grads_of(layer), *layer.buffers()]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}], ids=str
+)
+@pytest.mark.parametrize(("kind", "shape"), [(kind, shape) for kind, shapes in SHAPES.items() for shape in shapes])
+def test_matches_batchnorm_on_the_whole_batch(kind, shape, options):
+    torch.manual_seed(0)
+    x, weights = torch.randn(shape, dtype=torch.float64) * 3 + 2, torch.randn(shape, dtype=torch.float64)
+    for training in (True, False):
+        for num_devices, gpu0_bsz in ((3, 1), (4, 0), (5, None), (2, 8)):
+            truth, layer = (m.double().train(training) for m in layer_and_twin(kind, **options))
+            parallel = BalancedDataParallel(gpu0_bsz, layer, ["cpu"] * num_devices)
+            expected = outcome(truth, truth, x, weights)
+            assert relative_error(outcome(layer, parallel, x, weights), expected) <= 1e-12
+
+
+@pytest.mark.parametrize("ratio", [0.0, 330.0, 3000.0])
+def test_float32_is_as_close_to_the_truth_as_batchnorm_itself_far_from_zero(ratio):
+    torch.manual_seed(0)
+    x, weights = torch.randn(9, 5, 6, 7) * 3 + 3 * ratio, torch.randn(9, 5, 6, 7)
+    truth = outcome(*[layer_and_twin(nn.BatchNorm2d)[0].double()] * 2, x.double(), weights.double(), steps=1)
+    plain, layer = layer_and_twin(nn.BatchNorm2d)
+    alone = relative_error(outcome(plain, plain, x, weights, steps=1), truth)
+    parallel = BalancedDataParallel(2, layer, ["cpu"] * 4)
+    assert relative_error(outcome(layer, parallel, x, weights, steps=1), truth) <= max(2 * alone, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_inputs_are_normalised_with_float32_statistics(dtype):
+    torch.manual_seed(0)
+    x = (torch.randn(6, 5, 4, 4) * 30 + 200).to(dtype)
+    plain, layer = layer_and_twin(nn.BatchNorm2d)
+    expected = plain(x)
+    output = BalancedDataParallel(1, layer, ["cpu"] * 3)(x)
+    assert output.dtype == dtype
+    assert layer.running_var.dtype == torch.float32
+    assert state_error(layer, plain) <= 1e-5
+    torch.testing.assert_close(output.float(), expected.float(), rtol=0.02, atol=0.02)
+
+
+def exchange_through_3_replicas(x, weight, bias):
+    layer = SyncBatchNorm(2, track_running_stats=False).double()
+
+    def call(chunk):
+        replica = layer._replicate_for_data_parallel()
+        replica.weight, replica.bias = weight, bias
+        return lambda: replica(chunk)
+
+    return torch.cat(ReplicaGroup([CPU] * 3).run([call(chunk) for chunk in scatter(x, [CPU] * 3, [1, 2, 1])]))
+
+
+def test_gradcheck_and_gradgradcheck_of_the_layer_through_3_replicas():
+    torch.manual_seed(0)
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((4, 2, 2, 1), (2,), (2,))]
+    assert torch.autograd.gradcheck(exchange_through_3_replicas, inputs)
+    assert torch.autograd.gradgradcheck(exchange_through_3_replicas, inputs)
+
+
+def test_gradcheck_and_gradgradcheck_of_allreduce():
+    def f(x):
+        def call(chunk, i):
+            return lambda: sum(t.sum() * (i + 1) for t in allreduce(chunk.pow(3), (chunk * (i + 2)).sin()))
+
+        parts = scatter(x, [CPU] * 3, [2, 2, 2])
+        return torch.stack(ReplicaGroup([CPU] * 3).run([call(part, i) for i, part in enumerate(parts)]))
+
+    x = torch.randn(6, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(f, x)
+    assert torch.autograd.gradgradcheck(f, x)
+
+
+def test_allreduce_alone_returns_its_arguments():
+    x = torch.ones(2)
+    assert allreduce(x)[0] is x
+
+
+def test_chans_formula_against_the_whole():
+    torch.manual_seed(0)
+    x = torch.randn(10, 3, dtype=torch.float64)
+    rows = []
+    for part in x.split([4, 1, 5, 0]):
+        mean = part.mean(0) if len(part) else torch.zeros(3, dtype=torch.float64)
+        rows.append(torch.cat([mean, (part - mean).square().sum(0), torch.tensor([float(len(part))])]))
+    mean, deviation, count = join_moments(torch.stack(rows))
+    torch.testing.assert_close(mean, x.mean(0))
+    torch.testing.assert_close(deviation / (count - 1), x.var(0))
+
+
+def saved_bytes(layer, x, num_devices):
+    """Bytes handed over for backward, twice if handed over twice, for every chunk."""
+    total = []
+    model = DataParallelModel(layer, ["cpu"] * num_devices)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: total.append(t.numel() * t.element_size()) or t, lambda t: t
+    ):
+        model(x)
+    return sum(total)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_saves_no_more_for_backward_than_batchnorm(dtype):
+    x = torch.randn(6, 16, 48, 48).to(dtype).requires_grad_()
+    plain, layer = nn.BatchNorm2d(16), SyncBatchNorm(16)
+    assert saved_bytes(layer, x, 1) <= saved_bytes(plain, x, 1)
+    limit = saved_bytes(plain, x, 3)
+    # The layer's vectors are exchanged and so kept a few times more; of the activations there is one copy.
+    vectors = 3 * 10 * (2 * 16 + 1) * 8
+    assert saved_bytes(layer, x, 3) <= limit + vectors
+    assert vectors < 0.05 * limit
+    assert saved_bytes(layer, x.detach(), 3) <= limit + vectors, "also where the input needs no gradient"
+
+
+def test_offloading_saved_tensors_stays_exact():
+    x = torch.randn(6, 4, 5, 5, dtype=torch.float64, requires_grad=True)
+    layer = SyncBatchNorm(4).double()
+    truth = nn.BatchNorm2d(4).double()
+    with torch.autograd.graph.save_on_cpu():
+        outputs = DataParallelModel(layer, ["cpu"] * 3)(x)
+    sum(output.pow(3).sum() for output in outputs).backward()
+    truth(x.detach()).pow(3).sum().backward()
+    assert relative_error(grads_of(layer), grads_of(truth)) <= 1e-10
+
+
+def test_double_backward_through_a_graph_that_is_kept():
+    x = torch.randn(6, 4, 3, 3, dtype=torch.float64, requires_grad=True)
+    layer = SyncBatchNorm(4).double()
+    loss = sum(output.pow(3).sum() for output in DataParallelModel(layer, ["cpu"] * 2)(x))
+    (first,) = torch.autograd.grad(loss, x, create_graph=True)
+    first.square().sum().backward(retain_graph=True)
+    once = x.grad.clone()
+    first.square().sum().backward()
+    torch.testing.assert_close(x.grad, 2 * once)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_single_values_need_the_batch_and_a_single_one_in_all_is_refused():
+    layer = SyncBatchNorm(3)
+    assert len(DataParallelModel(layer, ["cpu"] * 2)(torch.randn(2, 3, 1, 1))) == 2
+    for model in (layer, DataParallelModel(layer, ["cpu"] * 2)):
+        with pytest.raises((ValueError, RuntimeError), match="Expected more than 1 value per channel"):
+            model(torch.randn(1, 3, 1, 1))
+
+
+def test_a_wrong_number_of_channels_is_named_with_its_layer():
+    with pytest.raises(RuntimeError, match=r"SyncBatchNorm 1 expects input of shape \(N, 5, ...\), got \(2, 3, 2, 2\)"):
+        DataParallelModel(nn.Sequential(nn.Identity(), SyncBatchNorm(5)), ["cpu"] * 2)(torch.randn(4, 3, 2, 2))
+
+
+def test_activation_checkpointing_is_refused_instead_of_normalising_locally():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Conv2d(3, 3, 1), SyncBatchNorm(3))
+
+        def forward(self, x):
+            return checkpoint(self.layers, x, use_reentrant=False)
+
+    outputs = DataParallelModel(Checkpointed(), ["cpu"] * 2)(torch.randn(4, 3, 2, 2))
+    with pytest.raises(RuntimeError, match="activation checkpointing must leave synchronised BatchNorm layers out"):
+        sum(output.sum() for output in outputs).backward()
+
+
+def test_conversion_keeps_objects_keys_and_hooks_and_goes_back():
+    net = nn.Sequential(nn.BatchNorm1d(2), nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm3d(4)), nn.InstanceNorm2d(2))
+    shared = net[1][0]
+    net.append(shared)
+    calls = []
+    shared.register_forward_hook(lambda *_: calls.append(1))
+    parameters, keys = list(net.parameters()), list(net.state_dict())
+    assert convert_sync_batchnorm(net) is net
+    assert [type(m) for m in net[1]] == [SyncBatchNorm, SyncBatchNorm]
+    assert net[3] is shared
+    assert type(net[2]) is nn.InstanceNorm2d
+    assert all(a is b for a, b in zip(net.parameters(), parameters, strict=True))
+    assert list(net.state_dict()) == keys
+    shared(torch.randn(4, 3, 2, 2))
+    assert calls == [1]
+    convert_sync_batchnorm(net)
+    revert_sync_batchnorm(copy.deepcopy(net))
+    revert_sync_batchnorm(net)
+    assert [type(net[0]), *(type(m) for m in net[1])] == [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d]
+    assert "_batchnorm_class" not in vars(shared)
+    assert type(revert_sync_batchnorm(SyncBatchNorm(3))) is nn.BatchNorm2d
+    assert type(convert_sync_batchnorm(nn.BatchNorm2d(3))) is SyncBatchNorm
+
+
+class BatchNormAct(nn.BatchNorm2d):
+    """As in timm: drops and activates behind the normalisation."""
+
+    def __init__(self, num_features):
+        super().__init__(num_features)
+        self.drop, self.act = nn.Identity(), nn.ReLU()
+
+    def forward(self, x):
+        return self.act(self.drop(super().forward(x)))
+
+
+class Odd(nn.BatchNorm2d):
+    pass
+
+
+def test_activated_layers_are_converted_and_unknown_ones_refused():
+    truth = BatchNormAct(3).double()
+    layer = convert_sync_batchnorm(copy.deepcopy(truth))
+    x = torch.randn(5, 3, 2, 2, dtype=torch.float64)
+    torch.testing.assert_close(BalancedDataParallel(1, layer, ["cpu"] * 3)(x), truth(x))
+    assert type(revert_sync_batchnorm(layer)) is BatchNormAct
+    with pytest.raises(TypeError, match="0 is a Odd, which extends BatchNorm"):
+        convert_sync_batchnorm(nn.Sequential(Odd(2)))

@@ -1,0 +1,219 @@
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from segapp import failpoints
+from segapp.errors import CommandError
+from segapp.run.commands import (
+    CancelCommand,
+    CheckpointCommand,
+    PauseCommand,
+    ResumeCommand,
+    SetCommand,
+    StopCommand,
+    drain_commands,
+    format_command,
+    parse_command,
+    send_command,
+    settle_answered,
+    settle_command,
+)
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "commands").mkdir(mode=0o700)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        ("set gpu0_bsz=3", SetCommand(gpu0_bsz=3)),
+        ("set gpu0_bsz=0", SetCommand(gpu0_bsz=0)),
+        ("set gpu0_bsz=auto", SetCommand(gpu0_bsz="auto")),
+        ("set gpu0_bsz=none", SetCommand(gpu0_bsz=None)),
+        ("set gpu0_bsz=even", SetCommand(gpu0_bsz=None)),
+        ("set  lr_factor=5e-1", SetCommand(lr_factor=0.5)),
+        ("set lr_factor=2 gpu0_bsz=1", SetCommand(lr_factor=2.0, gpu0_bsz=1)),
+        ("set shares=2,3,3", SetCommand(shares=[2, 3, 3])),
+        ("set shares=[0,3]", SetCommand(shares=[0, 3])),
+        ("pause", PauseCommand()),
+        (" resume ", ResumeCommand()),
+        ("checkpoint", CheckpointCommand()),
+        ("stop", StopCommand(when="now")),
+        ("stop now", StopCommand(when="now")),
+        ("stop when=epoch", StopCommand(when="epoch")),
+        ("cancel", CancelCommand()),
+        ("cancel 0123456789ab", CancelCommand(id="0123456789ab")),
+    ],
+)
+def test_what_a_person_types(text, command):
+    assert parse_command(text) == command
+    assert parse_command(format_command(command)) == command
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "nothing: no such command: use set, pause"),
+        ("puase", "did you mean pause"),
+        ("set", "set changes nothing"),
+        ("set gpu_bsz=3", "did you mean gpu0_bsz"),
+        ("set gpu0_bsz", "write set gpu0_bsz=VALUE"),
+        ("set gpu0_bsz=", "write set gpu0_bsz=VALUE"),
+        ("set gpu0_bsz=-1", "gpu0_bsz=-1: write a whole number"),
+        ("set gpu0_bsz=1.5", "gpu0_bsz=1.5: write a whole number"),
+        ("set gpu0_bsz=many", "gpu0_bsz=many: write a whole number"),
+        ("set gpu0_bsz=1 gpu0_bsz=2", "given twice"),
+        ("set lr_factor=0", "above 0"),
+        ("set lr_factor=nan", "above 0"),
+        ("set lr_factor=1e999", "above 0"),
+        ("set lr_factor=true", "above 0"),
+        ("set shares=0,0", "one whole number"),
+        ("set shares=a", "one whole number"),
+        ("set shares=1,2 gpu0_bsz=1", "the same thing"),
+        ("stop tomorrow", "stop epoch"),
+        ("pause 3", "pause takes nothing more"),
+        ("cancel me", "the id of one command"),
+        ("\x1b[2J", r"\x1b[2J: no such command"),
+    ],
+)
+def test_what_is_not_understood_is_told_with_the_next_move(text, says):
+    with pytest.raises(CommandError) as caught:
+        parse_command(text)
+    assert says in str(caught.value)
+
+
+@settings(deadline=None)
+@given(st.text(max_size=60) | st.from_regex(r"set [a-z0_]{1,9}=[-0-9a-z.,]{0,12}", fullmatch=True))
+def test_any_text_is_a_command_or_a_command_error(text):
+    try:
+        command = parse_command(text)
+    except CommandError:
+        return
+    assert parse_command(format_command(command)) == command
+
+
+def test_commands_arrive_in_order_with_their_sender_and_private(run):
+    texts = ["set gpu0_bsz=none", "pause", "resume", "set lr_factor=0.25", "stop epoch"]
+    ids = [send_command(run, parse_command(text), by=f"user{index}@host") for index, text in enumerate(texts)]
+    received = drain_commands(run)
+    assert [item.id for item in received] == ids
+    assert len(set(ids)) == 5
+    assert [item.command for item in received] == [parse_command(text) for text in texts]
+    assert [item.by for item in received] == [f"user{index}@host" for index in range(5)]
+    assert received[0].command.changes == {"gpu0_bsz": None}
+    for path in (run / "commands").iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_wish_is_done_once_over_a_crash_at_any_moment(run):
+    command_id = send_command(run, PauseCommand())
+    handled = {received.id for received in drain_commands(run)}
+    assert drain_commands(run, handled) == []
+    # The trainer dies before it answered: the next one does it.
+    [again] = drain_commands(run)
+    assert again.id == command_id
+    # It dies after it answered: the next one only tidies up.
+    assert settle_answered(run, {command_id}) == 1
+    assert drain_commands(run) == []
+    settle_command(again)
+
+
+def test_a_sender_that_dies_leaves_no_half_command(run):
+    failpoints.arm("command.before_rename=raise:EIO")
+    try:
+        with pytest.raises(CommandError, match="cannot send"):
+            send_command(run, PauseCommand())
+    finally:
+        failpoints.arm("")
+    assert list((run / "commands").iterdir()) == []
+    (run / "commands" / ".tmp-0-1-abcd").write_text('{"v":1')
+    assert drain_commands(run) == []
+
+
+def good_body(command_id: str, **changes: object) -> str:
+    return json.dumps({"v": 1, "id": command_id, "by": "me", "t": 1.0, "command": {"kind": "pause"}, **changes})
+
+
+NAME = f"{5:020d}-0123456789ab.json"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("", "not JSON"),
+        ('{"v":1', "not JSON"),
+        ("[" * 10_000, "not JSON"),
+        ("[]", "not a command of version 1"),
+        (good_body("0123456789ab", v=2), "not a command of version 1"),
+        (good_body("ffffffffffff"), "its id is not the one"),
+        (good_body("0123456789ab", by=3), "who sent it"),
+        (good_body("0123456789ab", t="now"), "who sent it"),
+        (good_body("0123456789ab", command={"kind": "reboot"}), "does not match any of the expected tags"),
+        (good_body("0123456789ab", command={"kind": "set"}), "changes nothing"),
+        (good_body("0123456789ab", command={"kind": "set", "gpu0_bsz": 1.0}), "whole number"),
+        (good_body("0123456789ab", command={"kind": "set", "lr_factor": True}), "above 0"),
+        (good_body("0123456789ab", command={"kind": "pause", "extra": 1}), "Extra inputs"),
+        (good_body("0123456789ab", command=None), "valid dictionary"),
+        ("x" * 70_000, "too large"),
+    ],
+)
+def test_a_bad_file_is_a_rejected_answer(run, content, reason):
+    (run / "commands" / NAME).write_text(content)
+    [received] = drain_commands(run)
+    assert received.id == "0123456789ab"
+    assert received.command is None
+    assert reason in received.problem
+    settle_command(received)
+    assert drain_commands(run) == []
+
+
+def test_links_pipes_folders_and_odd_names_are_refused_unread(run):
+    inbox = run / "commands"
+    secret = run / "secret"
+    secret.write_text(good_body("0123456789ab"))
+    (inbox / NAME).symlink_to(secret)
+    os.mkfifo(inbox / f"{6:020d}-0123456789ac.json")
+    (inbox / f"{7:020d}-0123456789ad.json").mkdir()
+    (inbox / "evil\x1b[2J.json").write_text(good_body("0123456789ab"))
+    received = drain_commands(run)
+    assert [item.problem for item in received[:3]] == ["not a regular file"] * 3
+    assert received[3].id == r"evil\x1b[2J.json"
+    assert all(item.command is None for item in received)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of somebody else")
+def test_a_file_of_another_user_is_refused(run):
+    (run / "commands" / NAME).write_text(good_body("0123456789ab"))
+    os.chown(run / "commands" / NAME, 65534, 65534)
+    [received] = drain_commands(run)
+    assert received.problem == "written by another user (uid 65534)"
+
+
+@settings(max_examples=100, deadline=None)
+@given(content=st.binary(max_size=200))
+def test_any_bytes_in_the_inbox_are_answered_not_raised(tmp_path_factory, content):
+    run = tmp_path_factory.mktemp("run")
+    (run / "commands").mkdir()
+    (run / "commands" / NAME).write_bytes(content)
+    [received] = drain_commands(run)
+    assert received.problem
+
+
+def test_a_flood_comes_in_pieces_and_a_missing_inbox_is_empty(run):
+    for number in range(300):
+        (run / "commands" / f"{number:020d}-{number:012x}.json").write_text(good_body(f"{number:012x}"))
+    first = drain_commands(run)
+    assert len(first) == 256
+    handled = {item.id for item in first}
+    assert len(drain_commands(run, handled)) == 44
+    assert drain_commands(Path("/nowhere")) == []
+    with pytest.raises(CommandError, match="cannot send"):
+        send_command("/nowhere", PauseCommand())

@@ -1,0 +1,422 @@
+import errno
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from segapp import failpoints
+from segapp.errors import StorageError
+from segapp.run.events import (
+    EVENT_TYPES,
+    Alert,
+    Checkpoint,
+    CommandAnswer,
+    EpochStart,
+    EventReader,
+    EventWriter,
+    Gpu0Bsz,
+    Heartbeat,
+    Memory,
+    RunEnd,
+    RunStart,
+    Step,
+    Val,
+    parse_event,
+    read_answers,
+    wait_for_answer,
+)
+
+
+def step(number: int, **fields: object) -> Step:
+    return Step(epoch=fields.pop("epoch", 1), step=number, loss=fields.pop("loss", 0.5), lr=0.1, **fields)
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_steps(path: Path, count: int) -> None:
+    with EventWriter(path) as writer:
+        for number in range(1, count + 1):
+            writer.write(step(number))
+
+
+EXAMPLES = [
+    RunStart(classes=["road", "sky"], num_params=10, batch_size=4, epochs=2, steps_per_epoch=3, devices=["cuda:0"]),
+    EpochStart(epoch=1, lr=0.1, split=[1, 3]),
+    step(1, split=[1, 3]),
+    Memory(devices=[{"uuid": "GPU-1", "used_mib": 10.0, "phase": "forward"}]),
+    Val(epoch=1, step=3, loss=0.1, miou=0.5, iou=[0.5, None], pixel_accuracy=0.9),
+    Checkpoint(path="checkpoints/last.pt", epoch=1, step=3, is_best=True),
+    CommandAnswer(id="a", command="pause", by="me@here", status="applied"),
+    Gpu0Bsz(status="pending", old=None, new=1, split=[1, 3], predicted_mib=[1.0, 2.0], epoch=2),
+    Alert(kind="oom", message="so"),
+    Heartbeat(pid=1),
+    RunEnd(status="finished", reason="all epochs done", exit_code=0),
+]
+
+
+def test_every_event_type_comes_back_as_it_was_written(tmp_path):
+    with EventWriter(tmp_path / "e.jsonl") as writer:
+        for event in EXAMPLES:
+            writer.write(event)
+    found = EventReader(tmp_path / "e.jsonl").read()
+    assert {event.type for event in found} == set(EVENT_TYPES)
+    assert [event.model_dump(exclude={"seq", "t"}) for event in found] == [
+        event.model_dump(exclude={"seq", "t"}) for event in EXAMPLES
+    ]
+    assert [event.seq for event in found] == list(range(1, len(EXAMPLES) + 1))
+
+
+def test_lines_have_the_fields_of_the_contract_as_plain_json(tmp_path):
+    with EventWriter(tmp_path / "e.jsonl") as writer:
+        for event in EXAMPLES:
+            writer.write(event)
+    contract = {
+        "run_start": "classes num_params batch_size epochs steps_per_epoch devices",
+        "epoch_start": "epoch lr split",
+        "step": "epoch step loss lr images_per_s data_wait_frac grad_norm split",
+        "memory": "devices",
+        "val": "epoch step loss miou iou pixel_accuracy",
+        "checkpoint": "path epoch step is_best",
+        "command": "id command by status reason",
+        "gpu0_bsz": "status old new split predicted_mib observed_mib epoch",
+        "alert": "kind message",
+        "heartbeat": "",
+        "run_end": "status reason",
+    }
+    for raw in lines(tmp_path / "e.jsonl"):
+        assert list(raw)[:4] == ["v", "seq", "t", "type"]
+        assert raw["v"] == 1
+        assert set(contract[raw["type"]].split()) <= raw.keys(), raw
+
+
+def test_seq_goes_on_over_restarts(tmp_path):
+    path = tmp_path / "e.jsonl"
+    for _ in range(3):
+        write_steps(path, 2)
+    assert [raw["seq"] for raw in lines(path)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("tail", [b'{"v":1,"seq":4,"ty', b"\x00" * 5000, b'{"v":1,"seq":3,"t":1}', b"\xff\xfe"])
+def test_a_torn_last_line_swallows_nothing(tmp_path, tail):
+    path = tmp_path / "e.jsonl"
+    write_steps(path, 3)
+    path.write_bytes(path.read_bytes() + tail)
+    write_steps(path, 1)
+    assert [raw["seq"] for raw in lines(path)] == [1, 2, 3, 4]
+
+
+def test_a_last_line_that_lacks_only_its_newline_is_kept(tmp_path):
+    path = tmp_path / "e.jsonl"
+    write_steps(path, 3)
+    path.write_bytes(path.read_bytes()[:-1])
+    write_steps(path, 1)
+    assert [raw["seq"] for raw in lines(path)] == [1, 2, 3, 4]
+
+
+def test_numbers_that_are_not_finite_are_null_and_alerted_once_a_field(tmp_path):
+    path = tmp_path / "e.jsonl"
+    with EventWriter(path) as writer:
+        writer.write(step(1, loss=math.nan))
+        writer.write(step(2, loss=math.inf, grad_norm=-math.inf))
+        writer.write(Val(epoch=1, step=2, loss=0.1, miou=math.nan, iou=[math.nan, 0.5]))
+    raws = lines(path)
+    assert [raw["loss"] for raw in raws if raw["type"] == "step"] == [None, None]
+    alerts = [raw["message"].split()[0] for raw in raws if raw["type"] == "alert"]
+    assert alerts == ["step.loss", "step.grad_norm", "val.iou", "val.miou"]
+    assert [raw["seq"] for raw in raws] == list(range(1, 8))
+
+
+def test_names_that_are_not_utf8_become_visible_escapes(tmp_path):
+    with EventWriter(tmp_path / "e.jsonl") as writer:
+        writer.alert("data", os.fsdecode(b"caf\xe9.png is damaged"))
+    assert EventReader(tmp_path / "e.jsonl").read()[0].message == r"caf\xe9.png is damaged"
+
+
+def test_several_threads_write_whole_lines(tmp_path):
+    path = tmp_path / "e.jsonl"
+    with EventWriter(path) as writer:
+        threads = [
+            threading.Thread(target=lambda: [writer.write(Heartbeat(pid=1)) for _ in range(200)]) for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [raw["seq"] for raw in lines(path)] == list(range(1, 801))
+
+
+# -- a disk that does not take it ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def armed():
+    yield failpoints.arm
+    failpoints.arm("")
+
+
+def test_a_full_disk_loses_no_event_and_stops_nothing(tmp_path, armed):
+    path = tmp_path / "e.jsonl"
+    writer = EventWriter(path)
+    writer.write(step(1))
+    armed("events.before_write=raise:ENOSPC")
+    for number in range(2, 6):
+        writer.write(step(number))
+    assert writer.problem == os.strerror(errno.ENOSPC)
+    assert writer.num_pending == 4
+    assert not writer.flush()
+    with pytest.raises(StorageError, match=r"No space left.*free"):
+        writer.flush(required=True)
+    armed("")
+    assert writer.flush()
+    writer.close()
+    raws = lines(path)
+    assert [raw["step"] for raw in raws if raw["type"] == "step"] == [1, 2, 3, 4, 5]
+    assert raws[-1]["kind"] == "storage"
+    assert [raw["seq"] for raw in raws] == list(range(1, 7))
+
+
+def test_of_too_many_waiting_events_steps_go_first(tmp_path, armed):
+    path = tmp_path / "e.jsonl"
+    writer = EventWriter(path, max_pending=3)
+    armed("events.before_write=raise:ENOSPC")
+    for number in range(1, 6):
+        writer.write(step(number))
+    for status in ("applied", "rejected"):
+        writer.write(CommandAnswer(id=status, command="pause", by="me", status=status))
+    armed("")
+    writer.close()
+    raws = lines(path)
+    assert [raw["type"] for raw in raws] == ["step", "command", "command", "alert"]
+    assert writer.num_dropped == 4
+
+
+def test_half_a_line_written_before_the_disk_was_full_is_cut_off(tmp_path):
+    code = """
+import resource, sys
+from segapp.run.events import EventWriter, Step
+writer = EventWriter(sys.argv[1])
+writer.write(Step(epoch=1, step=1, loss=1.0, lr=0.1))
+soft = len(open(sys.argv[1], 'rb').read()) + 50
+resource.setrlimit(resource.RLIMIT_FSIZE, (soft, resource.RLIM_INFINITY))
+writer.write(Step(epoch=1, step=2, loss=1.0, lr=0.1))
+assert writer.problem, writer.problem
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+writer.flush(required=True)
+writer.write(Step(epoch=1, step=3, loss=1.0, lr=0.1))
+writer.close()
+"""
+    path = tmp_path / "e.jsonl"
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True)
+    assert [raw.get("step") for raw in lines(path)] == [1, 2, None, 3]
+
+
+def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError):
+        EventWriter(tmp_path / "file" / "e.jsonl")
+
+
+# -- going back ---------------------------------------------------------------------------------------------------
+
+
+def interrupted_run(path: Path) -> list[dict]:
+    """Two epochs of three steps, a checkpoint after each epoch and its evaluation, killed at step 8."""
+    with EventWriter(path) as writer:
+        writer.write(EXAMPLES[0])
+        for number in range(1, 9):
+            if number % 3 == 1:
+                writer.write(EpochStart(epoch=1 + number // 3, lr=0.1))
+            writer.write(step(number, epoch=1 + (number - 1) // 3))
+            if number % 3 == 0:
+                writer.write(Val(epoch=number // 3, step=number, loss=0.1, miou=0.5, iou=[0.5]))
+                writer.write(Checkpoint(path="last.pt", epoch=number // 3, step=number, sha256=f"hash{number}"))
+        writer.write(CommandAnswer(id="x", command="pause", by="me", status="applied"))
+    return lines(path)
+
+
+@pytest.mark.parametrize(
+    ("back_to", "sha256", "num_gone"), [(6, "hash6", 3), (6, None, 3), (3, "hash3", 9), (8, "x", 0)]
+)
+def test_rewind_leaves_what_an_uninterrupted_run_would_have(tmp_path, back_to, sha256, num_gone):
+    path = tmp_path / "e.jsonl"
+    before = interrupted_run(path)
+    reader = EventReader(path)
+    reader.read()
+    writer = EventWriter(path)
+    assert writer.rewind(back_to, sha256=sha256) == num_gone
+    for number in range(back_to + 1, 9):
+        writer.write(step(number))
+    writer.close()
+    after = lines(path)
+    assert [raw["step"] for raw in after if raw["type"] == "step"] == list(range(1, 9))
+    assert [raw["seq"] for raw in after] == list(range(1, len(after) + 1))
+    assert [raw for raw in after if raw["type"] == "command"], "an answer is never taken back"
+    assert len([raw for raw in after if raw["type"] == "val"]) == back_to // 3
+    assert reader.generation == 0
+    assert len(reader.read_raw()) == (len(after) if num_gone else 0)
+    assert reader.generation == (1 if num_gone else 0)
+    if num_gone:
+        gone = lines(tmp_path / "events.rewound.jsonl")
+        assert len(gone) == num_gone
+        assert all(raw in before for raw in gone)
+
+
+def test_rewind_without_the_checkpoints_own_line_goes_by_the_step(tmp_path):
+    path = tmp_path / "e.jsonl"
+    interrupted_run(path)
+    with EventWriter(path) as writer:
+        assert writer.rewind(7) == 1
+    assert [raw["step"] for raw in lines(path) if raw["type"] == "step"] == list(range(1, 8))
+    assert [raw["epoch"] for raw in lines(path) if raw["type"] == "epoch_start"] == [1, 2, 3]
+
+
+def test_a_crash_or_a_full_disk_while_rewinding_leaves_the_old_events(tmp_path, armed):
+    path = tmp_path / "e.jsonl"
+    before = interrupted_run(path)
+    writer = EventWriter(path)
+    armed("events.before_rewind_rename=raise:ENOSPC")
+    assert writer.rewind(6) == 0
+    writer.write(step(9))
+    *old, alert, new = lines(path)
+    assert old == before
+    assert (alert["kind"], new["step"]) == ("storage", 9)
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
+# -- reading ------------------------------------------------------------------------------------------------------
+
+
+def recorded(path: Path) -> bytes:
+    with EventWriter(path) as writer:
+        for event in EXAMPLES * 3:
+            writer.write(event)
+    return path.read_bytes()
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_byte_prefix_gives_exactly_its_whole_lines(tmp_path, data):
+    whole = recorded(tmp_path / "whole.jsonl") if not (tmp_path / "whole.jsonl").exists() else None
+    whole = whole or (tmp_path / "whole.jsonl").read_bytes()
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), min_size=1, max_size=5)))
+    path = tmp_path / "growing.jsonl"
+    path.write_bytes(b"")
+    reader = EventReader(path)
+    seen = []
+    for cut in cuts:
+        path.write_bytes(whole[:cut])
+        seen += reader.read(data.draw(st.sampled_from([None, 1, 100])))
+        while more := reader.read(100):
+            seen += more
+        assert [event.seq for event in seen] == list(range(1, whole[:cut].count(b"\n") + 1))
+    assert reader.num_bad == reader.num_unknown == reader.generation == 0
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(junk=st.lists(st.one_of(st.binary(max_size=80), st.just(b"\n"), st.just(b"\x00\n")), max_size=8))
+def test_random_bytes_between_lines_hide_no_event_and_raise_nothing(tmp_path, junk):
+    path = tmp_path / "e.jsonl"
+    good = b'{"v":1,"seq":1,"t":1.0,"type":"heartbeat"}\n'
+    path.write_bytes(b"".join(piece + b"\n" + good for piece in junk))
+    assert len(EventReader(path).read()) == len(junk)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    value=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+        lambda c: st.lists(c, max_size=3) | st.dictionaries(st.text(max_size=6), c, max_size=3),
+    ),
+    kind=st.sampled_from(sorted(EVENT_TYPES)),
+)
+def test_any_json_is_an_event_or_a_validation_error(value, kind):
+    raw = {"type": kind, "epoch": value, "step": value, "devices": value, "classes": value, "loss": value}
+    try:
+        parse_event(raw)
+    except ValidationError:
+        return
+    except UnicodeError:
+        pytest.fail("a surrogate came through")
+
+
+def test_unknown_types_other_versions_and_damage_are_counted(tmp_path):
+    path = tmp_path / "e.jsonl"
+    frame = '"seq":1,"t":1.0,"type"'
+    path.write_text(
+        f'{{"v":1,{frame}:"heartbeat"}}\n{{"v":1,{frame}:"later"}}\n{{"v":2,{frame}:"heartbeat"}}\n'
+        f'nonsense\n[]\n{{"v":1,{frame}:"step"}}\n{{"v":1,{frame}:"heartbeat","x":NaN}}\n' + "[" * 100_000 + "\n"
+    )
+    reader = EventReader(path)
+    assert [event.type for event in reader.read()] == ["heartbeat"]
+    assert (reader.num_unknown, reader.num_bad) == (2, 5)
+
+
+def test_a_file_that_comes_goes_and_shrinks(tmp_path):
+    path = tmp_path / "e.jsonl"
+    reader = EventReader(path)
+    assert reader.read() == []
+    write_steps(path, 3)
+    assert len(reader.read()) == 3
+    path.unlink()
+    assert reader.read() == []
+    assert reader.generation == 1
+    write_steps(path, 2)
+    assert [event.step for event in reader.read()] == [1, 2]
+    path.write_bytes(b"")
+    assert reader.read() == []
+    assert reader.generation == 2
+
+
+def test_a_line_without_end_takes_no_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("segapp.run.events.reader.MAX_LINE_BYTES", 2**20)
+    path = tmp_path / "e.jsonl"
+    with open(path, "wb") as file:
+        file.write(b"x" * (40 * 2**20) + b'\n{"v":1,"seq":1,"t":1.0,"type":"heartbeat"}\n')
+    reader = EventReader(path)
+    assert len(reader.read()) == 1
+    assert reader.num_bad == 1
+
+
+def test_a_pipe_or_a_folder_in_its_place_reads_as_empty(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert EventReader(tmp_path / "pipe").read() == []
+    assert EventReader(tmp_path).read() == []
+
+
+def test_answers(tmp_path):
+    path = tmp_path / "e.jsonl"
+    writer = EventWriter(path)
+    writer.write(CommandAnswer(id="old", command="pause", by="me", status="applied"))
+    reader = EventReader(path, from_end=True)
+    assert wait_for_answer(reader, "old", 0) is None
+    writer.write(CommandAnswer(id="new", command="stop", by="me", status="accepted"))
+    assert wait_for_answer(reader, "new", 0.05, 0.01) is None
+    writer.write(CommandAnswer(id="new", command="stop", by="me", status="rejected", reason="so"))
+    assert wait_for_answer(reader, "new", 5).status == "rejected"
+    assert read_answers(EventReader(path).read_raw()) == {"old": "applied", "new": "rejected"}
+
+
+def test_a_hundred_thousand_events_are_read_and_gone_on_from(tmp_path):
+    line = b'{"v":1,"seq":%d,"t":1.5,"type":"step","epoch":1,"step":%d,"loss":0.5,"lr":0.1,"images_per_s":3.0}\n'
+    path = tmp_path / "e.jsonl"
+    path.write_bytes(b"".join(line % (number, number) for number in range(1, 100_001)))
+    assert len(EventReader(path).read_raw()) == 100_000
+    assert EventWriter(path).last_seq == 100_000
+
+
+def test_run_loads_no_torch():
+    code = (
+        "import sys, segapp.run.commands, segapp.run.state, segapp.run.checkpoints, segapp.run.events;"
+        "assert not {'torch', 'numpy', 'textual'} & set(sys.modules), sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,73 @@
+import os
+import subprocess
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from segapp import failpoints
+from segapp.run.files import remove_dead_temporaries, temporary_name, write_atomic, write_json
+from segapp.run.text import encodable, printable
+
+
+@pytest.fixture
+def armed():
+    yield failpoints.arm
+    failpoints.arm("")
+
+
+@pytest.mark.parametrize("place", ["before_write", "before_fsync", "before_rename"])
+@pytest.mark.parametrize("what", ["ENOSPC", "EIO", "EACCES", "KeyboardInterrupt"])
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, armed, place, what):
+    write_atomic(tmp_path / "f", "old")
+    armed(f"file.{place}=raise:{what}")
+    with pytest.raises((OSError, KeyboardInterrupt)):
+        write_atomic(tmp_path / "f", "new")
+    assert (tmp_path / "f").read_text() == "old"
+    assert os.listdir(tmp_path) == ["f"]
+    armed("")
+    write_json(tmp_path / "f", {"new": 1})
+    assert (tmp_path / "f").read_text() == '{\n "new": 1\n}\n'
+
+
+def test_only_the_temporaries_of_the_dead_are_removed(tmp_path):
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    host = temporary_name().partition("@")[2]
+    fresh_own, of_the_dead = temporary_name(3), f".tmp-3-{dead.pid}-abcd@{host}"
+    of_a_live = f".tmp-3-{os.getppid()}-abcd@{host}"
+    elsewhere, old_elsewhere, odd = ".tmp-3-1-abcd@elsewhere", ".tmp-4-1-abcd@elsewhere", ".tmp-odd"
+    for name in (fresh_own, of_the_dead, of_a_live, elsewhere, old_elsewhere, odd, "kept"):
+        (tmp_path / name).write_text("")
+    os.utime(tmp_path / old_elsewhere, (time.time() - 7200,) * 2)
+    assert remove_dead_temporaries(tmp_path) == 2
+    assert sorted(os.listdir(tmp_path)) == sorted([fresh_own, of_a_live, elsewhere, odd, "kept"])
+    os.utime(tmp_path / fresh_own, (time.time() - 1800,) * 2)
+    assert remove_dead_temporaries(tmp_path) == 1, "its writer had this id in an earlier life"
+    assert remove_dead_temporaries(tmp_path / "missing") == 0
+
+
+@given(st.text(alphabet=st.characters(codec=None, categories=None) | st.sampled_from("\x1b\x9b\u202e\udc80[")))
+def test_printable_text_has_no_control_and_does_not_change_again(text):
+    shown = printable(text)
+    assert not any(
+        ord(c) < 32 or 0x7F <= ord(c) < 0xA0 or 0xD800 <= ord(c) < 0xE000 or c in "\u202e\u2066" for c in shown
+    )
+    assert printable(shown) == shown
+    assert len(encodable(text).encode()) >= len(text)
+
+
+def test_failpoints_hit_when_they_are_due(armed):
+    armed("a=2:nan; b=oom*2; c=raise:ENOSPC; d=sleep:0")
+    assert [failpoints.failpoint("a") for _ in range(4)] == [None, "nan", None, None]
+    assert [failpoints.failpoint("b") for _ in range(3)] == ["oom", "oom", None]
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space"):
+            failpoints.failpoint("c")
+    assert failpoints.failpoint("d") is failpoints.failpoint("unarmed") is None
+    with pytest.raises(ValueError, match="cannot read"):
+        armed("a=?")
+    armed("a=raise:Nonsense")
+    with pytest.raises(ValueError, match="neither an errno"):
+        failpoints.failpoint("a")

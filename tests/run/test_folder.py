@@ -1,0 +1,297 @@
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+
+import pytest
+
+from segapp.errors import ConfigError, RunBusyError, StorageError
+from segapp.run.events import Checkpoint, CommandAnswer, EventWriter, Heartbeat, Memory, RunEnd, RunStart, Step, Val
+from segapp.run.folder import RunFolder, find_run
+from segapp.run.process import ProcessId, is_alive, this_process
+from segapp.run.state import RunFacts, derive_state, list_runs, run_state, summarize
+
+HOLD = "import sys, time; from segapp.run.folder import RunFolder; f = RunFolder(sys.argv[1]); f.acquire()"
+HOLD += "; f.write_info(); print('held', flush=True); time.sleep(60)"
+
+
+def hold(path):
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def end(process):
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_new_training_never_takes_the_folder_of_another(tmp_path):
+    paths = [RunFolder.create("camvid", root=tmp_path).path.name for _ in range(3)]
+    assert paths == ["camvid", "camvid-2", "camvid-3"]
+    assert stat.S_IMODE((tmp_path / "camvid" / "commands").stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "-x", "a\nb", "x" * 101])
+def test_a_name_that_is_no_folder_name_is_refused(tmp_path, name):
+    with pytest.raises(ConfigError, match="name="):
+        RunFolder.create(name, root=tmp_path)
+
+
+def test_a_given_folder_is_used_unless_something_would_be_lost(tmp_path):
+    folder = RunFolder.create(path=tmp_path / "here")
+    with folder:
+        folder.write_info()
+    # It never made a step: a start that failed does not stand in the way of the next.
+    RunFolder.create(path=tmp_path / "here")
+    with EventWriter(folder.events) as writer:
+        writer.write(Step(epoch=1, step=1, loss=1.0, lr=0.1))
+    with pytest.raises(ConfigError, match="add --resume"):
+        RunFolder.create(path=tmp_path / "here")
+    folder.events.unlink()
+    (folder.checkpoints / "last.pt").write_bytes(b"x")
+    with pytest.raises(ConfigError, match="add --resume"):
+        RunFolder.create(path=tmp_path / "here")
+
+
+def test_a_file_in_the_way_is_one_clear_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="a file is there"):
+        RunFolder.create(path=tmp_path / "file")
+    with pytest.raises(StorageError):
+        RunFolder.create("x", root=tmp_path / "file" / "runs")
+
+
+def test_run_json_is_written_once_and_says_what_the_contract_asks(tmp_path):
+    folder = RunFolder.create("a", root=tmp_path)
+    with folder:
+        info = folder.write_info(versions={"torch": "2"}, gpus=[{"uuid": "GPU-1"}])
+        assert folder.write_info(versions={"torch": "3"}) == info
+    raw = json.loads(folder.run_json.read_text())
+    assert {"schema", "id", "host", "pid", "process_start_s", "argv", "versions", "gpus"} <= raw.keys()
+    assert raw["pid"] == os.getpid()
+    assert raw["gpus"] == [{"uuid": "GPU-1"}]
+    assert abs(raw["process_start_s"] - time.time()) < 24 * 3600
+    assert RunFolder.open(folder.path).read_info() == info
+
+
+# -- one trainer at a time ----------------------------------------------------------------------------------------
+
+
+def test_a_second_trainer_is_refused_by_name_and_may_start_once_the_first_is_dead(tmp_path):
+    folder = RunFolder.create("a", root=tmp_path)
+    first = hold(folder.path)
+    try:
+        assert folder.is_locked()
+        with pytest.raises(RunBusyError, match=f"process {first.pid} on"):
+            folder.acquire()
+        assert run_state(folder.path) == "busy"
+    finally:
+        end(first)
+    assert not folder.is_locked()
+    assert run_state(folder.path) == "crashed"
+    folder.acquire()
+    assert folder.read_holder().pid == os.getpid()
+    folder.release()
+
+
+def test_reading_the_lock_file_in_the_holding_process_does_not_drop_the_lock(tmp_path):
+    folder = RunFolder.create("a", root=tmp_path)
+    with folder:
+        folder.lock.read_text()
+        RunFolder(folder.path).read_holder()
+        assert RunFolder(folder.path).is_locked()
+        with pytest.raises(RunBusyError):
+            RunFolder(folder.path).acquire()
+    assert not folder.is_locked()
+
+
+FORK_AND_DIE = """
+import os, signal, sys, time
+from segapp.run.folder import RunFolder
+folder = RunFolder(sys.argv[1])
+folder.acquire()
+if os.fork() == 0:
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+time.sleep(60)
+"""
+
+
+def test_a_worker_that_outlives_its_killed_trainer_does_not_keep_the_lock(tmp_path):
+    folder = RunFolder.create("a", root=tmp_path)
+    trainer = subprocess.Popen([sys.executable, "-c", FORK_AND_DIE, folder.path], stdout=subprocess.PIPE, text=True)
+    worker = int(trainer.stdout.readline())
+    try:
+        assert folder.is_locked(), "the worker's start gives nothing away"
+        end(trainer)
+        os.kill(worker, 0)
+        assert not folder.is_locked()
+        folder.acquire()
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
+def test_a_release_holds_though_a_child_was_just_forked(tmp_path):
+    folder = RunFolder.create("a", root=tmp_path)
+    read_end, write_end = os.pipe()
+    for _ in range(10):
+        folder.acquire()
+        child = os.fork()
+        if child == 0:
+            os.close(write_end)
+            os.read(read_end, 1)
+            os._exit(0)
+        folder.release()
+        assert not folder.is_locked()
+        os.write(write_end, b"x")
+        os.waitpid(child, 0)
+    os.close(read_end)
+    os.close(write_end)
+
+
+def test_a_process_is_told_from_another_with_its_id():
+    here = this_process()
+    assert is_alive(here) is True
+    assert is_alive(here.model_copy(update={"start_ticks": here.start_ticks - 1})) is False
+    assert is_alive(here.model_copy(update={"boot_id": "another"})) is False
+    assert is_alive(here.model_copy(update={"host": "elsewhere"})) is None
+    assert is_alive(ProcessId(host=here.host, pid=2**30)) is False
+    zombie = subprocess.Popen(["true"])
+    time.sleep(0.3)
+    assert is_alive(ProcessId(host=here.host, pid=zombie.pid)) is False
+    zombie.wait()
+
+
+# -- state words --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("facts", "word"),
+    [
+        (RunFacts(end_status="finished", is_trainer_alive=False), "finished"),
+        (RunFacts(end_status="stopped", is_trainer_alive=True, step_age_s=1.0), "stopped"),
+        (RunFacts(end_status="failed", is_trainer_alive=None), "failed"),
+        (RunFacts(is_trainer_alive=True, event_age_s=1.0, step_age_s=1.0), "live"),
+        (RunFacts(is_trainer_alive=True, event_age_s=1.0, step_age_s=100.0), "busy"),
+        (RunFacts(is_trainer_alive=True, event_age_s=100.0, step_age_s=100.0), "stale"),
+        (RunFacts(is_trainer_alive=True, event_age_s=100.0, step_age_s=100.0, step_interval_s=30.0), "live"),
+        (RunFacts(is_trainer_alive=True), "busy"),
+        (RunFacts(is_trainer_alive=False, event_age_s=1.0, step_age_s=1.0), "crashed"),
+        (RunFacts(is_trainer_alive=False), "crashed"),
+        (RunFacts(is_trainer_alive=None, event_age_s=1.0, step_age_s=1.0), "live"),
+        (RunFacts(is_trainer_alive=None, event_age_s=1.0), "busy"),
+        (RunFacts(is_trainer_alive=None, event_age_s=100.0, step_age_s=100.0), "lost"),
+        (RunFacts(is_trainer_alive=None), "lost"),
+    ],
+)
+def test_every_state_word(facts, word):
+    assert derive_state(facts) == word
+
+
+def start(**fields):
+    return RunStart(
+        classes=["a", "b"], num_params=7, batch_size=4, epochs=2, steps_per_epoch=3, devices=["cpu"], **fields
+    )
+
+
+def test_a_run_from_start_to_resume_in_state_words(tmp_path):
+    folder = RunFolder.create("a", root=tmp_path)
+    folder.acquire()
+    folder.write_info()
+    now_s = time.time()
+    assert run_state(folder.path) == "busy"
+    with EventWriter(folder.events) as writer:
+        writer.write(start())
+        writer.write(Step(epoch=1, step=1, loss=1.0, lr=0.1))
+        assert run_state(folder.path) == "live"
+        assert run_state(folder.path, now_s + 1000) == "stale"
+        assert run_state(folder.path, now_s - 1000) == "live", "a clock that runs behind"
+        writer.write(RunEnd(status="stopped", reason="signal", exit_code=75))
+        assert run_state(folder.path) == "stopped"
+        folder.release()
+        time.sleep(0.02)
+        folder.acquire()
+        assert run_state(folder.path) != "stopped", "taken up again"
+        writer.write(start(resumed_from_step=1))
+        assert run_state(folder.path) == "busy"
+        writer.write(Step(epoch=1, step=2, loss=1.0, lr=0.1))
+        assert run_state(folder.path) == "live"
+    folder.release()
+
+
+def test_a_run_of_another_host_is_lost_when_it_falls_silent(tmp_path):
+    folder = RunFolder.create("a", root=tmp_path)
+    folder.run_json.write_text(
+        json.dumps({"id": "a", "name": "a", "created_s": 1.0, "process": {"host": "elsewhere", "pid": 1}})
+    )
+    with EventWriter(folder.events) as writer:
+        writer.write(start())
+        writer.write(Step(epoch=1, step=1, loss=1.0, lr=0.1))
+    assert run_state(folder.path) == "live"
+    assert run_state(folder.path, time.time() + 60) == "lost"
+
+
+def test_a_summary_of_everything(tmp_path):
+    folder = RunFolder.create("a", root=tmp_path)
+    with folder, EventWriter(folder.events) as writer:
+        folder.write_info()
+        writer.write(start(gpu0_bsz=1, split=[1, 3]))
+        for number in (1, 2, 3):
+            writer.write(Step(epoch=1, step=number, loss=1.0 / number, lr=0.1))
+            writer.write(Memory(devices=[{"uuid": "GPU-1", "used_mib": 100.0 * number}]))
+            writer.write(Heartbeat())
+        writer.write(Val(epoch=1, step=3, loss=0.3, miou=0.6, iou=[0.6, None], pixel_accuracy=0.9))
+        writer.write(Checkpoint(path="checkpoints/last.pt", epoch=1, step=3))
+        writer.write(Val(epoch=2, step=6, loss=0.4, miou=0.5, iou=[0.5, None], pixel_accuracy=0.9))
+        writer.write(CommandAnswer(id="1", command="set gpu0_bsz=2", by="me", status="accepted"))
+        writer.alert("oom", "GPU 0 is nearly full")
+        found = summarize(folder.path)
+        [listed] = list_runs(tmp_path)
+    assert (found.state, found.epoch, found.step, found.steps_per_epoch, found.epochs) == ("live", 1, 3, 3, 2)
+    assert (found.loss, found.miou, found.best_miou, found.best_epoch) == (1.0 / 3, 0.5, 0.6, 1)
+    assert found.devices[0]["used_mib"] == 300.0
+    assert found.checkpoint == {"path": "checkpoints/last.pt", "epoch": 1, "step": 3}
+    assert found.pending == {"1": "set gpu0_bsz=2"}
+    assert (found.num_alerts, found.last_alert) == (1, "GPU 0 is nearly full")
+    assert found.pid == os.getpid()
+    assert listed.name == "a"
+
+
+def test_a_damaged_run_folder_is_summarized_without_a_word_of_python(tmp_path):
+    folder = RunFolder.create("a", root=tmp_path)
+    folder.run_json.write_bytes(b"\xff{")
+    folder.lock.write_bytes(b"[1")
+    folder.events.write_bytes(os.urandom(10_000) + b'\n{"v":1,"seq":1,"t":1,"type":"step","loss":"x"}\n{"torn')
+    assert summarize(folder.path).state == "crashed"
+    assert [run.state for run in list_runs(tmp_path)] == ["crashed"]
+    assert list_runs(tmp_path / "missing") == []
+
+
+# -- which run ----------------------------------------------------------------------------------------------------
+
+
+def test_runs_are_found_by_name_by_path_by_a_file_in_them_and_by_age(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "two"):
+        with RunFolder.create(name) as folder:
+            folder.write_info()
+        os.utime(folder.lock, (folder.lock.stat().st_mtime + 10,) * 2)
+    assert find_run().name == "two"
+    assert find_run("one").name == "one"
+    assert find_run("runs/one").name == "one"
+    assert find_run(tmp_path / "runs" / "one").name == "one"
+    assert find_run("runs/one/checkpoints/last.pt").name == "one"
+    monkeypatch.chdir(tmp_path / "runs" / "one")
+    assert find_run(".").name == "one"
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="tow: no such run: there are two"):
+        find_run("tow")
+    with pytest.raises(ConfigError, match="no run in nowhere"):
+        find_run(None, "nowhere")
+    with pytest.raises(ConfigError, match="not a run"):
+        RunFolder.open(tmp_path)

@@ -1,0 +1,214 @@
+"""The program as a person meets it: help, errors, exit codes, signals, what it prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import yaml
+from tiny_runs import events, segapp
+
+from segapp.cli import _with_resume_value
+
+
+@pytest.fixture
+def config_file(tiny: dict[str, Any], tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(tiny))
+    return path
+
+
+def assert_one_clear_error(result: subprocess.CompletedProcess[str], code: int, *parts: str) -> None:
+    assert result.returncode == code, result.stderr
+    assert result.stderr.startswith("error: "), result.stderr
+    assert "Traceback" not in result.stderr
+    for part in parts:
+        assert part in result.stderr, result.stderr
+
+
+def test_a_whole_run_from_the_command_line(config_file: Path, tmp_path: Path) -> None:
+    result = segapp("train", "--config", "tiny.yaml", "train.epochs=2", "log.tensorboard=true", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    for part in (
+        "run folder: runs/tiny",
+        "M parameters, 3 classes",
+        "data wait",
+        "eta",
+        "val  mIoU",
+        "(best)",
+        "finished",
+    ):
+        assert part in result.stdout
+    run = tmp_path / "runs" / "tiny"
+    assert {p.name for p in run.iterdir()} >= {
+        "run.json",
+        "config.yaml",
+        "events.jsonl",
+        "commands",
+        "checkpoints",
+        "lock",
+    }
+    assert any((run / "tensorboard").iterdir())
+    assert {p.name for p in (run / "checkpoints").glob("*.pt")} == {
+        "last.pt",
+        "best.pt",
+        "epoch_0001.pt",
+        "epoch_0002.pt",
+    }
+    kinds = [event["type"] for event in events(run) if event["type"] != "heartbeat"]
+    assert kinds[0] == "run_start"
+    assert kinds[-1] == "run_end"
+    assert [e["seq"] for e in events(run)] == list(range(1, len(events(run)) + 1))
+    start = events(run, "run_start")[0]
+    assert (start["epochs"], start["steps_per_epoch"], start["batch_size"]) == (2, 5, 2)
+    step = events(run, "step")[0]
+    assert {"epoch", "step", "loss", "lr", "images_per_s", "data_wait_frac", "grad_norm", "split"} <= step.keys()
+
+    again = segapp("train", "--config", "tiny.yaml", "--resume", "train.epochs=2", cwd=tmp_path)
+    assert again.returncode == 0
+    assert "already complete" in again.stdout
+    listed = segapp("ls", "--json", cwd=tmp_path)
+    assert [row["state"] for row in json.loads(listed.stdout)] == ["finished"]
+    status = json.loads(segapp("status", "tiny", "--json", cwd=tmp_path).stdout)
+    assert (status["epoch"], status["step"], status["state"]) == (2, 10, "finished")
+    assert segapp("ckpt", "verify", "tiny", cwd=tmp_path).returncode == 0
+    evaluated = segapp("eval", "tiny", "--split", "train", "--json", "e.json", cwd=tmp_path)
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert json.loads((tmp_path / "e.json").read_text())["num_images"] == 10
+
+
+def test_sigterm_saves_and_leaves_with_75_and_a_busy_run_is_refused(config_file: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "segapp", "train", "--config", "tiny.yaml", "--run", "run", "train.epochs=1000"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 200
+    while not (tmp_path / "run" / "events.jsonl").exists() or not events(tmp_path / "run", "step"):
+        assert process.poll() is None, process.stderr
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    busy = segapp("train", "--config", "tiny.yaml", "--run", "run", "--resume", "train.epochs=1000", cwd=tmp_path)
+    assert_one_clear_error(busy, 9, str(process.pid))
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=100)
+    assert process.returncode == 75
+    assert "SIGTERM: stopping after this micro-batch" in stderr
+    assert events(tmp_path / "run", "run_end")[-1]["exit_code"] == 75
+    assert segapp("ckpt", "verify", "run", cwd=tmp_path).returncode == 0
+    assert json.loads(segapp("status", "run", "--json", cwd=tmp_path).stdout)["state"] == "stopped"
+
+
+def test_a_third_signal_aborts_at_once(config_file: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "SEGAPP_FAILPOINTS": "ckpt.before_rename=sleep:60", "PYTHONUNBUFFERED": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "segapp",
+        "train",
+        "--config",
+        "tiny.yaml",
+        "--run",
+        "run",
+        "checkpoint.every_steps=1",
+    ]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment
+    )
+    deadline = time.monotonic() + 200
+    while not (tmp_path / "run" / "checkpoints" / "objects").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(1)
+    for _ in range(3):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    _, stderr = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "still saving" in stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "parts"),
+    [
+        (["train"], 2, ["--config FILE is missing"]),
+        (["train", "--config", "absent.yaml"], 2, ["'absent.yaml' not found"]),
+        (["train", "--config", "tiny.yaml", "train.epoch=3"], 2, ["did you mean train.epochs?"]),
+        (["train", "--config", "tiny.yaml", "data.root=nowhere"], 3, ["nowhere", "images/<split>/"]),
+        (["train", "--config", "tiny.yaml", "model.name=fcnn"], 2, ["fcnn", "fcn"]),
+        (["train", "--config", "tiny.yaml", "model.weights=lost.pt"], 4, ["lost.pt"]),
+        (["train", "--config", "tiny.yaml", "parallel.devices=cuda:7"], 2, ["cuda:7"]),
+        (["train", "--config", "tiny.yaml", "data.classes=[ground, box]"], 3, [".png", "2"]),
+        (["train", "--config", "tiny.yaml", "--resume", "nothing"], 2, ["nothing: no such run"]),
+        (["eval", "nothing"], 2, ["no such run"]),
+        (["status", "nothing"], 2, ["no such run"]),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else str(v),
+)
+def test_a_mistake_gets_one_line_and_the_right_exit_code(
+    config_file: Path, tmp_path: Path, arguments: list[str], code: int, parts: list[str]
+) -> None:
+    assert_one_clear_error(segapp(*arguments, cwd=tmp_path), code, *parts)
+
+
+def test_bad_data_is_named_before_or_when_it_is_met(tiny: dict[str, Any], tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    for split in ("train", "val"):
+        for kind in ("images", "masks"):
+            (root / kind / split).mkdir(parents=True)
+            for i in range(3):
+                shape = (40, 40, 3) if kind == "images" else (40, 40)
+                cv2.imwrite(str(root / kind / split / f"{i}.png"), np.zeros(shape, np.uint8))
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({**tiny, "data": {**tiny["data"], "root": str(root)}}))
+    image = root / "images" / "train" / "1.png"
+    good = image.read_bytes()
+    image.write_bytes(good[: len(good) // 2])
+    assert_one_clear_error(segapp("train", "--config", "tiny.yaml", cwd=tmp_path), 3, "1.png")
+    cv2.imwrite(str(image), np.zeros((20, 20, 3), np.uint8))
+    assert_one_clear_error(segapp("train", "--config", "tiny.yaml", cwd=tmp_path), 3, "1.png", "20")
+    image.write_bytes(good)
+    (root / "masks" / "train" / "2.png").unlink()
+    assert_one_clear_error(segapp("train", "--config", "tiny.yaml", cwd=tmp_path), 3, "2.png")
+    cv2.imwrite(str(root / "masks" / "train" / "2.png"), np.full((40, 40), 77, np.uint8))
+    assert_one_clear_error(segapp("train", "--config", "tiny.yaml", "data.workers=1", cwd=tmp_path), 3, "2.png", "77")
+
+
+def test_print_config_and_schema(config_file: Path, tmp_path: Path) -> None:
+    printed = segapp("train", "--config", "tiny.yaml", "optim.lr=0.5", "--print-config", cwd=tmp_path)
+    assert yaml.safe_load(printed.stdout)["optim"]["lr"] == 0.5
+    assert not (tmp_path / "runs").exists()
+    segapp("schema", "--out", "schema.json", cwd=tmp_path)
+    assert "DataConfig" in json.loads((tmp_path / "schema.json").read_text())["$defs"]
+
+
+def test_help_is_quick_and_loads_no_torch() -> None:
+    code = (
+        "import sys\n"
+        "from segapp.__main__ import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'pydantic', 'yaml'} & set(sys.modules), sorted(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "predict" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["train", "--resume"], ["train", "--resume", "auto"]),
+        (["train", "--resume", "--plain"], ["train", "--resume", "auto", "--plain"]),
+        (["train", "--resume", "train.epochs=3"], ["train", "--resume", "auto", "train.epochs=3"]),
+        (["train", "--resume", "demo"], ["train", "--resume", "demo"]),
+        (["train", "--config", "x"], ["train", "--config", "x"]),
+    ],
+)
+def test_resume_may_stand_without_a_value(given: list[str], expected: list[str]) -> None:
+    assert _with_resume_value(given) == expected

@@ -1,0 +1,199 @@
+"""The config: what is accepted, what is refused, and how it is said."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from segapp.config import (
+    RunConfig,
+    config_schema,
+    dump_config,
+    find_config,
+    load_config,
+    parse_overrides,
+    resume_differences,
+    validate_config,
+)
+from segapp.config.reference import config_reference
+from segapp.config.yaml_reader import parse_yaml
+from segapp.errors import ConfigError
+
+MINIMAL = {"name": "x", "data": {"format": "camvid", "root": "data/camvid"}}
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    return path
+
+
+def refusal(tmp_path: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, text), overrides)
+    return str(caught.value)
+
+
+def test_every_problem_is_reported_at_once_with_place_value_and_nearest_key(tmp_path: Path) -> None:
+    message = refusal(
+        tmp_path,
+        "name: demo\n"
+        "data: {format: citscapes, root: data/demo, cropp_px: [3, 4]}\n"
+        "optim: {lr: abc, momentm: 3}\n"
+        "train:\n"
+        "  epochs: 1.5\n"
+        "epochs: 3\n",
+        "train.batch_sise=3",
+        "model.library=smq",
+    )
+    lines = message.splitlines()
+    assert lines[0].startswith("8 problems")
+    for part in (
+        "c.yaml:2: data.format = 'citscapes': accepted: cityscapes | camvid",
+        "c.yaml:2: unknown key data.cropp_px: did you mean data.crop_px?",
+        "c.yaml:3: optim.lr = 'abc': a number is expected",
+        "c.yaml:3: unknown key optim.momentm: did you mean optim.momentum?",
+        "c.yaml:5: train.epochs = 1.5: a whole number is expected",
+        "c.yaml:6: unknown key epochs: did you mean train.epochs?",
+        "command line: unknown key train.batch_sise: did you mean train.batch_size?",
+        "command line: model.library = 'smq': accepted: torchvision | smp",
+    ):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "name is missing"),
+        ("- a\n", "must be a mapping"),
+        ("name: x\nname: y\n", "key name stands twice (line 2)"),
+        ("name: [\n", "not valid YAML"),
+        ("name: &a x\ndata: *a\n", "aliases"),
+        ("name: !!python/object/apply:os.system [ls]\n", "not valid YAML"),
+        ("name: ../../etc\ndata: {format: voc, root: d}\n", "name = '../../etc'"),
+        ("name: x\ndata: {format: folder, root: d}\n", "data.classes: is missing"),
+        ("name: x\ndata: {format: voc, root: d, scale: [2, 1]}\n", "swap them"),
+        ("name: x\ndata: {format: voc, root: d, crop_px: [100000, 100000]}\n", "megapixels"),
+        ("name: x\ndata: {format: voc, root: d}\nschedule: {min_lr: 1}\n", "above optim.lr"),
+        ("name: x\ndata: {format: voc, root: d}\nmodel: {library: smp, name: Unet}\n", "model.encoder: is missing"),
+        ("name: x\ndata: {format: voc, root: d}\nparallel: {gpu0_bsz: 9}\n", "above train.batch_size = 8"),
+        ("name: x\ndata: {format: voc, root: d}\nparallel: {gpu0_bsz: -1}\n", "parallel.gpu0_bsz = -1"),
+        ("name: x\ndata: {format: voc, root: d}\nparallel: {gpu0_bsz: 1, shares: [1, 2]}\n", "keep one of them"),
+        ("name: x\ndata: {format: voc, root: d}\nloss: {name: dice, label_smoothing: 0.1}\n", "is for name: ce"),
+        ("name: x\ndata: {format: voc, root: d}\noptim: {lr: .inf}\n", "optim.lr = inf"),
+        ("name: x\ndata: {format: voc, root: d}\ntrain: {batch_size: true}\n", "not true or false"),
+    ],
+)
+def test_a_bad_config_gets_one_clear_error(tmp_path: Path, text: str, expected: str) -> None:
+    assert expected in refusal(tmp_path, text)
+
+
+def test_combinations_are_reported_together(tmp_path: Path) -> None:
+    message = refusal(
+        tmp_path, "name: x\ndata: {format: folder, root: d, scale: [2, 1]}\nschedule: {min_lr: 1, name: step}\n"
+    )
+    assert message.startswith("4 problems")
+
+
+def test_numbers_are_numbers_and_words_are_words() -> None:
+    value, lines = parse_yaml("a: 1e-3\nb: no\nc: 010\nd: [1, .5]\ne: 2024-01-01\nf: true\n")
+    assert value == {"a": 0.001, "b": "no", "c": 10, "d": [1, 0.5], "e": "2024-01-01", "f": True}
+    assert lines["d", "1"] == 4
+
+
+def test_overrides_win_and_are_yaml(tmp_path: Path) -> None:
+    path = write(tmp_path, "name: x\ndata: {format: voc, root: d}\ntrain: {epochs: 3}\n")
+    config = load_config(
+        path, ["train.epochs=7", "optim.lr=1e-3", "data.crop_px=[64, 96]", "optim.clip_grad_norm=null"]
+    )
+    assert (config.train.epochs, config.optim.lr, config.data.crop_px) == (7, 0.001, (64, 96))
+    assert config.optim.clip_grad_norm is None
+
+
+@pytest.mark.parametrize("word", ["epochs", "=3", "a..b=1", "train.epochs"])
+def test_an_override_that_is_not_key_value_is_refused(word: str) -> None:
+    with pytest.raises(ConfigError, match="is not KEY=VALUE"):
+        parse_overrides([word])
+
+
+def test_an_override_cannot_run_code() -> None:
+    assert parse_overrides(["name=__import__('os').system('x')"]) == {("name",): "__import__('os').system('x')"}
+
+
+def test_the_printed_config_reads_back_as_itself(tmp_path: Path) -> None:
+    config = validate_config(MINIMAL | {"loss": {"name": "ce", "plus": [{"name": "dice", "weight": 0.5}]}})
+    assert load_config(write(tmp_path, dump_config(config))) == config
+
+
+def test_a_config_is_found_as_given_then_under_configs_then_packaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    packaged = find_config("demo.yaml")
+    assert packaged.is_absolute()
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "demo.yaml").write_text("")
+    assert find_config("demo") == Path("configs/demo.yaml")
+    (tmp_path / "demo.yaml").write_text("")
+    assert find_config("demo.yaml") == Path("demo.yaml")
+    with pytest.raises(ConfigError, match=r"demoo\.yaml.*not found.*demo\.yaml"):
+        find_config("demoo.yaml")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
+def test_every_shipped_config_is_valid_and_has_a_header(path: Path) -> None:
+    load_config(path)
+    assert path.read_text().startswith("#")
+
+
+def test_the_schema_describes_every_field() -> None:
+    schema = config_schema()
+    json.dumps(schema)
+    for name, definition in schema["$defs"].items():
+        for key, field in definition.get("properties", {}).items():
+            assert field.get("description"), f"{name}.{key} has no description"
+
+
+def test_the_readme_has_the_reference_as_the_code_has_it() -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    assert config_reference() in readme, "put the text of config_reference() under '## Config reference'"
+
+
+def test_resume_refuses_what_changes_the_course_and_takes_the_rest() -> None:
+    old = validate_config(MINIMAL)
+    harmless = validate_config(
+        MINIMAL | {"train": {"epochs": 200}, "log": {"every_steps": 1}, "data": {**MINIMAL["data"], "workers": 0}}
+    )
+    assert resume_differences(old.model_dump(mode="json"), harmless) == []
+    other = validate_config(MINIMAL | {"optim": {"lr": 0.02}, "seed": 3})
+    assert resume_differences(old.model_dump(mode="json"), other) == ["optim.lr: 0.01 -> 0.02", "seed: 0 -> 3"]
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda c: st.lists(c) | st.dictionaries(st.text(), c),
+        max_leaves=12,
+    )
+)
+def test_any_value_is_accepted_or_refused_with_a_config_error(value: object) -> None:
+    for key in RunConfig.model_fields:
+        try:
+            config = validate_config({**MINIMAL, key: value})
+        except ConfigError:
+            continue
+        assert validate_config(config.model_dump()) == config
+
+
+@given(st.text(max_size=200))
+def test_any_text_is_accepted_or_refused_with_a_config_error(text: str) -> None:
+    try:
+        value, _ = parse_yaml(text)
+    except ConfigError:
+        return
+    if isinstance(value, dict) and all(isinstance(k, str) for k in value):
+        assert yaml.safe_dump(value)

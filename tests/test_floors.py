@@ -1,0 +1,52 @@
+"""Imports look down, each heavy library has its door, and the map is true."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def loaded_by(statement: str) -> set[str]:
+    code = f"{statement}\nimport sys\nprint('\\n'.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("package", ["segapp.parallel", "segapp.losses"])
+def test_the_libraries_load_nothing_beyond_torch(package: str) -> None:
+    beyond = loaded_by(f"import {package}, torch") - loaded_by("import torch")
+    assert {name for name in beyond if not name.startswith((package, "torch", "segapp"))} <= set(
+        sys.stdlib_module_names
+    )
+    assert not {name for name in beyond if name.startswith("segapp.") and not name.startswith(package)}
+
+
+@pytest.mark.parametrize(
+    "package", ["segapp.run", "segapp.config", "segapp.train.plan", "segapp.train.overview", "segapp.cli"]
+)
+def test_viewers_load_no_torch(package: str) -> None:
+    assert not {"torch", "torchvision", "albumentations", "textual"} & loaded_by(f"import {package}")
+
+
+def test_the_trainer_loads_no_textual() -> None:
+    assert "textual" not in loaded_by("import segapp.train.session")
+
+
+def test_every_file_stands_in_the_readmes_tree_and_every_file_there_exists() -> None:
+    tree = (ROOT / "README.md").read_text().split("## File tree", 1)[1]
+    named = set(re.findall(r"^\s*([\w/.-]+\.(?:py|yaml|md))\b", tree, re.MULTILINE))
+    paths = {str(p.relative_to(ROOT)) for folder in ("segapp", "configs") for p in (ROOT / folder).rglob("*.*")}
+    here = {
+        p
+        for p in paths
+        if p.endswith((".py", ".yaml", ".md")) and not p.endswith("__init__.py") and "__pycache__" not in p
+    }
+    assert {p for p in here if p not in named} == set()
+    assert {p for p in named if not (ROOT / p).exists()} == set()

@@ -1,0 +1,275 @@
+import contextlib
+import importlib
+import io
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torch.overrides import TorchFunctionMode
+
+from segapp import metrics
+from segapp.metrics import ConfusionMatrix
+
+
+def confusion_of(prediction, target, num_classes, **kwargs) -> ConfusionMatrix:
+    confusion = ConfusionMatrix(num_classes, **kwargs)
+    confusion.update(torch.as_tensor(prediction)[None], torch.as_tensor(target)[None])
+    return confusion
+
+
+def test_scores_of_a_case_worked_by_hand():
+    confusion = confusion_of([[0, 0, 1], [1, 2, 0]], [[0, 1, 1], [1, 255, 255]], 3)
+    assert confusion.matrix.tolist() == [[1, 0, 0], [1, 2, 0], [0, 0, 0]]
+    scores = confusion.scores()
+    assert scores.iou == (1 / 2, 2 / 3, None)
+    assert scores.miou == pytest.approx(7 / 12)
+    assert scores.accuracy == (1.0, 2 / 3, None)
+    assert scores.mean_accuracy == pytest.approx(5 / 6)
+    assert scores.frequency == (1 / 4, 3 / 4, 0.0)
+    assert scores.frequency_weighted_iou == pytest.approx(1 / 8 + 1 / 2)
+    assert scores.pixel_accuracy == 3 / 4
+    assert scores.num_valid_px == 4
+
+
+def test_class_that_is_only_predicted_has_iou_0_and_no_accuracy():
+    scores = confusion_of([[0, 2]], [[0, 0]], 4).scores()
+    assert scores.iou == (0.5, None, 0.0, None)
+    assert scores.accuracy == (0.5, None, None, None)
+    assert scores.miou == 0.25
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 2), (0, 4, 4), (3, 0, 5)])
+def test_no_valid_pixel_gives_no_score(shape):
+    confusion = ConfusionMatrix(3)
+    confusion.update(torch.zeros(shape, dtype=torch.int64), torch.full(shape, 255, dtype=torch.uint8))
+    scores = confusion.scores()
+    assert scores.iou == scores.accuracy == scores.frequency == (None, None, None)
+    assert (scores.miou, scores.pixel_accuracy, scores.mean_accuracy, scores.frequency_weighted_iou) == (None,) * 4
+    assert scores.num_valid_px == 0
+    json.dumps(vars(scores), allow_nan=False)
+
+
+@given(
+    num_classes=st.integers(1, 9),
+    ignore_index=st.sampled_from([255, -1, -100]),
+    num_batches=st.integers(1, 4),
+    seed=st.integers(0, 2**31),
+)
+@settings(max_examples=40, deadline=None)
+def test_matrix_matches_a_loop_over_pixels(num_classes, ignore_index, num_batches, seed):
+    generator = np.random.default_rng(seed)
+    expected = np.zeros((num_classes, num_classes), dtype=np.int64)
+    confusion = ConfusionMatrix(num_classes, ignore_index)
+    for _ in range(num_batches):
+        shape = tuple(generator.integers(1, 6, size=3))
+        prediction = generator.integers(0, num_classes, size=shape)
+        target = generator.integers(0, num_classes, size=shape)
+        target[generator.random(shape) < 0.3] = ignore_index
+        for p, t in zip(prediction.ravel(), target.ravel(), strict=True):
+            if t != ignore_index:
+                expected[t, p] += 1
+        confusion.update(torch.from_numpy(prediction), torch.from_numpy(target))
+    assert confusion.matrix.numpy().tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("prediction_type", [torch.uint8, torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    "target_type", [torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64]
+)
+def test_every_integer_type_counts_the_same(prediction_type, target_type):
+    prediction = torch.tensor([[[0, 1, 2]]]).to(prediction_type)
+    target = torch.tensor([[[2, 1, 255]]]).to(target_type)
+    confusion = ConfusionMatrix(3)
+    confusion.update(prediction, target)
+    assert confusion.matrix.nonzero().tolist() == [[1, 1], [2, 0]]
+
+
+def test_many_batches_merged_equal_one_batch():
+    torch.manual_seed(0)
+    prediction, target = torch.randint(0, 5, (6, 8, 8)), torch.randint(0, 6, (6, 8, 8))
+    whole = ConfusionMatrix(5, ignore_index=5)
+    whole.update(prediction, target)
+    parts = [ConfusionMatrix(5, ignore_index=5) for _ in range(3)]
+    for i, part in enumerate(parts):
+        part.update(prediction[2 * i : 2 * i + 2], target[2 * i : 2 * i + 2])
+    summed = ConfusionMatrix(5, ignore_index=5)
+    summed.counts.copy_(torch.stack([part.counts for part in parts]).sum(dim=0))  # what an all-reduce does
+    parts[0].merge(parts[1])
+    parts[0].merge(parts[2])
+    assert parts[0].scores() == whole.scores() == summed.scores()
+    with pytest.raises(ValueError, match="cannot merge 4 classes"):
+        whole.merge(ConfusionMatrix(4))
+
+
+def test_matrix_is_a_view_that_may_be_summed_into_and_reset_empties_it():
+    confusion = confusion_of([[0, 1]], [[0, 0]], 2)
+    confusion.matrix.add_(torch.tensor([[1, 0], [0, 1]]))
+    assert confusion.scores().pixel_accuracy == 3 / 4
+    confusion.reset()
+    assert confusion.matrix.tolist() == [[0, 0], [0, 0]]
+    assert confusion.scores().miou is None
+
+
+def test_ignored_class_has_no_iou_but_predicting_it_is_an_error():
+    scores = confusion_of([[0, 1, 1]], [[1, 1, 0]], 2, ignore_index=0).scores()
+    assert scores.iou == (None, 0.5)
+    assert scores.pixel_accuracy == 0.5
+
+
+@pytest.mark.parametrize(
+    ("prediction", "target"), [([[3]], [[0]]), ([[-1]], [[0]]), ([[0]], [[3]]), ([[0]], [[-1]]), ([[0]], [[2**40]])]
+)
+def test_ids_out_of_range_are_refused_and_not_counted(prediction, target):
+    confusion = ConfusionMatrix(3)
+    with pytest.raises(ValueError, match=r"1 pixels .* not a class 0\.\.2 .* ignore_index=255"):
+        confusion.update(torch.tensor([prediction]), torch.tensor([target]))
+    assert confusion.scores().num_valid_px == 0
+
+
+def test_prediction_out_of_range_under_ignored_target_does_not_matter():
+    assert confusion_of([[7, 1]], [[255, 1]], 3).scores().pixel_accuracy == 1.0
+
+
+def test_wrong_tensors_are_refused():
+    ids = torch.zeros(1, 4, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"\(1, 4, 4\).*\(1, 4, 5\)"):
+        ConfusionMatrix(3).update(ids, torch.zeros(1, 4, 5, dtype=torch.int64))
+    with pytest.raises(ValueError, match="argmax"):
+        ConfusionMatrix(3).update(ids.float(), ids)
+    with pytest.raises(ValueError, match="at least one class"):
+        ConfusionMatrix(0)
+
+
+def test_inputs_stay_untouched_and_inference_mode_is_fine():
+    prediction, target = torch.tensor([[[0, 5]]]), torch.tensor([[[0, 255]]])
+    with torch.inference_mode():
+        confusion = ConfusionMatrix(2)
+        confusion.update(prediction, target)
+    confusion.update(prediction, target)
+    assert confusion.scores().num_valid_px == 2
+    assert (prediction.tolist(), target.tolist()) == ([[[0, 5]]], [[[0, 255]]])
+
+
+class NamesOfFunctions(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_counting_off_the_cpu_calls_no_function_that_waits_for_the_device():
+    confusion = ConfusionMatrix(4)
+    ids = torch.zeros(2, 8, 8, dtype=torch.int64)
+    with NamesOfFunctions() as functions:
+        confusion.counts += metrics._count_by_scatter(confusion._places(ids, ids.to(torch.uint8)), 18)[:-1]
+    waiting = {
+        "item",
+        "tolist",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "cpu",
+        "nonzero",
+        "bincount",
+        "unique",
+    }
+    assert {"where", "scatter_add_"} <= functions.names
+    assert functions.names.isdisjoint(waiting)
+    assert confusion.scores().num_valid_px == ids.numel()
+
+
+def test_scatter_counts_as_bincount_does():
+    torch.manual_seed(0)
+    places = torch.randint(0, 27, (1000,))
+    counted = metrics._count_by_scatter(places, 30)
+    assert counted.equal(torch.bincount(places, minlength=30))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device to watch for synchronisation")
+def test_update_on_a_gpu_does_not_synchronise_and_scores_reports_bad_ids():
+    prediction, target = torch.randint(0, 19, (2, 64, 64)), torch.randint(0, 19, (2, 64, 64))
+    on_cpu, on_gpu = ConfusionMatrix(19), ConfusionMatrix(19, device="cuda")
+    on_cpu.update(prediction, target)
+    prediction, target = prediction.cuda(), target.to(torch.uint8).cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        on_gpu.update(prediction, target)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert on_gpu.scores() == on_cpu.scores()
+    on_gpu.update(prediction, target + 200)
+    with pytest.raises(ValueError, match="not a class"):
+        on_gpu.scores()
+
+
+def official_scores(predictions: list[np.ndarray], targets: list[np.ndarray], folder: Path) -> dict:
+    """What the evaluation server's own code says about label ids written as PNGs."""
+    official = importlib.import_module("cityscapesscripts.evaluation.evalPixelLevelSemanticLabeling")
+
+    files = []
+    for kind, maps in (("pred", predictions), ("gtFine_labelIds", targets)):
+        files.append([str(folder / f"ulm_{i:06d}_000019_{kind}.png") for i in range(len(maps))])
+        for file, ids in zip(files[-1], maps, strict=True):
+            Image.fromarray(ids).save(file)
+    arguments = official.CArgs()
+    vars(arguments).update(vars(official.args))
+    arguments.evalInstLevelScore, arguments.JSONOutput, arguments.quiet = False, False, True
+    with contextlib.redirect_stdout(io.StringIO()):
+        return official.evaluateImgLists(*files, arguments)
+
+
+@pytest.mark.parametrize("agreement", [0.0, 0.8])
+@pytest.mark.parametrize("absent", [(), (26, 27, 31)])
+def test_scores_match_the_official_cityscapes_evaluator(tmp_path, agreement, absent):
+    from cityscapesscripts.helpers.labels import labels
+
+    generator = np.random.default_rng(7)
+    known = [label for label in labels if label.id >= 0]
+    classes = [label.id for label in known if not label.ignoreInEval]
+    train_id = np.full(256, 255, dtype=np.uint8)
+    train_id[classes] = [label.trainId for label in known if not label.ignoreInEval]
+    in_target = [label.id for label in known if label.id not in absent]
+    predicted = [c for c in classes if c not in absent[1:]]  # absent[0] is predicted, and never right
+    confusion = ConfusionMatrix(19)
+    predictions, targets = [], []
+    for height, width in [(48, 64), (33, 57), (1, 128)]:
+        target = generator.choice(in_target, size=(height, width)).astype(np.uint8)
+        prediction = generator.choice(predicted, size=(height, width)).astype(np.uint8)
+        copied = (generator.random(target.shape) < agreement) & np.isin(target, predicted)
+        prediction[copied] = target[copied]
+        predictions.append(prediction)
+        targets.append(target)
+        confusion.update(torch.from_numpy(train_id[prediction])[None], torch.from_numpy(train_id[target])[None])
+    official = official_scores(predictions, targets, tmp_path)
+    scores = confusion.scores()
+    for label in known:
+        if label.ignoreInEval:
+            continue
+        expected, iou = official["classScores"][label.name], scores.iou[label.trainId]
+        assert (iou is None) == math.isnan(expected), label.name
+        assert iou is None or iou == pytest.approx(expected, abs=1e-9), label.name
+    assert scores.miou == pytest.approx(official["averageScoreClasses"], abs=1e-9)
+    assert sum(iou is None for iou in scores.iou) == len(absent[1:])
+
+
+def test_metrics_load_nothing_of_segapp_and_no_vision_library():
+    code = (
+        "import sys, segapp.metrics; "
+        "print([m for m in sys.modules if m.split('.')[0] in ('torchvision', 'segmentation_models_pytorch', 'timm') "
+        "or m.startswith('segapp.')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['segapp.metrics']"

@@ -1,0 +1,133 @@
+"""Learning rates, groups, the fused optimizer's skipped step, and the average of the weights."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from segapp.config import OptimConfig, ScheduleConfig
+from segapp.optim import WeightAverage, build_optimizer, lr_at, norm_and_bias, parameter_groups, set_lr
+
+
+def rate(step: int, **schedule: object) -> float:
+    return lr_at(step, ScheduleConfig.model_validate(schedule), lr=0.1, total_steps=100, steps_per_epoch=10)
+
+
+@pytest.mark.parametrize(
+    ("step", "schedule", "expected"),
+    [
+        (1, {"name": "constant"}, 0.1),
+        (1, {"name": "poly", "power": 0.9}, 0.1),
+        (51, {"name": "poly", "power": 0.9}, 0.1 * 0.5**0.9),
+        (51, {"name": "poly", "power": 1.0, "min_lr": 0.02}, 0.06),
+        (101, {"name": "poly", "min_lr": 0.02}, 0.02),
+        (51, {"name": "cosine"}, 0.05),
+        (101, {"name": "cosine", "min_lr": 0.01}, 0.01),
+        (20, {"name": "step", "step_epochs": [2, 5]}, 0.1),
+        (21, {"name": "step", "step_epochs": [2, 5]}, 0.01),
+        (51, {"name": "step", "step_epochs": [2, 5]}, 0.001),
+        (1, {"name": "constant", "warmup_steps": 4, "warmup_factor": 0.2}, 0.02),
+        (3, {"name": "constant", "warmup_steps": 4, "warmup_factor": 0.2}, 0.06),
+        (5, {"name": "constant", "warmup_steps": 4, "warmup_factor": 0.2}, 0.1),
+    ],
+)
+def test_lr_by_hand(step: int, schedule: dict[str, object], expected: float) -> None:
+    assert rate(step, **schedule) == pytest.approx(expected, rel=1e-12)
+
+
+def test_poly_lr_equals_torchs_scheduler() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.PolynomialLR(optimizer, total_iters=100, power=0.9)
+    for step in range(1, 101):
+        assert rate(step, name="poly", power=0.9) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9)
+        optimizer.step()
+        scheduler.step()
+
+
+def test_cosine_lr_equals_torchs_scheduler() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100, eta_min=0.01)
+    for step in range(1, 101):
+        assert rate(step, name="cosine", min_lr=0.01) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-6)
+        optimizer.step()
+        scheduler.step()
+
+
+def small_model() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1))
+
+
+def test_groups_cover_every_parameter_once_with_the_right_factors() -> None:
+    model = small_model()
+    groups = parameter_groups(
+        model[:2].parameters(), model[2].parameters(), norm_and_bias(model), weight_decay=0.1, head_lr_factor=10.0
+    )
+    found = [id(p) for g in groups for p in g["params"]]
+    assert sorted(found) == sorted(id(p) for p in model.parameters())
+    by_kind = {(g["lr_factor"], g["weight_decay"]): {id(p) for p in g["params"]} for g in groups}
+    assert by_kind[1.0, 0.1] == {id(model[0].weight)}
+    assert by_kind[1.0, 0.0] == {id(model[0].bias), id(model[1].weight), id(model[1].bias)}
+    assert by_kind[10.0, 0.1] == {id(model[2].weight)}
+    assert by_kind[10.0, 0.0] == {id(model[2].bias)}
+    optimizer = build_optimizer(OptimConfig(), groups)
+    set_lr(optimizer, 0.5)
+    assert {g["lr"] for g in optimizer.param_groups} == {0.5, 5.0}
+
+
+@pytest.mark.parametrize(
+    "section", [OptimConfig(lr=0.1), OptimConfig(lr=0.1, nesterov=True), OptimConfig(name="adamw", lr=0.1)]
+)
+def test_optimizer_equals_torchs_plain_one_and_a_bad_step_leaves_no_trace(section: OptimConfig) -> None:
+    torch.manual_seed(0)
+    ours, theirs = nn.Parameter(torch.randn(7)), nn.Parameter(torch.zeros(7))
+    theirs.data.copy_(ours.data)
+    optimizer = build_optimizer(section, [{"params": [ours], "lr_factor": 1.0, "weight_decay": 0.01}])
+    if section.name == "sgd":
+        plain: torch.optim.Optimizer = torch.optim.SGD(
+            [theirs], lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=section.nesterov, foreach=False
+        )
+    else:
+        plain = torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.01, foreach=False)
+    for step in range(6):
+        gradient = torch.randn(7)
+        is_bad = step in (0, 3)
+        ours.grad = gradient * math.nan if is_bad else gradient.clone()
+        optimizer.found_inf = torch.tensor(float(is_bad))  # type: ignore[attr-defined]
+        optimizer.step()
+        if not is_bad:
+            theirs.grad = gradient
+            plain.step()
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_average_follows_the_formula_and_ignores_a_bad_step() -> None:
+    model = small_model()
+    average = WeightAverage(model, 0.9)
+    by_hand = model[0].weight.detach().clone()
+    statistics = model[1].running_mean.clone()
+    for update in range(1, 30):
+        with torch.no_grad():
+            model[0].weight.add_(1.0)
+            model[1].running_mean.add_(0.5)
+        average.update(torch.tensor(0.0))
+        decay = min(0.9, (1 + update) / (10 + update))
+        by_hand = decay * by_hand + (1 - decay) * model[0].weight.detach()
+        statistics = decay * statistics + (1 - decay) * model[1].running_mean
+    torch.testing.assert_close(average.module[0].weight, by_hand)
+    torch.testing.assert_close(average.module[1].running_mean, statistics)
+    with torch.no_grad():
+        model[0].weight.fill_(math.nan)
+    average.update(torch.tensor(1.0))
+    torch.testing.assert_close(average.module[0].weight, by_hand)
+
+
+def test_average_state_goes_through_a_checkpoint() -> None:
+    model = small_model()
+    average = WeightAverage(model, 0.9)
+    average.update(torch.tensor(0.0))
+    other = WeightAverage(small_model(), 0.9)
+    other.load_state_dict(average.state_dict())
+    assert other.num_updates == 1
+    for a, b in zip(average.module.state_dict().values(), other.module.state_dict().values(), strict=True):
+        assert torch.equal(a, b)

@@ -1,0 +1,106 @@
+"""Precision modes: dtypes, loss scaling and master weights."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from segapp.precision import LossScaler, Precision, half_except_norm
+
+CPU = torch.device("cpu")
+
+
+def test_half_except_norm_keeps_normalisation_in_fp32() -> None:
+    model = half_except_norm(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.GroupNorm(2, 4)))
+    assert {n: p.dtype for n, p in model.named_parameters()} == {
+        "0.weight": torch.float16, "0.bias": torch.float16,
+        "1.weight": torch.float32, "1.bias": torch.float32,
+        "2.weight": torch.float32, "2.bias": torch.float32,
+    }  # fmt: skip
+    assert model[1].running_var.dtype == torch.float32
+    assert model(torch.randn(2, 3, 8, 8).half()).dtype == torch.float16
+
+
+def test_scaler_halves_on_overflow_and_doubles_after_the_interval() -> None:
+    scaler = LossScaler(CPU, init_scale=8.0, growth_interval=3)
+    scales = []
+    for is_bad in (1.0, 0.0, 0.0, 0.0, 0.0):
+        scaler.update(torch.tensor(is_bad))
+        scales.append(float(scaler.scale))
+    assert scales == [4.0, 4.0, 4.0, 8.0, 8.0]
+    other = LossScaler(CPU)
+    other.load_state_dict(scaler.state_dict())
+    assert float(other.scale) == 8.0
+    assert int(other.growth_tracker) == int(scaler.growth_tracker) == 1
+
+
+def test_master_weights_keep_updates_that_half_would_lose() -> None:
+    precision = Precision("fp16", CPU)
+    model = precision.prepare(nn.Linear(1, 1, bias=False))
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    (master,) = precision.master_weights(model.parameters())
+    assert master.dtype == torch.float32
+    for _ in range(100):
+        model.weight.grad = torch.ones(1, 1, dtype=torch.float16)
+        precision.gradients_to_master()
+        assert model.weight.grad is None
+        with torch.no_grad():
+            master.sub_(2e-4 * master.grad)
+        master.grad = None
+        precision.masters_to_model()
+    assert float(master.detach()) == pytest.approx(0.98, rel=1e-5)
+    assert float(model.weight.detach()) == pytest.approx(0.98, rel=1e-3)
+
+
+def test_gradients_of_several_micro_batches_are_added_in_fp32() -> None:
+    precision = Precision("fp16", CPU)
+    model = precision.prepare(nn.Linear(1, 1, bias=False))
+    (master,) = precision.master_weights(model.parameters())
+    for value in (2048.0, 1.0, 1.0):
+        model.weight.grad = torch.full((1, 1), value, dtype=torch.float16)
+        precision.gradients_to_master()
+    assert float(master.grad) == 2050.0  # in half, 2048 + 1 is 2048
+
+
+@pytest.mark.parametrize("name", ["fp32", "amp-bf16", "amp-fp16", "fp16"])
+def test_scaled_gradients_come_back_unscaled(name: str) -> None:
+    precision = Precision(name, CPU)
+    model = precision.prepare(nn.Linear(4, 1, bias=False))
+    masters = precision.master_weights(model.parameters())
+    images = torch.full((2, 4), 2.0**-6, dtype=precision.input_dtype)
+    with precision.autocast():
+        output = model(images)
+    precision.scale(output.float().sum()).backward()
+    precision.gradients_to_master()
+    gradients = [m.grad for m in masters]
+    precision.unscale(gradients)
+    assert gradients[0].dtype == torch.float32
+    torch.testing.assert_close(gradients[0], torch.full((1, 4), 2.0**-5))
+
+
+def test_autocast_dtype() -> None:
+    layer = nn.Linear(2, 2)
+    for name, dtype in (("fp32", torch.float32), ("amp-bf16", torch.bfloat16), ("amp-fp16", torch.float16)):
+        with Precision(name, CPU).autocast():
+            assert layer(torch.ones(1, 2)).dtype == dtype
+
+
+def test_state_round_trip() -> None:
+    precision = Precision("fp16", CPU)
+    model = precision.prepare(nn.Linear(2, 2))
+    precision.master_weights(model.parameters())
+    precision.update(torch.tensor(1.0))
+    state = precision.state_dict()
+    other = Precision("fp16", CPU)
+    masters = other.master_weights(other.prepare(nn.Linear(2, 2)).parameters())
+    other.load_state_dict(state)
+    assert float(other.scaler.scale) == 2.0**15
+    assert all(torch.equal(a, b) for a, b in zip(masters, state["masters"], strict=True))
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match="fp32, fp16"):
+        Precision("fp8", CPU)
+    assert math.isfinite(float(LossScaler(CPU).scale))

@@ -1,0 +1,191 @@
+"""Evaluation: windows, sizes, averages, and the official Cityscapes evaluator."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_runs import draw_scene, merged, segapp, train
+from torch import Tensor, nn
+
+from segapp.datasets.loader import Batch
+from segapp.losses import CriterionCE
+from segapp.train.engine import Normalizer
+from segapp.train.evaluate import Inference, evaluate, window_corners
+
+CPU = torch.device("cpu")
+NORMALIZER = Normalizer((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+
+
+class ColorNet(nn.Module):
+    """Logits are the averaged colours of 2 x 2 pixels; takes multiples of 4, as a strided network does."""
+
+    def suitable_size(self, height: int, width: int) -> tuple[int, int]:
+        return -(-height // 4) * 4, -(-width // 4) * 4
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        assert images.shape[-2] % 4 == images.shape[-1] % 4 == 0
+        return (F.avg_pool2d(images, 2) * 20,)
+
+
+def batch(height: int, width: int, seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randint(0, 256, (1, 3, height, width), generator=generator, dtype=torch.uint8)
+    target = torch.randint(0, 3, (1, height, width), generator=generator, dtype=torch.uint8)
+    target[:, :3] = 255
+    return Batch(images, target, (seed,))
+
+
+def test_images_of_different_sizes_equal_the_straightforward_way() -> None:
+    batches = [batch(16, 24, 0), batch(13, 18, 1), batch(9, 31, 2)]
+    found = evaluate(
+        ColorNet(), batches, Inference(NORMALIZER), num_classes=3, ignore_index=255, device=CPU, criterion=CriterionCE()
+    )
+    hits = np.zeros((3, 3), np.int64)
+    loss_sum, count = 0.0, 0
+    for each in batches:
+        height, width = each.target.shape[-2:]
+        size = ColorNet().suitable_size(height, width)
+        padded = F.pad(each.images.double() / 255, (0, size[1] - width, 0, size[0] - height))
+        logits = F.avg_pool2d(padded, 2) * 20
+        full = F.interpolate(logits, size, mode="bilinear", align_corners=True)[..., :height, :width]
+        target = each.target.long()
+        loss_sum += float(F.cross_entropy(full, target, ignore_index=255, reduction="sum"))
+        count += int((target != 255).sum())
+        prediction = full.argmax(1)
+        for t, p in zip(target[target != 255].tolist(), prediction[target != 255].tolist(), strict=True):
+            hits[t, p] += 1
+    iou = [hits[c, c] / (hits[c].sum() + hits[:, c].sum() - hits[c, c]) for c in range(3)]
+    assert found.scores.iou == pytest.approx(iou, abs=2e-3)  # argmax ties between float32 and float64
+    assert found.loss == pytest.approx(loss_sum / count, rel=1e-5)
+    assert found.num_images == 3
+
+
+@given(
+    st.integers(1, 60),
+    st.integers(1, 60),
+    st.integers(1, 70),
+    st.integers(1, 70),
+    st.sampled_from([0.0, 1 / 3, 0.5, 0.9]),
+)
+def test_windows_cover_every_pixel_and_stay_inside(h: int, w: int, wh: int, ww: int, overlap: float) -> None:
+    window = (min(wh, h), min(ww, w))
+    covered = np.zeros((h, w), int)
+    for top, left in window_corners((h, w), window, overlap):
+        assert 0 <= top <= h - window[0]
+        assert 0 <= left <= w - window[1]
+        covered[top : top + window[0], left : left + window[1]] += 1
+    assert covered.min() >= 1
+
+
+def test_a_window_as_large_as_the_image_equals_no_window() -> None:
+    images = NORMALIZER(batch(16, 24, 0).images)
+    plain = Inference(NORMALIZER).full_logits(ColorNet(), images)
+    slid = Inference(NORMALIZER, window_px=(16, 24)).full_logits(ColorNet(), images)
+    torch.testing.assert_close(plain, slid)
+
+
+def test_windows_are_averaged_where_they_overlap() -> None:
+    images = NORMALIZER(batch(16, 24, 0).images)
+    inference = Inference(NORMALIZER, window_px=(16, 16), overlap=0.5)
+    found = inference.full_logits(ColorNet(), images)
+    left = inference._upsampled(ColorNet(), images[..., :16])
+    right = inference._upsampled(ColorNet(), images[..., 8:])
+    torch.testing.assert_close(found[..., :8], left[..., :8])
+    torch.testing.assert_close(found[..., 16:], right[..., 8:])
+    torch.testing.assert_close(found[..., 8:16], (left[..., 8:] + right[..., :8]) / 2)
+
+
+def test_flip_average_is_symmetric() -> None:
+    images = NORMALIZER(batch(16, 24, 0).images)
+    inference = Inference(NORMALIZER, flip=True, scales=(0.5, 1.0, 1.5))
+    found = inference.averaged_logits(ColorNet(), images)
+    mirrored = inference.averaged_logits(ColorNet(), images.flip(-1)).flip(-1)
+    torch.testing.assert_close(found, mirrored, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.exp().sum(1), torch.ones(1, 16, 24))
+
+
+def test_the_model_is_left_in_the_mode_it_was_in() -> None:
+    for mode in (True, False):
+        model = ColorNet().train(mode)
+        evaluate(model, [batch(16, 16, 0)], Inference(NORMALIZER), num_classes=3, ignore_index=255, device=CPU)
+        assert model.training == mode
+
+
+# --- Cityscapes ----------------------------------------------------------------------------------------------------
+
+LABEL_IDS = np.array([7, 11, 26, 23], np.uint8)
+
+
+@pytest.fixture(scope="module")
+def cityscapes_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("cityscapes")
+    rng = np.random.default_rng(1)
+    for split, count in (("train", 6), ("val", 3)):
+        for kind in ("leftImg8bit", "gtFine"):
+            (root / kind / split / "town").mkdir(parents=True)
+        for i in range(count):
+            image, mask = draw_scene(rng, 64, 96)
+            ids = np.where(mask == 255, 0, LABEL_IDS[np.minimum(mask, 3)]).astype(np.uint8)
+            name = f"town_000000_{i:06}"
+            cv2.imwrite(str(root / "leftImg8bit" / split / "town" / f"{name}_leftImg8bit.png"), image)
+            cv2.imwrite(str(root / "gtFine" / split / "town" / f"{name}_gtFine_labelIds.png"), ids)
+    return root
+
+
+def test_eval_equals_the_official_evaluator_on_the_written_predictions(
+    cityscapes_root: Path, tiny: dict[str, Any], tmp_path: Path
+) -> None:
+    config = merged(
+        {**tiny, "data": {"format": "cityscapes", "root": str(cityscapes_root), "crop_px": [32, 32], "workers": 0}},
+        train={"epochs": 2, "batch_size": 2},
+        optim={"name": "adamw", "lr": 0.003},
+    )
+    assert train(config, tmp_path / "run") == 0
+    result = segapp("eval", "run", "--json", "result.json", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    ours = json.loads((tmp_path / "result.json").read_text())
+    images = cityscapes_root / "leftImg8bit" / "val"
+    result = segapp("predict", "run", images, "--out", "predictions", "--label-ids", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    official = official_scores(cityscapes_root, tmp_path / "predictions" / "labels", tmp_path / "official.json")
+    for name, iou in zip(ours["classes"], ours["iou"], strict=True):
+        theirs = official["classScores"][name]
+        if iou is None:
+            assert np.isnan(theirs)
+        else:
+            assert theirs == pytest.approx(iou, abs=1e-6)
+    assert official["averageScoreClasses"] == pytest.approx(ours["miou"], abs=1e-6)
+
+
+def official_scores(root: Path, predictions: Path, out: Path) -> dict[str, Any]:
+    """The result of the cityscapesscripts package, in a process of its own (it keeps global state)."""
+    code = (
+        "import json, sys, glob\n"
+        "import cityscapesscripts.evaluation.evalPixelLevelSemanticLabeling as official\n"
+        "root, predictions, out = sys.argv[1:]\n"
+        "args = official.args\n"
+        "args.cityscapesPath, args.predictionPath, args.predictionWalk = root, predictions, None\n"
+        "args.groundTruthSearch = root + '/gtFine/val/*/*_gtFine_labelIds.png'\n"
+        "args.evalInstLevelScore = args.evalPixelAccuracy = False\n"
+        "args.JSONOutput, args.quiet = False, True\n"
+        "truth = sorted(glob.glob(args.groundTruthSearch))\n"
+        "guesses = [official.getPrediction(args, path) for path in truth]\n"
+        "result = official.evaluateImgLists(guesses, truth, args)\n"
+        "json.dump(result, open(out, 'w'), default=float)\n"
+    )
+    command = [sys.executable, "-c", code, str(root), str(predictions), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    scores: dict[str, Any] = json.loads(out.read_text())
+    return scores

@@ -1,0 +1,223 @@
+"""A run that is killed or stopped anywhere and resumed ends bitwise like the run that was never interrupted."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import differing, events, merged, segapp, train
+
+from segapp.config import RunConfig, dump_config
+from segapp.errors import CheckpointError, NonFiniteError
+from segapp.run.files import hash_file
+from segapp.run.folder import RunFolder
+from segapp.train import control
+from segapp.train.plan import Plan
+from segapp.train.session import run_session
+
+
+def final_state(folder: Path) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(folder / "checkpoints" / "last.pt", weights_only=True)
+    return state
+
+
+def course(folder: Path) -> list[tuple[Any, ...]]:
+    """Every step and evaluation as the events tell them, without times."""
+    steps = [(e["step"], e["epoch"], e["loss"], e["lr"], e["grad_norm"]) for e in events(folder, "step")]
+    return steps + [(e["step"], e["epoch"], e["loss"], e["miou"], tuple(e["iou"])) for e in events(folder, "val")]
+
+
+def assert_same_run(folder: Path, reference: Path) -> None:
+    assert course(folder) == course(reference)
+    assert differing(final_state(folder), final_state(reference)) == []
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
+    folder = tmp_path_factory.mktemp("reference") / "run"
+    config = merged(
+        {
+            "name": "tiny",
+            "seed": 3,
+            "data": {
+                "format": "folder",
+                "root": str(tiny_root),
+                "classes": ["ground", "box", "disc"],
+                "crop_px": [32, 32],
+                "workers": 0,
+            },
+            "model": {"name": "fcn", "encoder": "mobilenet_v3_small", "aux": False},
+            "optim": {"name": "adamw", "lr": 0.001},
+            "schedule": {"warmup_steps": 3},
+            "train": {"epochs": 3, "batch_size": 2, "accumulate": 2, "ema": 0.9, "precise_bn": 2},
+            "checkpoint": {"every_steps": 1},
+            "log": {"every_steps": 1, "tensorboard": False},
+        }
+    )
+    assert train(config, folder) == 0
+    return config, folder
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, visit: int) -> None:
+    """Sends this process SIGTERM at the n-th look at the stop flag."""
+    count = iter(range(1, 10_000))
+    look = control.StopSignals.check
+
+    def check(self: control.StopSignals) -> None:
+        if next(count) == visit:
+            os.kill(os.getpid(), signal.SIGTERM)
+        look(self)
+
+    monkeypatch.setattr(control.StopSignals, "check", check)
+
+
+@pytest.mark.parametrize("visit", [3, 4, 8, 12, 15, 22])
+def test_stopped_at_any_look_and_resumed_is_bitwise_the_same(
+    reference: tuple[RunConfig, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visit: int
+) -> None:
+    config, uninterrupted = reference
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        stop_at(patch, visit)
+        assert train(config, folder) == control.EXIT_STOPPED_AND_SAVED
+    assert events(folder, "run_end")[-1]["status"] == "stopped"
+    stopped_at = final_state(folder)["position"]["step"]
+    assert stopped_at < final_state(uninterrupted)["position"]["step"]
+    assert resume(config, folder) == 0
+    assert_same_run(folder, uninterrupted)
+
+
+def resume(config: RunConfig, folder: Path) -> int:
+    return run_session(Plan(config, RunFolder(folder)))
+
+
+def write_config(config: RunConfig, folder: Path) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(dump_config(config))
+    return path
+
+
+def test_killed_five_times_and_resumed_is_bitwise_the_same(reference: tuple[RunConfig, Path], tmp_path: Path) -> None:
+    config, uninterrupted = reference
+    path = write_config(config, tmp_path)
+    # In the first epoch, right at its end, inside a save, in the middle of the second, and in the third epoch.
+    for failpoint in ("train.step=3:kill", "train.step=2:kill", "ckpt.before_rename=2:kill", "train.step=2:kill"):
+        result = segapp(
+            "train", "--config", path, "--run", "run", "--resume", cwd=tmp_path, SEGAPP_FAILPOINTS=failpoint
+        )
+        assert result.returncode == -signal.SIGKILL, result.stderr
+    result = segapp("train", "--config", path, "--run", "run", "--resume", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert_same_run(tmp_path / "run", uninterrupted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_killed_at_a_random_moment_with_workers_is_bitwise_the_same(
+    reference: tuple[RunConfig, Path], tmp_path: Path, seed: int
+) -> None:
+    config, uninterrupted = reference
+    path = write_config(config, tmp_path)
+    rng = random.Random(seed)
+    command = [
+        sys.executable,
+        "-m",
+        "segapp",
+        "train",
+        "--config",
+        str(path),
+        "--run",
+        "run",
+        "--resume",
+        "data.workers=2",
+    ]
+    for _ in range(20):
+        process = subprocess.Popen(
+            command, cwd=tmp_path, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+        try:
+            if process.wait(rng.uniform(6, 14)) == 0:
+                break
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    assert process.returncode == 0
+    expected = final_state(uninterrupted)
+    found = final_state(tmp_path / "run")
+    found["config"]["data"]["workers"] = 0
+    assert differing(found, expected) == []
+    assert course(tmp_path / "run") == course(uninterrupted)
+
+
+def test_number_of_workers_does_not_change_the_course(reference: tuple[RunConfig, Path], tmp_path: Path) -> None:
+    config, uninterrupted = reference
+    with_workers = config.model_copy(update={"data": config.data.model_copy(update={"workers": 2})})
+    assert train(with_workers, tmp_path / "run") == 0
+    assert course(tmp_path / "run") == course(uninterrupted)
+
+
+def test_epochs_may_be_raised_and_the_run_goes_on(reference: tuple[RunConfig, Path], tmp_path: Path) -> None:
+    config, _ = reference
+    config = config.model_copy(update={"schedule": config.schedule.model_copy(update={"name": "constant"})})
+    longer = config.model_copy(update={"train": config.train.model_copy(update={"epochs": 4})})
+    assert train(config, tmp_path / "run") == 0
+    assert resume(config, tmp_path / "run") == 0  # already complete: nothing happens
+    steps = len(events(tmp_path / "run", "step"))
+    assert resume(longer, tmp_path / "run") == 0
+    assert [e["epoch"] for e in events(tmp_path / "run", "val")] == [1, 2, 3, 4]
+    assert len(events(tmp_path / "run", "step")) == steps // 3 * 4
+
+
+def test_an_incompatible_config_is_refused_with_the_keys(reference: tuple[RunConfig, Path], tmp_path: Path) -> None:
+    config, uninterrupted = reference
+    other = config.model_copy(update={"optim": config.optim.model_copy(update={"lr": 0.5})})
+    plan = Plan(other, run=tmp_path / "run", checkpoint=uninterrupted / "checkpoints" / "last.pt")
+    with pytest.raises(CheckpointError, match=r"optim\.lr: 0\.001 -> 0\.5"):
+        run_session(plan)
+    other = config.model_copy(update={"model": config.model.model_copy(update={"encoder": "mobilenet_v3_large"})})
+    with pytest.raises(CheckpointError, match=r"model\.encoder"):
+        run_session(Plan(other, run=tmp_path / "run2", checkpoint=uninterrupted / "checkpoints" / "last.pt"))
+
+
+def test_a_damaged_last_falls_back_with_an_alert(reference: tuple[RunConfig, Path], tmp_path: Path) -> None:
+    config, uninterrupted = reference
+    folder = tmp_path / "run"
+    shutil.copytree(uninterrupted, folder)
+    for path in (folder / "checkpoints").rglob("*"):
+        if (
+            path.is_file()
+            and path.stat().st_size > 100_000
+            and hash_file(path) == hash_file(uninterrupted / "checkpoints" / "last.pt")
+        ):
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+    assert resume(config, folder) == 0
+    assert any("went back" in alert["message"] for alert in events(folder, "alert"))
+    assert_same_run(folder, uninterrupted)
+
+
+def test_early_stop_ends_the_run_and_says_why(tiny: dict[str, Any], tmp_path: Path) -> None:
+    config = merged(tiny, train={"epochs": 9, "early_stop": 1}, optim={"lr": 1e-12})
+    assert train(config, tmp_path / "run") == 0
+    assert len(events(tmp_path / "run", "val")) < 9
+    assert "no better miou" in events(tmp_path / "run", "run_end")[-1]["reason"]
+
+
+def test_several_bad_steps_in_a_row_stop_the_run_with_a_finite_checkpoint(tiny: dict[str, Any], tmp_path: Path) -> None:
+    config = merged(tiny, train={"max_bad_steps": 3}, optim={"name": "sgd", "lr": 1e30}, schedule={"warmup_steps": 0})
+    with pytest.raises(NonFiniteError, match="3 steps in a row"):
+        train(config, tmp_path / "run")
+    state = final_state(tmp_path / "run")
+    assert int(state["bad_steps"]) >= 3
+    assert all(torch.isfinite(v).all() for v in state["model"].values() if v.is_floating_point())
+    end = events(tmp_path / "run", "run_end")[-1]
+    assert (end["status"], end["exit_code"]) == ("failed", 5)
