@@ -316,7 +316,7 @@ def build_parallel(
             check_batchnorm(network, [batch_size // ranks.world_size], example)
             return wrap_ddp(network, devices.devices[0], gradient_as_bucket_view=parallel.gradient_as_bucket_view)
         if devices.mode == "model":
-            stages = parallel.stages or balance_stages(model, devices.devices, example.float())
+            stages = parallel.stages or balance_stages(model, devices.devices, example.float().expand(2, -1, -1, -1))
             named = {f"model.{name}": device for name, device in stages.items()}
             place_stages(network, named, devices.devices[0], devices.devices[0])
             return network

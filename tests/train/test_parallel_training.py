@@ -20,31 +20,25 @@ from segapp.train.session import run_session
 def ten_steps(tiny: dict[str, Any], **parallel: Any) -> RunConfig:
     return merged(
         tiny,
-        model={  # shallow: forty BatchNorm layers would multiply float32 rounding beyond the tolerance
-            "library": "smp",
-            "name": "FPN",
-            "encoder": "tu-test_resnet",
-            "options": {
-                "decoder_dropout": 0.0,
-                "decoder_pyramid_channels": 32,
-                "decoder_segmentation_channels": 32,
-            },
-        },
-        optim={"name": "sgd", "lr": 0.0002},
+        # Shallow, and with maps of 6 x 8 values: a deep network's BatchNorm over a few values multiplies the rounding
+        # of float32 beyond the tolerance, on one device as well.
+        model={"library": "smp", "name": "Linknet", "encoder": "tu-test_resnet", "options": {"encoder_depth": 3}},
+        optim={"name": "sgd", "lr": 0.001},
         train={"epochs": 5, "batch_size": 4, "ema": 0.9},
-        data={"crop_px": [64, 64]},
+        data={"crop_px": [48, 64]},
         parallel=parallel,
         eval={"every_epochs": 2},
     )
 
 
-def assert_same_course(ours: list[float], theirs: list[float]) -> None:
-    """Equal in float32: the first step to rounding; later ones as far as BatchNorm and ReLU let rounding grow.
+def assert_same_course(ours: Path, theirs: Path) -> None:
+    """All ten losses and all evaluations, in float32."""
+    assert losses(ours) == pytest.approx(losses(theirs), rel=1e-6)
+    assert val_losses(ours) == pytest.approx(val_losses(theirs), rel=1e-5)
 
-    `test_in_float64_every_split_takes_the_course_of_one_device` holds all ten steps to 1e-10.
-    """
-    assert ours[0] == pytest.approx(theirs[0], abs=1e-6)
-    assert ours == pytest.approx(theirs, abs=2e-3)
+
+def val_losses(folder: Path) -> list[float]:
+    return [event["loss"] for event in events(folder, "val")]
 
 
 def losses(folder: Path) -> list[float]:
@@ -72,13 +66,10 @@ def test_dp_on_three_logical_devices_equals_one_device(
     tiny, reference = single
     config = ten_steps(tiny, mode="dp", devices=["cpu", "cpu", "cpu"], gpu0_bsz=gpu0_bsz)
     assert train(config, tmp_path / "run") == 0
-    assert_same_course(losses(tmp_path / "run"), losses(reference))
+    assert_same_course(tmp_path / "run", reference)
     split = events(tmp_path / "run", "step")[0]["split"]
     expected = {0: [0, 2, 2], 1: [1, 2, 1], 3: [3, 1, 0], None: [1, 2, 1]}[gpu0_bsz]
     assert split == expected
-    ours, theirs = events(tmp_path / "run", "val"), events(reference, "val")
-    for a, b in zip(ours, theirs, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], abs=2e-3)
 
 
 def test_in_float64_every_split_takes_the_course_of_one_device(
@@ -96,7 +87,8 @@ def test_in_float64_every_split_takes_the_course_of_one_device(
     found = []
     for gpu0_bsz in (-1, 0, 1, 3):
         parallel = {"mode": "dp", "devices": ["cpu"] * 3, "gpu0_bsz": gpu0_bsz} if gpu0_bsz >= 0 else {"mode": "single"}
-        config = merged(ten_steps(tiny, **parallel).model_dump(mode="json"), optim={"lr": 0.01}, train={"ema": None})
+        values = ten_steps(tiny, **parallel).model_dump(mode="json")
+        config = merged(values, optim={"lr": 0.02, "head_lr_factor": 10}, train={"ema": None})
         assert train(config, tmp_path / str(gpu0_bsz)) == 0
         found.append(losses(tmp_path / str(gpu0_bsz)))
     assert min(found[0]) < 0.8 * found[0][0]
@@ -113,10 +105,8 @@ def test_ddp_with_two_processes_equals_one_device_and_its_checkpoint_goes_on_alo
     result = segapp("train", "--config", "ddp.yaml", "--run", "run", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     run = tmp_path / "run"
-    assert_same_course(losses(run), losses(reference))
+    assert_same_course(run, reference)
     assert [e["num_images"] for e in events(run, "val")] == [4, 4, 4]
-    for a, b in zip(events(run, "val"), events(reference, "val"), strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], abs=2e-3)
     assert [e["seq"] for e in events(run)] == list(range(1, len(events(run)) + 1))
     state = torch.load(run / "checkpoints" / "last.pt", weights_only=True)
     assert not [key for key in state["model"] if key.startswith("module.")]
@@ -129,7 +119,7 @@ def test_ddp_with_two_processes_equals_one_device_and_its_checkpoint_goes_on_alo
 def test_model_parallel_equals_one_device(single: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     tiny, reference = single
     assert train(ten_steps(tiny, mode="model", devices=["cpu", "cpu"]), tmp_path / "run") == 0
-    assert_same_course(losses(tmp_path / "run"), losses(reference))
+    assert_same_course(tmp_path / "run", reference)
     stages = {"encoder": "cpu", "decoder": "cpu"}
     assert train(ten_steps(tiny, mode="model", devices=["cpu", "cpu"], stages=stages), tmp_path / "named") == 0
     assert losses(tmp_path / "named") == losses(tmp_path / "run")
