@@ -313,6 +313,8 @@ def build_parallel(
     example = torch.zeros(1, 3, *config.data.crop_px, dtype=torch.uint8)
     try:
         if devices.mode == "ddp":
+            if batch_size < ranks.world_size:
+                raise ValueError(f"{ranks.world_size} ranks cannot share train.batch_size = {batch_size}: use one each")
             check_batchnorm(network, [batch_size // ranks.world_size], example)
             return wrap_ddp(network, devices.devices[0], gradient_as_bucket_view=parallel.gradient_as_bucket_view)
         if devices.mode == "model":

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -166,3 +172,128 @@ def test_an_impossible_wish_is_refused(
     )
     with pytest.raises(ConfigError, match=message):
         train(config, tmp_path / "run")
+
+
+def ddp_file(tiny: dict[str, Any], tmp_path: Path, **train: Any) -> None:
+    config = ten_steps(tiny, mode="ddp", devices=["cpu", "cpu"])
+    config = config.model_copy(update={"train": config.train.model_copy(update=train)})
+    (tmp_path / "ddp.yaml").write_text(dump_config(config))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_ranks_that_are_stopped_save_and_the_launcher_says_75(
+    tiny: dict[str, Any], tmp_path: Path, number: signal.Signals
+) -> None:
+    ddp_file(tiny, tmp_path, epochs=3000)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "segapp", "train", "--config", "ddp.yaml", "--run", "run"],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,  # a shell's background job would ignore SIGINT
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
+    )
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "run" / "events.jsonl").exists() or not losses(tmp_path / "run"):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.2)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 75, stderr
+    assert b"Traceback" not in stderr
+    end = events(tmp_path / "run", "run_end")[-1]
+    assert (end["status"], end["exit_code"]) == ("stopped", 75)
+    state = torch.load(tmp_path / "run" / "checkpoints" / "last.pt", weights_only=True)
+    assert state["position"]["step"] >= 1
+    assert len(state["rng"]) == 2
+
+
+def test_a_mistake_is_told_once_by_all_ranks(tiny: dict[str, Any], tmp_path: Path) -> None:
+    ddp_file(tiny, tmp_path, batch_size=1)
+    result = segapp("train", "--config", "ddp.yaml", "--run", "run", cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.splitlines() == ["error: parallel: 2 ranks cannot share train.batch_size = 1: use one each"]
+
+
+def test_a_killed_rank_ends_the_others_and_is_named(tiny: dict[str, Any], tmp_path: Path) -> None:
+    ddp_file(tiny, tmp_path, epochs=3000)
+    result = segapp(
+        "train", "--config", "ddp.yaml", "--run", "run", cwd=tmp_path, SEGAPP_FAILPOINTS="train.step=5:kill"
+    )
+    assert result.returncode == 128 + signal.SIGKILL
+    assert "was ended by SIGKILL; the others were stopped" in result.stderr
+
+
+def two_agents(tmp_path: Path, port: int) -> list[subprocess.Popen[str]]:
+    """Two torchrun agents, as on two machines, with a rank each."""
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--rdzv-backend=c10d",
+    ]
+    words = [f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1", "-m", "--", "segapp", "train"]
+    return [
+        subprocess.Popen(
+            [*torchrun, *words, "--config", "ddp.yaml", "--run", "run"],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for _ in range(2)
+    ]
+
+
+def test_two_torchrun_agents_equal_one_device(single: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    tiny, reference = single
+    (tmp_path / "ddp.yaml").write_text(dump_config(ten_steps(tiny, mode="auto", devices="auto")))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for agent in two_agents(tmp_path, port):
+        output, _ = agent.communicate(timeout=240)
+        assert agent.returncode == 0, output
+    assert_same_course(tmp_path / "run", reference)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set in the environment"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "RANK=2"),
+    ],
+)
+def test_a_wrong_torchrun_environment_is_one_error(
+    tiny: dict[str, Any], tmp_path: Path, environment: dict[str, str], message: str
+) -> None:
+    ddp_file(tiny, tmp_path)
+    result = segapp("train", "--config", "ddp.yaml", cwd=tmp_path, **environment)
+    assert result.returncode == 8
+    assert result.stderr.startswith("error: ")
+    assert len(result.stderr.splitlines()) == 1
+    assert message in result.stderr
+
+
+def test_a_checkpoint_goes_from_dp_to_ddp_and_back_to_one_device(
+    single: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    """Stopped within an epoch each time, three logical devices, two ranks, then one: the course of one device."""
+    tiny, reference = single
+    run = tmp_path / "run"
+    stages: list[tuple[dict[str, Any], dict[str, str]]] = [
+        ({"mode": "dp", "devices": ["cpu", "cpu", "cpu"], "gpu0_bsz": 1}, {"SEGAPP_FAILPOINTS": "train.step=4:term"}),
+        ({"mode": "ddp", "devices": ["cpu", "cpu"]}, {"SEGAPP_FAILPOINTS": "train.step=4:term"}),
+        ({"mode": "single"}, {}),
+    ]
+    for parallel, failpoint in stages:
+        (tmp_path / "now.yaml").write_text(dump_config(ten_steps(tiny, **parallel)))
+        where = ["--resume", "run"] if run.exists() else ["--run", "run"]
+        result = segapp("train", "--config", "now.yaml", *where, cwd=tmp_path, **failpoint)
+        assert result.returncode == (75 if failpoint else 0), result.stderr
+    assert_same_course(run, reference)
