@@ -44,7 +44,7 @@ from segapp.train.class_weights import cached_frequencies, class_weights
 from segapp.train.control import StopSignals
 from segapp.train.devices import DevicePlan
 from segapp.train.engine import NormalizedInput, Normalizer, StepEngine
-from segapp.train.evaluate import Inference
+from segapp.train.inference import Inference
 from segapp.train.journal import Journal
 from segapp.train.ranks import Ranks
 from segapp.train.trainer import Trainer
