@@ -41,6 +41,7 @@ from segapp.train.build import build_trainer
 from segapp.train.checkpoint import CheckpointStore, LoadedCheckpoint, load_checkpoint
 from segapp.train.control import EXIT_STOPPED_AND_SAVED, StopRequest, StopSignals
 from segapp.train.devices import DevicePlan, plan_devices
+from segapp.train.heap import keep_freed_memory
 from segapp.train.journal import Journal, Listener
 from segapp.train.plain import PlainReporter
 from segapp.train.plan import Plan
@@ -108,6 +109,8 @@ def _joined_ranks(config: RunConfig, devices: DevicePlan) -> Iterator[tuple[Rank
 
 
 def _run_rank(plan: Plan, devices: DevicePlan, ranks: Ranks, signals: StopSignals) -> int:
+    if plan.config.train.keep_freed_memory and devices.devices[0].type == "cpu":
+        keep_freed_memory()
     if not ranks.is_main:
         folder = RunFolder(ranks.from_main(None))
         with _logging_to(folder, ranks.rank):
