@@ -1,21 +1,15 @@
-"""The screen of a run: looks at the run folder twice a second, and sends what the keyboard wishes to its inbox."""
+"""The keys of the screen: what they ask of a run goes to its inbox, as `segapp ctl` does it."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import os
-import signal
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
 from textual import events
-from textual.app import App, ComposeResult, SystemCommand
+from textual.app import SystemCommand
 from textual.binding import BindingType
-from textual.containers import Horizontal, Vertical
-from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Input
 
@@ -34,22 +28,21 @@ from segapp.run.commands import (
 from segapp.run.events import CommandAnswer
 from segapp.run.folder import find_run
 from segapp.run.text import printable
-from segapp.tui import header, keys, layout, themes
-from segapp.tui.chart import WINDOWS, X_AXES, LossChart
-from segapp.tui.classes import SORTS, classes_content, classes_title
-from segapp.tui.devices import Draft, begin_draft, edit_draft, gpu0_content, gpu_content
-from segapp.tui.glyphs import ASCII, UNICODE
+from segapp.tui import header, keys, themes
+from segapp.tui.chart import AUTO, WINDOWS, X_AXES, LossChart
+from segapp.tui.classes import SORTS
+from segapp.tui.devices import begin_draft, edit_draft
 from segapp.tui.history import SMOOTHINGS
+from segapp.tui.monitor import Monitor
 from segapp.tui.pictures import PictureView
 from segapp.tui.screens import HelpScreen, StopChoice, StopScreen
-from segapp.tui.settings import UiSettings, load_settings, save_settings, settings_path
-from segapp.tui.source import LiveSource, ReplaySource, Source, newest_pictures
+from segapp.tui.settings import UiSettings, load_settings, settings_path
+from segapp.tui.source import LiveSource, ReplaySource, Source
 from segapp.tui.terminal import check_terminal, is_ascii_only, is_hung_up
-from segapp.tui.widgets import ClassesPane, EventsPane, Gpu0Pane, Lines, Pane, set_title
+from segapp.tui.widgets import ClassesPane, Gpu0Pane
 
 Choice = TypeVar("Choice")
-TICK_S = 0.5
-_SMOOTHING_CYCLE = (SMOOTHINGS[-1], 0.0, *SMOOTHINGS[:-1])
+_SMOOTHING_CYCLE = (AUTO, *reversed(SMOOTHINGS), 0.0)
 
 
 def run_ui(
@@ -98,21 +91,10 @@ def run_ui(
     return 0
 
 
-class MonitorApp(App[None]):
-    """The screen.
+class MonitorApp(Monitor):
+    """The screen with its keys."""
 
-    Args:
-        source: what it shows.
-        readonly: no key asks the trainer for anything.
-        settings: how it is shown; changed by keys.
-        settings_file: where they are kept; None keeps them nowhere.
-        ascii_only: draw without Unicode.
-    """
-
-    TITLE = "segapp"
-    CSS_PATH = "app.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [*keys.bindings()]
-    ALLOW_SELECT = False
 
     def __init__(
         self,
@@ -123,180 +105,10 @@ class MonitorApp(App[None]):
         settings_file: Path | None = None,
         ascii_only: bool = False,
     ) -> None:
-        super().__init__()
-        self.source = source
-        self.readonly = readonly
-        self.settings = settings or UiSettings()
-        self.glyphs = ASCII if ascii_only else UNICODE
-        self.draft: Draft | None = None
-        self._settings_file = settings_file
-        self._is_ascii = ascii_only
-        self._run_name = printable(source.folder.name)
-        self._pane = "loss"
-        self._is_zoomed = False
-        self._wanted = ""
-        self._sent: dict[str, str] = {}
-        self._seen_alert_s = 0.0
-        self._pictures_read = -1
-        self._layout: layout.Layout | None = None
-        for own in themes.OWN:
-            self.register_theme(own)
-        self.theme = self.settings.theme if self.settings.theme in themes.NAMES else themes.NAMES[0]
-
-    # --- life ------------------------------------------------------------------------------------------------------
-
-    def compose(self) -> ComposeResult:
-        """The panes; which of them are shown is `plan_layout`'s matter."""
-        has_colour = not self._is_ascii and "NO_COLOR" not in os.environ
-        yield Lines(id="head", classes="lines")
-        yield Lines(id="progress", classes="lines")
-        yield Lines(id="banner", classes="lines")
-        with Horizontal(id="main"):
-            with Vertical(id="left"):
-                yield LossChart(self.glyphs, id="loss", classes="pane")
-                yield PictureView(has_colour=has_colour, id="pictures", classes="pane")
-                yield Lines(id="throughput", classes="lines")
-                yield EventsPane(id="events")
-            with Vertical(id="right"):
-                yield Pane(id="gpu")
-                yield Gpu0Pane(id="gpu0", classes="pane lines")
-                yield ClassesPane(id="classes")
-        yield Lines(id="summary", classes="lines")
-        yield Lines(id="keys", classes="lines")
-        yield Lines(id="notice")
-
-    def on_mount(self) -> None:
-        """Begins to look."""
-        self.set_class(self._is_ascii, "-ascii")
-        if self.settings.keymap:
-            self.set_keymap(self.settings.keymap)
-        chart = self.query_one(LossChart)
-        options = {name: getattr(self.settings, name) for name in ("smoothing", "is_log", "window", "x_axis")}
-        chart.options = replace(chart.options, **options)
-        chart.focus()
-        if not self.is_headless:
-            for number in (signal.SIGHUP, signal.SIGTERM):
-                asyncio.get_running_loop().add_signal_handler(number, self.exit)
-        self._apply_layout()
-        self.call_after_refresh(self._tick)
-        self.set_interval(TICK_S, self._tick)
-
-    def on_unmount(self) -> None:
-        """Remembers how the screen was."""
-        if self._settings_file is not None:
-            save_settings(self._settings_file, self.settings)
-
-    def on_resize(self, event: events.Resize) -> None:
-        """Chooses the panes for the new size."""
-        self._apply_layout()
-
-    def _tick(self) -> None:
-        if not self.is_headless and is_hung_up():
-            self.exit()
-            return
-        if self.source.poll():
-            self.set_timer(0.01, self._read_on)
-        self._note_answers()
-        self.show_view()
-
-    def _read_on(self) -> None:
-        """Reads a long history in slices, so that keys are answered meanwhile; panes follow with the ticks."""
-        if self.source.poll():
-            self.set_timer(0.01, self._read_on)
-        else:
-            self.show_view()
-
-    # --- what is on the screen -------------------------------------------------------------------------------------
-
-    def _apply_layout(self) -> None:
-        width, height = self.size
-        plan = layout.plan_layout(
-            width, height, self._pane, is_zoomed=self._is_zoomed, is_editing=self.draft is not None
+        super().__init__(
+            source, readonly=readonly, settings=settings, settings_file=settings_file, ascii_only=ascii_only
         )
-        if plan != self._layout:
-            self._layout = plan
-            for name in (*layout.PANES, "gpu0"):
-                self.query_one(f"#{name}").display = name in plan.panes
-            for name in ("head", "progress", "main", "keys"):
-                self.query_one(f"#{name}").display = not plan.is_notice
-            self.query_one("#notice").display = plan.is_notice
-            self.query_one("#left").display = plan.has_left
-            self.query_one("#right").display = plan.has_right
-            is_alone = plan.has_right and not (plan.panes & {"loss", "events", "pictures"})
-            self.query_one("#left").styles.height = 1 if is_alone else "1fr"
-            self.query_one("#right").styles.width = plan.right_width if plan.is_wide and not is_alone else "1fr"
-            self.query_one("#left").display = plan.has_left and not is_alone
-            self.query_one("#throughput").display = plan.has_throughput
-            self.query_one("#summary").display = plan.num_summary_rows > 0
-            self.query_one("#gpu").set_class("classes" not in plan.panes, "-tall")
-            self.query_one("#events").set_class("loss" not in plan.panes and "pictures" not in plan.panes, "-tall")
-        self.call_after_refresh(self.show_view)
-
-    def show_view(self) -> None:
-        """Brings every visible line up to date."""
-        view, status, plan = self.source.view, self.source.status(), self._layout
-        if plan is None or not self.is_running:
-            return
-        width, glyphs = self.size.width, self.glyphs
-        if plan.is_notice:
-            self._lines("notice").show(header.notice(view, status, self._run_name, width, self.size.height, glyphs))
-            return
-        line = width - 2
-        self._lines("head").show(header.header(view, status, self._run_name, line, glyphs, is_readonly=self.readonly))
-        self._lines("progress").show(header.progress_line(view, status, line, glyphs))
-        found = header.banner(view, status, self._run_name, self._seen_alert_s)
-        self.query_one("#banner").display = found is not None
-        if found is not None:
-            self._lines("banner").show(found.truncate(line, ellipsis=True))
-        if plan.num_summary_rows:
-            self._lines("summary").show(header.small_summary(view, line, plan.num_summary_rows, glyphs))
-        self._show_left(plan)
-        self._show_right(plan)
-        labels = {"toggle_pause": "Resume" if view.is_paused else "Pause"}
-        shown = keys.available(self.readonly or status.is_over)
-        self._lines("keys").show(keys.key_bar(shown, self.settings.keymap, labels, width))
-
-    def _show_left(self, plan: layout.Layout) -> None:
-        view = self.source.view
-        if "loss" in plan.panes:
-            chart = self.query_one(LossChart)
-            set_title(chart, header.loss_title(view, chart.options.smoothing, chart.size.width - 2, self.glyphs))
-            chart.show(view)
-        if "pictures" in plan.panes:
-            self._show_pictures()
-        if plan.has_throughput:
-            line = self._lines("throughput")
-            line.show(header.throughput_line(view, max(1, line.size.width - 2), self.glyphs))
-        if "events" in plan.panes:
-            self.query_one(EventsPane).show_log(view, Content.styled("4 Events", "bold"))
-
-    def _show_right(self, plan: layout.Layout) -> None:
-        view, glyphs = self.source.view, self.glyphs
-        if "gpu" in plan.panes:
-            pane = self.query_one("#gpu", Pane)
-            title = Content.assemble(("2 GPU", "bold"), ("  used/total GiB  peak", "$text-muted"))
-            pane.show(gpu_content(view, pane.inner_width, glyphs), title)
-        if "gpu0" in plan.panes:
-            editor = self.query_one(Gpu0Pane)
-            width = max(1, editor.content_size.width)
-            can_edit = not self.readonly
-            editor.show(gpu0_content(view, self.source.status(), self.draft, width, glyphs, can_edit=can_edit))
-            set_title(editor, Content.styled("gpu0_bsz", "bold"))
-        if "classes" in plan.panes:
-            table = self.query_one(ClassesPane)
-            title = classes_title(view, self.settings.sort, self._wanted, table.size.width - 2, glyphs)
-            table.show(classes_content(view, self.settings.sort, self._wanted, table.inner_width, glyphs), title)
-
-    def _show_pictures(self) -> None:
-        """Looks for new pictures when there was an evaluation since the last look."""
-        pictures = self.query_one(PictureView)
-        if self._pictures_read != len(self.source.view.vals):
-            self._pictures_read = len(self.source.view.vals)
-            pictures.show(newest_pictures(self.source.folder.samples))
-        set_title(pictures, Content.styled("5 Pictures", "bold"))
-
-    def _lines(self, name: str) -> Lines:
-        return self.query_one(f"#{name}", Lines)
+        self._sent: dict[str, str] = {}
 
     # --- wishes ----------------------------------------------------------------------------------------------------
 
@@ -321,7 +133,7 @@ class MonitorApp(App[None]):
                 waits = "" if status.state in ("live", "busy") else f"; the trainer is {status.state}, it may take long"
                 self.say(f"sent: {text}{waits}")
 
-    def _note_answers(self) -> None:
+    def after_poll(self) -> None:
         """Says what became of the wishes that were sent from here."""
         for command_id, text in list(self._sent.items()):
             answer = self.source.view.answers.get(command_id)
@@ -377,7 +189,7 @@ class MonitorApp(App[None]):
             self.say("gpu0_bsz: the run has one device, there is nothing to split")
             return
         self.draft = begin_draft(view)
-        self._apply_layout()
+        self.apply_layout()
         self.query_one(Gpu0Pane).focus()
 
     def action_undo_gpu0(self) -> None:
@@ -405,7 +217,7 @@ class MonitorApp(App[None]):
         event.prevent_default()
         if draft is None:
             self.query_one(LossChart).focus()
-            self._apply_layout()
+            self.apply_layout()
         if is_sent:
             self.send(SetCommand(gpu0_bsz=value))
         self.show_view()
@@ -414,8 +226,8 @@ class MonitorApp(App[None]):
 
     def action_pane(self, name: str) -> None:
         """Chooses a pane."""
-        self._pane = name
-        self._apply_layout()
+        self.pane = name
+        self.apply_layout()
         if name == "classes":
             self.query_one(ClassesPane).focus_table()
         else:
@@ -423,12 +235,12 @@ class MonitorApp(App[None]):
 
     def action_pictures(self) -> None:
         """Shows the sample pictures in the place of the curve, and the curve again."""
-        self.action_pane("loss" if self._pane == "pictures" else "pictures")
+        self.action_pane("loss" if self.pane == "pictures" else "pictures")
 
     def action_zoom(self) -> None:
         """Shows the chosen pane alone, and the others again."""
-        self._is_zoomed = not self._is_zoomed
-        self._apply_layout()
+        self.is_zoomed = not self.is_zoomed
+        self.apply_layout()
 
     def action_toggle_log(self) -> None:
         """Switches the loss axis."""
@@ -454,7 +266,7 @@ class MonitorApp(App[None]):
 
     def action_cursor(self, by: int) -> None:
         """Moves the reading line of the curve, or goes to another picture."""
-        if self._pane == "pictures":
+        if self.pane == "pictures":
             self.query_one(PictureView).move(by)
         else:
             self.query_one(LossChart).move_cursor(by)
@@ -473,7 +285,7 @@ class MonitorApp(App[None]):
 
     def on_input_changed(self, event: Input.Changed) -> None:
         """Filters while a person types."""
-        self._wanted = printable(event.value)
+        self.wanted = printable(event.value)
         self.show_view()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
@@ -492,22 +304,22 @@ class MonitorApp(App[None]):
 
     def action_help(self) -> None:
         """Shows the keys."""
-        found = keys.help_lines(keys.available(self.readonly), self.settings.keymap, is_ascii=self._is_ascii)
+        found = keys.help_lines(keys.available(self.readonly), self.settings.keymap, is_ascii=self.is_ascii)
         self.push_screen(HelpScreen(found))
 
     def action_escape(self) -> None:
         """Puts away what is nearest: the filter, the cursor, the zoom, the alert."""
         chart, field = self.query_one(LossChart), self.query_one("#filter", Input)
-        if field.has_class("-open") or self._wanted:
+        if field.has_class("-open") or self.wanted:
             field.value = ""
             field.remove_class("-open")
             self.query_one(ClassesPane).focus_table()
         elif chart.options.cursor is not None:
             chart.change(cursor=None)
-        elif self._is_zoomed:
+        elif self.is_zoomed:
             self.action_zoom()
         elif self.source.view.alert is not None:
-            self._seen_alert_s = self.source.view.alert.t
+            self.seen_alert_s = self.source.view.alert.t
         self.show_view()
 
     def action_redraw(self) -> None:
@@ -518,7 +330,7 @@ class MonitorApp(App[None]):
         """What the palette offers: every key by its name, and every theme."""
         del screen
         for key in keys.available(self.readonly):
-            name = keys.shown_key(key, self.settings.keymap, is_ascii=self._is_ascii)
+            name = keys.shown_key(key, self.settings.keymap, is_ascii=self.is_ascii)
 
             async def act(action: str = key.action) -> None:
                 await self.run_action(action)

@@ -23,6 +23,9 @@ from segapp.tui.wording import duration, number
 WINDOWS = ("all", "epoch", "1000", "100")
 """What part of the history is shown: everything, as many steps as an epoch has, the last 1000, the last 100."""
 
+AUTO = -1.0
+"""Smoothing that suits the length of the curve."""
+
 X_AXES = ("step", "epoch", "time")
 GUTTER = 8
 
@@ -34,8 +37,8 @@ _CLASSES = ("blank", "raw", "mark", "average", "val", "bad", "best", "cursor", "
 class ChartOptions:
     """How the curve is shown; what the keys change."""
 
-    smoothing: float = SMOOTHINGS[-1]
-    """One of `SMOOTHINGS`; 0 shows the raw curve alone."""
+    smoothing: float = AUTO
+    """One of `SMOOTHINGS`; 0 shows the raw curve alone, `AUTO` goes by the number of steps."""
     is_log: bool = False
     window: str = "all"
     x_axis: str = "step"
@@ -72,6 +75,14 @@ class LossChart(Widget, can_focus=True):
         self._strips: list[Strip] = []
         self._built: tuple[object, ...] | None = None
         self._x_range = (0.0, 1.0)
+
+    @property
+    def smoothing(self) -> float:
+        """The factor in use, 0 for none."""
+        if self.options.smoothing != AUTO:
+            return self.options.smoothing
+        num_steps = self._view.history.num_steps
+        return SMOOTHINGS[0] if num_steps < 200 else SMOOTHINGS[1] if num_steps < 4000 else SMOOTHINGS[2]
 
     def show(self, view: View) -> None:
         """Shows a view, if there is something new in it."""
@@ -156,7 +167,7 @@ class LossChart(Widget, can_focus=True):
         num_columns = width * self.glyphs.dots_per_cell[1]
         x = self._x_of(history.step) if self.options.x_axis != "time" else np.maximum.accumulate(history.t)
         raw = reduce_columns(x, history.low, history.high, history.is_bad, *self._x_range, num_columns)
-        average = self._average(x, num_columns) if self.options.smoothing else raw
+        average = self._average(x, num_columns) if self.smoothing else raw
         vals = [(val.step, val.loss) for val in self._view.vals if val.loss is not None]
         val_x, val_y = self._x_of(np.array([v[0] for v in vals], float)), np.array([v[1] for v in vals], float)
         is_shown = (val_x >= self._x_range[0]) & (val_x <= self._x_range[1])
@@ -167,7 +178,7 @@ class LossChart(Widget, can_focus=True):
         canvas = _Canvas(width, height, self.glyphs)
         canvas.curve(raw, scale, _RAW)
         self._draw_marks(canvas, height)
-        if self.options.smoothing:
+        if self.smoothing:
             canvas.curve(average, scale, _AVERAGE)
         canvas.clipped(raw, scale)
         for at_x, at_y in zip(val_x[is_shown], val_y[is_shown], strict=True):
@@ -185,7 +196,7 @@ class LossChart(Widget, can_focus=True):
 
     def _average(self, x: Floats, num_columns: int) -> Columns:
         history = self._view.history
-        values = history.average(self.options.smoothing)
+        values = history.average(self.smoothing)
         return reduce_columns(x, values, values, history.is_bad & np.isnan(values), *self._x_range, num_columns)
 
     def _cell(self, x: float, width: int) -> int:
@@ -199,26 +210,32 @@ class LossChart(Widget, can_focus=True):
                 canvas.line(self._cell(x, canvas.width), self.glyphs.v_mark, _MARK)
 
     def _axis_line(self, raw: Columns, width: int) -> Strip:
-        """The axis with its labels in it, × where a loss was not finite, and a star where a best was saved."""
+        """The axis with its labels, × where a loss was not finite, and a star where the best was saved."""
         text = [self.glyphs.h_axis] * width
         styles = [_AXIS] * width
-        x0, x1 = self._x_range
         end = 0
-        for x in Scale(x0, x1).ticks(max(2, width // 16)):
+        for x in Scale(*self._x_range).ticks(max(2, width // 12)):
             label, at = self._x_label(x), self._cell(x, width)
             if at >= end and at + len(label) < width:
                 text[at : at + len(label)] = label
                 end = at + len(label) + 1
-        for mark in self._view.marks:
-            x = float(self._x_of(np.array([float(mark.step)]))[0])
-            if mark.kind == "best" and x0 <= x <= x1:
-                text[self._cell(x, width)], styles[self._cell(x, width)] = self.glyphs.star, _BEST
+        stars = self._best_cells(width)
+        for cell in stars:
+            if cell == stars[-1] or text[cell] == self.glyphs.h_axis:
+                text[cell] = self.glyphs.star if cell == stars[-1] else self.glyphs.former
+                styles[cell] = _BEST
         for column in np.flatnonzero(raw.is_bad):
             cell = int(column) // self.glyphs.dots_per_cell[1]
             text[cell], styles[cell] = self.glyphs.bad, _BAD
         segments = [Segment(" " * GUTTER + self.glyphs.corner, self._style(_AXIS))]
         segments += [Segment(char, self._style(style)) for char, style in zip(text, styles, strict=True)]
         return Strip(segments, GUTTER + 1 + width).simplify()
+
+    def _best_cells(self, width: int) -> list[int]:
+        """Where a best checkpoint was saved, the last one last."""
+        x0, x1 = self._x_range
+        at = [float(self._x_of(np.array([float(m.step)]))[0]) for m in self._view.marks if m.kind == "best"]
+        return [self._cell(x, width) for x in at if x0 <= x <= x1]
 
     def _style(self, index: int) -> Style:
         return self.get_component_rich_style(f"loss-chart--{_CLASSES[index]}")
@@ -242,9 +259,7 @@ class LossChart(Widget, can_focus=True):
         index = min(index, history.size - 1)
         low, high = float(history.low[index]), float(history.high[index])
         loss = number(low) if low == high or low != low else f"{number(low)} to {number(high)}"
-        smooth = (
-            f"  ema {number(float(history.average(self.options.smoothing)[index]))}" if self.options.smoothing else ""
-        )
+        smooth = f"  ema {number(float(history.average(self.smoothing)[index]))}" if self.smoothing else ""
         return f"step {history.step[index]:.0f}  loss {loss}{smooth}"
 
 
@@ -300,8 +315,8 @@ class _Canvas:
 def _row_labels(scale: Scale, height: int) -> list[str]:
     """The label of each row of the plot, blank for most."""
     labels = [" " * GUTTER] * height
-    for value in reversed(scale.ticks(max(2, height // 4))):
+    for value in reversed(scale.ticks(max(2, height // 3))):
         fraction = float(scale.fraction(np.array([value]))[0])
         row = min(int((1 - fraction) * height), height - 1)
-        labels[row] = number(value).rjust(GUTTER - 1)[: GUTTER - 1] + " "
+        labels[row] = f"{value:.4g}".rjust(GUTTER - 1)[: GUTTER - 1] + " "
     return labels

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rich.cells import cell_len
 from textual.content import Content
 
-from segapp.tui.glyphs import Glyphs, bar
+from segapp.tui.glyphs import Glyphs, progress, spark
 from segapp.tui.header import Part, fit_parts
 from segapp.tui.view import View
 from segapp.tui.wording import fit_cells, number
@@ -70,7 +70,19 @@ def classes_content(view: View, sort: str, wanted: str, width: int, glyphs: Glyp
         return Content.styled("no class of that name: esc shows all", "$text-muted")
     longest = max(cell_len(row.name) for row in rows)
     name_width = max(6, min(longest, width // 2 - 8, 28))
-    return Content("\n").join([_row_content(row, name_width, width, glyphs) for row in rows])
+    lines = [_row_content(row, name_width, width, glyphs) for row in rows]
+    course = [val.miou for val in view.vals if val.miou is not None]
+    if len(course) > 1 and not wanted:
+        bars = spark(course, width - name_width - 17, glyphs)
+        mean = Content.assemble(
+            (fit_cells("mean", name_width), "bold"), " ", (bars.ljust(width - name_width - 17), "$text-success")
+        )
+        lines.insert(0, Content.assemble(mean, (f" {course[-1]:.3f}", "bold")))
+    return Content("\n").join(lines)
+
+
+def _iou_style(iou: float) -> str:
+    return "$text-error" if iou < 0.25 else "$text-warning" if iou < 0.5 else "$text-primary"
 
 
 def _row_content(row: ClassRow, name_width: int, width: int, glyphs: Glyphs) -> Content:
@@ -85,10 +97,11 @@ def _row_content(row: ClassRow, name_width: int, width: int, glyphs: Glyphs) -> 
         change = f"{sign}{abs(row.delta):.3f}"
         style = "$text-success" if row.delta > 0 else "$text-error" if row.delta < FALL else "$text-muted"
     warning = " !" if row.delta is not None and row.delta < FALL else "  "
-    shown_bar = bar(row.iou, bar_width, glyphs) if bar_width >= 3 else ""
+    done, left = progress(row.iou, bar_width, glyphs) if bar_width >= 3 else ("", "")
     return Content.assemble(
         f"{name} ",
-        (shown_bar, "$text-primary"),
+        (done, _iou_style(row.iou)),
+        " " * len(left),
         f" {row.iou:.3f} ",
         (change.rjust(7), style),
         (warning, "$text-error bold"),

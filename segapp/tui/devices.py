@@ -10,7 +10,7 @@ from textual.content import Content
 
 from segapp.run.events import DeviceMemory
 from segapp.run.verdict import FULL_FRAC, TIGHT_FRAC, MemoryFit, SplitVerdict, split_verdict, usable_mib
-from segapp.tui.glyphs import Glyphs, bar
+from segapp.tui.glyphs import Glyphs, progress
 from segapp.tui.header import Part, device_label, etas_s, fit_parts
 from segapp.tui.source import Status
 from segapp.tui.view import View
@@ -49,7 +49,7 @@ def _device_line(view: View, index: int, device: DeviceMemory, width: int, glyph
     share = view.split[index] if view.split is not None and index < len(view.split) else None
     is_cpu = device.device is not None and device.device.startswith("cpu")
     parts = [
-        Part(0, Content.assemble((f"{gib(used):>5}/{gib(total):<4}", "bold"))),
+        Part(0, Content.assemble((f"{gib(used):>5}/{_total(total)}", "bold"))),
         Part(2, Content(f"{_peak(view, index, device):>5}")),
         Part(4, Content(f"{percent(device.utilization):>4}")),
         Part(5, Content(f"{_temperature(device.temperature, glyphs):>4}")) if not is_cpu else None,
@@ -57,11 +57,15 @@ def _device_line(view: View, index: int, device: DeviceMemory, width: int, glyph
         Part(3, Content.assemble((word.ljust(5), style))),
     ]
     label = f"{device_label(device.device, index)} " if width >= 60 else f"{index} "
-    texts = fit_parts(parts, width - len(label) - 6, gap=1)
+    texts = fit_parts(parts, width - len(label) - 8, gap=1)
     bar_width = min(40, max(4, width - len(label) - texts.cell_length - 1))
-    return Content.assemble(
-        (label, "bold"), (bar(_frac(used, total), bar_width, glyphs), style or "$text-muted"), " ", texts
-    )
+    done, left = progress(_frac(used, total), bar_width, glyphs)
+    return Content.assemble((label, "bold"), (done, style or "$text-muted"), (left, "$text-muted"), " ", texts)
+
+
+def _total(mib: float | None) -> str:
+    """The size of a device; without a decimal where it has none worth a cell."""
+    return gib(mib).removesuffix(".0").ljust(4 if mib is not None and mib % 1024 > 51 else 2)
 
 
 def _frac(used_mib: float | None, total_mib: float | None) -> float | None:

@@ -15,9 +15,9 @@ class Glyphs:
 
     dot: str
     hollow_dot: str
-    bar: str
-    """A bar's cell from one eighth (or one half) to full."""
     line_done: str
+    line_half: str
+    """The last cell of a line that ends in its middle."""
     line_left: str
     up: str
     down: str
@@ -27,6 +27,8 @@ class Glyphs:
     """Levels of a sparkline, lowest first."""
     diamond: str
     star: str
+    former: str
+    """Where a best was saved that is the best no more."""
     bad: str
     v_mark: str
     v_cursor: str
@@ -48,8 +50,8 @@ _BRAILLE = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]], dt
 UNICODE = Glyphs(
     dot="●",
     hollow_dot="○",
-    bar="▏▎▍▌▋▊▉█",
     line_done="━",
+    line_half="╸",
     line_left="─",
     up="▲",
     down="▼",
@@ -58,6 +60,7 @@ UNICODE = Glyphs(
     spark="▁▂▃▄▅▆▇█",
     diamond="◆",
     star="★",
+    former="•",
     bad="×",
     v_mark="┊",
     v_cursor="│",
@@ -75,9 +78,9 @@ UNICODE = Glyphs(
 ASCII = Glyphs(
     dot="*",
     hollow_dot="o",
-    bar="#",
     line_done="=",
-    line_left="-",
+    line_half="-",
+    line_left=".",
     up="+",
     down="-",
     arrow="->",
@@ -85,6 +88,7 @@ ASCII = Glyphs(
     spark="_.-=*#",
     diamond="V",
     star="B",
+    former="b",
     bad="x",
     v_mark=":",
     v_cursor="|",
@@ -100,18 +104,11 @@ ASCII = Glyphs(
 )
 
 
-def bar(frac: float | None, width: int, glyphs: Glyphs) -> str:
-    """A bar of `width` cells, filled from the left; empty for None."""
-    levels = len(glyphs.bar)
-    filled = round(min(max(frac or 0.0, 0.0), 1.0) * width * levels)
-    whole, part = divmod(filled, levels)
-    return (glyphs.bar[-1] * whole + (glyphs.bar[part - 1] if part else "")).ljust(width)
-
-
 def progress(frac: float | None, width: int, glyphs: Glyphs) -> tuple[str, str]:
-    """A progress line of `width` cells as its done and its open part."""
-    done = int(min(max(frac or 0.0, 0.0), 1.0) * width + 1e-9)
-    return glyphs.line_done * done, glyphs.line_left * (width - done)
+    """A line of `width` cells as its done and its open part; all open for None."""
+    halves = int(min(max(frac or 0.0, 0.0), 1.0) * 2 * width + 1e-9)
+    done = glyphs.line_done * (halves // 2) + glyphs.line_half * (halves % 2)
+    return done, glyphs.line_left * (width - len(done))
 
 
 def spark(values: Sequence[float], width: int, glyphs: Glyphs) -> str:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from textual.content import Content
 
 from segapp.run.text import printable
-from segapp.tui.glyphs import Glyphs, bar, progress, spark
+from segapp.tui.glyphs import Glyphs, progress, spark
 from segapp.tui.source import Status
 from segapp.tui.view import View
 from segapp.tui.wording import age, clip, dots, duration, gib, learning_rate, number, percent, share_word
@@ -166,7 +166,7 @@ def throughput_line(view: View, width: int, glyphs: Glyphs) -> Content:
     wait_style = "$text-warning bold" if wait is not None and wait > 0.2 else ""
     parts = [
         Part(0, Content.assemble((number(step.images_per_s), "bold"), " img/s")),
-        Part(4, Content.styled(spark(view.rates, min(30, width // 4), glyphs), "$text-primary")),
+        Part(4, Content.styled(spark(view.rates, min(30, width // 4), glyphs), "$secondary")),
         Part(2, Content(f"step {_milliseconds(step.step_s)}")) if step.step_s is not None else None,
         Part(1, Content.assemble("data ", (percent(wait), wait_style))),
         Part(3, Content(f"grad {number(step.grad_norm)}")) if step.grad_norm is not None else None,
@@ -194,6 +194,11 @@ def loss_title(view: View, smoothing: float, width: int, glyphs: Glyphs) -> Cont
     return fit_parts(parts, width)
 
 
+def with_tabs(title: Content, others: str, width: int) -> Content:
+    """A pane's title, with the names of the panes that are not shown where there is room."""
+    return fit_parts([Part(0, title), Part(1, Content.styled(others, "$text-muted"))], width)
+
+
 def small_summary(view: View, width: int, num_rows: int, glyphs: Glyphs) -> Content:
     """What the panes that do not fit would say, in at most three rows."""
     rows = [_gpu_summary(view, width, glyphs), _gpu0_summary(view, width, glyphs), _class_summary(view, width)]
@@ -209,15 +214,22 @@ def _gpu_summary(view: View, width: int, glyphs: Glyphs) -> Content:
         for i, d in enumerate(view.devices)
     ]
     order = sorted(fracs, reverse=True) if len(fracs) > 4 else fracs
-    parts = []
-    for rank, (frac, i) in enumerate(order):
-        device = view.devices[i]
-        text = f"{device_label(device.device, i)} {gib(device.used_mib)}"
-        if frac >= 0:
-            text += f"/{gib(device.total_mib)} {bar(frac, 6, glyphs)}" if rank < 2 else f"/{gib(device.total_mib)}"
-        style = "$text-error" if frac > 0.95 else "$text-warning" if frac > 0.9 else ""
-        parts.append(Part(rank, Content.assemble((text, style))))
+    with_bars = fit_parts([_one_device(view, i, frac, glyphs) for frac, i in order], 10**6)
+    bars = glyphs if with_bars.cell_length <= width else None
+    parts = [_one_device(view, i, frac, bars)._replace(rank=rank) for rank, (frac, i) in enumerate(order)]
     return fit_parts(parts, width)
+
+
+def _one_device(view: View, index: int, frac: float, bars: Glyphs | None) -> Part:
+    device = view.devices[index]
+    text = f"{device_label(device.device, index)} {gib(device.used_mib)}"
+    if frac >= 0:
+        text += f"/{gib(device.total_mib).removesuffix('.0')}"
+    style = "$text-error" if frac > 0.95 else "$text-warning" if frac > 0.9 else ""
+    if bars is None or frac < 0:
+        return Part(0, Content.assemble((text, style)))
+    done, left = progress(frac, 6, bars)
+    return Part(0, Content.assemble((text, style), (f" {done}", "$text-primary"), (left, "$text-muted")))
 
 
 def _gpu0_summary(view: View, width: int, glyphs: Glyphs) -> Content:

@@ -52,7 +52,7 @@ KEYS = (
     Key("pictures", "i,5", "", "sample pictures, and back"),
     Key("zoom", "f", "", "the chosen pane alone, and back"),
     Key("toggle_log", "y", "Log y", "logarithmic loss axis"),
-    Key("smooth", "m", "Smooth", "smoothing: 0.98, none, 0.6, 0.9"),
+    Key("smooth", "m", "Smooth", "smoothing: by length, 0.98, 0.9, 0.6, none"),
     Key("x_axis", "x", "", "curve over steps, epochs or time"),
     Key("window(-1)", "left_square_bracket", "", "shorter part of the curve"),
     Key("window(1)", "right_square_bracket", "", "longer part of the curve"),

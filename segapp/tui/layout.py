@@ -70,5 +70,5 @@ def plan_layout(
         left.add("events")
     elif pane == "events":
         left = {"events"}
-    right_width = 48 if width < 140 else min(64, 48 + (width - 140) // 2)
+    right_width = min(68, 48 + max(0, width - 100) // 4)
     return Layout(frozenset(left | {"gpu", "gpu0", "classes"}), True, right_width, has_throughput=height >= 22)

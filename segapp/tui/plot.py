@@ -171,11 +171,11 @@ def _ticks(bottom: float, top: float, count: int) -> list[float]:
 
 
 def _round_step(rough: float) -> float:
-    """The next of 1, 2 or 5 times a power of ten."""
+    """About that much, as 1, 2 or 5 times a power of ten."""
     if rough <= 0 or not math.isfinite(rough):
         return 0.0
     power = 10.0 ** math.floor(math.log10(rough))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.75)
 
 
 def _log_ticks(bottom: float, top: float, count: int) -> list[float]:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from segapp.run.files import write_atomic
-from segapp.tui.chart import WINDOWS, X_AXES
+from segapp.tui.chart import AUTO, WINDOWS, X_AXES
 from segapp.tui.classes import SORTS
 from segapp.tui.history import SMOOTHINGS
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "smoothing": (0.0, *SMOOTHINGS),
+    "smoothing": (AUTO, 0.0, *SMOOTHINGS),
     "is_log": (False, True),
     "window": WINDOWS,
     "x_axis": X_AXES,
@@ -29,7 +29,7 @@ class UiSettings:
     """The remembered choices."""
 
     theme: str = "segapp-dark"
-    smoothing: float = SMOOTHINGS[-1]
+    smoothing: float = AUTO
     is_log: bool = False
     window: str = "all"
     x_axis: str = "step"

@@ -18,7 +18,7 @@ DARK = Theme(
     background="#0f1419",
     surface="#0f1419",
     panel="#1b232c",
-    variables={"border": "#3b4754"},
+    variables={"border": "#3b4754", "text-muted": "#8593a1"},
 )
 LIGHT = Theme(
     name="segapp-light",
@@ -33,7 +33,7 @@ LIGHT = Theme(
     surface="#fafafa",
     panel="#e4e8ec",
     dark=False,
-    variables={"border": "#a8b2bc"},
+    variables={"border": "#a8b2bc", "text-muted": "#66727d"},
 )
 HIGH_CONTRAST = Theme(
     name="high-contrast",

@@ -57,10 +57,9 @@ class Pane(VerticalScroll, can_focus=True):
         """Only the lines."""
         yield self._lines
 
-    def show(self, content: Content, title: Content) -> None:
+    def show(self, content: Content) -> None:
         """Shows something."""
         self._lines.show(content)
-        set_title(self, title)
 
     @property
     def inner_width(self) -> int:
@@ -74,9 +73,8 @@ class EventsPane(Pane):
     _last: LogLine | None = None
     _num_shown = -1
 
-    def show_log(self, view: View, title: Content) -> None:
+    def show_log(self, view: View) -> None:
         """Shows the log of a view."""
-        set_title(self, title)
         last = view.log[-1] if view.log else None
         if last is self._last and len(view.log) == self._num_shown:
             return
@@ -100,10 +98,9 @@ class ClassesPane(Vertical):
         yield Input(placeholder="part of a class name", id="filter", compact=True, select_on_focus=False)
         yield self._box
 
-    def show(self, content: Content, title: Content) -> None:
+    def show(self, content: Content) -> None:
         """Shows a table."""
         self._lines.show(content)
-        set_title(self, title)
 
     @property
     def inner_width(self) -> int:
