@@ -83,7 +83,10 @@ def run_ui(
     )
     app.run(mouse=True)
     if app.return_code:
-        raise RunError("the screen failed; the training is not touched: `segapp status` and `segapp ctl` still work")
+        what = f"{type(app.failure).__name__}: {app.failure}" if app.failure is not None else "no reason known"
+        raise RunError(
+            f"the screen failed ({printable(what)[:200]}); the training goes on: `segapp status` and `segapp ctl` work"
+        ) from app.failure
     if not is_hung_up():
         name = folder.name if str(run) == folder.name else str(run)
         with contextlib.suppress(OSError):

@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 from rich.segment import Segment
 from rich.style import Style
 from textual.content import Content
+from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 
 from segapp.tui.glyphs import UNICODE, Glyphs
 from segapp.tui.history import SMOOTHINGS
-from segapp.tui.plot import Columns, Floats, Scale, choose_scale, draw_columns, pack_dots, reduce_columns
+from segapp.tui.plot import Columns, Floats, Scale, choose_scale, draw_columns, pack_dots, reduce_columns, roomy_range
 from segapp.tui.view import View
 from segapp.tui.wording import duration, number
 
@@ -75,6 +76,7 @@ class LossChart(Widget, can_focus=True):
         self._strips: list[Strip] = []
         self._built: tuple[object, ...] | None = None
         self._x_range = (0.0, 1.0)
+        self._subtitle = ""
 
     @property
     def smoothing(self) -> float:
@@ -87,9 +89,23 @@ class LossChart(Widget, can_focus=True):
     def show(self, view: View) -> None:
         """Shows a view, if there is something new in it."""
         self._view = view
-        if self._key() != self._built:
-            self.border_subtitle = Content(self._readout())
+        if self._key() == self._built:
+            return
+        before, size = self._strips, self.content_size
+        self._make()
+        readout = self._readout()
+        if readout != self._subtitle:
+            self._subtitle = readout
+            self.border_subtitle = Content(readout)  # draws everything again
+        elif len(before) != len(self._strips):
             self.refresh()
+        else:
+            rows = [y for y, (old, new) in enumerate(zip(before, self._strips, strict=True)) if old != new]
+            if rows:
+                self.refresh(*(Region(0, y, size.width, 1) for y in rows))
+
+    def _make(self) -> None:
+        self._strips, self._built = self._build(), self._key()
 
     def change(self, **options: object) -> None:
         """Changes some of `ChartOptions`."""
@@ -105,8 +121,7 @@ class LossChart(Widget, can_focus=True):
     def render_line(self, y: int) -> Strip:
         """One line of the widget's content."""
         if self._key() != self._built:
-            self._strips = self._build()
-            self._built = self._key()
+            self._make()
         width = self.content_size.width
         if y < len(self._strips):
             return self._strips[y].crop_extend(0, width, self.rich_style)
@@ -123,8 +138,8 @@ class LossChart(Widget, can_focus=True):
                 self.options, self.content_size)  # fmt: skip
 
     def _plot_size(self) -> tuple[int, int]:
-        """Cells of the plot: without labels on the left and the axis below."""
-        return self.content_size.width - GUTTER - 1, self.content_size.height - 1
+        """Cells of the plot: without the legend above, the labels on the left and the axis below."""
+        return self.content_size.width - GUTTER - 1, self.content_size.height - 2
 
     # --- the x axis ------------------------------------------------------------------------------------------------
 
@@ -144,7 +159,7 @@ class LossChart(Widget, can_focus=True):
         elif self.options.window.isdigit():
             first = max(first, last - int(self.options.window))
         x0, x1 = (float(x) for x in self._x_of(np.array([first, last])))
-        return (x0, x1) if x1 > x0 else (x0 - 0.5, x0 + 0.5)
+        return roomy_range(x0, x1)
 
     def _x_label(self, x: float) -> str:
         if self.options.x_axis == "time":
@@ -192,7 +207,20 @@ class LossChart(Widget, can_focus=True):
             Strip([Segment(labels[i] + self.glyphs.v_axis, axis), *row], GUTTER + 1 + width)
             for i, row in enumerate(rows)
         ]
-        return [*strips, self._axis_line(raw, width)]
+        return [self._legend(), *strips, self._axis_line(raw, width)]
+
+    def _legend(self) -> Strip:
+        """What the colours mean, with the numbers of now."""
+        history, vals = self._view.history, self._view.vals
+        segments = [Segment(" " * (GUTTER + 1), self._style(_BLANK))]
+        segments.append(Segment(f"last {number(float(history.low[-1]))}", self._style(_AXIS)))
+        if self.smoothing:
+            text = f"  ema {number(history.last_average(self.smoothing))} ({self.smoothing:g})"
+            segments.append(Segment(text, self._style(_AVERAGE)))
+        if vals and vals[-1].loss is not None:
+            text = f"  {self.glyphs.diamond} val {number(vals[-1].loss)} epoch {vals[-1].epoch}"
+            segments.append(Segment(text, self._style(_VAL)))
+        return Strip(segments)
 
     def _average(self, x: Floats, num_columns: int) -> Columns:
         history = self._view.history

@@ -180,20 +180,6 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms" if seconds < 10 else f"{seconds:.1f} s"
 
 
-def loss_title(view: View, smoothing: float, width: int, glyphs: Glyphs) -> Content:
-    """The title of the chart: the numbers one looks for first."""
-    history = view.history
-    last = float(history.low[-1]) if history.size else math.nan
-    parts = [Part(0, Content.styled("1 Loss", "bold")), Part(3, Content(f"last {number(last)}"))]
-    if smoothing and history.size:
-        parts.append(Part(1, Content.styled(f"ema {number(history.last_average(smoothing))}", "$text-warning")))
-        parts.append(Part(5, Content.styled(f"({smoothing:g})", "$text-muted")))
-    if view.vals and view.vals[-1].loss is not None:
-        val = view.vals[-1]
-        parts.append(Part(2, Content.styled(f"val {glyphs.diamond} {number(val.loss)} e{val.epoch}", "$text-success")))
-    return fit_parts(parts, width)
-
-
 def with_tabs(title: Content, others: str, width: int) -> Content:
     """A pane's title, with the names of the panes that are not shown where there is room."""
     return fit_parts([Part(0, title), Part(1, Content.styled(others, "$text-muted"))], width)

@@ -60,6 +60,8 @@ class Monitor(App[None]):
         self.settings = settings or UiSettings()
         self.glyphs = ASCII if ascii_only else UNICODE
         self.draft: Draft | None = None
+        self.failure: Exception | None = None
+        """What ended the screen, if it was not the person."""
         self._settings_file = settings_file
         self.is_ascii = ascii_only
         self.run_name = printable(source.folder.name)
@@ -138,6 +140,14 @@ class Monitor(App[None]):
         else:
             self.show_view()
 
+    def _handle_exception(self, error: Exception) -> None:
+        """A fault of the screen ends it with one line, not with pages of local variables; tests see it whole."""
+        if self.is_headless:
+            super()._handle_exception(error)
+        else:
+            self.failure = self.failure or error
+            self.exit(return_code=1)
+
     # --- what is on the screen -------------------------------------------------------------------------------------
 
     def apply_layout(self) -> None:
@@ -186,10 +196,7 @@ class Monitor(App[None]):
         view = self.source.view
         if "loss" in plan.panes:
             chart = self.query_one(LossChart)
-            title = header.loss_title(
-                view, chart.smoothing, chart.size.width - (4 if plan.has_right else 34), self.glyphs
-            )
-            self._set_title(chart, title, plan)
+            self._set_title(chart, Content.styled("1 Loss", "bold"), plan)
             chart.show(view)
         if "pictures" in plan.panes:
             self._show_pictures(plan)

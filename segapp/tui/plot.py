@@ -95,6 +95,18 @@ def _join(low: Floats, high: Floats, is_bad: NDArray[np.bool_]) -> None:
     low[empty] = high[empty] = values
 
 
+def roomy_range(first: float, last: float) -> tuple[float, float]:
+    """A horizontal range with a little room at its end: it moves in strides, not with every step.
+
+    In between only the newest columns change, so that a live curve costs a few cells a second instead of all of them.
+    """
+    if last - first < 1e-6:
+        return first - 0.5, first + 0.5
+    stride = 2.0 ** math.floor(math.log2((last - first) / 24))
+    left = math.floor(first / stride) * stride
+    return left, left + math.ceil((last - left) / stride + 1e-9) * stride
+
+
 def draw_columns(columns: Columns, scale: Scale, num_rows: int) -> NDArray[np.bool_]:
     """The dots of a curve, (num_rows, columns), first row on top; each stroke touches the one before it."""
     top = np.clip((1 - scale.fraction(columns.high)) * (num_rows - 1), -1, num_rows)
