@@ -117,5 +117,10 @@ def classes_title(view: View, sort: str, wanted: str, width: int, glyphs: Glyphs
         parts.append(Part(2, Content.styled(f"best {number(view.best.miou)} e{view.best.epoch}", "$text-success")))
     if wanted:
         parts.append(Part(1, Content.styled(f"/{wanted}", "$text-warning")))
-    parts.append(Part(3, Content.styled(f"{sort} first" if sort in ("worst", "best") else f"by {sort}", "$text-muted")))
+    parts.append(
+        Part(
+            1 if sort != SORTS[0] else 3,
+            Content.styled(f"{sort} first" if sort in ("worst", "best") else f"by {sort}", "$text-muted"),
+        )
+    )
     return fit_parts(parts, width)

@@ -104,6 +104,14 @@ ASCII = Glyphs(
 )
 
 
+_ASCII_FOR = str.maketrans({"·": ".", "→": ">", "…": "~", "×": "x", "±": "~", "°": "C", "—": "-"})
+
+
+def ascii_text(text: str) -> str:
+    """The text in ASCII, character by character; what has no likeness becomes a question mark."""
+    return text.translate(_ASCII_FOR).encode("ascii", "replace").decode()
+
+
 def progress(frac: float | None, width: int, glyphs: Glyphs) -> tuple[str, str]:
     """A line of `width` cells as its done and its open part; all open for None."""
     halves = int(min(max(frac or 0.0, 0.0), 1.0) * 2 * width + 1e-9)

@@ -43,7 +43,7 @@ def fit_parts(parts: Sequence[Part | None], width: int, gap: int = 2) -> Content
     while kept and sum(part.content.cell_length for part in kept) + gap * (len(kept) - 1) > width:
         if len(kept) == 1:
             return kept[0].content.truncate(width, ellipsis=True)
-        kept.remove(max(reversed(kept), key=lambda part: part.rank))
+        del kept[max(range(len(kept)), key=lambda i: (kept[i].rank, i))]
     return Content(" " * gap).join([part.content for part in kept])
 
 

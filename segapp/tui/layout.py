@@ -39,7 +39,7 @@ class Layout:
     @property
     def has_left(self) -> bool:
         """Whether the left column has something in it."""
-        return bool(self.panes & _LEFT) or self.has_throughput
+        return bool(self.panes & _LEFT)
 
     @property
     def has_right(self) -> bool:
@@ -64,7 +64,13 @@ def plan_layout(
     if width < WIDE or is_zoomed:
         shown = {"gpu", "gpu0"} if is_editing or pane == "gpu" else {pane}
         rows = 0 if is_zoomed else 3 if height >= 20 else 1
-        return Layout(frozenset(shown), width >= WIDE, width, has_throughput=height >= 20, num_summary_rows=rows)
+        return Layout(
+            frozenset(shown),
+            width >= WIDE,
+            width,
+            has_throughput=height >= 20 and bool(shown & _LEFT),
+            num_summary_rows=rows,
+        )
     left = {"pictures"} if pane == "pictures" else {"loss"}
     if height >= 30:
         left.add("events")

@@ -66,13 +66,18 @@ def load_settings(path: Path) -> UiSettings:
 def save_settings(path: Path, settings: UiSettings) -> None:
     """Writes the settings; that they cannot be written is no reason to bother anybody."""
     plain = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name != "keymap"}
-    lines = [f"{name} = {json.dumps(value)}" for name, value in plain.items()]
+    lines = [f"{name} = {_toml(value)}" for name, value in plain.items()]
     if settings.keymap:
         lines += [
             "",
             "[keymap]",
-            *(f"{json.dumps(k)} = {json.dumps(v)}" for k, v in asdict(settings)["keymap"].items()),
+            *(f"{_toml(k)} = {_toml(v)}" for k, v in asdict(settings)["keymap"].items()),
         ]
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, "\n".join(lines) + "\n")
+
+
+def _toml(value: Any) -> str:
+    """A string, number or truth value as TOML writes it: like JSON, but for characters that JSON escapes in pairs."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

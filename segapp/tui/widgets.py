@@ -10,6 +10,7 @@ from textual.content import Content
 from textual.widget import Widget
 from textual.widgets import Input, Static
 
+from segapp.tui.glyphs import ascii_text
 from segapp.tui.view import View
 from segapp.tui.wording import LogLine
 
@@ -36,6 +37,7 @@ class Lines(Static):
 
     def show(self, content: Content) -> None:
         """Shows something."""
+        content = _drawable(self, content)
         key = (content.plain, tuple(content.spans))
         if key == self._key:
             return
@@ -118,10 +120,18 @@ class Gpu0Pane(Lines, can_focus=True):
 
 def set_title(widget: Widget, title: Content) -> None:
     """Sets a border title, and draws the border again only if it differs."""
+    title = _drawable(widget, title)
     key = (title.plain, tuple(title.spans))
     if getattr(widget, "_segapp_title", None) != key:
         widget._segapp_title = key  # type: ignore[attr-defined]
         widget.border_title = title
+
+
+def _drawable(widget: Widget, content: Content) -> Content:
+    """The content as the terminal can draw it: an ASCII screen gets only ASCII, names from data too."""
+    if content.plain.isascii() or not widget.app.has_class("-ascii"):
+        return content
+    return Content(ascii_text(content.plain), list(content.spans))
 
 
 def log_content(line: LogLine, now_s: float | None = None) -> Content:

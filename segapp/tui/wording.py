@@ -132,7 +132,8 @@ def plural(count: int, word: str) -> str:
 
 
 def _short_exponent(text: str) -> str:
-    return text.replace("e-0", "e-").replace("e+0", "e+")
+    mantissa, _, exponent = text.partition("e")
+    return f"{mantissa}e{int(exponent)}"
 
 
 def _start(event: RunStart) -> str:

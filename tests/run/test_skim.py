@@ -29,7 +29,7 @@ def flattened(items: list[Any]) -> list[tuple[Any, ...]]:
 
 
 def write_run(path: Path, kinds: list[int]) -> None:
-    with mock.patch("segapp.run.events.writer.time.time", lambda: 1.7e9 + 0.25), EventWriter(path) as writer:
+    with mock.patch("segapp.run.events.writer.time.time", return_value=1.7e9 + 0.25), EventWriter(path) as writer:
         for i, kind in enumerate(kinds, start=1):
             if kind == 0:
                 writer.write(Heartbeat(phase="train"))
@@ -41,7 +41,9 @@ def write_run(path: Path, kinds: list[int]) -> None:
 
 
 @given(kinds=st.lists(st.integers(0, 5), max_size=40), max_bytes=st.sampled_from([None, 1, 700]))
-def test_skimming_gives_what_the_full_parser_gives(tmp_path_factory: Any, kinds: list[int], max_bytes: int | None) -> None:
+def test_skimming_gives_what_the_full_parser_gives(
+    tmp_path_factory: Any, kinds: list[int], max_bytes: int | None
+) -> None:
     path = tmp_path_factory.mktemp("skim") / "events.jsonl"
     write_run(path, kinds)
     reader, items = EventReader(path), []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -49,7 +50,7 @@ def test_the_drawn_curve_has_no_holes(y: list[float], num_rows: int) -> None:
     dots = draw_columns(columns, Scale(0.0, 1.0), num_rows)
     drawn = [np.flatnonzero(column) for column in dots.T]
     assert all(len(rows) for rows in drawn)
-    for rows, after in zip(drawn, drawn[1:], strict=False):
+    for rows, after in itertools.pairwise(drawn):
         assert (np.diff(rows) == 1).all()
         assert rows[0] - 1 <= after[-1]
         assert after[0] <= rows[-1] + 1
@@ -72,7 +73,9 @@ def test_every_dot_has_its_own_character(glyphs) -> None:
 def test_one_spike_is_clipped_and_a_high_start_is_not() -> None:
     flat = [0.5 + 0.01 * (i % 7) for i in range(400)]
     spiked = reduced([*flat, 90.0, *flat], 100)
-    scale = choose_scale(spiked, spiked.__class__(spiked.low * NAN, spiked.high * NAN, spiked.is_bad), np.array([]), is_log=False)
+    scale = choose_scale(
+        spiked, spiked.__class__(spiked.low * NAN, spiked.high * NAN, spiked.is_bad), np.array([]), is_log=False
+    )
     assert scale is not None
     assert scale.top < 5
     falling = reduced([3.0 * math.exp(-i / 100) for i in range(400)], 100)
@@ -97,7 +100,7 @@ def test_ticks_are_few_rising_and_inside(bottom: float, ratio: float, count: int
     scale = Scale(bottom, bottom * ratio, is_log)
     ticks = scale.ticks(count)
     assert len(ticks) <= 4 * count + 6
-    assert all(a < b for a, b in zip(ticks, ticks[1:], strict=False))
+    assert all(a < b for a, b in itertools.pairwise(ticks))
     assert all(bottom * (1 - 1e-6) <= tick <= bottom * ratio * (1 + 1e-6) for tick in ticks)
 
 

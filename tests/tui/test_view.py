@@ -20,8 +20,9 @@ from segapp.tui.view import View, fold_events
 def summary(view: View) -> dict[str, Any]:
     """Everything in a view that a picture is made from."""
     history = view.history
+    curves = (history.step, history.low, history.average(0.9))
     return {
-        "curve": [np.nan_to_num(c, nan=-1.0).round(9).tolist() for c in (history.step, history.low, history.average(0.9))],
+        "curve": [np.nan_to_num(c, nan=-1.0).round(9).tolist() for c in curves],
         "step": view.step, "epoch": view.epoch, "vals": view.vals, "best": view.best, "marks": view.marks,
         "split": view.split, "gpu0": view.gpu0, "peaks": view.peaks_mib, "devices": view.devices, "log": list(view.log),
         "pending": view.pending, "answers": view.answers, "end": view.end, "last": (view.last_s, view.last_step_s),
@@ -179,7 +180,9 @@ def test_no_content_of_known_types_breaks_the_fold(events: list[tuple[str, dict[
 
 
 @given(st.lists(st.tuples(fields, junk), min_size=1, max_size=3), st.integers(0, 10**6))
-def test_no_changed_field_of_a_good_run_breaks_the_fold(canned: CannedRun, changes: list[tuple[str, Any]], at: int) -> None:
+def test_no_changed_field_of_a_good_run_breaks_the_fold(
+    canned: CannedRun, changes: list[tuple[str, Any]], at: int
+) -> None:
     raws = EventReader(canned.folder.events).read_raw()
     for i, (name, value) in enumerate(changes):
         index = (at + 7 * i) % len(raws)
