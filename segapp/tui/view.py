@@ -108,6 +108,7 @@ class View:
     _raw_step: dict[str, Any] | None = None
     _raw_memory: dict[str, Any] | None = None
     _is_memory_stale: bool = False
+    _split_text: bytes = b""
 
     @property
     def num_devices(self) -> int:
@@ -138,6 +139,8 @@ def fold_events(view: View, items: Iterable[dict[str, Any] | StepRun]) -> None:
     losses: list[float] = []
     columns: tuple[list[Any], ...] = (steps, times_s, losses)
 
+    run: StepRun | None = None
+
     def keep_curve() -> None:
         if steps:
             view.history.extend(steps, times_s, losses)
@@ -150,7 +153,11 @@ def fold_events(view: View, items: Iterable[dict[str, Any] | StepRun]) -> None:
             times_s += item.t
             losses += item.loss
             view.num_events += len(item.step)
-            _note_step(view, item.last)
+            run = item
+            if item.split_text != view._split_text:
+                view._split_text = item.split_text
+                _note_run(view, item)
+            view.last_s = item.t[-1]
             continue
         view.num_events += 1
         kind = item["type"]
@@ -164,9 +171,14 @@ def fold_events(view: View, items: Iterable[dict[str, Any] | StepRun]) -> None:
         elif kind == "heartbeat":
             _note_heartbeat(view, item)
         else:
+            if run is not None:
+                _note_run(view, run)
+                run = None
             keep_curve()
             _fold_rare(view, item)
         view.last_s = _number(item["t"])
+    if run is not None:
+        _note_run(view, run)
     keep_curve()
     _settle(view)
 
@@ -179,6 +191,15 @@ def _number(value: Any) -> float:
         except OverflowError:
             return math.nan
     return math.nan
+
+
+def _note_run(view: View, run: StepRun) -> None:
+    """Looks at the last step of a run; at most of them nobody has to."""
+    last = run.last
+    if last is not None and (view.last_step_s is None or _number(last["t"]) >= view.last_step_s):
+        last_s = view.last_s
+        _note_step(view, last)
+        view.last_s = last_s
 
 
 def _note_step(view: View, raw: dict[str, Any]) -> bool:

@@ -76,8 +76,10 @@ def test_the_last_step_of_a_run_is_there_in_full(tmp_path: Path) -> None:
     write_run(tmp_path / "e.jsonl", [2, 2, 2, 0, 2])
     items = EventReader(tmp_path / "e.jsonl").read_skimmed()
     runs = [item for item in items if isinstance(item, StepRun)]
-    assert [run.last["step"] for run in runs] == [3, 5]
-    assert runs[0].last["images_per_s"] == 3.5
+    lasts = [run.last for run in runs]
+    assert [last and last["step"] for last in lasts] == [3, 5]
+    assert [last and last["images_per_s"] for last in lasts] == [3.5, 3.5]
+    assert {run.split_text for run in runs} == {b'"split":[1,2'}
 
 
 def test_a_torn_last_line_waits(tmp_path: Path) -> None:

@@ -24,8 +24,19 @@ class StepRun(NamedTuple):
     step: list[int]
     loss: list[float]
     """nan where it was null."""
-    last: dict[str, Any]
-    """The last of them in full."""
+    last_line: bytes
+    """The last of them as it lies in the file."""
+
+    @property
+    def last(self) -> dict[str, Any] | None:
+        """The last of them in full; None where its end is damaged."""
+        return parse_line(self.last_line)
+
+    @property
+    def split_text(self) -> bytes:
+        """The split of the last of them, unparsed: enough to see that it has changed."""
+        start = self.last_line.find(b'"split":')
+        return self.last_line[start : self.last_line.find(b"]", start)] if start >= 0 else b""
 
 
 def skim_block(block: bytes) -> Iterator[StepRun | bytes]:
@@ -57,11 +68,7 @@ def skim_block(block: bytes) -> Iterator[StepRun | bytes]:
         ends.append(len(lines))
     for end in ends:
         if end > start:
-            last = parse_line(lines[end - 1])
-            if last is None:
-                yield b"".join(line + b"\n" for line in lines[start:end])
-            else:
-                yield StepRun(t[start:end], step[start:end], loss[start:end], last)
+            yield StepRun(t[start:end], step[start:end], loss[start:end], lines[end - 1])
         if between[end]:
             yield between[end]
         start = end
