@@ -88,9 +88,10 @@ def run_ui(
             f"the screen failed ({printable(what)[:200]}); the training goes on: `segapp status` and `segapp ctl` work"
         ) from app.failure
     if not is_hung_up():
-        name = folder.name if str(run) == folder.name else str(run)
+        status = source.status()
+        how = header.state_word(status) if status.is_over else "the training goes on by itself"
         with contextlib.suppress(OSError):
-            print(f"left {printable(folder.name)}; the training goes on by itself: segapp attach {printable(name)}")
+            print(f"left {printable(folder.name)} ({how}); to see it again: segapp attach {printable(str(run))}")
     return 0
 
 

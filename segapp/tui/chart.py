@@ -57,7 +57,7 @@ class LossChart(Widget, can_focus=True):
     DEFAULT_CSS = """
     LossChart {
         .loss-chart--blank { color: $foreground; }
-        .loss-chart--raw { color: $secondary 60%; }
+        .loss-chart--raw { color: $secondary 85%; }
         .loss-chart--average { color: $warning; text-style: bold; }
         .loss-chart--mark { color: $accent; }
         .loss-chart--val { color: $success; text-style: bold; }

@@ -70,6 +70,7 @@ class Monitor(App[None]):
         self.wanted = ""
         self.seen_alert_s = 0.0
         self._layout: layout.Layout | None = None
+        self._is_reading = self._was_reading = False
         for own in themes.OWN:
             self.register_theme(own)
         self.theme = self.settings.theme if self.settings.theme in themes.NAMES else themes.NAMES[0]
@@ -125,8 +126,8 @@ class Monitor(App[None]):
         if not self.is_headless and is_hung_up():
             self.exit()
             return
-        if self.source.poll():
-            self.set_timer(0.01, self._read_on)
+        if not self._is_reading:
+            self._read_on()
         self.after_poll()
         self.show_view()
 
@@ -135,10 +136,12 @@ class Monitor(App[None]):
 
     def _read_on(self) -> None:
         """Reads a long history in slices, so that keys are answered meanwhile; panes follow with the ticks."""
-        if self.source.poll():
-            self.set_timer(0.01, self._read_on)
-        else:
+        self._is_reading = self.source.poll()
+        if self._is_reading:
+            self.set_timer(0.001, self._read_on)
+        elif self._was_reading:
             self.show_view()
+        self._was_reading = self._is_reading
 
     def _handle_exception(self, error: Exception) -> None:
         """A fault of the screen ends it with one line, not with pages of local variables; tests see it whole."""
@@ -223,7 +226,9 @@ class Monitor(App[None]):
             set_title(editor, Content.styled("gpu0_bsz", "bold"))
         if "classes" in plan.panes:
             table = self.query_one(ClassesPane)
-            title = classes_title(view, self.settings.sort, self.wanted, table.size.width - 4, glyphs)
+            title = classes_title(
+                view, self.settings.sort, self.wanted, table.size.width - (4 if plan.has_left else 34), glyphs
+            )
             table.show(classes_content(view, self.settings.sort, self.wanted, table.inner_width, glyphs))
             self._set_title(table, title, plan)
 

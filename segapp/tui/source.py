@@ -17,7 +17,7 @@ from segapp.tui.view import View, fold_events
 
 _SKIM_BYTES = 2**20
 """Longer backlogs are skimmed; the last part is always read in full."""
-_SLICE_S = 0.05
+_SLICE_S = 0.1
 _LIVENESS_S = 2.0
 _LONGEST_GAP_S = 60.0
 
@@ -90,7 +90,7 @@ class LiveSource:
         self._liveness: tuple[float, bool | None, bool, bool] | None = None
 
     def poll(self) -> bool:
-        """Reads for a twentieth of a second at most; whether more is waiting."""
+        """Reads for a tenth of a second at most; whether more is waiting."""
         deadline = self._monotonic() + _SLICE_S
         while True:
             left = self._reader.num_bytes_left

@@ -21,8 +21,8 @@ def flattened(items: list[Any]) -> list[tuple[Any, ...]]:
         if isinstance(item, StepRun):
             flat += [("step", *row) for row in zip(item.step, item.t, map(repr, item.loss), strict=True)]
         elif item["type"] == "step":
-            loss = item.get("loss")
-            flat.append(("step", item["step"], float(item["t"]), repr(math.nan if loss is None else float(loss))))
+            loss = math.nan if item.get("loss") is None else item["loss"]
+            flat.append(("step", item.get("step"), item["t"], repr(loss)))
         else:
             flat.append((item["type"], json.dumps(item, sort_keys=True)))
     return flat
