@@ -184,7 +184,7 @@ class MonitorApp(Monitor):
             if choice is not None:
                 self.send(StopCommand(when=choice))
 
-        self.push_screen(StopScreen(status.pid), decided)
+        self.push_screen(StopScreen(status.pid, status.host), decided)
 
     def action_edit_gpu0(self) -> None:
         """Opens the editor of gpu0_bsz."""

@@ -175,17 +175,26 @@ def _fit(view: View) -> MemoryFit | None:
 
 
 def gpu0_content(
-    view: View, status: Status, draft: Draft | None, width: int, glyphs: Glyphs, *, can_edit: bool
+    view: View, status: Status, draft: Draft | None, size: tuple[int, int], glyphs: Glyphs, *, can_edit: bool
 ) -> Content:
-    """The pane of `gpu0_bsz`: what holds and what is wished, or the editor."""
+    """The pane of `gpu0_bsz`: what holds and what is wished, or the editor.
+
+    Args:
+        view: the run.
+        status: how it stands.
+        draft: what is typed into the editor; None while it is closed.
+        size: cells of a line, and how many lines there may be.
+        glyphs: what to draw with.
+        can_edit: whether the editor may be opened.
+    """
     if view.num_devices < 2:
         return Content.styled("one device: nothing to split", "$text-muted")
     if draft is not None:
-        return _editor(view, draft, width, glyphs)
+        return _editor(view, draft, *size, glyphs)
     lines = (
         _pending_lines(view, status, glyphs) if view.gpu0.pending is not None else _idle_lines(view, glyphs, can_edit)
     )
-    return Content("\n").join([line.truncate(width, ellipsis=True) for line in lines])
+    return Content("\n").join([line.truncate(size[0], ellipsis=True) for line in lines])
 
 
 def _idle_lines(view: View, glyphs: Glyphs, can_edit: bool) -> list[Content]:
@@ -235,10 +244,11 @@ def _pending_lines(view: View, status: Status, glyphs: Glyphs) -> list[Content]:
     ]
 
 
-def _editor(view: View, draft: Draft, width: int, glyphs: Glyphs) -> Content:
+def _editor(view: View, draft: Draft, width: int, num_lines: int, glyphs: Glyphs) -> Content:
     verdict = judge(view, draft.value)
     style = WORD_STYLES[verdict.word]
     value = draft.text if draft.text else "even"
+    reason = _wrap(verdict.reason, width, 2)
     lines = [
         Content.assemble(
             (share_word(view.gpu0.value), "bold"),
@@ -248,34 +258,44 @@ def _editor(view: View, draft: Draft, width: int, glyphs: Glyphs) -> Content:
             (verdict.word, style),
         ),
         Content(f"split {dots(view.split)} {glyphs.arrow} {dots(verdict.split)}"),
-        *_prediction_lines(view, verdict, width, glyphs),
-        *[Content.styled(line, style) for line in _wrap(verdict.reason, width, 2)],
+        *_prediction_lines(view, verdict, num_lines - 3 - len(reason), glyphs),
+        *[Content.styled(line, style) for line in reason],
         Content.styled(_hint(verdict, draft), "$text-muted"),
     ]
     return Content("\n").join([line.truncate(width, ellipsis=True) for line in lines])
 
 
-def _prediction_lines(view: View, verdict: SplitVerdict, width: int, glyphs: Glyphs) -> list[Content]:
-    """Peak now and then of each device, where something is known."""
-    if not any(peak is not None for peak in verdict.predicted_mib):
-        return []
-    fit = view.memory_fit()
-    now = view.peaks_mib.get(view.split or (), [])
-    lines = []
-    for i, peak in enumerate(verdict.predicted_mib):
+def _prediction_lines(view: View, verdict: SplitVerdict, limit: int, glyphs: Glyphs) -> list[Content]:
+    """Peak now and then of each device where something is known; of many the fullest."""
+    known = [(i, peak) for i, peak in enumerate(verdict.predicted_mib) if peak is not None]
+    fit = view.memory_fit() if known else None
+    rows = []
+    for i, peak in known:
         device = view.devices[i] if i < len(view.devices) else DeviceMemory()
         total = usable_mib(device.total_mib, device.used_mib, device.reserved_mib)
-        word = headroom_word(peak, total)
-        spread = f"±{gib(max(fit.spread_mib, 51.2))}" if fit.is_proven else " at most"
-        before = gib(now[i]) if i < len(now) else "-"
-        then = f"{gib(peak)}{spread}" if peak is not None else "n/a"
-        lines.append(
-            Content.assemble(
-                f"{device_label(device.device, i)} peak {before} {glyphs.arrow} {then} /{gib(total)}  ",
-                (word, WORD_STYLES.get(word, "")),
-            )
-        )
-    return lines
+        rows.append((_frac(peak, total) or 0.0, _prediction_line(view, fit, i, device, peak, total, glyphs)))
+    fullest = sorted(range(len(rows)), key=lambda i: -rows[i][0])[: max(1, limit)]
+    return [rows[i][1] for i in sorted(fullest)]
+
+
+def _prediction_line(
+    view: View,
+    fit: MemoryFit | None,
+    index: int,
+    device: DeviceMemory,
+    peak: float,
+    total: float | None,
+    glyphs: Glyphs,
+) -> Content:
+    now = view.peaks_mib.get(view.split or (), [])
+    before = gib(now[index]) if index < len(now) else "-"
+    is_proven = fit is not None and fit.is_proven
+    spread = f"±{gib(max(fit.spread_mib, 51.2))}" if fit is not None and is_proven else " at most"
+    word = headroom_word(peak, total)
+    return Content.assemble(
+        f"{device_label(device.device, index)} peak {before} {glyphs.arrow} {gib(peak)}{spread} /{gib(total)}  ",
+        (word, WORD_STYLES.get(word, "")),
+    )
 
 
 def _hint(verdict: SplitVerdict, draft: Draft) -> str:

@@ -63,6 +63,8 @@ def plan_layout(
         return Layout(frozenset())
     if width < WIDE or is_zoomed:
         shown = {"gpu", "gpu0"} if is_editing or pane == "gpu" else {pane}
+        if is_editing and height < 24:
+            shown = {"gpu0"}
         rows = 0 if is_zoomed else 3 if height >= 20 else 1
         return Layout(
             frozenset(shown),
@@ -77,4 +79,5 @@ def plan_layout(
     elif pane == "events":
         left = {"events"}
     right_width = min(68, 48 + max(0, width - 100) // 4)
-    return Layout(frozenset(left | {"gpu", "gpu0", "classes"}), True, right_width, has_throughput=height >= 22)
+    right = {"gpu", "gpu0"} if is_editing and height < 30 else {"gpu", "gpu0", "classes"}
+    return Layout(frozenset(left | right), True, right_width, has_throughput=height >= 22)

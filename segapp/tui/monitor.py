@@ -220,9 +220,11 @@ class Monitor(App[None]):
             self._set_title(pane, title, plan)
         if "gpu0" in plan.panes:
             editor = self.query_one(Gpu0Pane)
-            width = max(1, editor.content_size.width)
+            room = self.query_one("#right").size.height
+            above = min(view.num_devices + 2, int(0.4 * room)) if "gpu" in plan.panes else 0
+            size = (max(1, editor.content_size.width), room - above - 2)
             can_edit = not self.readonly
-            editor.show(gpu0_content(view, self.source.status(), self.draft, width, glyphs, can_edit=can_edit))
+            editor.show(gpu0_content(view, self.source.status(), self.draft, size, glyphs, can_edit=can_edit))
             set_title(editor, Content.styled("gpu0_bsz", "bold"))
         if "classes" in plan.panes:
             table = self.query_one(ClassesPane)

@@ -11,6 +11,8 @@ from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
+from segapp.run.text import printable
+
 StopChoice = Literal["epoch", "now"]
 
 
@@ -52,6 +54,7 @@ class StopScreen(ModalScreen[StopChoice | None]):
 
     Args:
         pid: of the trainer, for the last resort.
+        host: where it runs.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -60,9 +63,9 @@ class StopScreen(ModalScreen[StopChoice | None]):
         ("escape,enter,q,space,S,c", "choose('')", "go on"),
     ]
 
-    def __init__(self, pid: int | None) -> None:
+    def __init__(self, pid: int | None, host: str | None) -> None:
         super().__init__()
-        self._pid = pid
+        self._pid, self._host = pid, host
 
     def compose(self) -> ComposeResult:
         """The question."""
@@ -72,9 +75,9 @@ class StopScreen(ModalScreen[StopChoice | None]):
             Content.assemble((" esc ", "$text-accent bold"), " go on training"),
         ]
         if self._pid is not None:
-            lines.append(
-                Content.styled(f"If it does not answer: kill {self._pid} saves, kill -9 does not.", "$text-muted")
-            )
+            where = f" on {printable(self._host)}" if self._host else ""
+            last = f"If it does not answer{where}: kill {self._pid} saves, kill -9 does not."
+            lines.append(Content.styled(last, "$text-muted"))
         with VerticalScroll(classes="dialog") as box:
             box.border_title = Content("Stop the training?")
             yield Static(Content("\n").join(lines), classes="lines")

@@ -299,6 +299,22 @@ def test_eight_gpus_all_have_a_line(tmp_path: Path) -> None:
     run_screen(run, act)
 
 
+def test_eight_gpus_and_their_editor_fit_at_every_size(tmp_path: Path) -> None:
+    run = CannedRun(tmp_path / "run", num_devices=8, batch_size=64, gpu0_bsz=8, steps_per_epoch=20)
+    run.epoch()
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "b", "plus")
+        for width, height in [(120, 36), (100, 30), (100, 24), (100, 15), (80, 24), (60, 15)]:
+            await pilot.resize_terminal(width, height)
+            await settled(app, pilot)
+            check_regions(app)
+            assert "8 →  9" in screen_text(app), (width, height, screen_text(app))
+            assert re.search("ok|tight|won't fit", screen_text(app))
+
+    run_screen(run, act)
+
+
 def test_the_trainers_end_without_a_word_is_said_with_the_next_move(tmp_path: Path) -> None:
     run = CannedRun(tmp_path / "run", steps_per_epoch=20)
     run.epoch()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -50,6 +51,18 @@ def test_a_trainer_that_is_gone_without_a_word_has_crashed(tmp_path: Path) -> No
     read_all(source)
     assert source.status().state == "crashed"
     assert source.status().is_over
+
+
+def test_a_silent_trainer_on_another_machine_is_lost(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    here = socket.gethostname()
+    for file in (run.folder.run_json, run.folder.lock):
+        if file.exists():
+            file.write_text(file.read_text().replace(f'"{here}"', '"elsewhere"'))
+    source = LiveSource(run.folder, clock=lambda: run.clock.now_s + 100)
+    read_all(source)
+    assert source.status().state == "lost"
+    assert not source.status().is_over
 
 
 def test_a_finished_run_that_goes_on_is_not_finished(tmp_path: Path) -> None:
