@@ -12,6 +12,7 @@ from textual import events
 from textual.app import App, ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
+from textual.geometry import Size
 from textual.widget import Widget
 
 from segapp.run.text import printable
@@ -70,6 +71,7 @@ class Monitor(App[None]):
         self.wanted = ""
         self.seen_alert_s = 0.0
         self._layout: layout.Layout | None = None
+        self._screen_size: Size | None = None
         self._is_reading = self._was_reading = False
         for own in themes.OWN:
             self.register_theme(own)
@@ -119,7 +121,8 @@ class Monitor(App[None]):
             save_settings(self._settings_file, self.settings)
 
     def on_resize(self, event: events.Resize) -> None:
-        """Chooses the panes for the new size."""
+        """Chooses the panes for the new size, which the app itself learns of a little later."""
+        self._screen_size = event.size
         self.apply_layout()
 
     def _tick(self) -> None:
@@ -155,7 +158,7 @@ class Monitor(App[None]):
 
     def apply_layout(self) -> None:
         """Chooses the panes for the size of the screen and for what the person asked for."""
-        width, height = self.size
+        width, height = self._screen_size or self.size
         is_editing = self.draft is not None
         plan = layout.plan_layout(width, height, self.pane, is_zoomed=self.is_zoomed, is_editing=is_editing)
         if plan != self._layout:
@@ -176,9 +179,9 @@ class Monitor(App[None]):
         view, status, plan = self.source.view, self.source.status(), self._layout
         if plan is None or not self.is_running:
             return
-        width, glyphs = self.size.width, self.glyphs
+        (width, height), glyphs = self._screen_size or self.size, self.glyphs
         if plan.is_notice:
-            self._lines("notice").show(header.notice(view, status, self.run_name, width, self.size.height, glyphs))
+            self._lines("notice").show(header.notice(view, status, self.run_name, width, height, glyphs))
             return
         line = width - 2
         self._lines("head").show(header.header(view, status, self.run_name, line, glyphs, is_readonly=self.readonly))

@@ -19,6 +19,7 @@ from segapp.run.commands import drain_commands
 from segapp.run.events import CommandAnswer
 from segapp.tui import keys, themes
 from segapp.tui.app import MonitorApp
+from segapp.tui.layout import plan_layout
 from segapp.tui.settings import UiSettings, load_settings
 from segapp.tui.source import LiveSource, ReplaySource
 
@@ -160,6 +161,7 @@ def test_no_size_breaks_the_screen_or_puts_a_pane_outside(live: CannedRun) -> No
             await pilot.resize_terminal(width, height)
             await settled(app, pilot)
             check_regions(app)
+            assert app._layout == plan_layout(width, height)
             if width >= 8 and height > 1:
                 assert "LIVE" in screen_text(app), (width, height)
 
