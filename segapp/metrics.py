@@ -90,6 +90,10 @@ class ConfusionMatrix:
             )
         self.counts += other.counts.to(self.counts.device)
 
+    def add(self, matrix: Tensor) -> None:
+        """Adds (C, C) counts, rows the target's class, made elsewhere."""
+        self.matrix.add_(matrix)
+
     def update(self, prediction_NHW: Tensor, target_NHW: Tensor) -> None:
         """Counts one batch.
 

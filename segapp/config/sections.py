@@ -120,6 +120,8 @@ class LossTerm(Section):
     """Factor of the auxiliary head's loss."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the target spread over all classes (ce)."""
+    implementation: Literal["auto", "compiled", "reference"] = "auto"
+    """auto: bands or Triton; compiled: bands through torch.compile, on the CPU; reference: at full resolution (ce)."""
     class_weights: list[NonNegativeFloat] | Literal["inverse", "enet", "median-frequency"] | None = None
     """One weight a class, or a rule that computes them from the training masks (ce, ohem, focal)."""
     ohem_threshold: Annotated[float, Field(gt=0, le=1)] = 0.7
@@ -204,6 +206,8 @@ class TrainConfig(Section):
     """Stop after this many evaluations without a better monitored value; null: never."""
     channels_last: bool = False
     """Memory format NHWC."""
+    keep_freed_memory: bool = True
+    """Training on the CPU keeps freed memory (glibc only): fewer page faults, a slightly higher peak."""
     cudnn_benchmark: bool = True
     """Let cuDNN try its algorithms for the crop size."""
 

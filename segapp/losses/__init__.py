@@ -7,9 +7,10 @@ from segapp.losses.additive import AdditiveCriterion, CriterionSum, Outputs, Sta
 from segapp.losses.cross_entropy import CriterionCE, plain_reason, upsample_cross_entropy
 from segapp.losses.dice import CriterionDice
 from segapp.losses.focal import CriterionFocal
-from segapp.losses.inference import Scores, upsample_argmax, upsample_confusion, upsample_probabilities
+from segapp.losses.inference import Scores, upsample_argmax, upsample_confusion, upsample_logits, upsample_probabilities
 from segapp.losses.lovasz import CriterionLovasz
 from segapp.losses.ohem import CriterionOHEM
+from segapp.losses.views import Tile, View
 
 LOSSES: dict[str, type[AdditiveCriterion]] = {
     "ce": CriterionCE,
@@ -32,10 +33,13 @@ __all__ = [
     "Outputs",
     "Scores",
     "Statistics",
+    "Tile",
+    "View",
     "plain_reason",
     "surrogate",
     "upsample_argmax",
     "upsample_confusion",
     "upsample_cross_entropy",
+    "upsample_logits",
     "upsample_probabilities",
 ]

@@ -20,7 +20,7 @@ import functools
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -40,7 +40,11 @@ WINDOW_ROWS = 8
 WINDOW_BYTES = 800 << 10
 """Half a band."""
 MIN_ROWS_OF_A_CELL = 3
-"""With fewer output rows between two source rows, a band takes in several pairs of them."""
+"""With fewer output rows to a source row, a band takes in several source rows."""
+MIN_CELL_BYTES = 200 << 10
+"""So it does where a cell is smaller than this: an operation on it would cost less than the call."""
+MIN_SHARED_BYTES = 400 << 10
+"""Smaller bands are swept by one thread: two would wait for each other's calls most of the time (2 x slower)."""
 MIN_PART_BYTES = 1 << 20
 """Full-resolution bytes below which a part is not worth a thread."""
 
@@ -104,8 +108,7 @@ def sweep_bands(
     on_cpu = logits.device.type == "cpu"
     budget = band_bytes or (CPU_BAND_BYTES if on_cpu else DEVICE_BAND_BYTES)
     full_bytes = logits.shape[0] * logits.shape[1] * size[0] * size[1] * grid.dtype.itemsize
-    num_parts = max(1, min(torch.get_num_threads(), full_bytes // MIN_PART_BYTES)) if on_cpu else 1
-    kind = _CellSweep if on_cpu and grid.tallest_cell >= MIN_ROWS_OF_A_CELL else _BlockSweep
+    kind, num_parts = plan_sweep(logits.shape, grid, full_bytes) if on_cpu else (BlockSweep, 1)
     groups = plan_parts(logits.shape[0], grid.cells, num_parts)
     values = logits.detach()
     gradient = torch.zeros(logits.shape, dtype=grid.dtype, device=logits.device) if with_gradient else None
@@ -115,7 +118,7 @@ def sweep_bands(
             sweeps = [kind(values, grid, part, gradient, budget) for part in parts]
             return [(work(iter(sweep)), sweep) for sweep in sweeps]
 
-    if len(groups) == 1:
+    if len(groups) == 1 and (not on_cpu or torch.get_num_threads() == 1):
         done = run(groups[0])
     else:
         threads = _single_threads(torch.get_num_threads(), os.getpid())
@@ -125,34 +128,20 @@ def sweep_bands(
     return [result for result, _ in done], gradient
 
 
-def band_rows_of_views(
-    views: Sequence[Tensor], size: tuple[int, int], align_corners: bool
-) -> Iterator[tuple[slice, slice, Iterator[Tensor]]]:
-    """The same output rows of several logits of different resolution, band by band.
+def plan_sweep(shape: tuple[int, ...], grid: Grid, full_bytes: int) -> tuple[type[_Sweep], int]:
+    """How a processor sweeps a batch: the kind of bands, and into how many parts, one a thread, it is cut.
 
     Args:
-        views: each (N, C, h, w), h and w of its own.
-        size: (H, W).
-        align_corners: of the interpolation.
-
-    Yields:
-        images, rows, and the views' values one after the other, (m, C, R, W).
+        shape: (N, C, h, w) of the logits.
+        grid: of the resampling.
+        full_bytes: bytes of (N, C, H, W).
     """
-    N = views[0].shape[0]
-    device = views[0].device
-    budget = CPU_BAND_BYTES if device.type == "cpu" else DEVICE_BAND_BYTES
-    everything = Part(slice(0, N), slice(0, size[0]))
-    grids = [
-        grid_of((view.shape[2], view.shape[3]), size, align_corners, compute_dtype(view), device) for view in views
-    ]
-    sweeps = [
-        _BlockSweep(view.detach(), grid, everything, None, budget) for view, grid in zip(views, grids, strict=True)
-    ]
-    rows_per_band = max(1, min(size[0], budget // sweeps[0].row_bytes))
-    for images in sweeps[0].image_groups(rows_per_band):
-        for row in range(0, size[0], rows_per_band):
-            rows = slice(row, min(size[0], row + rows_per_band))
-            yield images, rows, (_BlockBand(sweep, images, rows).values for sweep in sweeps)
+    N, C, h = shape[:3]
+    num_parts = max(1, min(torch.get_num_threads(), full_bytes // MIN_PART_BYTES))
+    cell_bytes = C * grid.tallest_cell * grid.columns.size_out * grid.dtype.itemsize
+    if grid.rows.size_out < MIN_ROWS_OF_A_CELL * h or cell_bytes < MIN_CELL_BYTES:
+        return BlockSweep, num_parts
+    return _CellSweep, num_parts if cell_bytes * max(1, N // num_parts) >= MIN_SHARED_BYTES else 1
 
 
 def plan_parts(num_images: int, cells: list[tuple[int, int, int]], num_parts: int) -> list[list[Part]]:
@@ -328,26 +317,27 @@ class _CellBand:
         self._window.wide_gradient[:, :, upper] += sums[:, :, 1]
 
 
-class _BlockSweep(_Sweep):
+class BlockSweep(_Sweep):
     """Bands over many source rows: few launches on a device, few operations at small scales."""
 
     def __iter__(self) -> Iterator[Band]:
         rows_per_band = max(1, min(self.rows.stop - self.rows.start, self.budget // self.row_bytes))
         for images in self.image_groups(rows_per_band):
             for row in range(self.rows.start, self.rows.stop, rows_per_band):
-                yield _BlockBand(self, images, slice(row, min(self.rows.stop, row + rows_per_band)))
+                yield BlockBand(self, images, slice(row, min(self.rows.stop, row + rows_per_band)))
 
 
-class _BlockBand:
+class BlockBand:
     """See `Band`."""
 
-    def __init__(self, sweep: _BlockSweep, images: slice, rows: slice) -> None:
+    def __init__(self, sweep: BlockSweep, images: slice, rows: slice) -> None:
         self._sweep, self._part_images = sweep, images
         self.images, self.rows = sweep.in_batch(images), rows
         self._start, self._stop = int(sweep.grid.rows.lower[rows.start]), int(sweep.grid.rows.upper[rows.stop - 1]) + 1
         self.values = self.refill()
 
     def refill(self) -> Tensor:
+        """See `Band`."""
         grid = self._sweep.grid
         wide = self._sweep.wide_rows(self._part_images, self._start, self._stop)
         lower, upper = grid.lower_rows[self.rows] - self._start, grid.upper_rows[self.rows] - self._start
@@ -355,5 +345,6 @@ class _BlockBand:
         return self.values
 
     def add_gradient(self, gradient: Tensor) -> None:
+        """See `Band`."""
         sums = self._sweep.grid.gather_rows(gradient, self.rows.start, self._start, self._stop)
         self._sweep.add_wide_gradient(sums, self._part_images, self._start)

@@ -1,22 +1,25 @@
 """Predictions, probabilities and scores from low-resolution logits, without the upsampled logits.
 
+Everywhere `logits` may be one tensor (N, C, h, w) or a sequence of views of the same images (see `views`): flipped
+back, from other scales or other models, in tiles. The probabilities of several views are averaged.
+
 Shapes: N images, C classes, h x w of the logits, H x W of the output, R rows of a band.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from segapp.losses.bands import Band, band_rows_of_views, sweep_bands
+from segapp.losses.bands import Band, sweep_bands
 from segapp.losses.bands_cross_entropy import CrossEntropyOptions, CrossEntropyTerms
 from segapp.losses.checks import check_inputs, check_label_smoothing, check_target_range, class_ids
 from segapp.losses.reference import compute_dtype
 from segapp.losses.sums import CrossEntropySums
+from segapp.losses.views import View, check_views, first_logits, logit_bands, probability_bands
 
 
 class Scores(NamedTuple):
@@ -34,12 +37,11 @@ class Scores(NamedTuple):
 
 
 @torch.no_grad()
-def upsample_argmax(logits: Tensor | Sequence[Tensor], size: tuple[int, int], *, align_corners: bool = True) -> Tensor:
+def upsample_argmax(logits: Tensor | Sequence[View], size: tuple[int, int], *, align_corners: bool = True) -> Tensor:
     """The class with the largest upsampled logit; of equal ones the first.
 
     Args:
-        logits: (N, C, h, w), or several views of the same images, whose probabilities are averaged: flipped back,
-            from other scales or other models; their h and w may differ.
+        logits: (N, C, h, w), or views.
         size: (H, W).
         align_corners: of the bilinear upsampling.
 
@@ -60,26 +62,45 @@ def upsample_argmax(logits: Tensor | Sequence[Tensor], size: tuple[int, int], *,
 
 @torch.no_grad()
 def upsample_probabilities(
-    logits: Tensor | Sequence[Tensor], size: tuple[int, int], *, align_corners: bool = True
+    logits: Tensor | Sequence[View], size: tuple[int, int], *, align_corners: bool = True
 ) -> Tensor:
     """Softmax of the upsampled logits: (N, C, H, W) in float32 (float64 for float64 logits), and nothing else as large.
 
     Args:
-        logits: (N, C, h, w), or several views, see `upsample_argmax`.
+        logits: (N, C, h, w), or views.
         size: (H, W).
         align_corners: of the bilinear upsampling.
     """
-    views = check_views([logits] if isinstance(logits, Tensor) else logits)
-    N, C = views[0].shape[:2]
-    result = torch.empty((N, C, *size), dtype=compute_dtype(views[0]), device=views[0].device)
-    for images, rows, probabilities in _probability_bands(views, size, align_corners):
+    views = check_views(logits)
+    like = first_logits(views)
+    result = torch.empty((*like.shape[:2], *size), dtype=compute_dtype(like), device=like.device)
+    for images, rows, probabilities in probability_bands(views, size, align_corners):
         result[images, :, rows] = probabilities
     return result
 
 
 @torch.no_grad()
+def upsample_logits(logits: Tensor | Sequence[View], size: tuple[int, int], *, align_corners: bool = True) -> Tensor:
+    """Upsampled logits, up to a shift of all classes of a pixel, which softmax does not see; (N, C, H, W).
+
+    Log-probabilities where there are several views. For criteria that have no form on bands.
+
+    Args:
+        logits: (N, C, h, w), or views.
+        size: (H, W).
+        align_corners: of the bilinear upsampling.
+    """
+    views = check_views(logits)
+    like = first_logits(views)
+    result = torch.empty((*like.shape[:2], *size), dtype=compute_dtype(like), device=like.device)
+    for images, rows, values in logit_bands(views, size, align_corners):
+        result[images, :, rows] = values
+    return result
+
+
+@torch.no_grad()
 def upsample_confusion(
-    logits: Tensor,
+    logits: Tensor | Sequence[View],
     target: Tensor,
     *,
     align_corners: bool = True,
@@ -91,7 +112,7 @@ def upsample_confusion(
     """Confusion matrix and cross-entropy of the upsampled logits in one pass.
 
     Args:
-        logits: (N, C, h, w), any floating dtype.
+        logits: (N, C, h, w), any floating dtype, or views.
         target: (N, H, W) class ids, uint8 or a signed integer type.
         align_corners: of the bilinear upsampling.
         ignore_index: id that counts nowhere.
@@ -103,35 +124,74 @@ def upsample_confusion(
         TypeError: wrong dtypes.
         ValueError: shapes that do not fit, ids that are no class.
     """
-    check_inputs(logits, target, weight)
+    views = check_views(logits)
+    like = first_logits(views)
+    check_inputs(like, target, weight)
     check_label_smoothing(label_smoothing)
-    poison = check_target_range(target, logits.shape[1], ignore_index)
-    C, size = logits.shape[1], (target.shape[-2], target.shape[-1])
+    poison = check_target_range(target, like.shape[1], ignore_index)
+    size = (target.shape[-2], target.shape[-1])
     options = CrossEntropyOptions(align_corners, ignore_index, label_smoothing)
-    on_cpu = logits.device.type == "cpu"
-
-    def work(bands: Iterator[Band]) -> tuple[Tensor, Tensor, Tensor]:
-        confusion = torch.zeros((C + 1) * C, dtype=torch.int64, device=logits.device)
-        terms = CrossEntropyTerms(weight, C, compute_dtype(logits), options)
-        loss_sum, weight_sum = torch.zeros(2, dtype=torch.float64, device=logits.device)
-        for band in bands:
-            labels = target[band.images, None, band.rows]
-            ids, valid = class_ids(labels, C, ignore_index)
-            # Pixels that do not count go to a row of their own.
-            place = torch.where(valid, ids, C)[:, 0] * C + class_of_largest(band.values)
-            _count(confusion, place.flatten())
-            if with_loss and on_cpu:
-                terms.add(band, labels, with_gradient=False)
-            elif with_loss:
-                loss, count = CrossEntropySums(weight, label_smoothing)(band.values, ids, valid)
-                loss_sum, weight_sum = loss_sum + loss, weight_sum + count
-        if on_cpu:
-            loss_sum, weight_sum = torch.tensor([terms.loss_sum, terms.weight_sum], dtype=torch.float64)
-        return confusion, loss_sum, weight_sum
-
-    parts, _ = sweep_bands(work, logits, size, align_corners)
+    if isinstance(logits, Tensor):
+        parts, _ = sweep_bands(
+            lambda bands: _count_part(bands, like, target, weight, options, with_loss), logits, size, align_corners
+        )
+    else:
+        counter = _Counter(like, target, weight, options)
+        for images, rows, values in logit_bands(views, size, align_corners):
+            counter.add(images, rows, values, with_loss)
+        parts = [counter.sums]
     confusion, loss_sum, weight_sum = (torch.stack(entry).sum(0) for entry in zip(*parts, strict=True))
+    C = like.shape[1]
     return Scores(confusion.view(C + 1, C)[:C], loss_sum if poison is None else loss_sum + poison, weight_sum)
+
+
+PartSums = tuple[Tensor, Tensor, Tensor]
+"""Counts of ((C + 1) * C,) (target, prediction) pairs, loss sum, weight sum."""
+
+
+class _Counter:
+    """Counts pairs and sums losses band by band; pixels that do not count go to a row of their own."""
+
+    def __init__(self, like: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropyOptions) -> None:
+        self._target, self._options, self._num_classes = target, options, like.shape[1]
+        self._losses = CrossEntropySums(weight, options.label_smoothing)
+        counts = torch.zeros((self._num_classes + 1) * self._num_classes, dtype=torch.int64, device=like.device)
+        loss_sum, weight_sum = torch.zeros(2, dtype=torch.float64, device=like.device)
+        self.sums: PartSums = counts, loss_sum, weight_sum
+
+    def add(self, images: slice, rows: slice, values: Tensor, with_loss: bool) -> Tensor:
+        """Takes in a band (m, C, R, W); gives its labels (m, 1, R, W)."""
+        labels = self._target[images, None, rows]
+        ids, valid = class_ids(labels, self._num_classes, self._options.ignore_index)
+        place = torch.where(valid, ids, self._num_classes)[:, 0] * self._num_classes + class_of_largest(values)
+        counts, loss_sum, weight_sum = self.sums
+        _count(counts, place.flatten())
+        if with_loss:
+            loss, pixels = self._losses(values, ids, valid)
+            self.sums = counts, loss_sum + loss, weight_sum + pixels
+        return labels
+
+
+def _count_part(
+    bands: Iterator[Band],
+    like: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    options: CrossEntropyOptions,
+    with_loss: bool,
+) -> PartSums:
+    counter = _Counter(like, target, weight, options)
+    if not like.is_cpu:
+        for band in bands:
+            counter.add(band.images, band.rows, band.values, with_loss)
+        return counter.sums
+    terms = CrossEntropyTerms(weight, like.shape[1], compute_dtype(like), options)
+    for band in bands:
+        labels = counter.add(band.images, band.rows, band.values, with_loss=False)
+        if with_loss:
+            terms.add(band, labels, with_gradient=False)
+    loss_sum, weight_sum = torch.tensor([terms.loss_sum, terms.weight_sum], dtype=torch.float64)
+    return counter.sums[0], loss_sum, weight_sum
 
 
 def class_of_largest(values: Tensor) -> Tensor:
@@ -148,19 +208,6 @@ def class_of_largest(values: Tensor) -> Tensor:
     return (C - 1) - is_largest.mul_(from_the_end).amax(1)
 
 
-def check_views(views: Sequence[Tensor]) -> list[Tensor]:
-    """The views as a list.
-
-    Raises:
-        ValueError: no views, or views of different images or classes.
-    """
-    if not views:
-        raise ValueError("there are no views: give at least one tensor of logits")
-    if len({view.shape[:2] for view in views}) > 1:
-        raise ValueError(f"views have shapes {[tuple(view.shape) for view in views]}: N and C must agree")
-    return list(views)
-
-
 def _count(counts: Tensor, places: Tensor) -> None:
     """Adds 1 at each place; on a device without waiting for it, which bincount does."""
     if counts.is_cpu:
@@ -174,17 +221,8 @@ def _empty_prediction(logits: Tensor, size: tuple[int, int]) -> Tensor:
     return torch.empty((logits.shape[0], *size), dtype=dtype, device=logits.device)
 
 
-def _argmax_of_views(views: list[Tensor], size: tuple[int, int], align_corners: bool) -> Tensor:
-    prediction = _empty_prediction(views[0], size)
-    for images, rows, probabilities in _probability_bands(views, size, align_corners):
-        prediction[images, rows] = class_of_largest(probabilities)
+def _argmax_of_views(views: Sequence[View], size: tuple[int, int], align_corners: bool) -> Tensor:
+    prediction = _empty_prediction(first_logits(views), size)
+    for images, rows, values in logit_bands(views, size, align_corners):
+        prediction[images, rows] = class_of_largest(values)
     return prediction
-
-
-def _probability_bands(
-    views: list[Tensor], size: tuple[int, int], align_corners: bool
-) -> Iterator[tuple[slice, slice, Tensor]]:
-    """(images, rows, mean probability of the views), band by band."""
-    for images, rows, values in band_rows_of_views(views, size, align_corners):
-        mean = functools.reduce(torch.add, (torch.softmax(view, 1) for view in values))
-        yield images, rows, mean / len(views)

@@ -9,7 +9,9 @@ weight of all micro-batches of all ranks.
 
 from __future__ import annotations
 
+import gc
 import os
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,6 +34,7 @@ START_TIMEOUT_S = 600.0
 STEP_TIMEOUT_S = 120.0
 """Between ranks at work: one that is later than this is lost."""
 
+_WORKERS_LET_GO_S = 0.1
 _BUCKET_BYTES = 25 * 2**20
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LAUNCH = "start the program with `torchrun --nproc-per-node N ...`, or let segapp start the ranks itself"
@@ -138,9 +141,15 @@ def tighten_timeout(step_timeout_s: float = STEP_TIMEOUT_S) -> None:
 
 
 def shutdown() -> None:
-    """Leaves the process group, where there is one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    """Leaves the process group, where there is one, so that the process can end cleanly right after."""
+    if not dist.is_initialized():
+        return
+    dist.destroy_process_group()
+    # gloo's worker threads let go of the last exchange's tensors after it is done, and need the interpreter for that:
+    # one that comes when the interpreter is ending aborts the process. A collected group joins them; where something
+    # still holds the group, they get a moment.
+    gc.collect()
+    time.sleep(_WORKERS_LET_GO_S)
 
 
 def _read_rank(environ: Mapping[str, str]) -> tuple[int, int, int]:

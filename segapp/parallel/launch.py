@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import subprocess
@@ -128,6 +129,8 @@ def _is_alive(pid: int) -> bool:
 def run_agent(arguments: Sequence[str]) -> int:
     """The agent of torchrun, but it dies with its parent and exits with the status of the rank that failed.
 
+    SIGINT and SIGTERM go to the ranks, which end when they have saved.
+
     Args:
         arguments: torchrun's own.
 
@@ -138,16 +141,36 @@ def run_agent(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    logging.disable(logging.ERROR)  # the ranks say themselves what happened
     die_with_parent(grace_s=float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")) + 5)
     os.environ[_AGENT_PID] = str(os.getpid())
+    options = run.parse_args(list(arguments))  # type: ignore[no-untyped-call]
+    if sys.platform == "linux" and hasattr(options, "signals_to_handle"):
+        # torchrun's own handling forgets with which status the ranks end: here a rank that was stopped and has saved
+        # says so.
+        options.signals_to_handle = "SIGQUIT"
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _pass_on_to_children)
     try:
-        run.run(run.parse_args(list(arguments)))  # type: ignore[no-untyped-call]
+        run.run(options)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        return 128 - failure.exitcode if failure.exitcode < 0 else failure.exitcode
+        rank, failure = error.get_first_failure()
+        if failure.exitcode >= 0:
+            return failure.exitcode
+        name = signal.Signals(-failure.exitcode).name
+        print(f"error: rank {rank} was ended by {name}; the others were stopped", file=sys.stderr, flush=True)
+        return 128 - failure.exitcode
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
+
+
+def _pass_on_to_children(number: int, _frame: FrameType | None) -> None:
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/children") as listed:
+            for pid in listed.read().split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), number)
 
 
 if __name__ == "__main__":

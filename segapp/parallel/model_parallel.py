@@ -5,8 +5,9 @@ For models that do not fit one device. The numbers are those of one device; so a
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -154,7 +155,7 @@ def measure_stages(module: nn.Module, names: Iterable[str], *inputs: Any) -> dic
     """Bytes that each stage keeps in a training step: parameters, gradients, and what it saves for backward.
 
     Args:
-        module: the model; its BatchNorm statistics move by one step.
+        module: the model; its buffers and the random numbers are left as they were.
         names: stages that do not hold each other; together they should be all that is heavy.
         *inputs: a small example batch, on the module's device.
 
@@ -186,13 +187,30 @@ def measure_stages(module: nn.Module, names: Iterable[str], *inputs: Any) -> dic
         hooks.append(part.register_forward_pre_hook(enter(name)))
         hooks.append(part.register_forward_hook(lambda *_: running.pop() and None))
     try:
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        with _without_trace(module), torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             kept = module(*inputs)  # alive until the end, so that no two tensors share an address
     finally:
         for hook in hooks:
             hook.remove()
     del kept
     return costs
+
+
+@contextlib.contextmanager
+def _without_trace(module: nn.Module) -> Iterator[None]:
+    """A forward pass as in training that moves neither BatchNorm statistics nor the random numbers."""
+    kept = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    try:
+        with torch.random.fork_rng(_cuda_devices(module)), torch.enable_grad():
+            yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                buffer.copy_(kept[name])
+
+
+def _cuda_devices(module: nn.Module) -> list[torch.device]:
+    return list({p.device: None for p in module.parameters() if p.device.type == "cuda"})
 
 
 def balance_stages(

@@ -29,7 +29,8 @@ from segapp.train.build import (
 )
 from segapp.train.checkpoint import LoadedCheckpoint, load_checkpoint
 from segapp.train.devices import choose_devices
-from segapp.train.evaluate import Evaluation, Inference, evaluate
+from segapp.train.evaluate import Evaluation, evaluate
+from segapp.train.inference import Inference
 from segapp.train.plain import iou_table
 from segapp.train.predict import find_images, predict_files
 

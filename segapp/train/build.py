@@ -44,7 +44,7 @@ from segapp.train.class_weights import cached_frequencies, class_weights
 from segapp.train.control import StopSignals
 from segapp.train.devices import DevicePlan
 from segapp.train.engine import NormalizedInput, Normalizer, StepEngine
-from segapp.train.evaluate import Inference
+from segapp.train.inference import Inference
 from segapp.train.journal import Journal
 from segapp.train.ranks import Ranks
 from segapp.train.trainer import Trainer
@@ -157,7 +157,9 @@ def _build_term(
         return CriterionFocal(term.focal_gamma, alpha=weight, **common)
     if term.name == "lovasz":
         return CriterionLovasz(**common)
-    return CriterionCE(weight=weight, label_smoothing=term.label_smoothing, **common)
+    return CriterionCE(
+        weight=weight, label_smoothing=term.label_smoothing, implementation=term.implementation, **common
+    )
 
 
 def build_inference(
@@ -313,10 +315,12 @@ def build_parallel(
     example = torch.zeros(1, 3, *config.data.crop_px, dtype=torch.uint8)
     try:
         if devices.mode == "ddp":
+            if batch_size < ranks.world_size:
+                raise ValueError(f"{ranks.world_size} ranks cannot share train.batch_size = {batch_size}: use one each")
             check_batchnorm(network, [batch_size // ranks.world_size], example)
             return wrap_ddp(network, devices.devices[0], gradient_as_bucket_view=parallel.gradient_as_bucket_view)
         if devices.mode == "model":
-            stages = parallel.stages or balance_stages(model, devices.devices, example.float())
+            stages = parallel.stages or balance_stages(model, devices.devices, example.float().expand(2, -1, -1, -1))
             named = {f"model.{name}": device for name, device in stages.items()}
             place_stages(network, named, devices.devices[0], devices.devices[0])
             return network

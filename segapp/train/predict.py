@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import cv2
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from segapp.datasets.formats import ClassScheme
 from segapp.datasets.masks import read_image
 from segapp.errors import DataError, StorageError
-from segapp.train.evaluate import Inference
+from segapp.losses import upsample_argmax
+from segapp.train.inference import Inference
 
 if TYPE_CHECKING:
     from segapp.models import SegmentationModel
@@ -89,14 +89,10 @@ def predict_image(
     """
     images = torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1))).unsqueeze(0).to(device)
     images = inference.normalizer(images)
-    size = (image.shape[0], image.shape[1])
-    if inference.is_plain:
-        logits, size = inference.logits_and_size(model, images)
-    else:
-        logits = inference.averaged_logits(model, images)
-    full = F.interpolate(logits.float(), size, mode="bilinear", align_corners=inference.align_corners)
-    labels = full.argmax(1)[0, : image.shape[0], : image.shape[1]].cpu().numpy()
-    return labels.astype(np.uint8 if full.shape[1] <= 256 else np.uint16)
+    views, size = inference.views(model, images)
+    prediction = upsample_argmax(views, size, align_corners=inference.align_corners)
+    labels = prediction[0, : image.shape[0], : image.shape[1]].cpu().numpy()
+    return labels if labels.dtype == np.uint8 else labels.astype(np.uint16)
 
 
 def colorize(labels: NDArray[Any], scheme: ClassScheme) -> NDArray[Any]:

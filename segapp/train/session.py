@@ -15,7 +15,16 @@ import torch
 
 from segapp import __version__
 from segapp.config import RunConfig, config_hash, dump_config, resume_differences
-from segapp.errors import CheckpointError, DistributedError, OutOfMemoryError, RunError, SegappError, StorageError
+from segapp.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DistributedError,
+    OutOfMemoryError,
+    RunError,
+    SegappError,
+    StorageError,
+)
 from segapp.parallel import (
     DistributedSetupError,
     ReplicaError,
@@ -32,6 +41,7 @@ from segapp.train.build import build_trainer
 from segapp.train.checkpoint import CheckpointStore, LoadedCheckpoint, load_checkpoint
 from segapp.train.control import EXIT_STOPPED_AND_SAVED, StopRequest, StopSignals
 from segapp.train.devices import DevicePlan, plan_devices
+from segapp.train.heap import keep_freed_memory
 from segapp.train.journal import Journal, Listener
 from segapp.train.plain import PlainReporter
 from segapp.train.plan import Plan
@@ -64,7 +74,12 @@ def run_session(plan: Plan, arguments: Sequence[str] = ()) -> int:
         if devices.mode == "ddp" and not is_launched():
             return _launch_ranks(devices, arguments)
         with _joined_ranks(plan.config, devices) as (ranks, own_devices):
-            return _run_rank(plan, own_devices, ranks, signals)
+            try:
+                return _run_rank(plan, own_devices, ranks, signals)
+            except (ConfigError, DataError) as error:
+                if ranks.is_main:
+                    raise
+                return error.exit_code  # every rank finds the same; rank 0 says it
 
 
 def _launch_ranks(devices: DevicePlan, arguments: Sequence[str]) -> int:
@@ -94,9 +109,12 @@ def _joined_ranks(config: RunConfig, devices: DevicePlan) -> Iterator[tuple[Rank
 
 
 def _run_rank(plan: Plan, devices: DevicePlan, ranks: Ranks, signals: StopSignals) -> int:
+    if plan.config.train.keep_freed_memory and devices.devices[0].type == "cpu":
+        keep_freed_memory()
     if not ranks.is_main:
         folder = RunFolder(ranks.from_main(None))
-        return _run_in(folder, plan, devices, ranks, signals)
+        with _logging_to(folder, ranks.rank):
+            return _run_in(folder, plan, devices, ranks, signals)
     if plan.note:
         print(plan.note)
     folder = plan.folder or RunFolder.create(plan.config.name, path=plan.run)
@@ -113,9 +131,10 @@ def _run_rank(plan: Plan, devices: DevicePlan, ranks: Ranks, signals: StopSignal
 
 
 @contextlib.contextmanager
-def _logging_to(folder: RunFolder) -> Iterator[None]:
+def _logging_to(folder: RunFolder, rank: int = 0) -> Iterator[None]:
     handler = logging.FileHandler(folder.log)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    who = f" rank {rank}" if rank else ""
+    handler.setFormatter(logging.Formatter(f"%(asctime)s{who} %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
     try:
         yield

@@ -21,7 +21,8 @@ from segapp.optim import lr_at, set_lr
 from segapp.train.checkpoint import CheckpointStore, capture_rng, restore_rng
 from segapp.train.control import StopRequest, StopSignals
 from segapp.train.engine import StepEngine, StepResult
-from segapp.train.evaluate import Evaluation, Inference, evaluate
+from segapp.train.evaluate import Evaluation, evaluate
+from segapp.train.inference import Inference
 from segapp.train.journal import Journal
 
 if TYPE_CHECKING:

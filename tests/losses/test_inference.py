@@ -5,7 +5,14 @@ import torch
 import torch.nn.functional as F
 from loss_cases import class_weight, draw, relative_error
 
-from segapp.losses import CriterionCE, upsample_argmax, upsample_confusion, upsample_probabilities
+from segapp.losses import (
+    CriterionCE,
+    Tile,
+    upsample_argmax,
+    upsample_confusion,
+    upsample_logits,
+    upsample_probabilities,
+)
 from segapp.losses.inference import class_of_largest
 
 
@@ -69,3 +76,52 @@ def test_wrong_inputs_are_named():
     target[0, 0, 0] = 9
     with pytest.raises(ValueError, match="ids 9"):
         upsample_confusion(logits, target)
+
+
+def tile_case():
+    """Two overlapping tiles of a 12 x 20 output, each with logits for a larger frame, and their naive mean."""
+    generator = torch.Generator().manual_seed(4)
+    left, right = (torch.randn(2, 5, 4, 5, generator=generator, dtype=torch.float64) for _ in range(2))
+    tiles = [Tile(left, 0, 0, (12, 14), (16, 15)), Tile(right, 0, 8, (12, 12), (16, 15), skip=3)]
+    wide = [F.interpolate(t.logits, t.frame, mode="bilinear", align_corners=True) for t in tiles]
+    total, count = torch.zeros(2, 5, 12, 20, dtype=torch.float64), torch.zeros(12, 20)
+    total[..., :14] += wide[0][..., :12, :14]
+    count[:, :14] += 1
+    total[..., 8:] += wide[1][..., :12, 3:15]
+    count[:, 8:] += 1
+    return tiles, total / count
+
+
+def test_tiles_are_averaged_where_they_overlap():
+    tiles, expected = tile_case()
+    assert torch.equal(upsample_argmax([tiles], (12, 20)), expected.argmax(1).to(torch.uint8))
+    torch.testing.assert_close(upsample_probabilities([tiles], (12, 20)), expected.softmax(1))
+    torch.testing.assert_close(upsample_logits([tiles], (12, 20)).softmax(1), expected.softmax(1))
+
+
+def test_tiles_and_whole_views_of_any_resolution_are_averaged_as_probabilities():
+    tiles, of_tiles = tile_case()
+    fine = torch.randn(2, 5, 30, 41, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    shrunk = F.interpolate(fine, (12, 20), mode="bilinear", align_corners=True)
+    expected = (of_tiles.softmax(1) + shrunk.softmax(1)) / 2
+    torch.testing.assert_close(upsample_probabilities([tiles, fine], (12, 20)), expected)
+    target = torch.randint(0, 5, (2, 12, 20), dtype=torch.uint8, generator=torch.Generator().manual_seed(6))
+    target[0, :4] = 255
+    found = upsample_confusion([tiles, fine], target)
+    flat = target.long()
+    valid = flat != 255
+    pairs = flat[valid] * 5 + expected.argmax(1)[valid]
+    assert torch.equal(found.confusion.flatten(), torch.bincount(pairs, minlength=25))
+    loss = F.nll_loss(expected.log(), flat, ignore_index=255, reduction="sum")
+    torch.testing.assert_close(found.loss_sum, loss)
+    assert float(found.weight_sum) == int(valid.sum())
+
+
+def test_an_output_row_without_a_tile_and_views_that_do_not_fit_are_refused():
+    tiles, _ = tile_case()
+    with pytest.raises(ValueError, match="no tile covers the output rows"):
+        upsample_argmax([[Tile(tiles[0].logits, 4, 0, (8, 20), (8, 20))]], (4, 20))
+    with pytest.raises(ValueError, match="no views"):
+        upsample_argmax([[]], (4, 4))
+    with pytest.raises(ValueError, match="must agree"):
+        upsample_argmax([torch.zeros(1, 2, 3, 3), torch.zeros(1, 3, 3, 3)], (4, 4))

@@ -100,3 +100,14 @@ def test_measured_memory_counts_parameters_gradients_and_what_backward_keeps():
     assert balance_stages(net, ["cpu", "cpu"], x) == {name: torch.device("cpu") for name in "012"}
     with pytest.raises(ValueError, match="no stage of Sequential ran"):
         balance_stages(net, ["cpu"], x, names=[])
+
+
+def test_measuring_leaves_statistics_and_random_numbers_as_they_were():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5))
+    buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    balance_stages(net, ["cpu", "cpu"], torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(torch.rand(2), expected)
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in net.named_buffers())

@@ -168,6 +168,15 @@ def test_the_memory_of_a_failed_step_is_let_go():
     assert [ref() for ref in kept] == [None, None], "neither the reported error nor the other one holds activations"
 
 
+@pytest.fixture
+def heard_interrupts():
+    """A shell starts a background job with SIGINT ignored; tests may run as one."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+@pytest.mark.usefixtures("heard_interrupts")
 def test_an_interrupt_in_the_caller_frees_the_replicas():
     module = Layers()
     module.plan = (1, 1, "sleep")

@@ -19,9 +19,11 @@ from tiny_runs import draw_scene, merged, segapp, train
 from torch import Tensor, nn
 
 from segapp.datasets.loader import Batch
-from segapp.losses import CriterionCE
+from segapp.losses import CriterionCE, CriterionDice, CriterionLovasz, upsample_probabilities
+from segapp.metrics import ConfusionMatrix
 from segapp.train.engine import Normalizer
-from segapp.train.evaluate import Inference, evaluate, window_corners
+from segapp.train.evaluate import evaluate
+from segapp.train.inference import Inference, window_corners
 
 CPU = torch.device("cpu")
 NORMALIZER = Normalizer((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
@@ -88,31 +90,77 @@ def test_windows_cover_every_pixel_and_stay_inside(h: int, w: int, wh: int, ww: 
     assert covered.min() >= 1
 
 
+def full_probabilities(inference: Inference, model: Any, images: torch.Tensor) -> torch.Tensor:
+    views, size = inference.views(model, images)
+    return upsample_probabilities(views, size, align_corners=inference.align_corners)
+
+
+def naive(model: Any, images: torch.Tensor) -> torch.Tensor:
+    return F.interpolate(model(images)[0], images.shape[-2:], mode="bilinear", align_corners=True)
+
+
 def test_a_window_as_large_as_the_image_equals_no_window() -> None:
     images = NORMALIZER(batch(16, 24, 0).images)
-    plain = Inference(NORMALIZER).full_logits(ColorNet(), images)
-    slid = Inference(NORMALIZER, window_px=(16, 24)).full_logits(ColorNet(), images)
+    plain = full_probabilities(Inference(NORMALIZER), ColorNet(), images)
+    slid = full_probabilities(Inference(NORMALIZER, window_px=(16, 24)), ColorNet(), images)
     torch.testing.assert_close(plain, slid)
+    torch.testing.assert_close(plain, naive(ColorNet(), images).softmax(1))
 
 
 def test_windows_are_averaged_where_they_overlap() -> None:
     images = NORMALIZER(batch(16, 24, 0).images)
-    inference = Inference(NORMALIZER, window_px=(16, 16), overlap=0.5)
-    found = inference.full_logits(ColorNet(), images)
-    left = inference._upsampled(ColorNet(), images[..., :16])
-    right = inference._upsampled(ColorNet(), images[..., 8:])
-    torch.testing.assert_close(found[..., :8], left[..., :8])
-    torch.testing.assert_close(found[..., 16:], right[..., 8:])
-    torch.testing.assert_close(found[..., 8:16], (left[..., 8:] + right[..., :8]) / 2)
+    found = full_probabilities(Inference(NORMALIZER, window_px=(16, 16), overlap=0.5), ColorNet(), images)
+    left, right = naive(ColorNet(), images[..., :16]), naive(ColorNet(), images[..., 8:])
+    middle = (left[..., 8:] + right[..., :8]) / 2
+    torch.testing.assert_close(found, torch.cat([left[..., :8], middle, right[..., 8:]], -1).softmax(1))
 
 
-def test_flip_average_is_symmetric() -> None:
+@pytest.mark.parametrize("window_px", [None, (16, 16), (40, 20)])
+def test_a_mirrored_view_of_an_image_that_needs_padding_equals_the_mirrored_prediction(
+    window_px: tuple[int, int] | None,
+) -> None:
+    images = NORMALIZER(batch(19, 29, 0).images)
+    inference = Inference(NORMALIZER, window_px=window_px, flip=True)
+    found = full_probabilities(inference, ColorNet(), images)[..., :19, :29]
+    plain = Inference(NORMALIZER, window_px=window_px)
+    one = full_probabilities(plain, ColorNet(), images)[..., :19, :29]
+    frame = images
+    if window_px is None:  # the padding stays where it is, at the right of the image
+        frame = F.pad(images, (0, 3, 0, 1))
+    other = full_probabilities(plain, ColorNet(), frame.flip(-1)).flip(-1)[..., :19, :29]
+    torch.testing.assert_close(found, (one + other) / 2, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("window_px", [None, (16, 16)])
+def test_flip_average_is_symmetric(window_px: tuple[int, int] | None) -> None:
     images = NORMALIZER(batch(16, 24, 0).images)
-    inference = Inference(NORMALIZER, flip=True, scales=(0.5, 1.0, 1.5))
-    found = inference.averaged_logits(ColorNet(), images)
-    mirrored = inference.averaged_logits(ColorNet(), images.flip(-1)).flip(-1)
+    inference = Inference(NORMALIZER, flip=True, scales=(0.5, 1.0, 1.5), window_px=window_px)
+    found = full_probabilities(inference, ColorNet(), images)
+    mirrored = full_probabilities(inference, ColorNet(), images.flip(-1)).flip(-1)
     torch.testing.assert_close(found, mirrored, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found.exp().sum(1), torch.ones(1, 16, 24))
+    torch.testing.assert_close(found.sum(1), torch.ones(1, 16, 24))
+
+
+@pytest.mark.parametrize("criterion", [CriterionCE(label_smoothing=0.1), CriterionDice(), CriterionLovasz()])
+@pytest.mark.parametrize(
+    "options", [{}, {"window_px": (16, 16)}, {"flip": True, "scales": (0.5, 1.0)}], ids=["whole", "windows", "views"]
+)
+def test_scores_and_loss_are_those_of_the_upsampled_logits(criterion: Any, options: dict[str, Any]) -> None:
+    batches = [batch(16, 24, 0), batch(19, 29, 1)]
+    inference = Inference(NORMALIZER, **options)
+    model = ColorNet()
+    found = evaluate(model, batches, inference, num_classes=3, ignore_index=255, device=CPU, criterion=criterion)
+    matrix = ConfusionMatrix(3)
+    totals = None
+    for each in batches:
+        probabilities = full_probabilities(inference, model, NORMALIZER(each.images))
+        height, width = each.target.shape[-2:]
+        probabilities = probabilities[..., :height, :width]
+        matrix.update(probabilities.argmax(1), each.target)
+        statistics = criterion.statistics((probabilities.double().log(),), each.target)
+        totals = statistics if totals is None else tuple(a + b for a, b in zip(totals, statistics, strict=True))
+    assert found.scores == matrix.scores()
+    assert found.loss == pytest.approx(float(criterion.finalize(totals)), rel=1e-4)
 
 
 def test_the_model_is_left_in_the_mode_it_was_in() -> None:
