@@ -6,8 +6,9 @@ import contextlib
 import logging
 import os
 import platform
-import threading
+import socket
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -28,7 +29,6 @@ from segapp.errors import (
 from segapp.parallel import (
     DistributedSetupError,
     ReplicaError,
-    ReplicaOutOfMemoryError,
     init_from_env,
     is_launched,
     launch_local,
@@ -42,16 +42,16 @@ from segapp.train.checkpoint import CheckpointStore, LoadedCheckpoint, load_chec
 from segapp.train.control import EXIT_STOPPED_AND_SAVED, StopRequest, StopSignals
 from segapp.train.devices import DevicePlan, plan_devices
 from segapp.train.heap import keep_freed_memory
+from segapp.train.inbox import Inbox, applied_after
 from segapp.train.journal import Journal, Listener
+from segapp.train.memory_watch import MemoryWatch, Place, place_of
+from segapp.train.monitor import Monitor
 from segapp.train.plain import PlainReporter
 from segapp.train.plan import Plan
 from segapp.train.ranks import Ranks
+from segapp.train.split import is_out_of_memory
 from segapp.train.tensorboard import TensorBoardListener
 from segapp.train.trainer import Trainer
-
-HEARTBEAT_S = 5.0
-
-_OUT_OF_MEMORY = (torch.OutOfMemoryError, ReplicaOutOfMemoryError, MemoryError)
 
 logger = logging.getLogger("segapp")
 
@@ -130,6 +130,18 @@ def _run_rank(plan: Plan, devices: DevicePlan, ranks: Ranks, signals: StopSignal
             return _run_in(folder, plan, devices, ranks, signals)
 
 
+def _places(devices: DevicePlan, ranks: Ranks) -> list[Place]:
+    """The devices of all ranks, as this process sees them."""
+    own = [place_of(device) for device in devices.devices]
+    host = socket.gethostname()
+    places = []
+    for rank, (theirs, there) in enumerate(ranks.gather((own, host))):
+        for place in theirs:
+            pid = place.pid if there == host else None
+            places.append(replace(place, is_own=rank == ranks.rank, pid=pid))
+    return places
+
+
 @contextlib.contextmanager
 def _logging_to(folder: RunFolder, rank: int = 0) -> Iterator[None]:
     handler = logging.FileHandler(folder.log)
@@ -149,20 +161,24 @@ def _run_in(folder: RunFolder, plan: Plan, devices: DevicePlan, ranks: Ranks, si
     try:
         checkpoint = ranks.from_main(_checkpoint_to_resume(folder, plan) if ranks.is_main else None)
         is_saved = checkpoint is not None
-        with _Heartbeat(journal):
-            trainer = _build(folder, plan.config, devices, ranks, checkpoint, journal, signals)
+        watch = MemoryWatch(_places(devices, ranks))
+        with Monitor(journal, watch) if ranks.is_main else contextlib.nullcontext() as monitor:
+            inbox = Inbox(folder if ranks.is_main else None, journal)
+            trainer = _build(folder, plan.config, devices, ranks, checkpoint, journal, signals, inbox, watch)
             if trainer.is_complete:
                 if ranks.is_main:
                     print(f"already complete: {plan.config.train.epochs} epochs; raise train.epochs to train on")
                 return 0
+            if monitor is not None:
+                monitor.step = lambda: trainer.position.step
             is_saved = True  # from here on every way out saves first, or raises
             reason = trainer.fit()
         journal.emit("run_end", status="finished", reason=reason, exit_code=0, step=trainer.position.step)
         return 0
-    except StopRequest:
+    except StopRequest as request:
         code = EXIT_STOPPED_AND_SAVED if is_saved else 128 + signals.number
         end = "a checkpoint was saved; --resume goes on from it" if is_saved else "nothing was there to save yet"
-        journal.emit("run_end", status="stopped", reason=f"{signals.signal_name}: {end}", exit_code=code)
+        journal.emit("run_end", status="stopped", reason=f"{request}: {end}", exit_code=code)
         return code
     except Exception as error:
         known = as_segapp_error(error)
@@ -183,6 +199,8 @@ def _build(
     checkpoint: LoadedCheckpoint | None,
     journal: Journal,
     signals: StopSignals,
+    inbox: Inbox,
+    watch: MemoryWatch,
 ) -> Trainer:
     trainer = build_trainer(
         config,
@@ -192,9 +210,14 @@ def _build(
         devices=devices,
         ranks=ranks,
         with_weights=checkpoint is None,
+        inbox=inbox,
+        watch=watch,
+        samples=folder.samples if ranks.is_main else None,
     )
     if checkpoint is not None:
         check_resumable(checkpoint, config, trainer)
+        applied = applied_after(folder.events, checkpoint.step) if ranks.is_main else None
+        trainer.steering.replay = ranks.from_main(applied)
         trainer.load_state_dict(checkpoint.state)
         if journal.writer is not None:
             journal.writer.rewind(checkpoint.step, sha256=checkpoint.sha256)
@@ -250,11 +273,7 @@ def as_segapp_error(error: Exception) -> SegappError:
         return error
     text = str(error).strip().splitlines()
     first = text[0] if text else ""
-    if (
-        isinstance(error, (torch.OutOfMemoryError, ReplicaOutOfMemoryError))
-        or "DefaultCPUAllocator" in first
-        or isinstance(error, MemoryError)
-    ):
+    if is_out_of_memory(error):
         return OutOfMemoryError(f"out of memory: {first}: lower train.batch_size or data.crop_px")
     if isinstance(error, OSError) and error.errno is not None:
         return StorageError(
@@ -263,26 +282,6 @@ def as_segapp_error(error: Exception) -> SegappError:
     if isinstance(error, ReplicaError):
         return DistributedError(first)
     return RunError(f"unexpected {type(error).__name__}: {first}")
-
-
-class _Heartbeat:
-    """Writes a `heartbeat` event at a fixed interval, whatever the training does."""
-
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _beat(self) -> None:
-        while not self._stop.wait(HEARTBEAT_S):
-            self._journal.emit("heartbeat")
 
 
 def _versions() -> dict[str, str]:
