@@ -120,6 +120,8 @@ class LossTerm(Section):
     """Factor of the auxiliary head's loss."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the target spread over all classes (ce)."""
+    implementation: Literal["auto", "compiled", "reference"] = "auto"
+    """auto: bands or Triton; compiled: bands through torch.compile, on the CPU; reference: at full resolution (ce)."""
     class_weights: list[NonNegativeFloat] | Literal["inverse", "enet", "median-frequency"] | None = None
     """One weight a class, or a rule that computes them from the training masks (ce, ohem, focal)."""
     ohem_threshold: Annotated[float, Field(gt=0, le=1)] = 0.7

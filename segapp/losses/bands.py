@@ -40,7 +40,11 @@ WINDOW_ROWS = 8
 WINDOW_BYTES = 800 << 10
 """Half a band."""
 MIN_ROWS_OF_A_CELL = 3
-"""With fewer output rows between two source rows, a band takes in several pairs of them."""
+"""With fewer output rows to a source row, a band takes in several source rows."""
+MIN_CELL_BYTES = 200 << 10
+"""So it does where a cell is smaller than this: an operation on it would cost less than the call."""
+MIN_SHARED_BYTES = 400 << 10
+"""Smaller bands are swept by one thread: two would wait for each other's calls most of the time (2 x slower)."""
 MIN_PART_BYTES = 1 << 20
 """Full-resolution bytes below which a part is not worth a thread."""
 
@@ -104,8 +108,7 @@ def sweep_bands(
     on_cpu = logits.device.type == "cpu"
     budget = band_bytes or (CPU_BAND_BYTES if on_cpu else DEVICE_BAND_BYTES)
     full_bytes = logits.shape[0] * logits.shape[1] * size[0] * size[1] * grid.dtype.itemsize
-    num_parts = max(1, min(torch.get_num_threads(), full_bytes // MIN_PART_BYTES)) if on_cpu else 1
-    kind = _CellSweep if on_cpu and grid.tallest_cell >= MIN_ROWS_OF_A_CELL else BlockSweep
+    kind, num_parts = plan_sweep(logits.shape, grid, full_bytes) if on_cpu else (BlockSweep, 1)
     groups = plan_parts(logits.shape[0], grid.cells, num_parts)
     values = logits.detach()
     gradient = torch.zeros(logits.shape, dtype=grid.dtype, device=logits.device) if with_gradient else None
@@ -115,7 +118,7 @@ def sweep_bands(
             sweeps = [kind(values, grid, part, gradient, budget) for part in parts]
             return [(work(iter(sweep)), sweep) for sweep in sweeps]
 
-    if len(groups) == 1:
+    if len(groups) == 1 and (not on_cpu or torch.get_num_threads() == 1):
         done = run(groups[0])
     else:
         threads = _single_threads(torch.get_num_threads(), os.getpid())
@@ -123,6 +126,22 @@ def sweep_bands(
     for _, sweep in done:
         sweep.hand_over()
     return [result for result, _ in done], gradient
+
+
+def plan_sweep(shape: tuple[int, ...], grid: Grid, full_bytes: int) -> tuple[type[_Sweep], int]:
+    """How a processor sweeps a batch: the kind of bands, and into how many parts, one a thread, it is cut.
+
+    Args:
+        shape: (N, C, h, w) of the logits.
+        grid: of the resampling.
+        full_bytes: bytes of (N, C, H, W).
+    """
+    N, C, h = shape[:3]
+    num_parts = max(1, min(torch.get_num_threads(), full_bytes // MIN_PART_BYTES))
+    cell_bytes = C * grid.tallest_cell * grid.columns.size_out * grid.dtype.itemsize
+    if grid.rows.size_out < MIN_ROWS_OF_A_CELL * h or cell_bytes < MIN_CELL_BYTES:
+        return BlockSweep, num_parts
+    return _CellSweep, num_parts if cell_bytes * max(1, N // num_parts) >= MIN_SHARED_BYTES else 1
 
 
 def plan_parts(num_images: int, cells: list[tuple[int, int, int]], num_parts: int) -> list[list[Part]]:

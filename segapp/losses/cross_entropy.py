@@ -38,6 +38,8 @@ Implementation = Literal["auto", "reference", "bands", "compiled", "triton", "su
 
 SMALL_BYTES = 8 << 20
 """Upsampled float32 logits of this size or less are made whole: bands have nothing to save there and cost time."""
+SMALL_BYTES_PER_THREAD = 6 << 20
+"""The same for every thread that the processor gives to operators at full resolution."""
 MIN_CLASSES = 4
 """With fewer classes the passes over (N, H, W) dominate, of which bands have more."""
 MIN_PIXELS_PER_LOGIT = 9.0
@@ -140,11 +142,18 @@ def plain_reason(logits: Tensor, target: Tensor) -> str | None:
         return "a functional transform or a trace is active"
     if h > H or w > W:
         return "the target is smaller than the logits"
-    if full_bytes <= SMALL_BYTES:
+    if full_bytes <= _small_bytes(logits):
         return "the upsampled logits are small"
     if logits.device.type == "cpu" and full_bytes <= LARGE_BYTES and C < MIN_CLASSES:
         return "there are few classes"
     return None
+
+
+def _small_bytes(logits: Tensor) -> int:
+    """More processors make the full resolution faster, but not small bands."""
+    if logits.device.type != "cpu":
+        return SMALL_BYTES
+    return min(LARGE_BYTES, max(SMALL_BYTES, SMALL_BYTES_PER_THREAD * torch.get_num_threads()))
 
 
 MAX_TRITON_CLASSES = 256

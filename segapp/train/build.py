@@ -164,7 +164,9 @@ def _build_term(
         return CriterionFocal(term.focal_gamma, alpha=weight, **common)
     if term.name == "lovasz":
         return CriterionLovasz(**common)
-    return CriterionCE(weight=weight, label_smoothing=term.label_smoothing, **common)
+    return CriterionCE(
+        weight=weight, label_smoothing=term.label_smoothing, implementation=term.implementation, **common
+    )
 
 
 def build_inference(

@@ -15,6 +15,8 @@ def _on_small_bands(monkeypatch):
     monkeypatch.setattr(sums, "FULL_BYTES", 0)
     monkeypatch.setattr(bands, "CPU_BAND_BYTES", 4000)
     monkeypatch.setattr(bands, "MIN_PART_BYTES", 10_000)
+    monkeypatch.setattr(bands, "MIN_CELL_BYTES", 0)
+    monkeypatch.setattr(bands, "MIN_SHARED_BYTES", 0)
 
 
 def gradients(criterion, logits, target):

@@ -71,8 +71,10 @@ def test_parts_cover_every_row_once_and_are_even(num_images, num_parts):
 def test_sweep_shows_every_pixel_and_gathers_the_gradient(
     monkeypatch, low, high, align_corners, many_cells, small_parts, band_bytes
 ):
+    monkeypatch.setattr(bands, "MIN_CELL_BYTES", 0)
     if small_parts:
         monkeypatch.setattr(bands, "MIN_PART_BYTES", 1)
+        monkeypatch.setattr(bands, "MIN_SHARED_BYTES", 0)
     if many_cells:
         monkeypatch.setattr(bands, "MIN_ROWS_OF_A_CELL", 10**9)
     logits = torch.randn(3, 4, *low, dtype=torch.float64, requires_grad=True)

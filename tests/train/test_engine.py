@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from segapp.config import OptimConfig
+from segapp.config import LossConfig, OptimConfig
 from segapp.datasets.loader import Batch
 from segapp.losses import AdditiveCriterion, CriterionCE, CriterionDice, CriterionOHEM
 from segapp.optim import WeightAverage, build_optimizer
 from segapp.precision import Precision
+from segapp.train.build import build_criterion
 from segapp.train.engine import NormalizedInput, Normalizer, StepEngine
 
 CPU = torch.device("cpu")
@@ -206,3 +207,11 @@ def test_the_first_layer_that_is_not_finite_is_named_and_nothing_moves() -> None
     assert engine.first_non_finite_layer(batch(2)) == "body.3"
     for name, tensor in engine.model.state_dict().items():
         assert name == "body.3.weight" or torch.equal(tensor, before[name])
+
+
+@pytest.mark.parametrize("implementation", ["auto", "compiled", "reference"])
+def test_the_config_chooses_how_cross_entropy_is_computed(implementation: str) -> None:
+    section = LossConfig.model_validate({"name": "ce", "implementation": implementation})
+    criterion = build_criterion(section, 3, 255, lambda _: torch.ones(3))
+    assert isinstance(criterion, CriterionCE)
+    assert criterion.implementation == implementation
