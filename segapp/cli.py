@@ -127,11 +127,17 @@ def train(
     if print_config:
         print(dump_config(plan.config), end="")
         return
-    from segapp.train.spawn import is_interactive, spawn_trainer, train_apart
+    from segapp.train.spawn import is_interactive, see_begin, spawn_trainer
 
     if detach or (not plain and is_interactive()):
         trainer = spawn_trainer(plan, config=config, resume=resume, overrides=overrides or [])
-        sys.exit(train_apart(trainer, is_detached=detach))
+        code = see_begin(trainer, is_detached=detach)
+        if code is None:
+            from segapp.tui.app import run_ui
+
+            code = run_ui(trainer.folder.path)
+            code = code if trainer.exit_code is None else trainer.tell_end()
+        sys.exit(code)
     from segapp.train.session import run_session
 
     sys.exit(run_session(plan, _with_resume_value(sys.argv[1:])))

@@ -35,6 +35,12 @@ def test_viewers_load_no_torch(package: str) -> None:
     assert not {"torch", "torchvision", "albumentations", "textual"} & loaded_by(f"import {package}")
 
 
+def test_the_screen_loads_no_torch() -> None:
+    loaded = loaded_by("import segapp.tui.app")
+    assert "textual" in loaded
+    assert not {"torch", "torchvision", "albumentations", "cv2", "GPUtil", "yaml", "PIL"} & loaded
+
+
 def test_the_trainer_loads_no_textual() -> None:
     assert "textual" not in loaded_by("import segapp.train.session")
 

@@ -71,10 +71,10 @@ def read_facts(path: Path | str, now_s: float | None = None) -> RunFacts:
     ends = [raw for raw in events[last_start + 1 :] if raw["type"] == "run_end"]
     steps_s = [float(raw["t"]) for raw in events[last_start + 1 :] if raw["type"] == "step"]
     end_status = ends[-1].get("status") if ends else None
-    is_running_again = bool(ends) and _was_acquired_after(folder, float(ends[-1]["t"]))
+    is_running_again = bool(ends) and was_acquired_after(folder, float(ends[-1]["t"]))
     return RunFacts(
         end_status=end_status if end_status in ("finished", "stopped", "failed") and not is_running_again else None,
-        is_trainer_alive=_is_trainer_alive(folder),
+        is_trainer_alive=is_trainer_alive(folder),
         event_age_s=max(0.0, now_s - float(events[-1]["t"])) if events else None,
         step_age_s=max(0.0, now_s - steps_s[-1]) if steps_s else None,
         step_interval_s=_interval_s(steps_s[-20:]),
@@ -221,7 +221,8 @@ def _add_answer(summary: RunSummary, raw: dict[str, Any]) -> None:
         summary.pending.pop(command_id, None)
 
 
-def _is_trainer_alive(folder: RunFolder) -> bool | None:
+def is_trainer_alive(folder: RunFolder) -> bool | None:
+    """Whether a process holds the run, or still runs; None when that cannot be known from here."""
     if folder.is_locked():
         return True
     info = folder.read_info()
@@ -229,7 +230,7 @@ def _is_trainer_alive(folder: RunFolder) -> bool | None:
     return is_alive(process) if process is not None else False
 
 
-def _was_acquired_after(folder: RunFolder, end_s: float) -> bool:
+def was_acquired_after(folder: RunFolder, end_s: float) -> bool:
     """Whether a trainer took the run again after it had ended, and has not yet said so in the events."""
     try:
         return bool(folder.is_locked()) and folder.lock.stat().st_mtime > end_s

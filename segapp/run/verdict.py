@@ -239,7 +239,9 @@ def _judge_memory(
         return "ok", "nothing is known about its memory yet"
     frac, device = max(fracs)
     peak, total = predicted_mib[device], total_mib[device]
-    about = f"device {device} would need about {peak:.0f} of {total:.0f} MiB ({100 * frac:.0f} %)"
+    assert peak is not None
+    assert total is not None
+    about = f"device {device} would need about {_amount(peak, total)} ({100 * frac:.0f} %)"
     is_bound = fit is not None and not fit.is_proven
     if is_bound and frac > TIGHT_FRAC:
         return "tight", f"{about} at most: no other split was tried yet"
@@ -248,6 +250,12 @@ def _judge_memory(
     if frac > TIGHT_FRAC:
         return "tight", f"{about}: little room is left"
     return "ok", about
+
+
+def _amount(peak_mib: float, total_mib: float) -> str:
+    if total_mib < 4096:
+        return f"{peak_mib:.0f} of {total_mib:.0f} MiB"
+    return f"{peak_mib / 1024:.1f} of {total_mib / 1024:.1f} GiB"
 
 
 def _fractions(mib: Sequence[float | None], total_mib: Sequence[float | None]) -> list[tuple[float, int]]:

@@ -145,28 +145,23 @@ def run_name(folder: RunFolder) -> str:
     return folder.name if Path("runs", folder.name).exists() else str(folder.path)
 
 
-def train_apart(trainer: Trainer, *, is_detached: bool) -> int:
-    """Sees a trainer begin, then shows it or leaves it.
+def see_begin(trainer: Trainer, *, is_detached: bool) -> int | None:
+    """Waits until a trainer has begun, or for long enough.
 
     Args:
         trainer: as `spawn_trainer` gave it.
-        is_detached: leave it, and say how to come back.
+        is_detached: leave it then, and say how to come back.
 
     Returns:
-        The exit code: the trainer's own if it has ended, else 0.
+        The exit code; None where the training goes on and is to be shown.
     """
     has_begun = trainer.wait_until_begun(DETACH_AFTER_S if is_detached else ATTACH_AFTER_S)
     if trainer.exit_code is not None and not (has_begun and not is_detached):
         return trainer.tell_end()
+    if not is_detached:
+        return None
     name = printable(run_name(trainer.folder))
-    if is_detached:
-        state = "training" if has_begun else "it still prepares"
-        print(f"run folder: {printable(str(trainer.folder.path))}")
-        print(
-            f"{state}, process {trainer.process.pid}; watch it: segapp attach {name}; stop it: segapp ctl {name} stop"
-        )
-        return 0
-    from segapp.tui.app import run_ui
-
-    shown = run_ui(trainer.folder.path)
-    return trainer.tell_end() if trainer.exit_code is not None else shown
+    state = "training" if has_begun else "it still prepares"
+    print(f"run folder: {printable(str(trainer.folder.path))}")
+    print(f"{state}, process {trainer.process.pid}; watch it: segapp attach {name}; stop it: segapp ctl {name} stop")
+    return 0

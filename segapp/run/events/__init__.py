@@ -12,6 +12,7 @@ later steps on meeting it is right both times.
 """
 
 from segapp.run.events.reader import EventReader, read_answers, wait_for_answer
+from segapp.run.events.skim import StepRun
 from segapp.run.events.types import (
     EVENT_TYPES,
     FINAL_STATUSES,
@@ -56,6 +57,7 @@ __all__ = [
     "RunEnd",
     "RunStart",
     "Step",
+    "StepRun",
     "Val",
     "parse_event",
     "parse_line",

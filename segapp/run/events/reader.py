@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from segapp.run.events.skim import StepRun, skim_block
 from segapp.run.events.types import (
     EVENT_TYPES,
     FINAL_STATUSES,
@@ -69,18 +70,27 @@ class EventReader:
         Args:
             max_bytes: Read about this much at most; None reads to the end.
         """
-        raws: list[dict[str, Any]] = []
-        if not self._follow():
-            return raws
-        left = max_bytes if max_bytes is not None else os.fstat(self._fd).st_size - self._offset
-        left = max(left, 1)
-        while left > 0:
-            block = self._read_block(min(left, 4 * 2**20))
-            if not block:
-                break
-            left -= len(block)
-            raws.extend(self._parse_block(block))
-        return raws
+        return [raw for block in self._blocks(max_bytes) for raw in self._parse_block(block)]
+
+    def read_skimmed(self, max_bytes: int | None = None) -> list[dict[str, Any] | StepRun]:
+        """Like `read_raw`, but with runs of `step` events reduced to their curve: for a history of many megabytes.
+
+        Args:
+            max_bytes: Read about this much at most; None reads to the end.
+        """
+        items: list[dict[str, Any] | StepRun] = []
+        for block in self._blocks(max_bytes):
+            for part in [block] if self._is_skipping else skim_block(block):
+                if isinstance(part, StepRun):
+                    items.append(part)
+                else:
+                    items.extend(self._parse_block(part))
+        return items
+
+    @property
+    def num_bytes_left(self) -> int:
+        """How much lies in the file beyond what was read."""
+        return max(0, os.fstat(self._fd).st_size - self._offset) if self._follow() else 0
 
     def close(self) -> None:
         """Lets the file go; the next read opens it again where it was left, if it is still the same."""
@@ -91,6 +101,19 @@ class EventReader:
     def __del__(self) -> None:
         with contextlib.suppress(OSError, AttributeError):
             self.close()
+
+    def _blocks(self, max_bytes: int | None) -> Iterator[bytes]:
+        """Whole lines from the present offset, a few megabytes at a time."""
+        if not self._follow():
+            return
+        left = max_bytes if max_bytes is not None else os.fstat(self._fd).st_size - self._offset
+        left = max(left, 1)
+        while left > 0:
+            block = self._read_block(min(left, 4 * 2**20))
+            if not block:
+                return
+            left -= len(block)
+            yield block
 
     def _follow(self) -> bool:
         """Opens the file, or opens it afresh when the path now names another; whether there is one to read."""

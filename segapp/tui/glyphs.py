@@ -1,0 +1,129 @@
+"""What the screen draws with: Unicode, or plain ASCII for terminals and fonts that have nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Glyphs:
+    """One set of characters."""
+
+    dot: str
+    hollow_dot: str
+    line_done: str
+    line_half: str
+    """The last cell of a line that ends in its middle."""
+    line_left: str
+    up: str
+    down: str
+    arrow: str
+    separator: str
+    spark: str
+    """Levels of a sparkline, lowest first."""
+    diamond: str
+    star: str
+    former: str
+    """Where a best was saved that is the best no more."""
+    bad: str
+    v_mark: str
+    v_cursor: str
+    v_axis: str
+    h_axis: str
+    corner: str
+    clipped: str
+    ellipsis: str
+    degree: str
+    dots_per_cell: tuple[int, int]
+    """Rows and columns of dots in one cell of the chart."""
+    dot_weights: NDArray[np.uint16]
+    """What each dot adds to the index into `dot_cells`."""
+    dot_cells: str
+
+
+_BRAILLE = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]], dtype=np.uint16)
+
+UNICODE = Glyphs(
+    dot="●",
+    hollow_dot="○",
+    line_done="━",
+    line_half="╸",
+    line_left="─",
+    up="▲",
+    down="▼",
+    arrow="→",
+    separator="·",
+    spark="▁▂▃▄▅▆▇█",
+    diamond="◆",
+    star="★",
+    former="•",
+    bad="×",
+    v_mark="┊",
+    v_cursor="│",
+    v_axis="│",
+    h_axis="─",
+    corner="└",
+    clipped="▲",
+    ellipsis="…",
+    degree="°",
+    dots_per_cell=(4, 2),
+    dot_weights=_BRAILLE,
+    dot_cells="".join(map(chr, range(0x2800, 0x2900))),
+)
+
+ASCII = Glyphs(
+    dot="*",
+    hollow_dot="o",
+    line_done="=",
+    line_half="-",
+    line_left=".",
+    up="+",
+    down="-",
+    arrow="->",
+    separator=".",
+    spark="_.-=*#",
+    diamond="V",
+    star="B",
+    former="b",
+    bad="x",
+    v_mark=":",
+    v_cursor="|",
+    v_axis="|",
+    h_axis="-",
+    corner="+",
+    clipped="^",
+    ellipsis="~",
+    degree="C",
+    dots_per_cell=(2, 1),
+    dot_weights=np.array([[1], [2]], dtype=np.uint16),
+    dot_cells=" '.:",
+)
+
+
+_ASCII_FOR = str.maketrans({"·": ".", "→": ">", "…": "~", "×": "x", "±": "~", "°": "C", "—": "-"})
+
+
+def ascii_text(text: str) -> str:
+    """The text in ASCII, character by character; what has no likeness becomes a question mark."""
+    return text.translate(_ASCII_FOR).encode("ascii", "replace").decode()
+
+
+def progress(frac: float | None, width: int, glyphs: Glyphs) -> tuple[str, str]:
+    """A line of `width` cells as its done and its open part; all open for None."""
+    halves = int(min(max(frac or 0.0, 0.0), 1.0) * 2 * width + 1e-9)
+    done = glyphs.line_done * (halves // 2) + glyphs.line_half * (halves % 2)
+    return done, glyphs.line_left * (width - len(done))
+
+
+def spark(values: Sequence[float], width: int, glyphs: Glyphs) -> str:
+    """The last `width` values as a line of little bars from 0 up; shorter where there are fewer."""
+    shown = list(values)[-width:]
+    top = max(shown, default=0.0)
+    if top <= 0:
+        return ""
+    last = len(glyphs.spark) - 1
+    return "".join(glyphs.spark[round(max(0.0, value) / top * last)] for value in shown)

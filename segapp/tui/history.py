@@ -1,0 +1,154 @@
+"""The curve of a whole run in bounded memory: recent steps one by one, older ones merged in pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+SMOOTHINGS = (0.6, 0.9, 0.98)
+"""Factors of the averages that are kept beside the raw curve."""
+
+_BLOCK = 64
+
+
+class History:
+    """Loss over steps, with exponential averages.
+
+    The averages are debiased, `a_n / (1 - factor ** n)` with `a_n = factor * a_(n-1) + (1 - factor) * loss_n` (Adam,
+    Kingma and Ba, ICLR 2015, section 3): without a pull to zero at the start, as TensorBoard has it. They are computed
+    over every step before anything is merged, and losses that are not finite are passed over.
+
+    Args:
+        capacity: points kept, even; when they are full, neighbours are merged into one with both their extremes.
+    """
+
+    def __init__(self, capacity: int = 2**17) -> None:
+        self.size = 0
+        """Points there are now."""
+        self.num_steps = 0
+        """Step events taken in, merged ones too."""
+        self._capacity = capacity
+        self._columns = np.zeros((6 + len(SMOOTHINGS), 1024))
+
+    @property
+    def step(self) -> Floats:
+        """The step of each point; of merged ones the last."""
+        return self._column(0)
+
+    @property
+    def t(self) -> Floats:
+        """When it was written, Unix seconds."""
+        return self._column(1)
+
+    @property
+    def low(self) -> Floats:
+        """Smallest loss of the point; nan where none was finite."""
+        return self._column(2)
+
+    @property
+    def high(self) -> Floats:
+        """Largest loss of the point; nan where none was finite."""
+        return self._column(3)
+
+    @property
+    def is_bad(self) -> NDArray[np.bool_]:
+        """Whether a loss of the point was not finite."""
+        return self._column(4) > 0
+
+    def average(self, factor: float) -> Floats:
+        """The debiased average at each point, for one of `SMOOTHINGS`; nan where the loss was not finite."""
+        return self._column(6 + SMOOTHINGS.index(factor))
+
+    def extend(self, step: Sequence[int], t: Sequence[float], loss: Sequence[float]) -> None:
+        """Adds steps.
+
+        Args:
+            step: rising.
+            t: Unix seconds.
+            loss: nan where there was none.
+        """
+        for start in range(0, len(step), self._capacity // 2):
+            part = slice(start, start + self._capacity // 2)
+            self._extend(np.array(step[part], float), np.array(t[part], float), np.array(loss[part], float))
+
+    def drop_after(self, step: int) -> None:
+        """Takes back everything after a step: a resumed training does it again."""
+        self.size = int(np.searchsorted(self.step, step, side="right"))
+
+    def _column(self, row: int) -> Floats:
+        column: Floats = self._columns[row, : self.size]
+        return column
+
+    def _extend(self, step: Floats, t: Floats, loss: Floats) -> None:
+        count = len(step)
+        while self.size + count > self._capacity:
+            self._merge()
+        if self.size + count > self._columns.shape[1]:
+            width = min(self._capacity, max(2 * self._columns.shape[1], self.size + count))
+            grown = np.zeros((len(self._columns), width))
+            grown[:, : self.size] = self._columns[:, : self.size]
+            self._columns = grown
+        is_finite = np.isfinite(loss)
+        loss = np.where(is_finite, loss, np.nan)
+        num_before = int(self._columns[5, self.size - 1]) if self.size else 0
+        num_finite = num_before + np.cumsum(is_finite)
+        new = self._columns[:, self.size : self.size + count]
+        new[0], new[1], new[2], new[3], new[4], new[5] = step, t, loss, loss, ~is_finite, num_finite
+        for row, factor in enumerate(SMOOTHINGS, start=6):
+            start = self.last_average(factor) * (1 - factor**num_before) if num_before else 0.0
+            new[row] = np.nan
+            biased = _average(loss[is_finite], start, factor)
+            is_settled = factor**num_before < 1e-15
+            new[row, is_finite] = biased if is_settled else biased / (1 - factor ** num_finite[is_finite])
+        self.size += count
+        self.num_steps += count
+
+    def last_average(self, factor: float) -> float:
+        """The debiased average of one of `SMOOTHINGS` now; nan before the first finite loss."""
+        column = self.average(factor)
+        known = column[-256:][np.isfinite(column[-256:])]
+        if not len(known):
+            known = column[np.isfinite(column)]
+        return float(known[-1]) if len(known) else np.nan
+
+    def _merge(self) -> None:
+        num_pairs = self.size // 2
+        first = self._columns[:, 0 : 2 * num_pairs : 2]
+        second = self._columns[:, 1 : 2 * num_pairs : 2]
+        merged = second.copy()
+        merged[2], merged[3] = np.fmin(first[2], second[2]), np.fmax(first[3], second[3])
+        merged[4] = np.maximum(first[4], second[4])
+        averages = merged[6:]
+        np.copyto(averages, first[6:], where=np.isnan(averages))
+        rest = self._columns[:, 2 * num_pairs : self.size].copy()
+        self._columns[:, :num_pairs] = merged
+        self._columns[:, num_pairs : num_pairs + rest.shape[1]] = rest
+        self.size = num_pairs + rest.shape[1]
+
+
+def _average(values: Floats, start: float, factor: float) -> Floats:
+    """`a_n = factor * a_(n-1) + (1 - factor) * value_n` from `a_0 = start`, in blocks instead of one by one."""
+    num_blocks = len(values) // _BLOCK
+    out = np.empty_like(values)
+    matrix, decay = _block_matrix(factor)
+    body = values[: num_blocks * _BLOCK].reshape(num_blocks, _BLOCK) @ matrix.T
+    for block, row in enumerate(body):
+        row += start * decay
+        start = float(row[-1])
+        out[block * _BLOCK : (block + 1) * _BLOCK] = row
+    for i in range(num_blocks * _BLOCK, len(values)):
+        start = factor * start + (1 - factor) * float(values[i])
+        out[i] = start
+    return out
+
+
+@cache
+def _block_matrix(factor: float) -> tuple[Floats, Floats]:
+    lag = np.subtract.outer(np.arange(_BLOCK), np.arange(_BLOCK))
+    matrix = np.where(lag >= 0, (1 - factor) * factor ** np.maximum(lag, 0), 0.0)
+    return matrix, factor ** np.arange(1.0, _BLOCK + 1)

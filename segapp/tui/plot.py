@@ -1,0 +1,200 @@
+"""From a curve to dots: columns of extremes, scales, ticks. Numbers only; what it looks like is in `chart`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A curve as one vertical stroke per column of dots; nan where there is nothing."""
+
+    low: Floats
+    high: Floats
+    is_bad: NDArray[np.bool_]
+    """Columns that hold a value that was not finite."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What the vertical axis shows."""
+
+    bottom: float
+    top: float
+    is_log: bool = False
+
+    def fraction(self, values: Floats) -> Floats:
+        """0 at the bottom, 1 at the top; nan where a logarithm has no value."""
+        if not self.is_log:
+            span = self.top - self.bottom
+            return (values - self.bottom) / span
+        with np.errstate(divide="ignore", invalid="ignore"):
+            logs = np.log10(np.where(values > 0, values, np.nan))
+        low, high = math.log10(self.bottom), math.log10(self.top)
+        result: Floats = (logs - low) / (high - low)
+        return result
+
+    def ticks(self, count: int) -> list[float]:
+        """About `count` round values inside the scale, rising."""
+        return _log_ticks(self.bottom, self.top, count) if self.is_log else _ticks(self.bottom, self.top, count)
+
+
+def reduce_columns(
+    x: Floats, low: Floats, high: Floats, is_bad: NDArray[np.bool_], x0: float, x1: float, num: int
+) -> Columns:
+    """The extremes of a curve in `num` columns between `x0` and `x1`.
+
+    Neighbouring points in columns that are not neighbours are joined by a straight line, unless a value between them
+    was not finite: a gap stays a gap.
+
+    Args:
+        x: rising.
+        low: smallest value of each point, nan where there is none.
+        high: largest value.
+        is_bad: points with a value that was not finite.
+        x0: left edge.
+        x1: right edge, above `x0`.
+        num: columns.
+    """
+    first, last = np.searchsorted(x, [x0, x1], side="left")[0], np.searchsorted(x, x1, side="right")
+    x, low, high, is_bad = x[first:last], low[first:last], high[first:last], is_bad[first:last]
+    out_low, out_high, out_bad = np.full(num, np.nan), np.full(num, np.nan), np.zeros(num, dtype=bool)
+    if not len(x):
+        return Columns(out_low, out_high, out_bad)
+    column = np.minimum(((x - x0) * (num / (x1 - x0))).astype(np.int64), num - 1)
+    starts = np.flatnonzero(np.concatenate(([True], column[1:] != column[:-1])))
+    at = column[starts]
+    out_low[at] = np.fmin.reduceat(low, starts)
+    out_high[at] = np.fmax.reduceat(high, starts)
+    out_bad[at] = np.logical_or.reduceat(is_bad, starts)
+    _join(out_low, out_high, out_bad)
+    return Columns(out_low, out_high, out_bad)
+
+
+def _join(low: Floats, high: Floats, is_bad: NDArray[np.bool_]) -> None:
+    """Fills empty columns between two points with the line that joins them, in place."""
+    known = np.flatnonzero(np.isfinite(low))
+    if len(known) < 2:
+        return
+    inside = np.arange(known[0], known[-1] + 1)
+    empty = inside[np.isnan(low[inside])]
+    if not len(empty):
+        return
+    num_bad = np.cumsum(is_bad & np.isnan(low))
+    right = np.searchsorted(known, empty)
+    is_gap = num_bad[known[right]] > num_bad[known[right - 1]]
+    middle = (low[known] + high[known]) / 2
+    values = np.interp(empty, known, middle)
+    values[is_gap] = np.nan
+    low[empty] = high[empty] = values
+
+
+def roomy_range(first: float, last: float) -> tuple[float, float]:
+    """A horizontal range with a little room at its end: it moves in strides, not with every step.
+
+    In between only the newest columns change, so that a live curve costs a few cells a second instead of all of them.
+    """
+    if last - first < 1e-6:
+        return first - 0.5, first + 0.5
+    stride = 2.0 ** math.floor(math.log2((last - first) / 24))
+    left = math.floor(first / stride) * stride
+    return left, left + math.ceil((last - left) / stride + 1e-9) * stride
+
+
+def draw_columns(columns: Columns, scale: Scale, num_rows: int) -> NDArray[np.bool_]:
+    """The dots of a curve, (num_rows, columns), first row on top; each stroke touches the one before it."""
+    top = np.clip((1 - scale.fraction(columns.high)) * (num_rows - 1), -1, num_rows)
+    bottom = np.clip((1 - scale.fraction(columns.low)) * (num_rows - 1), -1, num_rows)
+    top = np.where(np.isnan(top), bottom, top)  # a logarithm has no value at the lower end
+    first, last = np.round(top), np.round(np.where(np.isnan(bottom), num_rows, bottom))
+    first, last = np.where(np.isnan(first), np.nan, first), np.where(np.isnan(first), np.nan, last)
+    before_first = np.concatenate(([np.nan], first[:-1]))
+    before_last = np.concatenate(([np.nan], last[:-1]))
+    joined_first, joined_last = first.copy(), last.copy()
+    falls, rises = first > before_last + 1, last < before_first - 1
+    joined_first[falls] = before_last[falls] + 1
+    joined_last[rises] = before_first[rises] - 1
+    rows = np.arange(num_rows)[:, None]
+    with np.errstate(invalid="ignore"):
+        dots: NDArray[np.bool_] = (rows >= joined_first) & (rows <= joined_last)
+    return dots
+
+
+def pack_dots(dots: NDArray[np.bool_], weights: NDArray[np.uint16]) -> NDArray[np.uint16]:
+    """Dots of (rows * r, columns * c) as one number per cell, (rows, columns)."""
+    per_row, per_column = weights.shape
+    height, width = dots.shape[0] // per_row, dots.shape[1] // per_column
+    cells = dots.reshape(height, per_row, width, per_column)
+    packed: NDArray[np.uint16] = np.einsum("hrwc,rc->hw", cells.astype(np.uint16), weights)
+    return packed
+
+
+def choose_scale(raw: Columns, average: Columns, points: Floats, *, is_log: bool) -> Scale | None:
+    """A scale that holds the average and the points in full, and the raw curve without its rarest spikes.
+
+    Args:
+        raw: extremes of the raw curve.
+        average: of the smoothed one.
+        points: values of single marks.
+        is_log: logarithmic; values from 0 down are left out.
+
+    Returns:
+        None where there is nothing to show.
+    """
+    firm = np.concatenate((average.low, average.high, points))
+    loose = np.concatenate((raw.low, raw.high))
+    firm, loose = (values[np.isfinite(values) & ((values > 0) | (not is_log))] for values in (firm, loose))
+    if not len(firm) and not len(loose):
+        return None
+    bottom, top = _range(loose if len(loose) else firm)
+    if len(firm):
+        bottom, top = min(bottom, float(firm.min())), max(top, float(firm.max()))
+    if is_log:
+        return _padded_log(bottom, top)
+    margin = (top - bottom) * 0.03 or abs(top) * 0.1 or 0.5
+    return Scale(bottom - margin, top + margin)
+
+
+def _range(values: Floats) -> tuple[float, float]:
+    """From the smallest to the largest, unless the largest is far beyond the rest: then to the 98th percentile."""
+    bottom, top = float(values.min()), float(values.max())
+    usual = float(np.quantile(values, 0.98))
+    return (bottom, usual) if top - bottom > 3 * (usual - bottom) > 0 else (bottom, top)
+
+
+def _padded_log(bottom: float, top: float) -> Scale:
+    bottom = max(bottom, top * 1e-12, 1e-300)
+    ratio = max((top / bottom) ** 0.03, 1.02)
+    return Scale(max(bottom / ratio, 5e-324), top * ratio, is_log=True)
+
+
+def _ticks(bottom: float, top: float, count: int) -> list[float]:
+    step = _round_step((top - bottom) / max(count, 1))
+    if not step or not math.isfinite(step):
+        return []
+    first = math.ceil(bottom / step - 1e-9)
+    return [(first + i) * step for i in range(count + 2) if (first + i) * step <= top]
+
+
+def _round_step(rough: float) -> float:
+    """About that much, as 1, 2 or 5 times a power of ten."""
+    if rough <= 0 or not math.isfinite(rough):
+        return 0.0
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.75)
+
+
+def _log_ticks(bottom: float, top: float, count: int) -> list[float]:
+    low, high = math.floor(math.log10(bottom)), math.ceil(math.log10(top))
+    decades = range(low, high + 1)
+    factors = (1, 2, 5) if len(decades) * 3 <= 2 * count + 4 else (1,)
+    every = max(1, len(decades) // max(count, 1))
+    found = [factor * 10.0**power for power in decades if power % every == 0 for factor in factors]
+    found = [value for value in found if bottom <= value <= top]
+    return found if len(found) >= 2 else _ticks(bottom, top, count)

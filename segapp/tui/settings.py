@@ -1,0 +1,83 @@
+"""What the screen remembers between two looks: `$XDG_CONFIG_HOME/segapp/ui.toml`, which a person may edit too."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tomllib
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from segapp.run.files import write_atomic
+from segapp.tui.chart import AUTO, WINDOWS, X_AXES
+from segapp.tui.classes import SORTS
+from segapp.tui.history import SMOOTHINGS
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "smoothing": (AUTO, 0.0, *SMOOTHINGS),
+    "is_log": (False, True),
+    "window": WINDOWS,
+    "x_axis": X_AXES,
+    "sort": SORTS,
+}
+
+
+@dataclass
+class UiSettings:
+    """The remembered choices."""
+
+    theme: str = "segapp-dark"
+    smoothing: float = AUTO
+    is_log: bool = False
+    window: str = "all"
+    x_axis: str = "step"
+    sort: str = "worst"
+    keymap: dict[str, str] = field(default_factory=dict)
+    """Other keys for actions: `toggle_pause = "p"`."""
+
+
+def settings_path() -> Path:
+    """Where the settings lie."""
+    base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return Path(base).expanduser() / "segapp" / "ui.toml"
+
+
+def load_settings(path: Path) -> UiSettings:
+    """The settings in a file; what is missing, damaged or not accepted is as if it had never been set."""
+    settings = UiSettings()
+    try:
+        raw = tomllib.loads(path.read_text())
+    except (OSError, ValueError):
+        return settings
+    for name, choices in _CHOICES.items():
+        value = raw.get(name)
+        if type(value) is type(getattr(settings, name)) and value in choices:
+            setattr(settings, name, value)
+    if isinstance(raw.get("theme"), str):
+        settings.theme = raw["theme"]
+    keymap = raw.get("keymap")
+    if isinstance(keymap, dict):
+        settings.keymap = {str(k): v for k, v in keymap.items() if isinstance(v, str) and v}
+    return settings
+
+
+def save_settings(path: Path, settings: UiSettings) -> None:
+    """Writes the settings; that they cannot be written is no reason to bother anybody."""
+    plain = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name != "keymap"}
+    lines = [f"{name} = {_toml(value)}" for name, value in plain.items()]
+    if settings.keymap:
+        lines += [
+            "",
+            "[keymap]",
+            *(f"{_toml(k)} = {_toml(v)}" for k, v in asdict(settings)["keymap"].items()),
+        ]
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, "\n".join(lines) + "\n")
+
+
+def _toml(value: Any) -> str:
+    """A string, number or truth value as TOML writes it: like JSON, but for characters that JSON escapes in pairs."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,55 @@
+"""The terminal itself: whether there is one that can show a screen, and whether it is still there."""
+
+from __future__ import annotations
+
+import locale
+import os
+import select
+import sys
+from typing import TextIO
+
+from segapp.errors import ConfigError
+
+
+def check_terminal() -> None:
+    """Refuses to start where the screen would be written into a file or read from nothing.
+
+    Textual itself does not look: with /dev/null as its input it keeps a core busy.
+
+    Raises:
+        ConfigError: stdin or stderr is no terminal, or it can do nothing but lines.
+    """
+    for name, stream in (("stdin", sys.__stdin__), ("stderr", sys.__stderr__)):
+        if not _is_terminal(stream):
+            raise ConfigError(f"{name} is not a terminal: `segapp status RUN` prints how the run stands")
+    term = os.environ.get("TERM", "")
+    if term in ("", "dumb", "unknown"):
+        raise ConfigError(
+            f"TERM={term or '(nothing)'} cannot show a screen: set it as your terminal says, or use `segapp status RUN`"
+        )
+
+
+def is_hung_up() -> bool:
+    """Whether the terminal has gone: closed, or its connection lost."""
+    poll = select.poll()
+    for stream in (sys.__stdin__, sys.__stderr__):
+        if _is_open(stream):
+            assert stream is not None
+            poll.register(stream.fileno(), 0)
+    return any(event & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, event in poll.poll(0))
+
+
+def is_ascii_only() -> bool:
+    """Whether the locale has no Unicode."""
+    return "utf" not in locale.getpreferredencoding(False).lower()
+
+
+def _is_open(stream: TextIO | None) -> bool:
+    try:
+        return stream is not None and stream.fileno() >= 0
+    except (OSError, ValueError):
+        return False
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    return _is_open(stream) and stream is not None and stream.isatty()

@@ -1,0 +1,78 @@
+"""The colours: two of our own, the terminal's, and one for strong contrast."""
+
+from __future__ import annotations
+
+from textual.theme import Theme
+
+from segapp.errors import ConfigError
+
+DARK = Theme(
+    name="segapp-dark",
+    primary="#5aa9e6",
+    secondary="#3f7f8f",
+    accent="#c792ea",
+    warning="#f2b84b",
+    error="#ff6b6b",
+    success="#7bd88f",
+    foreground="#d8dee9",
+    background="#0f1419",
+    surface="#0f1419",
+    panel="#1b232c",
+    variables={"border": "#3b4754", "text-muted": "#8593a1"},
+)
+LIGHT = Theme(
+    name="segapp-light",
+    primary="#0b62a8",
+    secondary="#4d98a8",
+    accent="#7b3fa0",
+    warning="#9a5b00",
+    error="#b3261e",
+    success="#1c7a35",
+    foreground="#1c2329",
+    background="#fafafa",
+    surface="#fafafa",
+    panel="#e4e8ec",
+    dark=False,
+    variables={"border": "#a8b2bc", "text-muted": "#66727d"},
+)
+HIGH_CONTRAST = Theme(
+    name="high-contrast",
+    primary="#00ffff",
+    secondary="#b0b0b0",
+    accent="#ff80ff",
+    warning="#ffff00",
+    error="#ff5050",
+    success="#00ff00",
+    foreground="#ffffff",
+    background="#000000",
+    surface="#000000",
+    panel="#303030",
+    text_alpha=1.0,
+    variables={
+        "border": "#ffffff",
+        "text-muted": "#e0e0e0",
+        "text-success": "#00ff00",
+        "text-warning": "#ffff00",
+        "text-error": "#ff8080",
+        "text-primary": "#00ffff",
+        "text-accent": "#ff80ff",
+    },
+)
+OWN = (DARK, LIGHT, HIGH_CONTRAST)
+
+NAMES = ("segapp-dark", "segapp-light", "ansi-dark", "ansi-light", "high-contrast")
+"""In the order of the key that changes them."""
+
+_SHORT = {"dark": "segapp-dark", "light": "segapp-light"}
+
+
+def find_theme(name: str) -> str:
+    """The theme that a person means.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    name = _SHORT.get(name, name)
+    if name not in NAMES:
+        raise ConfigError(f"theme {name}: no such theme: use dark, light, {', '.join(NAMES[2:])}")
+    return name

@@ -1,0 +1,94 @@
+"""Skimming against the full parser: the same steps, the same other events, in the same order, on good and bad bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from segapp.run.events import Alert, EventReader, EventWriter, Heartbeat, Step, StepRun
+
+
+def flattened(items: list[Any]) -> list[tuple[Any, ...]]:
+    """Steps as their curve, everything else whole."""
+    flat: list[tuple[Any, ...]] = []
+    for item in items:
+        if isinstance(item, StepRun):
+            flat += [("step", *row) for row in zip(item.step, item.t, map(repr, item.loss), strict=True)]
+        elif item["type"] == "step":
+            loss = math.nan if item.get("loss") is None else item["loss"]
+            flat.append(("step", item.get("step"), item["t"], repr(loss)))
+        else:
+            flat.append((item["type"], json.dumps(item, sort_keys=True)))
+    return flat
+
+
+def write_run(path: Path, kinds: list[int]) -> None:
+    with mock.patch("segapp.run.events.writer.time.time", return_value=1.7e9 + 0.25), EventWriter(path) as writer:
+        for i, kind in enumerate(kinds, start=1):
+            if kind == 0:
+                writer.write(Heartbeat(phase="train"))
+            elif kind == 1:
+                writer.write(Alert(kind="oom", message='a "step" {"v":1 in\na message'))
+            else:
+                losses = {2: 0.5 / i, 3: math.nan, 4: 1e-9 * i, 5: 1e30}
+                writer.write(Step(epoch=1, step=i, loss=losses[kind], lr=0.1, split=[1, 2], images_per_s=3.5))
+
+
+@given(kinds=st.lists(st.integers(0, 5), max_size=40), max_bytes=st.sampled_from([None, 1, 700]))
+def test_skimming_gives_what_the_full_parser_gives(
+    tmp_path_factory: Any, kinds: list[int], max_bytes: int | None
+) -> None:
+    path = tmp_path_factory.mktemp("skim") / "events.jsonl"
+    write_run(path, kinds)
+    reader, items = EventReader(path), []
+    while part := reader.read_skimmed(max_bytes):
+        items += part
+    assert flattened(items) == flattened(EventReader(path).read_raw())
+    assert reader.num_bytes_left == 0
+
+
+@given(data=st.data())
+def test_damage_makes_no_event_that_the_full_parser_does_not_see(tmp_path_factory: Any, data: st.DataObject) -> None:
+    path = tmp_path_factory.mktemp("skim") / "events.jsonl"
+    write_run(path, data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=12)))
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(content) - 1))
+        if data.draw(st.booleans()):
+            del content[at : at + data.draw(st.integers(1, 60))]
+        else:
+            content[at:at] = data.draw(st.binary(min_size=1, max_size=4))
+        if not content:
+            return
+    path.write_bytes(bytes(content))
+    strict = {row[:2] for row in flattened(EventReader(path).read_raw()) if row[0] != "step"}
+    skimmed = flattened(EventReader(path).read_skimmed())
+    assert {row[:2] for row in skimmed if row[0] != "step"} == strict
+
+
+def test_the_last_step_of_a_run_is_there_in_full(tmp_path: Path) -> None:
+    write_run(tmp_path / "e.jsonl", [2, 2, 2, 0, 2])
+    items = EventReader(tmp_path / "e.jsonl").read_skimmed()
+    runs = [item for item in items if isinstance(item, StepRun)]
+    lasts = [run.last for run in runs]
+    assert [last and last["step"] for last in lasts] == [3, 5]
+    assert [last and last["images_per_s"] for last in lasts] == [3.5, 3.5]
+    assert {run.split_text for run in runs} == {b'"split":[1,2'}
+
+
+def test_a_torn_last_line_waits(tmp_path: Path) -> None:
+    path = tmp_path / "e.jsonl"
+    write_run(path, [2, 2])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-5])
+    reader = EventReader(path)
+    assert [len(item.step) for item in reader.read_skimmed() if isinstance(item, StepRun)] == [1]
+    assert reader.num_bytes_left > 0
+    path.write_bytes(whole)
+    assert [item.step for item in reader.read_skimmed() if isinstance(item, StepRun)] == [[2]]

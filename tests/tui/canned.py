@@ -1,0 +1,253 @@
+"""Runs for the screen to show, written by the real `EventWriter` into real run folders, on a clock of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+
+from segapp.parallel.chunks import plan_chunks
+from segapp.run.events import (
+    Alert,
+    Checkpoint,
+    CommandAnswer,
+    Device,
+    DeviceMemory,
+    EpochStart,
+    EventWriter,
+    Gpu0Bsz,
+    Heartbeat,
+    Memory,
+    RunEnd,
+    RunStart,
+    Step,
+    Val,
+)
+from segapp.run.folder import RunFolder
+
+CAMVID = ("sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian", "bicyclist")
+FINAL_IOU = (0.918, 0.781, 0.287, 0.934, 0.744, 0.738, 0.331, 0.402, 0.762, 0.471, 0.399)
+
+
+class Clock:
+    """Stands in for `time.time` while events are written."""
+
+    def __init__(self, now_s: float) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@contextlib.contextmanager
+def written_at(clock: Clock) -> Iterator[None]:
+    with mock.patch("segapp.run.events.writer.time.time", clock):
+        yield
+
+
+class CannedRun:
+    """Writes a plausible training, an epoch at a time.
+
+    Args:
+        path: of the run folder.
+        classes: their names.
+        num_devices: of 22 GiB each; with "cpu" they are logical devices without memory numbers.
+        steps_per_epoch: updates of an epoch.
+        epochs: of the whole run.
+        ends_s: the time at which the last event of `epoch(...)` shall have been written; the clock starts earlier.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        classes: Sequence[str] = CAMVID,
+        num_devices: int = 4,
+        device: str = "cuda",
+        batch_size: int = 32,
+        steps_per_epoch: int = 60,
+        epochs: int = 20,
+        gpu0_bsz: int | None = 4,
+        starts_s: float = 1_760_000_000.0,
+        step_s: float = 0.777,
+    ) -> None:
+        self.folder = RunFolder.create(path=path)
+        self.clock = Clock(starts_s)
+        self.classes, self.num_devices, self.device = list(classes), num_devices, device
+        self.batch_size, self.steps_per_epoch, self.epochs, self.step_s = batch_size, steps_per_epoch, epochs, step_s
+        self.rng = np.random.default_rng(3)
+        self.step = 0
+        self.gpu0_bsz = gpu0_bsz if num_devices > 1 else None
+        self.best = -1.0
+        with written_at(self.clock):
+            self.folder.write_info()
+            self.writer = EventWriter(self.folder.events)
+            self.write_start()
+
+    @property
+    def split(self) -> tuple[int, ...]:
+        return plan_chunks(self.batch_size, self.num_devices, self.gpu0_bsz, full_batch=self.batch_size)
+
+    def write(self, event: object, after_s: float = 0.0) -> None:
+        self.clock.now_s += after_s
+        with written_at(self.clock):
+            self.writer.write(event)  # type: ignore[arg-type]
+
+    def write_start(self, resumed_from_step: int | None = None) -> None:
+        names = [f"cuda:{i}" if self.device == "cuda" else "cpu" for i in range(self.num_devices)]
+        self.write(
+            RunStart(
+                classes=self.classes,
+                num_params=11_200_000,
+                batch_size=self.batch_size,
+                epochs=self.epochs,
+                steps_per_epoch=self.steps_per_epoch,
+                devices=[Device(device=name, total_mib=22_528) for name in names],
+                host="trainer-box",
+                pid=23168,
+                gpu0_bsz=self.gpu0_bsz,
+                split=list(self.split),
+                resumed_from_step=resumed_from_step,
+            )
+        )
+
+    def loss_at(self, step: int) -> float:
+        noise = float(self.rng.normal(0, 0.10)) * math.exp(-step / (self.steps_per_epoch * 10))
+        return abs(2.3 * math.exp(-step / (self.steps_per_epoch * 2.5)) + 0.32 + noise)
+
+    def train(self, num_steps: int, *, loss: float | None = None, memory_every: int = 5) -> None:
+        """Some steps of the present epoch."""
+        for _ in range(num_steps):
+            self.step += 1
+            epoch = (self.step - 1) // self.steps_per_epoch + 1
+            left_in_epoch = epoch * self.steps_per_epoch - self.step
+            left = self.epochs * self.steps_per_epoch - self.step
+            rate = self.batch_size / self.step_s * (1 + 0.03 * float(self.rng.normal()))
+            self.write(
+                Step(
+                    epoch=epoch,
+                    step=self.step,
+                    loss=self.loss_at(self.step) if loss is None else loss,
+                    lr=0.01 * (1 - self.step / (self.epochs * self.steps_per_epoch + 1)) ** 0.9,
+                    images_per_s=rate,
+                    data_wait_frac=0.04,
+                    grad_norm=1.8,
+                    split=list(self.split),
+                    skipped=0,
+                    step_s=self.step_s,
+                    eta_epoch_s=left_in_epoch * self.step_s + 21,
+                    eta_run_s=left * self.step_s + 21 * (self.epochs - epoch + 1),
+                ),
+                self.step_s,
+            )
+            if self.step % memory_every == 1:
+                self.sample_memory()
+
+    def sample_memory(self) -> None:
+        devices = []
+        for i, share in enumerate(self.split):
+            if self.device != "cuda":
+                devices.append(DeviceMemory(device="cpu", used_mib=812.0, total_mib=None))
+                continue
+            peak = 1024 * (9.5 if i == 0 else 2.5 + 0.2 * i) + 1450 * share + 4 * i
+            devices.append(
+                DeviceMemory(
+                    device=f"cuda:{i}",
+                    uuid=f"GPU-{i}",
+                    used_mib=peak * 0.93 + 420,
+                    total_mib=22_528,
+                    utilization=0.96 + 0.01 * (i % 3),
+                    temperature=71 + i,
+                    allocated_mib=peak * 0.6,
+                    reserved_mib=peak * 0.93,
+                    peak_mib=peak,
+                    phase="backward",
+                )
+            )
+        self.write(Memory(devices=devices, step=self.step))
+
+    def epoch(self, *, val: bool = True, loss: float | None = None) -> None:
+        """A whole epoch with its evaluation and checkpoint."""
+        number = self.step // self.steps_per_epoch + 1
+        self.write(EpochStart(epoch=number, lr=0.01, split=list(self.split), step=self.step))
+        self.train(self.steps_per_epoch, loss=loss)
+        if not val:
+            return
+        grown = 1 - math.exp(-number / 5)
+        base = [FINAL_IOU[i % len(FINAL_IOU)] * grown for i in range(len(self.classes))]
+        iou: list[float | None] = [min(1.0, max(0.0, value + float(self.rng.normal(0, 0.012)))) for value in base]
+        if len(iou) > 12:
+            iou[7] = None
+        known = [value for value in iou if value is not None]
+        miou = float(np.mean(known))
+        self.write(
+            Val(epoch=number, step=self.step, loss=self.loss_at(self.step) + 0.06, miou=miou, iou=iou,
+                pixel_accuracy=0.889, num_images=101, val_s=21.0),
+            21.0,
+        )  # fmt: skip
+        is_best, self.best = miou > self.best, max(miou, self.best)
+        self.write(
+            Checkpoint(path="checkpoints/last.pt", epoch=number, step=self.step, is_best=is_best,
+                       size_bytes=117_000_000, save_s=0.6, metric=miou),
+            0.6,
+        )  # fmt: skip
+
+    def change_gpu0(self, new: int, *, apply: bool = True, command_id: str = "0123456789ab") -> None:
+        """Somebody wishes another share; applied at once, or left pending."""
+        old, command = self.gpu0_bsz, f"set gpu0_bsz={new}"
+        number = self.step // self.steps_per_epoch + 1
+        split = plan_chunks(self.batch_size, self.num_devices, new, full_batch=self.batch_size)
+        self.write(CommandAnswer(id=command_id, command=command, by="alice@box", status="accepted"))
+        self.write(Gpu0Bsz(status="pending", old=old, new=new, split=list(split), epoch=number + 1, id=command_id))
+        if apply:
+            self.gpu0_bsz = new
+            self.write(Gpu0Bsz(status="applied", old=old, new=new, split=list(split), epoch=number, id=command_id,
+                               predicted_mib=[18_000.0] * self.num_devices))  # fmt: skip
+            self.write(CommandAnswer(id=command_id, command=command, by="alice@box", status="applied", step=self.step))
+
+    def beat(self, phase: str, after_s: float = 1.0) -> None:
+        self.write(Heartbeat(pid=23168, phase=phase, step=self.step), after_s)
+
+    def alert(self, kind: str, message: str) -> None:
+        self.write(Alert(kind=kind, message=message, step=self.step))
+
+    def end(self, status: str = "finished", reason: str = "20 epochs") -> None:
+        self.write(RunEnd(status=status, reason=reason, exit_code=0, step=self.step), 0.1)  # type: ignore[arg-type]
+        self.writer.close()
+
+    def shift_to_now(self, age_s: float = 0.4) -> None:
+        """Moves every time in the file so that the last event is that old; the writer can go on afterwards."""
+        import json
+
+        self.writer.close()
+        lines = [json.loads(line) for line in self.folder.events.read_text().splitlines()]
+        delta = time.time() - age_s - lines[-1]["t"]
+        text = "".join(json.dumps({**raw, "t": raw["t"] + delta}, separators=(",", ":")) + "\n" for raw in lines)
+        self.folder.events.write_text(text)
+        self.clock.now_s = time.time()
+        self.writer = EventWriter(self.folder.events)
+
+
+def live_run(path: Path, **keywords: object) -> CannedRun:
+    """A run in the middle of its 13th epoch, with a pending wish; this process holds its lock."""
+    run = CannedRun(path, **keywords)  # type: ignore[arg-type]
+    for _ in range(6):
+        run.epoch()
+    if run.num_devices > 1:
+        run.change_gpu0(5)
+    for _ in range(6):
+        run.epoch()
+    number = run.step // run.steps_per_epoch + 1
+    run.write(EpochStart(epoch=number, lr=0.0038, split=list(run.split), step=run.step))
+    run.train(35)
+    if run.num_devices > 1:
+        run.change_gpu0(6, apply=False, command_id="ba9876543210")
+    run.train(3)
+    run.shift_to_now()
+    run.folder.acquire()
+    return run

@@ -1,0 +1,146 @@
+"""The small parts: layouts, keys, settings, words for numbers, the editor's keys; by tables."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from textual.content import Content
+
+from segapp.tui import keys
+from segapp.tui.glyphs import ASCII, UNICODE, ascii_text, progress, spark
+from segapp.tui.header import Part, fit_parts
+from segapp.tui.layout import plan_layout
+from segapp.tui.settings import UiSettings, load_settings, save_settings
+from segapp.tui.wording import age, clip, duration, fit_cells, gib, learning_rate, number, percent
+
+
+@pytest.mark.parametrize(
+    ("size", "pane", "panes"),
+    [
+        ((120, 36), "loss", {"loss", "events", "gpu", "gpu0", "classes"}),
+        ((100, 30), "loss", {"loss", "events", "gpu", "gpu0", "classes"}),
+        ((100, 29), "loss", {"loss", "gpu", "gpu0", "classes"}),
+        ((100, 29), "events", {"events", "gpu", "gpu0", "classes"}),
+        ((120, 36), "pictures", {"pictures", "events", "gpu", "gpu0", "classes"}),
+        ((99, 40), "loss", {"loss"}),
+        ((80, 24), "gpu", {"gpu", "gpu0"}),
+        ((60, 15), "classes", {"classes"}),
+        ((59, 15), "loss", set()),
+        ((60, 14), "loss", set()),
+    ],
+)
+def test_layouts(size: tuple[int, int], pane: str, panes: set[str]) -> None:
+    plan = plan_layout(*size, pane)
+    assert plan.panes == panes
+    assert plan.is_notice == (not panes)
+
+
+def test_a_zoomed_pane_is_alone_and_the_editor_is_never_hidden() -> None:
+    assert plan_layout(120, 36, "classes", is_zoomed=True).panes == {"classes"}
+    for size in ((80, 24), (60, 15), (120, 36)):
+        assert "gpu0" in plan_layout(*size, "loss", is_editing=True).panes
+
+
+@given(
+    st.integers(1, 400),
+    st.integers(1, 200),
+    st.sampled_from(["loss", "gpu", "classes", "events", "pictures"]),
+    st.booleans(),
+)
+def test_the_chosen_pane_is_shown_wherever_anything_is(width: int, height: int, pane: str, is_zoomed: bool) -> None:
+    plan = plan_layout(width, height, pane, is_zoomed=is_zoomed)
+    assert plan.is_notice or pane in plan.panes
+    assert plan.right_width <= width
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted"),
+    [
+        (number(0.3412), "0.341"), (number(2.345), "2.35"), (number(12.345), "12.3"), (number(123.4), "123"),
+        (number(12345.0), "1.2e4"), (number(0.00012), "1.2e-4"), (number(0.0), "0.000"), (number(None), "-"),
+        (number(math.nan), "-"), (number(math.inf), "inf"), (number(-0.5), "-0.500"),
+        (duration(7.4), "7s"), (duration(59.6), "1m00s"), (duration(3599.7), "1h00m"), (duration(90_000), "1d01h"),
+        (duration(None), "-"), (duration(math.nan), "-"), (duration(-3), "0s"),
+        (age(None), "no data"), (age(0.42), "0.4s ago"), (age(75), "1m15s ago"),
+        (gib(22_528), "22.0"), (gib(None), "n/a"), (gib(math.nan), "n/a"), (gib(143_360), "140"),
+        (percent(0.956), "96%"), (percent(None), "n/a"), (learning_rate(0.0099), "9.9e-3"), (learning_rate(None), "-"),
+        (clip("abcdef", 4), "abc…"), (clip("ab", 4), "ab"), (fit_cells("道路標識", 5), "道路…"),
+        (fit_cells("a", 3), "a  "),
+        (ascii_text("4·10 → 6…道"), "4.10 > 6~?"),
+        (spark([1.0, 2.0], 5, ASCII), "-#"), (spark([], 5, UNICODE), ""),
+        ("".join(progress(0.5, 5, UNICODE)), "━━╸──"), ("".join(progress(None, 3, ASCII)), "..."),
+        ("".join(progress(1.7, 3, ASCII)), "==="),
+    ],
+)  # fmt: skip
+def test_words_for_numbers(found: str, wanted: str) -> None:
+    assert found == wanted
+
+
+@given(st.text(max_size=40), st.integers(0, 30))
+def test_fitted_text_has_the_width_asked_for(text: str, width: int) -> None:
+    assert cell_len(fit_cells(text, width)) == width
+    assert cell_len(clip(text, width)) <= max(width, cell_len(text) if cell_len(text) <= width else 0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.text(alphabet="ab", max_size=9)), max_size=8), st.integers(1, 60))
+def test_a_line_of_parts_fits_and_keeps_the_most_important(parts: list[tuple[int, str]], width: int) -> None:
+    line = fit_parts([Part(rank, Content(text)) for rank, text in parts], width)
+    assert line.cell_length <= width
+    shown = [part for part in parts if part[1]]
+    if shown:
+        first = min(shown, key=lambda part: part[0])[1]
+        assert first[: width - 1] in line.plain
+
+
+def test_no_key_has_two_meanings_and_control_keys_are_marked() -> None:
+    names = [name for key in keys.KEYS for name in key.keys.split(",")]
+    assert len(names) == len(set(names))
+    ids = [keys.binding_id(key) for key in keys.KEYS]
+    assert len(ids) == len(set(ids))
+    assert {key.action for key in keys.KEYS if key.is_control} == {key.action for key in keys.KEYS if key.ctl}
+    assert {"toggle_pause", "edit_gpu0", "undo_gpu0", "checkpoint", "stop"} == {
+        key.action for key in keys.available(False) if key not in keys.available(True)
+    }
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 10])
+def test_the_key_bar_keeps_help(width: int) -> None:
+    bar = keys.key_bar(keys.KEYS, {}, {}, width).plain
+    assert "?" in bar
+    if width >= 60:
+        assert len(bar) <= width
+        assert "Detach" in bar
+
+
+@given(
+    st.builds(
+        UiSettings,
+        theme=st.sampled_from(["segapp-dark", "ansi-light"]),
+        smoothing=st.sampled_from([-1.0, 0.0, 0.6, 0.98]),
+        is_log=st.booleans(),
+        window=st.sampled_from(["all", "epoch", "100"]),
+        sort=st.sampled_from(["worst", "name"]),
+        keymap=st.dictionaries(st.text(max_size=5), st.text(min_size=1, max_size=5), max_size=3),
+    )
+)
+def test_settings_come_back_as_they_were_saved(tmp_path_factory: pytest.TempPathFactory, settings: UiSettings) -> None:
+    path = tmp_path_factory.mktemp("ui") / "segapp" / "ui.toml"
+    save_settings(path, settings)
+    assert load_settings(path) == settings
+
+
+@pytest.mark.parametrize(
+    "text", ["", "garbage [", 'sort = "sideways"', "smoothing = 7.0", "is_log = 3", 'keymap = "x"', "theme = 3", "\x00"]
+)
+def test_bad_settings_are_as_none(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "ui.toml"
+    path.write_text(text)
+    assert load_settings(path) == UiSettings()
+    path.write_bytes(b"\xff\xfe")
+    assert load_settings(path) == UiSettings()
+    save_settings(Path("/proc/no/such/place/ui.toml"), UiSettings())

@@ -1,0 +1,643 @@
+"""The whole screen in Textual's test driver: what it says at every size, and what its keys do to a real run folder."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import re
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from canned import CAMVID, CannedRun, live_run
+from textual.pilot import Pilot
+
+from segapp.run.commands import drain_commands
+from segapp.run.events import CommandAnswer
+from segapp.tui import keys, themes
+from segapp.tui.app import MonitorApp
+from segapp.tui.layout import plan_layout
+from segapp.tui.settings import UiSettings, load_settings
+from segapp.tui.source import LiveSource, ReplaySource
+
+SIZES = [(120, 36), (100, 30), (80, 24), (60, 15), (40, 10)]
+
+
+def screen_text(app: MonitorApp) -> str:
+    strips = app.screen._compositor.render_strips()
+    return "\n".join("".join(segment.text for segment in strip).rstrip() for strip in strips)
+
+
+def check_regions(app: MonitorApp) -> None:
+    """Every visible widget lies inside the screen, and no two panes overlap."""
+    width, height = app.size
+    panes = []
+    for widget in app.screen.walk_children():
+        if widget.display and all(parent.display for parent in widget.ancestors if hasattr(parent, "display")):
+            region = widget.region
+            if region.area and (widget.has_class("pane") or widget.id in ("head", "progress", "keys", "summary")):
+                assert region.x >= 0, widget
+                assert region.y >= 0, widget
+                assert region.right <= width, (widget, region)
+                assert region.bottom <= height, (widget, region)
+                panes.append((widget.id, region))
+    for (one, a), (other, b) in itertools.combinations(panes, 2):
+        assert not a.overlaps(b), (one, other, a, b)
+
+
+def run_screen(
+    source: LiveSource | ReplaySource | CannedRun,
+    act: Callable[[MonitorApp, Pilot[None]], Awaitable[None]],
+    size: tuple[int, int] = (120, 36),
+    **keywords: Any,
+) -> None:
+    """Shows a run and acts on it."""
+
+    async def go() -> None:
+        app = MonitorApp(source_of(source) if isinstance(source, CannedRun) else source, **keywords)
+        async with app.run_test(size=size, notifications=True) as pilot:
+            await settled(app, pilot)
+            await act(app, pilot)
+
+    asyncio.run(go())
+
+
+def source_of(run: CannedRun) -> LiveSource:
+    """Looks at a run on its own clock, just after its last event."""
+    return LiveSource(run.folder, clock=lambda: run.clock.now_s + 0.4)
+
+
+async def settled(app: MonitorApp, pilot: Pilot[None]) -> None:
+    while app.source.poll():
+        pass
+    app._tick()
+    await pilot.pause()
+    app.show_view()
+    await pilot.pause()
+
+
+async def press(app: MonitorApp, pilot: Pilot[None], *names: str) -> None:
+    for name in names:
+        await pilot.press(name)
+    await settled(app, pilot)
+
+
+def toasts(app: MonitorApp) -> list[str]:
+    return [notification.message for notification in app._notifications]
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    run = live_run(tmp_path_factory.mktemp("screen") / "camvid-042")
+    yield run
+    run.folder.release()
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Any:
+    """A short live run that a test may change."""
+    run = CannedRun(tmp_path / "run", steps_per_epoch=20, epochs=8)
+    run.epoch()
+    run.train(5)
+    run.shift_to_now()
+    run.folder.acquire()
+    yield run
+    run.folder.release()
+
+
+def sent(run: CannedRun) -> list[str]:
+    return [received.text for received in drain_commands(run.folder.path)]
+
+
+# --- what it says -----------------------------------------------------------------------------------------------------
+
+
+def test_everything_one_looks_for_first_is_on_the_wide_screen(live: CannedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        text = screen_text(app)
+        for wanted in (
+            "camvid-042", "LIVE train", "epoch 13/20", "step 38/60", "lr 4.1e-3", "ETA", "last 0.", "ema 0.", "val 0.",
+            "n=5", "n=9", "ok", "71°", "15.8/22", "16.6", "5 → 6", "PENDING: epoch 14", "split 5·9·9·9 → 6·9·9·8",
+            "mIoU 0.557", "img/s", "data 4%", "pole", "bicyclist", "alice@box: set gpu0_bsz=6 accepted", "q Detach",
+            "? Help",
+        ):  # fmt: skip
+            assert wanted in text, (wanted, text)
+        assert re.search(r"\d\.\ds ago|\ds ago", text)
+        assert re.search("[⠁-⣿]", text)
+        rows = text.splitlines()
+        assert len(rows) == 36
+        worst_first = [re.search(rf"│{name} ", text).start() for name in ("pole", "sign", "car", "road")]  # type: ignore[union-attr]
+        assert worst_first == sorted(worst_first)
+        check_regions(app)
+
+    run_screen(live, act)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_captures_at_the_named_sizes(live: CannedRun, size: tuple[int, int]) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        text = screen_text(app)
+        assert "LIVE" in text
+        assert "camvid-042" in text
+        check_regions(app)
+        if size == (40, 10):
+            assert "needs 60x15, here 40x10" in text
+            assert "13/20" in text
+        else:
+            assert "epoch 13/20" in text
+            assert "PENDING" in text
+            assert "? Help" in text
+
+    run_screen(live, act, size)
+
+
+def test_no_size_breaks_the_screen_or_puts_a_pane_outside(live: CannedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        for width, height in [(200, 60), (140, 20), (100, 15), (99, 40), (60, 60), (61, 16), (59, 30), (20, 5), (8, 3),
+                              (1, 1), (120, 22), (101, 29), (300, 90), (80, 24)]:  # fmt: skip
+            await pilot.resize_terminal(width, height)
+            await settled(app, pilot)
+            check_regions(app)
+            assert app._layout == plan_layout(width, height)
+            if width >= 8 and height > 1:
+                assert "LIVE" in screen_text(app), (width, height)
+
+    run_screen(live, act)
+
+
+CASES: dict[str, Callable[[Path], CannedRun]] = {}
+
+
+def case(make: Callable[[Path], CannedRun]) -> Callable[[Path], CannedRun]:
+    CASES[make.__name__] = make
+    return make
+
+
+@case
+def finished(path: Path) -> CannedRun:
+    run = CannedRun(path, steps_per_epoch=20, epochs=3)
+    for _ in range(3):
+        run.epoch()
+    run.end()
+    return run
+
+
+@case
+def failed(path: Path) -> CannedRun:
+    run = CannedRun(path, steps_per_epoch=20, epochs=3)
+    run.epoch()
+    run.end("failed", "device 0 ran out of memory: use a smaller batch_size")
+    return run
+
+
+@case
+def eight_gpus(path: Path) -> CannedRun:
+    run = CannedRun(path, steps_per_epoch=20, num_devices=8, batch_size=64)
+    run.epoch()
+    return run
+
+
+@case
+def many_classes(path: Path) -> CannedRun:
+    run = CannedRun(path, steps_per_epoch=20, classes=[f"class number {i}" for i in range(150)], num_devices=1)
+    run.epoch()
+    run.epoch()
+    return run
+
+
+@case
+def one_class_on_a_cpu(path: Path) -> CannedRun:
+    run = CannedRun(path, steps_per_epoch=20, classes=["road"], num_devices=1, device="cpu")
+    run.epoch()
+    return run
+
+
+@case
+def nan_losses(path: Path) -> CannedRun:
+    run = CannedRun(path, steps_per_epoch=20)
+    run.train(30)
+    run.train(10, loss=math.nan)
+    run.train(20)
+    return run
+
+
+@case
+def only_nan(path: Path) -> CannedRun:
+    run = CannedRun(path, steps_per_epoch=20)
+    run.train(5, loss=math.nan)
+    return run
+
+
+@case
+def nothing_yet(path: Path) -> CannedRun:
+    return CannedRun(path)
+
+
+@case
+def odd_names(path: Path) -> CannedRun:
+    names = [
+        "[/] [bold red]",
+        "[@click=app.exit]x[/]",
+        "\x1b[2J\x1b]0;title\x07",
+        "日本語の道路標識と信号機",
+        "a" * 300,
+        "$error\u202e",
+    ]
+    run = CannedRun(path, classes=names, steps_per_epoch=20)
+    run.epoch()
+    run.alert("oom", "[red]alert[/red] \x1b[31m and [/]")
+    run.write(CommandAnswer(id="f" * 12, command="set [/]", by="[/]@\x1b[1m", status="rejected", reason="[b]"))
+    return run
+
+
+EXPECTED = {
+    "finished": ["FINISHED", "finished: 20 epochs"],
+    "failed": ["FAILED", "ran out of memory"],
+    "eight_gpus": ["n=8", "split 8·8·8·8·8·8·8·8"],
+    "many_classes": ["class number"],
+    "one_class_on_a_cpu": ["road", "nothing to split", "0.8"],
+    "nan_losses": ["×", "not finite"],
+    "only_nan": ["no finite loss yet"],
+    "nothing_yet": ["no step yet", "no sample yet"],
+    "odd_names": ["[/] [bold red]", "[@click=app.exit", r"\x1b[2J", "[red]alert[/red]"],
+}
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("size", [(120, 36), (80, 24)])
+def test_unusual_runs_are_shown_as_what_they_are(tmp_path: Path, name: str, size: tuple[int, int]) -> None:
+    run = CASES[name](tmp_path / "run")
+    if name == "eight_gpus":
+        run.gpu0_bsz = 8
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        found = ""
+        for pane in "1234":
+            await press(app, pilot, pane)
+            found += screen_text(app)
+            check_regions(app)
+        for wanted in EXPECTED[name]:
+            if wanted != "split 8·8·8·8·8·8·8·8" and wanted != "n=8":
+                assert wanted in found, (wanted, found)
+        assert "\x1b" not in found
+
+    run_screen(run, act, size)
+
+
+def test_eight_gpus_all_have_a_line(tmp_path: Path) -> None:
+    run = CannedRun(tmp_path / "run", num_devices=8, batch_size=64, gpu0_bsz=8, steps_per_epoch=20)
+    run.epoch()
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        text = screen_text(app)
+        assert text.count("n=8") == 8
+        assert "split 8·8·8·8·8·8·8·8" in text
+        await press(app, pilot, "b")
+        assert "GPU7 peak" in screen_text(app)
+
+    run_screen(run, act)
+
+
+def test_eight_gpus_and_their_editor_fit_at_every_size(tmp_path: Path) -> None:
+    run = CannedRun(tmp_path / "run", num_devices=8, batch_size=64, gpu0_bsz=8, steps_per_epoch=20)
+    run.epoch()
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "b", "plus")
+        for width, height in [(120, 36), (100, 30), (100, 24), (100, 15), (80, 24), (60, 15)]:
+            await pilot.resize_terminal(width, height)
+            await settled(app, pilot)
+            check_regions(app)
+            assert "8 →  9" in screen_text(app), (width, height, screen_text(app))
+            assert re.search("ok|tight|won't fit", screen_text(app))
+
+    run_screen(run, act)
+
+
+def test_the_trainers_end_without_a_word_is_said_with_the_next_move(tmp_path: Path) -> None:
+    run = CannedRun(tmp_path / "run", steps_per_epoch=20)
+    run.epoch()
+    run.folder.run_json.write_text(run.folder.run_json.read_text().replace('"pid": ', '"pid": 99'))
+    text = run.folder.run_json.read_text()
+    run.folder.run_json.write_text(re.sub(r'("pid"\s*:\s*)\d+', r"\g<1>4194000", text))
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        text = screen_text(app)
+        assert "CRASHED" in text
+        assert "segapp train --resume run" in text
+        await press(app, pilot, "c")
+        assert sent(run) == []
+        assert "nobody would act on it" in toasts(app)[-1]
+
+    run_screen(run, act)
+
+
+def test_a_folder_that_vanishes_is_said_and_the_picture_stays(fresh: CannedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        shutil.rmtree(fresh.folder.path)
+        assert isinstance(app.source, LiveSource)
+        app.source._liveness = None
+        await settled(app, pilot)
+        text = screen_text(app)
+        assert "GONE" in text
+        assert "the run folder is gone" in text
+        assert "epoch 2/8" in text
+
+    run_screen(fresh, act)
+    fresh.folder.path.mkdir()
+
+
+def test_a_reverted_change_stays_on_the_screen_until_it_was_seen(fresh: CannedRun) -> None:
+    fresh.alert("reverted", "gpu0_bsz=6 ran out of memory: back to 4")
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        assert "gpu0_bsz=6 ran out of memory: back to 4  (esc)" in screen_text(app)
+        await press(app, pilot, "escape")
+        assert "(esc)" not in screen_text(app)
+
+    run_screen(fresh, act)
+
+
+# --- what its keys do -------------------------------------------------------------------------------------------------
+
+
+def test_the_share_of_gpu_0_is_changed_with_two_keys_and_undone_with_one(fresh: CannedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "b")
+        assert "no change" in screen_text(app)
+        await press(app, pilot, "plus")
+        text = screen_text(app)
+        assert "split 4·10·9·9 → 5·9·9·9" in text
+        assert "GPU0 peak" in text
+        await press(app, pilot, "enter")
+        assert sent(fresh) == ["set gpu0_bsz=5"]
+        assert app.draft is None
+        received = drain_commands(fresh.folder.path)[0]
+        fresh.change_gpu0(5, apply=False, command_id=received.id)
+        await settled(app, pilot)
+        assert "4 → 5  PENDING: epoch 3" in screen_text(app)
+        await press(app, pilot, "u")
+        assert sent(fresh)[-1] == f"cancel {received.id}"
+        fresh.change_gpu0(5, command_id=received.id)
+        await settled(app, pilot)
+        assert any("set gpu0_bsz=5 applied" in toast for toast in toasts(app))
+        assert "applied at epoch" in screen_text(app)
+        await press(app, pilot, "u")
+        assert sent(fresh)[-1] == "set gpu0_bsz=4"
+
+    run_screen(fresh, act)
+
+
+@pytest.mark.parametrize(
+    ("typed", "word", "is_sent"),
+    [
+        (["3", "enter"], "", "set gpu0_bsz=3"),
+        (["3", "3", "enter"], "refused", None),
+        (["0", "enter"], "", "set gpu0_bsz=0"),
+        (["9", "enter"], "won't fit", None),
+        (["9", "exclamation_mark"], "", "set gpu0_bsz=9"),
+        (["1", "2", "backspace", "backspace", "3", "enter"], "", "set gpu0_bsz=3"),
+        (["9", "escape"], "", None),
+        (["enter"], "", None),
+        (["e", "enter"], "tight", None),
+        (["e", "enter", "enter"], "", "set gpu0_bsz=none"),
+    ],
+)
+def test_the_editor(fresh: CannedRun, typed: list[str], word: str, is_sent: str | None) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "b", *typed)
+        assert sent(fresh) == ([] if is_sent is None else [is_sent])
+        assert (app.draft is not None) == bool(word)
+        if word:
+            assert word in screen_text(app)
+
+    run_screen(fresh, act)
+
+
+def test_pause_resume_checkpoint_and_stop_reach_the_inbox(fresh: CannedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "space", "c")
+        assert sent(fresh) == ["pause", "checkpoint"]
+        first = drain_commands(fresh.folder.path)[0]
+        fresh.write(CommandAnswer(id=first.id, command="pause", by="a@b", status="applied"))
+        fresh.beat("paused", 0.0)
+        await settled(app, pilot)
+        assert "paused" in screen_text(app)
+        assert "space Resume" in screen_text(app).replace("  ", " ")
+        await press(app, pilot, "space")
+        assert sent(fresh)[-1] == "resume"
+        await press(app, pilot, "S")
+        assert "Stop the training?" in screen_text(app)
+        await press(app, pilot, "escape")
+        assert len(sent(fresh)) == 3
+        await press(app, pilot, "S", "e")
+        await press(app, pilot, "S", "n")
+        assert sent(fresh)[-2:] == ["stop epoch", "stop"]
+
+    run_screen(fresh, act)
+
+
+def test_a_rejected_wish_is_said_with_its_reason(fresh: CannedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "c")
+        received = drain_commands(fresh.folder.path)[0]
+        answer = CommandAnswer(
+            id=received.id, command="checkpoint", by="x", status="rejected", reason="[b]the disk is full"
+        )
+        fresh.write(answer)
+        await settled(app, pilot)
+        assert "checkpoint rejected: [b]the disk is full" in toasts(app)[-1]
+
+    run_screen(fresh, act)
+
+
+def test_a_read_only_view_can_ask_for_nothing_and_does_not_offer_it(fresh: CannedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "space", "c", "u", "S", "b", "plus", "enter")
+        assert sent(fresh) == []
+        assert app.draft is None
+        text = screen_text(app)
+        assert "read-only" in text
+        for label in ("Pause", "Ckpt", "Stop"):
+            assert label not in text.splitlines()[-1]
+        await press(app, pilot, "question_mark")
+        assert "save a checkpoint now" not in screen_text(app)
+        assert "loss chart" in screen_text(app)
+
+    run_screen(fresh, act, readonly=True)
+
+
+def test_an_inbox_that_cannot_be_written_is_said(fresh: CannedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        shutil.rmtree(fresh.folder.commands)
+        await press(app, pilot, "c")
+        assert "cannot send" in toasts(app)[-1]
+
+    run_screen(fresh, act)
+
+
+def test_every_key_of_the_table_does_something_and_breaks_nothing(live: CannedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        for key in keys.available(is_readonly=True):
+            for name in key.keys.split(","):
+                if key.action != "detach":
+                    await press(app, pilot, name)
+                    check_regions(app) if len(app.screen_stack) == 1 else await press(app, pilot, "escape")
+
+    run_screen(live, act, readonly=True)
+
+
+def test_help_is_made_from_the_table_of_keys(live: CannedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "question_mark")
+        text = screen_text(app)
+        for key in keys.KEYS:
+            assert key.help in text, key
+
+    run_screen(live, act)
+
+
+def test_panes_zoom_sort_filter_and_chart_keys(live: CannedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "3", "f")
+        assert "Classes" in screen_text(app)
+        assert "last 0." not in screen_text(app)
+        await press(app, pilot, "f", "o")
+        assert "best first" in screen_text(app)
+        await press(app, pilot, "slash", *"BUILD", "enter")
+        text = screen_text(app)
+        assert "building" in text
+        assert "pavement" not in text
+        await press(app, pilot, "escape")
+        assert "pavement" in screen_text(app)
+        await press(app, pilot, "1", "y")
+        assert "log" in screen_text(app)
+        await press(app, pilot, "left_square_bracket")
+        assert "last 100" in screen_text(app) or "last epoch" in screen_text(app) or "last 1000" in screen_text(app)
+        await press(app, pilot, "right_square_bracket", "y", "x")
+        assert "by epoch" in screen_text(app)
+        await press(app, pilot, "x")
+        assert "by time" in screen_text(app)
+        await press(app, pilot, "left", "left")
+        assert re.search(r"step \d+  loss 0\.\d", screen_text(app))
+        await press(app, pilot, "escape", "m", "m", "m", "m")
+        assert "ema" not in screen_text(app).split("Events")[0].split("val")[0]
+
+    run_screen(live, act, (120, 40))
+
+
+def test_the_palette_offers_the_actions(live: CannedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        offered = {command.title for command in app.get_system_commands(app.screen)}
+        assert {key.help for key in keys.KEYS} <= offered
+        assert {f"theme {name}" for name in themes.NAMES} <= offered
+
+    run_screen(live, act)
+
+
+def test_choices_are_remembered(live: CannedRun, tmp_path: Path) -> None:
+    file = tmp_path / "segapp" / "ui.toml"
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "y", "o", "t")
+
+    run_screen(live, act, settings_file=file)
+    found = load_settings(file)
+    assert (found.is_log, found.sort, found.theme) == (True, "best", "segapp-light")
+
+
+def test_keys_can_be_given_other_names(fresh: CannedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        assert "w Ckpt" in screen_text(app).replace("  ", " ")
+        await press(app, pilot, "w")
+        assert sent(fresh) == ["checkpoint"]
+
+    run_screen(fresh, act, settings=UiSettings(keymap={"checkpoint": "w"}))
+
+
+@pytest.mark.parametrize("theme", themes.NAMES)
+def test_themes(live: CannedRun, theme: str) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        assert app.theme == theme
+        assert "LIVE" in screen_text(app)
+        assert app.export_screenshot().startswith("<svg")
+
+    run_screen(live, act, settings=UiSettings(theme=theme))
+
+
+def test_without_colour(live: CannedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "i", "1", "b")
+        text = screen_text(app)
+        assert "LIVE" in text
+        assert "no change" in text or "ok" in text
+
+    run_screen(live, act)
+
+
+@pytest.mark.parametrize("size", [(120, 36), (80, 24), (60, 15)])
+def test_ascii_is_ascii_on_every_page(live: CannedRun, size: tuple[int, int]) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        for keys_pressed in (["1"], ["2"], ["3"], ["4"], ["i"], ["b"], ["escape", "question_mark"], ["escape", "S"]):
+            await press(app, pilot, *keys_pressed)
+            assert screen_text(app).isascii(), (keys_pressed, [c for c in screen_text(app) if not c.isascii()][:9])
+
+    run_screen(live, act, size, ascii_only=True)
+
+
+def test_pictures_are_shown_and_damaged_ones_said(fresh: CannedRun) -> None:
+    import cv2
+    import numpy as np
+
+    image = np.zeros((20, 60, 3), np.uint8)
+    image[:, 20:40] = (0, 0, 255)
+    cv2.imwrite(str(fresh.folder.samples / "e0001_0.png"), image)
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "i")
+        text = screen_text(app)
+        assert "e0001_0.png 1/1" in text
+        assert text.count("▀") > 200
+        (fresh.folder.samples / "e0002_[b].png").write_bytes(b"\x89PNG no")
+        await settled(app, pilot)
+        assert "cannot be shown" in screen_text(app)
+        await press(app, pilot, "left")
+        assert "e0001_0.png 2/2" in screen_text(app)
+        await press(app, pilot, "i")
+        assert "ema " in screen_text(app)
+
+    run_screen(fresh, act)
+
+
+def test_a_replay_says_that_it_is_one_and_sends_nothing(tmp_path: Path) -> None:
+    run = finished(tmp_path / "run")
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        assert "replay" in screen_text(app)
+        await press(app, pilot, "c")
+        assert sent(run) == []
+        assert "replay" in toasts(app)[-1]
+
+    run_screen(ReplaySource(run.folder, 1e6), act)
+
+
+def test_ctrl_c_ends_nothing(live: CannedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "ctrl+c")
+        assert app.is_running
+        assert "q detaches" in toasts(app)[-1]
+
+    run_screen(live, act)
+
+
+def test_all_classes_of_the_canned_run_have_a_row(live: CannedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        text = screen_text(app)
+        assert all(name in text for name in CAMVID)
+
+    run_screen(live, act)

@@ -1,0 +1,125 @@
+"""`run_ui` at a real pseudo-terminal: who is let in, how it leaves, and that it never outlives its terminal."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from canned import CannedRun, live_run
+
+from segapp.errors import ConfigError
+from segapp.tui import terminal
+from segapp.tui.app import run_ui
+
+SHOW = "import sys\nfrom segapp.tui.app import run_ui\nsys.exit(run_ui(sys.argv[1]))"
+
+
+class Terminal:
+    """A child at a pseudo-terminal."""
+
+    def __init__(self, run: CannedRun, home: Path, *, ignores_hangup: bool = False) -> None:
+        self.output = b""
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            os.environ.update(TERM="xterm-256color", XDG_CONFIG_HOME=str(home), OMP_NUM_THREADS="1")
+            os.environ.pop("NO_COLOR", None)
+            if ignores_hangup:
+                signal.signal(signal.SIGHUP, signal.SIG_IGN)
+            os.execv(sys.executable, [sys.executable, "-c", SHOW, str(run.folder.path)])
+        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 36, 120, 0, 0))
+
+    def read_until(self, wanted: bytes, timeout_s: float = 30.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while wanted not in self.output:
+            assert time.monotonic() < deadline, self.output[-3000:]
+            if select.select([self.fd], [], [], 0.1)[0]:
+                try:
+                    self.output += os.read(self.fd, 65536)
+                except OSError:
+                    break
+        assert wanted in self.output, self.output[-3000:]
+
+    def wait(self, timeout_s: float = 15.0) -> int:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.05)
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        raise AssertionError("the screen did not end")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Any:
+    run = live_run(tmp_path / "run", steps_per_epoch=10)
+    yield run
+    run.folder.release()
+
+
+def test_q_leaves_says_how_to_come_back_and_puts_the_terminal_right(run: CannedRun, tmp_path: Path) -> None:
+    shown = Terminal(run, tmp_path)
+    shown.read_until(b"LIVE")
+    os.write(shown.fd, b"q")
+    shown.read_until(b"segapp attach")
+    assert shown.wait() == 0
+    assert b"\x1b[?1049l" in shown.output
+    assert (tmp_path / "segapp" / "ui.toml").is_file()
+
+
+@pytest.mark.parametrize("ignores_hangup", [False, True])
+def test_a_closed_terminal_ends_it(run: CannedRun, tmp_path: Path, ignores_hangup: bool) -> None:
+    shown = Terminal(run, tmp_path, ignores_hangup=ignores_hangup)
+    shown.read_until(b"LIVE")
+    os.close(shown.fd)
+    shown.wait()
+
+
+def test_a_term_signal_ends_it_in_order(run: CannedRun, tmp_path: Path) -> None:
+    shown = Terminal(run, tmp_path)
+    shown.read_until(b"LIVE")
+    os.kill(shown.pid, signal.SIGTERM)
+    shown.read_until(b"\x1b[?1049l")
+    assert shown.wait() == 0
+
+
+def test_no_terminal_no_screen(run: CannedRun) -> None:
+    code = (
+        "import sys\nfrom segapp.tui.app import run_ui\n"
+        "try:\n run_ui(sys.argv[1])\nexcept Exception as error: print(type(error).__name__, error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(run.folder.path)], stdin=subprocess.DEVNULL, capture_output=True,
+        text=True, timeout=60, env={**os.environ, "TERM": "xterm"},
+    )  # fmt: skip
+    assert "ConfigError stdin is not a terminal: `segapp status RUN`" in done.stdout
+
+
+@pytest.mark.parametrize("term", ["dumb", "", "unknown"])
+def test_a_dumb_terminal_is_refused(monkeypatch: pytest.MonkeyPatch, term: str) -> None:
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setattr(terminal, "_is_terminal", lambda stream: True)
+    with pytest.raises(ConfigError, match="cannot show a screen"):
+        terminal.check_terminal()
+
+
+def test_mistakes_are_named(tmp_path: Path, run: CannedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match="no such run"):
+        run_ui(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="speed"):
+        run_ui(run.folder.path, replay=0)
+    with pytest.raises(ConfigError, match="no such theme: use dark, light"):
+        run_ui(run.folder.path, theme="pink")
