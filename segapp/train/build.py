@@ -308,7 +308,11 @@ def build_trainer(
         description={
             "classes": list(scheme.names),
             "num_params": sum(p.numel() for p in model.parameters()),
-            "devices": [str(each) for each in ranks.gather(devices.devices) for each in each],
+            "devices": [
+                {"device": each.device, "name": each.name, "uuid": each.uuid, "total_mib": each.total_mib}
+                for each in watch.places
+            ]
+            or [str(device) for theirs in ranks.gather(devices.devices) for device in theirs],
             "num_train": len(train_set),
             "num_val": len(val_set),
         },

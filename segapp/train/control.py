@@ -34,6 +34,8 @@ class StopSignals:
         self.count = 0
         self.number = 0
         self.signal_name: str | None = None
+        self.forward_checkpoint_wish: Callable[[], None] | None = None
+        """Called instead, by a process that only waits for those that train."""
         self._wants_checkpoint = False
         self._say = say or _write_stderr
         self._previous: dict[int, object] = {}
@@ -67,6 +69,8 @@ class StopSignals:
         return is_wanted
 
     def _ask_for_checkpoint(self, _number: int, _frame: FrameType | None) -> None:
+        if self.forward_checkpoint_wish is not None:
+            self.forward_checkpoint_wish()
         self._wants_checkpoint = True
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:

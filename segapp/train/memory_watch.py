@@ -217,6 +217,11 @@ class MemoryWatch:
         self._is_phase_whole = False
         """Whether everything since the last reset of the peaks happened in the present phase."""
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether several of the training's devices are one real device."""
+        return len(set(self._first)) < len(self._first)
+
     def mark(self, phase: str) -> None:
         """Says that the training thread enters a phase: forward, loss, backward, step, data, eval, save or paused."""
         if self._steps_to_profile:

@@ -18,6 +18,7 @@ from segapp import __version__
 from segapp.config import RunConfig, config_hash, dump_config, resume_differences
 from segapp.errors import (
     CheckpointError,
+    CommandError,
     ConfigError,
     DataError,
     DistributedError,
@@ -34,6 +35,7 @@ from segapp.parallel import (
     launch_local,
     shutdown,
 )
+from segapp.run.commands import CheckpointCommand, send_command
 from segapp.run.events import EventWriter
 from segapp.run.folder import RunFolder
 from segapp.run.text import printable
@@ -72,7 +74,7 @@ def run_session(plan: Plan, arguments: Sequence[str] = ()) -> int:
     with StopSignals() as signals:
         devices = plan_devices(plan.config.parallel)
         if devices.mode == "ddp" and not is_launched():
-            return _launch_ranks(devices, arguments)
+            return _launch_ranks(plan, devices, arguments, signals)
         with _joined_ranks(plan.config, devices) as (ranks, own_devices):
             try:
                 return _run_rank(plan, own_devices, ranks, signals)
@@ -82,11 +84,20 @@ def run_session(plan: Plan, arguments: Sequence[str] = ()) -> int:
                 return error.exit_code  # every rank finds the same; rank 0 says it
 
 
-def _launch_ranks(devices: DevicePlan, arguments: Sequence[str]) -> int:
+def _launch_ranks(plan: Plan, devices: DevicePlan, arguments: Sequence[str], signals: StopSignals) -> int:
+    """Starts the ranks and waits for them; a wish for a checkpoint that reaches this process goes to their inbox."""
     names = ", ".join(str(device) for device in devices.devices)
     print(f"devices: {names} ({devices.reason}), one rank each", flush=True)
+    folder = plan.folder or RunFolder.create(plan.config.name, path=plan.run)
+    run = [] if plan.folder is not None else ["--run", str(folder.path)]
+    signals.forward_checkpoint_wish = lambda: _ask_for_checkpoint(folder)
     override = f"parallel.devices=[{names}]"
-    return launch_local(["-m", "segapp", *arguments, override], len(devices.devices))
+    return launch_local(["-m", "segapp", *arguments, *run, override], len(devices.devices))
+
+
+def _ask_for_checkpoint(folder: RunFolder) -> None:
+    with contextlib.suppress(CommandError):
+        send_command(folder.path, CheckpointCommand(), "SIGUSR1")
 
 
 @contextlib.contextmanager
@@ -167,6 +178,7 @@ def _run_in(folder: RunFolder, plan: Plan, devices: DevicePlan, ranks: Ranks, si
             trainer = _build(folder, plan.config, devices, ranks, checkpoint, journal, signals, inbox, watch)
             if trainer.is_complete:
                 if ranks.is_main:
+                    trainer.steering.end(trainer.standing(), "the run is complete", is_finished=True)
                     print(f"already complete: {plan.config.train.epochs} epochs; raise train.epochs to train on")
                 return 0
             if monitor is not None:

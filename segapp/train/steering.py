@@ -287,7 +287,8 @@ class Steering:
         if not trial.is_seen and num_samples == self.knob.batch_size:
             trial.is_seen = True
             observed = self.watch.observed_mib()[: len(split)]
-            self.knob.note_peaks(split, observed)
+            if not self.watch.is_shared:  # logical devices: nobody can say whose memory it is
+                self.knob.note_peaks(split, observed)
             for wish in trial.sets:
                 self._emit_split("applied", wish, trial.old, split=split, observed=observed, epoch=trial.epoch)
                 self._answer_applied(wish, trial.step, f"split {_shown(split)}")

@@ -104,7 +104,7 @@ class Trainer:
             self._clock,
             self.watch,
             journal,
-            standing=self._standing,
+            standing=self.standing,
             save=self._save_as_asked,
         )
 
@@ -146,7 +146,7 @@ class Trainer:
             reason = self._train_epochs()
         except StopRequest as request:
             self._save_last()
-            self.steering.end(self._standing(), f"{request}: saved at step {self.position.step}", is_finished=False)
+            self.steering.end(self.standing(), f"{request}: saved at step {self.position.step}", is_finished=False)
             raise
         except NonFiniteError:
             self._save_last()
@@ -156,7 +156,7 @@ class Trainer:
                 self._save_last()
             raise
         self._save_last()
-        self.steering.end(self._standing(), f"the run has finished: {reason}", is_finished=True)
+        self.steering.end(self.standing(), f"the run has finished: {reason}", is_finished=True)
         return reason
 
     def _train_epochs(self) -> str:
@@ -206,7 +206,7 @@ class Trainer:
                 self.save()
             if self.engine.device.type == "cuda":
                 torch.cuda.empty_cache()  # blocks of the old sizes
-        self.steering.apply(wished, self._standing())
+        self.steering.apply(wished, self.standing())
         self._begun_epoch = self.position.epoch
         self.journal.emit(
             "epoch_start",
@@ -296,7 +296,8 @@ class Trainer:
         """What a person may change while the run is going on, as it is now."""
         return self.steering.settings
 
-    def _standing(self) -> Standing:
+    def standing(self) -> Standing:
+        """Where the training stands, for whoever judges a command."""
         at = self.position
         is_before = at.batch == 0 and self._begun_epoch != at.epoch
         return Standing(at.epoch, at.step, at.epoch if is_before else at.epoch + 1, self.config.train.epochs)
