@@ -80,10 +80,11 @@ class Monitor:
                 if now_s >= next_beat_s:
                     next_beat_s = now_s + self._heartbeat_s
                     self.beat()
-                if now_s >= next_memory_s:
+                if self.watch.phase == "start":  # `run_start` comes first, and the first sample right behind it
+                    next_memory_s = now_s + 0.25
+                elif now_s >= next_memory_s:
                     next_memory_s = now_s + self._memory_s
-                    if self.watch.phase != "start":  # `run_start` comes first
-                        self.sample()
+                    self.sample()
             except Exception:  # a monitor must not end a training, nor itself
                 logger.exception("monitor")
             if self._stop.wait(max(0.01, min(next_memory_s, next_beat_s) - time.monotonic())):

@@ -168,12 +168,13 @@ def _logging_to(folder: RunFolder, rank: int = 0) -> Iterator[None]:
 
 def _run_in(folder: RunFolder, plan: Plan, devices: DevicePlan, ranks: Ranks, signals: StopSignals) -> int:
     journal = Journal(EventWriter(folder.events), [PlainReporter()]) if ranks.is_main else Journal(None)
+    watch = MemoryWatch(_places(devices, ranks))
+    monitor = Monitor(journal, watch)
     is_saved = False
     try:
         checkpoint = ranks.from_main(_checkpoint_to_resume(folder, plan) if ranks.is_main else None)
         is_saved = checkpoint is not None
-        watch = MemoryWatch(_places(devices, ranks))
-        with Monitor(journal, watch) if ranks.is_main else contextlib.nullcontext() as monitor:
+        with monitor if ranks.is_main else contextlib.nullcontext():
             inbox = Inbox(folder if ranks.is_main else None, journal)
             trainer = _build(folder, plan.config, devices, ranks, checkpoint, journal, signals, inbox, watch)
             if trainer.is_complete:
@@ -181,21 +182,20 @@ def _run_in(folder: RunFolder, plan: Plan, devices: DevicePlan, ranks: Ranks, si
                     trainer.steering.end(trainer.standing(), "the run is complete", is_finished=True)
                     print(f"already complete: {plan.config.train.epochs} epochs; raise train.epochs to train on")
                 return 0
-            if monitor is not None:
-                monitor.step = lambda: trainer.position.step
+            monitor.step = lambda: trainer.position.step
             is_saved = True  # from here on every way out saves first, or raises
             reason = trainer.fit()
-        journal.emit("run_end", status="finished", reason=reason, exit_code=0, step=trainer.position.step)
+        journal.emit("run_end", status="finished", reason=reason, exit_code=0, step=monitor.step())
         return 0
     except StopRequest as request:
         code = EXIT_STOPPED_AND_SAVED if is_saved else 128 + signals.number
         end = "a checkpoint was saved; --resume goes on from it" if is_saved else "nothing was there to save yet"
-        journal.emit("run_end", status="stopped", reason=f"{request}: {end}", exit_code=code)
+        journal.emit("run_end", status="stopped", reason=f"{request}: {end}", exit_code=code, step=monitor.step())
         return code
     except Exception as error:
         known = as_segapp_error(error)
         logger.exception("training failed")
-        journal.emit("run_end", status="failed", reason=str(known), exit_code=known.exit_code)
+        journal.emit("run_end", status="failed", reason=str(known), exit_code=known.exit_code, step=monitor.step())
         if known is error:
             raise
         raise type(known)(f"{known}\n(traceback in {folder.log})") from error
@@ -226,10 +226,12 @@ def _build(
         watch=watch,
         samples=folder.samples if ranks.is_main else None,
     )
+    step = 0 if checkpoint is None else checkpoint.step
+    trainer.steering.replay = ranks.from_main(applied_after(folder.events, step) if ranks.is_main else None)
+    if checkpoint is None and journal.writer is not None:
+        journal.writer.rewind(0)  # a run that was killed before its first checkpoint begins anew
     if checkpoint is not None:
         check_resumable(checkpoint, config, trainer)
-        applied = applied_after(folder.events, checkpoint.step) if ranks.is_main else None
-        trainer.steering.replay = ranks.from_main(applied)
         trainer.load_state_dict(checkpoint.state)
         if journal.writer is not None:
             journal.writer.rewind(checkpoint.step, sha256=checkpoint.sha256)

@@ -16,7 +16,7 @@ from torch import nn
 from segapp import failpoints
 from segapp.config import LiveSettings
 from segapp.datasets.loader import EvalLoader
-from segapp.errors import OutOfMemoryError
+from segapp.errors import OutOfMemoryError, RunError
 from segapp.parallel import DataParallelModel
 from segapp.run.commands import parse_command, send_command
 from segapp.run.events import EventWriter
@@ -348,6 +348,35 @@ def test_a_pause_leaves_the_course_and_the_speed_as_they_are(
     assert first["step_s"] < 1.0 + 5 * max(event["step_s"] for event in others)  # without the 1.5 s of the pause
     phases = [event["phase"] for event in events(folder, "heartbeat")]
     assert "paused" in phases
+    assert_answered_once(folder)
+
+
+def test_what_was_applied_after_the_checkpoint_is_applied_again_at_the_same_step(
+    even: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, reference = even
+    folder = tmp_path / "run"
+    batches = EvalLoader.__iter__
+
+    def with_a_wish(self: EvalLoader) -> Any:
+        send_command(folder, parse_command("set gpu0_bsz=0 lr_factor=0.25"))
+        time.sleep(0.3)
+        return batches(self)
+
+    failpoints.arm("train.step=4:raise:RuntimeError")
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(EvalLoader, "__iter__", with_a_wish)
+            with pytest.raises(RunError):
+                train(three_devices(tiny), folder)
+    finally:
+        failpoints.arm("")
+    assert model_of(folder)["settings"] == {"gpu0_bsz": None, "shares": None, "lr_factor": 1.0}  # saved before
+    assert run_session(Plan(three_devices(tiny), RunFolder(folder))) == 0
+    steps, expected = events(folder, "step"), events(reference, "step")
+    assert [event["split"] for event in steps] == [[1, 2, 2]] * 2 + [[0, 3, 2]] * 4
+    factors = [event["lr"] / other["lr"] for event, other in zip(steps, expected, strict=True)]
+    assert factors == pytest.approx([1.0] * 2 + [0.25] * 4)
     assert_answered_once(folder)
 
 
