@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ _STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFB
 ConfigOption = Annotated[str | None, typer.Option("--config", metavar="FILE", help="A path, or the name of a config.")]
 RunOption = Annotated[Optional[Path], typer.Option("--run", metavar="DIR", help="Folder of the run.")]  # noqa: UP045
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_COMMANDS = "set gpu0_bsz=3 | set shares=2,3,3 | set lr_factor=0.5 | pause | resume | checkpoint | stop | cancel [ID]"
 Overrides = Annotated[Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...", help="Dotted config keys.")]  # noqa: UP045
 
 
@@ -106,14 +108,18 @@ def train(
         ),
     ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Train in the foreground and print lines.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Train in the background; segapp attach shows it.")] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print the complete config and leave.")] = False,
 ) -> None:
     """Train a network.
 
-    The run lies in runs/NAME (or --run DIR). Ctrl-C saves and leaves with exit code 75; --resume goes on from there,
-    bit for bit.
+    The run lies in runs/NAME (or --run DIR). In a terminal the training is a process of its own and a screen shows it;
+    leaving the screen does not stop it. Without a terminal, or with --plain, it runs in the foreground: Ctrl-C saves
+    and leaves with exit code 75. --resume goes on, bit for bit.
     """
-    del plain  # the foreground is the only place where a training runs so far
+    _ignore_early_signals()
+    if plain and detach:
+        raise ConfigError("--plain trains in the foreground and --detach in the background: use one of them")
     from segapp.config import dump_config
     from segapp.train.plan import plan_session
 
@@ -121,9 +127,64 @@ def train(
     if print_config:
         print(dump_config(plan.config), end="")
         return
+    from segapp.train.spawn import is_interactive, see_begin, spawn_trainer
+
+    if detach or (not plain and is_interactive()):
+        trainer = spawn_trainer(plan, config=config, resume=resume, overrides=overrides or [])
+        code = see_begin(trainer, is_detached=detach)
+        if code is None:
+            from segapp.tui.app import run_ui
+
+            code = run_ui(trainer.folder.path)
+            code = code if trainer.exit_code is None else trainer.tell_end()
+        sys.exit(code)
     from segapp.train.session import run_session
 
     sys.exit(run_session(plan, _with_resume_value(sys.argv[1:])))
+
+
+def _ignore_early_signals() -> None:
+    """A hang-up, or a wish for a checkpoint, must not end a training that still imports its libraries."""
+    for number in (signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
+@app.command()
+def attach(
+    run: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(metavar="[RUN]", help="A run's name or folder; else the newest that trains, else the newest."),
+    ] = None,
+    readonly: Annotated[bool, typer.Option("--readonly", help="Watch only.")] = False,
+    replay: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option("--replay", metavar="SPEED", help="Play the run again, so many times as fast as it was."),
+    ] = None,
+    theme: Annotated[Optional[str], typer.Option(metavar="NAME", help="Colours of the screen.")] = None,  # noqa: UP045
+    ascii_only: Annotated[bool, typer.Option("--ascii", help="Draw without Unicode.")] = False,
+) -> None:
+    """Show a run on the screen, past and live; leaving does not stop it."""
+    from segapp.train.ctl import run_to_attach
+    from segapp.tui.app import run_ui
+
+    folder = run_to_attach(run)
+    sys.exit(run_ui(folder.path, readonly=readonly, replay=replay, theme=theme, ascii_only=ascii_only))
+
+
+@app.command()
+def ctl(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.")],
+    words: Annotated[list[str], typer.Argument(metavar="COMMAND...", help=_COMMANDS)],
+    after_epoch: Annotated[bool, typer.Option("--after-epoch", help="stop: at the end of this epoch.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="set: also a split that is not expected to fit.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for the answer; exit code 1 unless applied.")] = False,
+    timeout: Annotated[float, typer.Option(metavar="S", help="Wait so many seconds at most; 0: no limit.")] = 0.0,
+) -> None:
+    """Steer a running training."""
+    from segapp.train.ctl import control_run
+
+    code = control_run(run, words, after_epoch=after_epoch, force=force, wait=wait, timeout_s=timeout)
+    sys.exit(code)
 
 
 @app.command("eval")

@@ -105,6 +105,8 @@ class RunSummary:
     """Unix seconds."""
     age_s: float | None = None
     """Since the last event."""
+    phase: str | None = None
+    """What the trainer was doing at the last heartbeat: start, train, eval, save, paused."""
     epoch: int | None = None
     epochs: int | None = None
     step: int | None = None
@@ -183,6 +185,7 @@ _COPIED: dict[str, dict[str, str]] = {
     "val": {"epoch": "val_epoch", "loss": "val_loss", "miou": "miou", "pixel_accuracy": "pixel_accuracy"},
     "run_end": {"reason": "reason", "exit_code": "exit_code"},
     "memory": {"devices": "devices"},
+    "heartbeat": {"phase": "phase"},
 }
 """Which fields of an event go where in the summary, where the last one counts."""
 

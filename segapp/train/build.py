@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from segapp.config import DataConfig, EvalConfig, LossConfig, LossTerm, ModelConfig, RunConfig
+from segapp.config import DataConfig, EvalConfig, LiveSettings, LossConfig, LossTerm, ModelConfig, RunConfig
 from segapp.datasets.augment import EvalTransform, TrainTransform
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.files import check_pairs
@@ -36,6 +37,7 @@ from segapp.parallel import (
     check_batchnorm,
     convert_sync_batchnorm,
     place_stages,
+    smallest_chunk,
     wrap_ddp,
 )
 from segapp.precision import Precision
@@ -44,9 +46,14 @@ from segapp.train.class_weights import cached_frequencies, class_weights
 from segapp.train.control import StopSignals
 from segapp.train.devices import DevicePlan
 from segapp.train.engine import NormalizedInput, Normalizer, StepEngine
+from segapp.train.inbox import Inbox
 from segapp.train.inference import Inference
 from segapp.train.journal import Journal
+from segapp.train.memory_watch import MemoryWatch
 from segapp.train.ranks import Ranks
+from segapp.train.samples import SamplePictures
+from segapp.train.split import SplitKnob
+from segapp.train.steering import Steering
 from segapp.train.trainer import Trainer
 
 
@@ -208,6 +215,9 @@ def build_trainer(
     devices: DevicePlan,
     ranks: Ranks | None = None,
     with_weights: bool = True,
+    inbox: Inbox | None = None,
+    watch: MemoryWatch | None = None,
+    samples: Path | None = None,
 ) -> Trainer:
     """Everything a training needs, from its config.
 
@@ -219,13 +229,16 @@ def build_trainer(
         devices: which devices, in which mode; in ddp this rank's own.
         ranks: the processes that train together.
         with_weights: load pretrained weights; not needed where a checkpoint follows.
+        inbox: where commands come from; None: from nowhere.
+        watch: is told what the training does.
+        samples: folder for sample pictures; None: none are drawn.
 
     Raises:
         ConfigError: a section does not fit the data, the model or this machine.
         DataError: the data cannot be used.
         CheckpointError: a weights file cannot be used.
     """
-    ranks, device = ranks or Ranks(), devices.devices[0]
+    ranks, device, watch = ranks or Ranks(), devices.devices[0], watch or MemoryWatch()
     seed_everything(config.seed)
     torch.backends.cudnn.benchmark = config.train.cudnn_benchmark
     data, train = config.data, config.train
@@ -264,7 +277,9 @@ def build_trainer(
         device=device,
         clip_grad_norm=config.optim.clip_grad_norm,
         ranks=ranks,
+        watch=watch,
     )
+    inference = build_inference(data, config.eval, model, precision, config.loss.align_corners)
     torch.manual_seed(config.seed + ranks.rank)  # every rank drops out other pixels
     return Trainer(
         config,
@@ -287,20 +302,43 @@ def build_trainer(
             rank=ranks.rank,
             world_size=ranks.world_size,
         ),
-        build_inference(data, config.eval, model, precision, config.loss.align_corners),
+        inference,
         num_classes=scheme.num_classes,
         ignore_index=scheme.ignore_index,
         description={
             "classes": list(scheme.names),
             "num_params": sum(p.numel() for p in model.parameters()),
-            "devices": [str(each) for each in ranks.gather(devices.devices) for each in each],
+            "devices": [
+                {"device": each.device, "name": each.name, "uuid": each.uuid, "total_mib": each.total_mib}
+                for each in watch.places
+            ]
+            or [str(device) for theirs in ranks.gather(devices.devices) for device in theirs],
             "num_train": len(train_set),
             "num_val": len(val_set),
         },
         store=store,
         journal=journal,
         signals=signals,
+        steering=build_steering(config, devices, network, inbox or Inbox(None, journal), journal, watch),
+        samples=None if samples is None else SamplePictures(samples, val_set, inference, device),
     )
+
+
+def build_steering(
+    config: RunConfig,
+    devices: DevicePlan,
+    network: nn.Module,
+    inbox: Inbox,
+    journal: Journal,
+    watch: MemoryWatch,
+) -> Steering:
+    """What takes commands, with the settings that the config begins with."""
+    parallel = config.parallel
+    chunk = 1
+    if isinstance(network, DataParallelModel) and not parallel.sync_bn:
+        chunk = smallest_chunk(network.module, torch.zeros(1, 3, *config.data.crop_px, dtype=torch.uint8))
+    knob = SplitKnob(network, config.train.batch_size, devices.mode, chunk)
+    return Steering(inbox, journal, knob, watch, LiveSettings(gpu0_bsz=parallel.gpu0_bsz, shares=parallel.shares))
 
 
 def build_parallel(

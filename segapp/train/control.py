@@ -1,4 +1,4 @@
-"""How a running training is asked to stop: signals set a flag, the loop looks at it between micro-batches."""
+"""How signals ask a running training for something: they set a flag, the loop looks at it between micro-batches."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ class StopRequest(Exception):  # noqa: N818 - it is a request, not an error
     """Raised in the loop, at a place where the state is whole, once a stop was asked for."""
 
 
+class PauseRequest(Exception):  # noqa: N818 - it is a request, not an error
+    """Raised in the middle of a step that a pause leaves; the step is undone, and made anew after the pause."""
+
+
 class StopSignals:
-    """SIGINT and SIGTERM as a flag.
+    """SIGINT and SIGTERM as a flag, and SIGUSR1 as another.
 
     The first signal asks for a stop, the second says that it is under way, the third ends the process at once with
-    128 + signal. The handler does nothing else: it may run in the middle of anything.
+    128 + signal. SIGUSR1 asks for a checkpoint. The handlers do nothing else: they may run in the middle of anything.
+    SIGHUP is ignored.
 
     Args:
         say: called with a line for the person who sent the signal; it must be safe inside a signal handler.
@@ -29,6 +34,9 @@ class StopSignals:
         self.count = 0
         self.number = 0
         self.signal_name: str | None = None
+        self.forward_checkpoint_wish: Callable[[], None] | None = None
+        """Called instead, by a process that only waits for those that train."""
+        self._wants_checkpoint = False
         self._say = say or _write_stderr
         self._previous: dict[int, object] = {}
 
@@ -40,6 +48,7 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._handle)
+        self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._ask_for_checkpoint)
         # A closed terminal must not end a training.
         self._previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
         return self
@@ -53,6 +62,16 @@ class StopSignals:
         """Raises StopRequest once a stop was asked for."""
         if self.is_set:
             raise StopRequest(self.signal_name)
+
+    def take_checkpoint_wish(self) -> bool:
+        """Whether SIGUSR1 came since the last call."""
+        is_wanted, self._wants_checkpoint = self._wants_checkpoint, False
+        return is_wanted
+
+    def _ask_for_checkpoint(self, _number: int, _frame: FrameType | None) -> None:
+        if self.forward_checkpoint_wish is not None:
+            self.forward_checkpoint_wish()
+        self._wants_checkpoint = True
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         self.count += 1

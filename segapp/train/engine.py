@@ -7,18 +7,20 @@ division, so loss and gradient are those of the whole step on one big device.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from segapp.failpoints import failpoint
 from segapp.losses import AdditiveCriterion, Statistics, surrogate
 from segapp.optim import WeightAverage
 from segapp.parallel import DataParallelCriterion, DataParallelModel
 from segapp.precision import Precision
+from segapp.train.memory_watch import IDLE, MemoryWatch
 from segapp.train.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -127,6 +129,7 @@ class StepEngine:
         device: the first device: it holds the weights, and sums are made there.
         clip_grad_norm: largest norm of the whole gradient, or None.
         ranks: the processes that share every step.
+        watch: is told of the phases of a step.
     """
 
     def __init__(
@@ -141,11 +144,16 @@ class StepEngine:
         device: torch.device,
         clip_grad_norm: float | None,
         ranks: Ranks | None = None,
+        watch: MemoryWatch | None = None,
     ) -> None:
         self.model, self.network, self.criterion = model, network, criterion
         self.optimizer, self.precision, self.average = optimizer, precision, average
         self.device, self.clip_grad_norm = device, clip_grad_norm
         self.ranks = ranks or Ranks()
+        self.watch = watch or MemoryWatch()
+        devices = [device, *(parameter.device for parameter in model.parameters())]
+        devices += network.devices if isinstance(network, DataParallelModel) else ()
+        self._rng_devices = tuple(dict.fromkeys(each for each in devices if each.type == "cuda"))
         self.bad_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.bad_in_row = torch.zeros((), dtype=torch.int64, device=device)
         self._summed = DataParallelCriterion(criterion) if isinstance(network, DataParallelModel) else criterion
@@ -168,9 +176,12 @@ class StepEngine:
                     statistics = self._backward(batch, totals)
                 sums = statistics if sums is None else _added(sums, statistics)
         assert sums is not None
+        self.watch.mark("step")
         with torch.no_grad():
             loss = self.criterion.finalize(self.ranks.sums(sums))
-        return self._update(loss, self.split_of(batches[0]))
+        result = self._update(loss, self.split_of(batches[0]))
+        self.watch.mark(IDLE)
+        return result
 
     def split_of(self, batch: Batch) -> list[int]:
         """Samples of the batch's first micro-batch on each device of this process."""
@@ -181,6 +192,9 @@ class StepEngine:
     def _backward(self, batch: Batch, totals: Statistics | None) -> Statistics:
         with self.precision.autocast():
             statistics = self._statistics(batch)
+        if failpoint("train.backward") == "oom":
+            raise torch.OutOfMemoryError("a failpoint says so")
+        self.watch.mark("backward")
         own = tuple(s.detach() for s in statistics)
         if totals is None and self.ranks.world_size == 1:
             loss = self.criterion.finalize(statistics)
@@ -202,11 +216,14 @@ class StepEngine:
         return contextlib.nullcontext()
 
     def _statistics(self, batch: Batch) -> Statistics:
+        self.watch.mark("forward")
         if isinstance(self.network, DataParallelModel):
-            return self._summed.statistics(self.network(batch.images), batch.target)
-        images = batch.images.to(self.device, non_blocking=True)
-        target = batch.target.to(self.device, non_blocking=True)
-        return self._summed.statistics(self.network(images), target)
+            outputs, target = self.network(batch.images), batch.target
+        else:
+            target = batch.target.to(self.device, non_blocking=True)
+            outputs = self.network(batch.images.to(self.device, non_blocking=True))
+        self.watch.mark("loss")
+        return self._summed.statistics(outputs, target)
 
     @torch.no_grad()
     def _totals(self, batches: Sequence[Batch]) -> Statistics:
@@ -216,7 +233,7 @@ class StepEngine:
         every micro-batch first; it leaves no trace in the model's buffers or the random numbers.
         """
         sums: Statistics | None = None
-        rng = None if self.criterion.is_linear else capture_torch_rng(self.device)
+        rng = None if self.criterion.is_linear else capture_torch_rng(self._rng_devices)
         for batch in batches:
             if self.criterion.is_linear:
                 part = self.criterion.target_statistics(batch.target.to(self.device, non_blocking=True))
@@ -225,10 +242,51 @@ class StepEngine:
                     part = self._statistics(batch)
             sums = part if sums is None else _added(sums, part)
         if rng is not None:
-            restore_torch_rng(rng, self.device)
+            restore_torch_rng(rng)
             self._guard.restore()
         assert sums is not None
         return self.ranks.sums(sums)
+
+    def hopeless_problem(self, batch: Batch, max_bad_steps: int) -> tuple[str, str] | None:
+        """Why no further step can be made, and where that begins; None while there is hope.
+
+        Args:
+            batch: a micro-batch of the last step.
+            max_bad_steps: so many in a row are too many.
+        """
+        in_row, scaler = int(self.bad_in_row), self.precision.scaler
+        is_collapsed = scaler is not None and float(scaler.scale) < 1.0
+        # A scale that is still falling explains bad steps by itself.
+        if not is_collapsed and (scaler is not None or in_row < max_bad_steps):
+            return None
+        layer = self.first_non_finite_layer(batch)
+        where = f", first in {layer}" if layer else ""
+        if is_collapsed:
+            return "the loss scale fell below 1", where
+        return f"loss or gradient not finite for {in_row} steps in a row", where
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the engine's part of a continuation needs."""
+        return {
+            "model": self.model.state_dict(),
+            "ema": None if self.average is None else self.average.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "precision": self.precision.state_dict(),
+            "criterion": self.criterion.state_dict(),
+            "bad_steps": self.bad_steps,
+            "bad_in_row": self.bad_in_row,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `state_dict` gave."""
+        self.model.load_state_dict(state["model"])
+        if self.average is not None:
+            self.average.load_state_dict(state["ema"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.precision.load_state_dict(state["precision"])
+        self.criterion.load_state_dict(state["criterion"])
+        self.bad_steps.copy_(state["bad_steps"])
+        self.bad_in_row.copy_(state["bad_in_row"])
 
     def first_non_finite_layer(self, batch: Batch) -> str | None:
         """The layer of the model whose output, or whose gradient, is the first not to be finite; None if all are.
@@ -250,7 +308,7 @@ class StepEngine:
         named = [(name, m) for name, m in self.model.named_modules() if not list(m.children())]
         handles = [module.register_forward_hook(watch(name)) for name, module in named]
         self._guard.remember()
-        rng = capture_torch_rng(self.device)
+        rng = capture_torch_rng(self._rng_devices)
         try:
             with self.precision.autocast():
                 statistics = self._statistics(batch)
@@ -264,7 +322,7 @@ class StepEngine:
             for handle in handles:
                 handle.remove()
             self._guard.restore()
-            restore_torch_rng(rng, self.device)
+            restore_torch_rng(rng)
             self.model.zero_grad(set_to_none=True)
         return found[0] if found else None
 
@@ -294,12 +352,12 @@ class StepEngine:
     @contextlib.contextmanager
     def _undone_if_left(self) -> Iterator[None]:
         """Undoes a step that is left half way: buffers, random numbers, gradients."""
-        rng = capture_torch_rng(self.device)
+        rng = capture_torch_rng(self._rng_devices)
         try:
             yield
         except BaseException:
             self._guard.restore()
-            restore_torch_rng(rng, self.device)
+            restore_torch_rng(rng)
             self.model.zero_grad(set_to_none=True)
             self.optimizer.zero_grad(set_to_none=True)
             raise
@@ -309,13 +367,28 @@ def _added(a: Statistics, b: Statistics) -> Statistics:
     return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
-def capture_torch_rng(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """State of torch's generators that a forward pass draws from: the CPU's, and the device's if it is a GPU."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+def recompute_batchnorm(model: nn.Module, inputs: Iterable[Tensor], device: torch.device) -> None:
+    """Replaces BatchNorm's running statistics by those of the inputs; dropout's random numbers are put back.
+
+    Args:
+        model: on `device`.
+        inputs: normalised images (N, 3, H, W).
+        device: where they are.
+    """
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.optim.swa_utils.update_bn(inputs, model)
 
 
-def restore_torch_rng(state: tuple[Tensor, Tensor | None], device: torch.device) -> None:
+TorchRng = tuple[Tensor, list[tuple[torch.device, Tensor]]]
+
+
+def capture_torch_rng(devices: Sequence[torch.device] = ()) -> TorchRng:
+    """State of torch's generators that a forward pass draws from: the CPU's, and those of the GPUs given."""
+    return torch.get_rng_state(), [(device, torch.cuda.get_rng_state(device)) for device in devices]
+
+
+def restore_torch_rng(state: TorchRng) -> None:
     """Restores what `capture_torch_rng` gave."""
     torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)
+    for device, of_device in state[1]:
+        torch.cuda.set_rng_state(of_device, device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import queue
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,19 +51,50 @@ class GpuStatus:
 def query_gpus(timeout_s: float = 5.0) -> list[GpuStatus]:
     """All GPUs that nvidia-smi lists; empty where there is none, or it fails, or does not answer in time."""
     answers: queue.SimpleQueue[list[GpuStatus]] = queue.SimpleQueue()
-
-    def ask() -> None:
-        try:
-            import GPUtil
-
-            answers.put([_status(gpu) for gpu in GPUtil.getGPUs()])
-        except Exception:  # whatever GPUtil makes of a broken driver, the training does not need its answer
-            answers.put([])
-
-    threading.Thread(target=ask, name="nvidia-smi", daemon=True).start()
+    threading.Thread(target=lambda: answers.put(ask_gputil()), name="nvidia-smi", daemon=True).start()
     try:
         return answers.get(timeout=timeout_s)
     except queue.Empty:
+        return []
+
+
+class GpuPoller:
+    """Asks nvidia-smi again and again, never waits for it, and never has two of them at work.
+
+    Args:
+        timeout_s: an answer that is late by more than this is as good as none: "nothing known".
+        retry_s: after a failure, ask again only after this long.
+    """
+
+    def __init__(self, timeout_s: float = 5.0, retry_s: float = 30.0) -> None:
+        self.timeout_s, self.retry_s = timeout_s, retry_s
+        self._answer: list[GpuStatus] = []
+        self._answered_s = -math.inf
+        self._next_s = -math.inf
+        self._thread: threading.Thread | None = None
+
+    def poll(self) -> list[GpuStatus]:
+        """The last answer, if it is fresh, and a new question for the next call."""
+        now_s = time.monotonic()
+        if now_s >= self._next_s and (self._thread is None or not self._thread.is_alive()):
+            self._thread = threading.Thread(target=self._ask, name="nvidia-smi", daemon=True)
+            self._thread.start()
+            self._thread.join(0.2)  # a healthy one answers in a few hundredths of a second
+        return self._answer if time.monotonic() - self._answered_s <= self.timeout_s else []
+
+    def _ask(self) -> None:
+        answer = ask_gputil()
+        self._answer, self._answered_s = answer, time.monotonic()
+        self._next_s = self._answered_s + (0.0 if answer else self.retry_s)
+
+
+def ask_gputil() -> list[GpuStatus]:
+    """What GPUtil gives, however long that takes; empty where it fails."""
+    try:
+        import GPUtil
+
+        return [_status(gpu) for gpu in GPUtil.getGPUs()]
+    except Exception:  # whatever GPUtil makes of a broken driver, the training does not need its answer
         return []
 
 

@@ -123,6 +123,10 @@ class PlainReporter:
         best = " (best)" if event.get("is_best") else ""
         self._line(f"saved {printable(event['path'])} at step {event['step']}{best}")
 
+    def _show_command(self, event: dict[str, Any]) -> None:
+        reason = f": {printable(event['reason'])}" if event.get("reason") else ""
+        self._line(f"{printable(event['command'])} by {printable(event['by'])}: {event['status']}{reason}")
+
     def _show_alert(self, event: dict[str, Any]) -> None:
         self._line(f"alert: {printable(event['message'])}")
 

@@ -32,13 +32,13 @@ class Ranks:
         """Whether this rank writes what is written once."""
         return self.rank == 0
 
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank; every rank must ask."""
+    def any_of(self, *flags: bool) -> tuple[bool, ...]:
+        """Which of the flags are set on any rank, in one exchange; every rank must ask."""
         if self.world_size == 1:
-            return flag
-        count = torch.tensor([int(flag)], dtype=torch.int32)
-        dist.all_reduce(count, group=self._words)
-        return bool(count.item())
+            return flags
+        counts = torch.tensor(flags, dtype=torch.int32)
+        dist.all_reduce(counts, group=self._words)
+        return tuple(bool(count) for count in counts.tolist())
 
     def from_main(self, value: Any) -> Any:
         """The main rank's value, on every rank; every rank must ask."""

@@ -6,8 +6,9 @@ import contextlib
 import logging
 import os
 import platform
-import threading
+import socket
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -17,6 +18,7 @@ from segapp import __version__
 from segapp.config import RunConfig, config_hash, dump_config, resume_differences
 from segapp.errors import (
     CheckpointError,
+    CommandError,
     ConfigError,
     DataError,
     DistributedError,
@@ -28,12 +30,12 @@ from segapp.errors import (
 from segapp.parallel import (
     DistributedSetupError,
     ReplicaError,
-    ReplicaOutOfMemoryError,
     init_from_env,
     is_launched,
     launch_local,
     shutdown,
 )
+from segapp.run.commands import CheckpointCommand, send_command
 from segapp.run.events import EventWriter
 from segapp.run.folder import RunFolder
 from segapp.run.text import printable
@@ -42,16 +44,16 @@ from segapp.train.checkpoint import CheckpointStore, LoadedCheckpoint, load_chec
 from segapp.train.control import EXIT_STOPPED_AND_SAVED, StopRequest, StopSignals
 from segapp.train.devices import DevicePlan, plan_devices
 from segapp.train.heap import keep_freed_memory
+from segapp.train.inbox import Inbox, applied_after
 from segapp.train.journal import Journal, Listener
+from segapp.train.memory_watch import MemoryWatch, Place, place_of
+from segapp.train.monitor import Monitor
 from segapp.train.plain import PlainReporter
 from segapp.train.plan import Plan
 from segapp.train.ranks import Ranks
+from segapp.train.split import is_out_of_memory
 from segapp.train.tensorboard import TensorBoardListener
 from segapp.train.trainer import Trainer
-
-HEARTBEAT_S = 5.0
-
-_OUT_OF_MEMORY = (torch.OutOfMemoryError, ReplicaOutOfMemoryError, MemoryError)
 
 logger = logging.getLogger("segapp")
 
@@ -72,7 +74,7 @@ def run_session(plan: Plan, arguments: Sequence[str] = ()) -> int:
     with StopSignals() as signals:
         devices = plan_devices(plan.config.parallel)
         if devices.mode == "ddp" and not is_launched():
-            return _launch_ranks(devices, arguments)
+            return _launch_ranks(plan, devices, arguments, signals)
         with _joined_ranks(plan.config, devices) as (ranks, own_devices):
             try:
                 return _run_rank(plan, own_devices, ranks, signals)
@@ -82,11 +84,20 @@ def run_session(plan: Plan, arguments: Sequence[str] = ()) -> int:
                 return error.exit_code  # every rank finds the same; rank 0 says it
 
 
-def _launch_ranks(devices: DevicePlan, arguments: Sequence[str]) -> int:
+def _launch_ranks(plan: Plan, devices: DevicePlan, arguments: Sequence[str], signals: StopSignals) -> int:
+    """Starts the ranks and waits for them; a wish for a checkpoint that reaches this process goes to their inbox."""
     names = ", ".join(str(device) for device in devices.devices)
     print(f"devices: {names} ({devices.reason}), one rank each", flush=True)
+    folder = plan.folder or RunFolder.create(plan.config.name, path=plan.run)
+    run = [] if plan.folder is not None else ["--run", str(folder.path)]
+    signals.forward_checkpoint_wish = lambda: _ask_for_checkpoint(folder)
     override = f"parallel.devices=[{names}]"
-    return launch_local(["-m", "segapp", *arguments, override], len(devices.devices))
+    return launch_local(["-m", "segapp", *arguments, *run, override], len(devices.devices))
+
+
+def _ask_for_checkpoint(folder: RunFolder) -> None:
+    with contextlib.suppress(CommandError):
+        send_command(folder.path, CheckpointCommand(), "SIGUSR1")
 
 
 @contextlib.contextmanager
@@ -130,6 +141,18 @@ def _run_rank(plan: Plan, devices: DevicePlan, ranks: Ranks, signals: StopSignal
             return _run_in(folder, plan, devices, ranks, signals)
 
 
+def _places(devices: DevicePlan, ranks: Ranks) -> list[Place]:
+    """The devices of all ranks, as this process sees them."""
+    own = [place_of(device) for device in devices.devices]
+    host = socket.gethostname()
+    places = []
+    for rank, (theirs, there) in enumerate(ranks.gather((own, host))):
+        for place in theirs:
+            pid = place.pid if there == host else None
+            places.append(replace(place, is_own=rank == ranks.rank, pid=pid))
+    return places
+
+
 @contextlib.contextmanager
 def _logging_to(folder: RunFolder, rank: int = 0) -> Iterator[None]:
     handler = logging.FileHandler(folder.log)
@@ -145,29 +168,34 @@ def _logging_to(folder: RunFolder, rank: int = 0) -> Iterator[None]:
 
 def _run_in(folder: RunFolder, plan: Plan, devices: DevicePlan, ranks: Ranks, signals: StopSignals) -> int:
     journal = Journal(EventWriter(folder.events), [PlainReporter()]) if ranks.is_main else Journal(None)
+    watch = MemoryWatch(_places(devices, ranks))
+    monitor = Monitor(journal, watch)
     is_saved = False
     try:
         checkpoint = ranks.from_main(_checkpoint_to_resume(folder, plan) if ranks.is_main else None)
         is_saved = checkpoint is not None
-        with _Heartbeat(journal):
-            trainer = _build(folder, plan.config, devices, ranks, checkpoint, journal, signals)
+        with monitor if ranks.is_main else contextlib.nullcontext():
+            inbox = Inbox(folder if ranks.is_main else None, journal)
+            trainer = _build(folder, plan.config, devices, ranks, checkpoint, journal, signals, inbox, watch)
             if trainer.is_complete:
                 if ranks.is_main:
+                    trainer.steering.end(trainer.standing(), "the run is complete", is_finished=True)
                     print(f"already complete: {plan.config.train.epochs} epochs; raise train.epochs to train on")
                 return 0
+            monitor.step = lambda: trainer.position.step
             is_saved = True  # from here on every way out saves first, or raises
             reason = trainer.fit()
-        journal.emit("run_end", status="finished", reason=reason, exit_code=0, step=trainer.position.step)
+        journal.emit("run_end", status="finished", reason=reason, exit_code=0, step=monitor.step())
         return 0
-    except StopRequest:
+    except StopRequest as request:
         code = EXIT_STOPPED_AND_SAVED if is_saved else 128 + signals.number
         end = "a checkpoint was saved; --resume goes on from it" if is_saved else "nothing was there to save yet"
-        journal.emit("run_end", status="stopped", reason=f"{signals.signal_name}: {end}", exit_code=code)
+        journal.emit("run_end", status="stopped", reason=f"{request}: {end}", exit_code=code, step=monitor.step())
         return code
     except Exception as error:
         known = as_segapp_error(error)
         logger.exception("training failed")
-        journal.emit("run_end", status="failed", reason=str(known), exit_code=known.exit_code)
+        journal.emit("run_end", status="failed", reason=str(known), exit_code=known.exit_code, step=monitor.step())
         if known is error:
             raise
         raise type(known)(f"{known}\n(traceback in {folder.log})") from error
@@ -183,6 +211,8 @@ def _build(
     checkpoint: LoadedCheckpoint | None,
     journal: Journal,
     signals: StopSignals,
+    inbox: Inbox,
+    watch: MemoryWatch,
 ) -> Trainer:
     trainer = build_trainer(
         config,
@@ -192,7 +222,14 @@ def _build(
         devices=devices,
         ranks=ranks,
         with_weights=checkpoint is None,
+        inbox=inbox,
+        watch=watch,
+        samples=folder.samples if ranks.is_main else None,
     )
+    step = 0 if checkpoint is None else checkpoint.step
+    trainer.steering.replay = ranks.from_main(applied_after(folder.events, step) if ranks.is_main else None)
+    if checkpoint is None and journal.writer is not None:
+        journal.writer.rewind(0)  # a run that was killed before its first checkpoint begins anew
     if checkpoint is not None:
         check_resumable(checkpoint, config, trainer)
         trainer.load_state_dict(checkpoint.state)
@@ -250,11 +287,7 @@ def as_segapp_error(error: Exception) -> SegappError:
         return error
     text = str(error).strip().splitlines()
     first = text[0] if text else ""
-    if (
-        isinstance(error, (torch.OutOfMemoryError, ReplicaOutOfMemoryError))
-        or "DefaultCPUAllocator" in first
-        or isinstance(error, MemoryError)
-    ):
+    if is_out_of_memory(error):
         return OutOfMemoryError(f"out of memory: {first}: lower train.batch_size or data.crop_px")
     if isinstance(error, OSError) and error.errno is not None:
         return StorageError(
@@ -263,26 +296,6 @@ def as_segapp_error(error: Exception) -> SegappError:
     if isinstance(error, ReplicaError):
         return DistributedError(first)
     return RunError(f"unexpected {type(error).__name__}: {first}")
-
-
-class _Heartbeat:
-    """Writes a `heartbeat` event at a fixed interval, whatever the training does."""
-
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _beat(self) -> None:
-        while not self._stop.wait(HEARTBEAT_S):
-            self._journal.emit("heartbeat")
 
 
 def _versions() -> dict[str, str]:

@@ -6,24 +6,32 @@ optimizer, random numbers. Everything else follows from the config, so a resumed
 
 from __future__ import annotations
 
+import gc
 import math
 import time
+import traceback
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from segapp.config import LiveSettings, RunConfig
-from segapp.errors import NonFiniteError, StorageError
+from segapp.errors import NonFiniteError, OutOfMemoryError, StorageError
 from segapp.failpoints import failpoint
 from segapp.optim import lr_at, set_lr
+from segapp.train.attention import Attention
 from segapp.train.checkpoint import CheckpointStore, capture_rng, restore_rng
-from segapp.train.control import StopRequest, StopSignals
-from segapp.train.engine import StepEngine, StepResult
+from segapp.train.control import PauseRequest, StopRequest, StopSignals
+from segapp.train.engine import StepEngine, StepResult, recompute_batchnorm
 from segapp.train.evaluate import Evaluation, evaluate
 from segapp.train.inference import Inference
 from segapp.train.journal import Journal
+from segapp.train.memory_watch import IDLE
+from segapp.train.progress import Best, Clock, Position
+from segapp.train.samples import SamplePictures
+from segapp.train.split import is_out_of_memory
+from segapp.train.steering import Standing, Steering
 
 if TYPE_CHECKING:
     from segapp.datasets.loader import Batch, EvalLoader, TrainLoader
@@ -31,40 +39,8 @@ if TYPE_CHECKING:
 
 STATE_FORMAT = 1
 
-
-@dataclass
-class Position:
-    """Where a training stands: `batch` micro-batches of epoch `epoch` are done, `step` updates in all."""
-
-    epoch: int = 1
-    batch: int = 0
-    step: int = 0
-    is_evaluated: bool = False
-
-
-@dataclass
-class Best:
-    """The best evaluation so far, larger is better, and how many evaluations ago it was."""
-
-    value: float | None = None
-    epoch: int | None = None
-    evaluations_since: int = 0
-
-
-@dataclass
-class Clock:
-    """Times since the last `step` event, seconds."""
-
-    began: float = field(default_factory=time.perf_counter)
-    wait_s: float = 0.0
-    num_images: int = 0
-    num_steps: int = 0
-    evaluation_s: float = 0.0  # of the last evaluation
-
-    def restart(self) -> None:
-        """Starts counting anew."""
-        self.began = time.perf_counter()
-        self.wait_s, self.num_images, self.num_steps = 0.0, 0, 0
+FRESH_CHECKPOINT_S = 60.0
+"""A change of the split is preceded by a checkpoint, unless the last one is younger than this."""
 
 
 class Trainer:
@@ -82,6 +58,8 @@ class Trainer:
         store: writes checkpoints.
         journal: writes events.
         signals: asks for a stop.
+        steering: what is asked for by commands, and the settings.
+        samples: draws sample pictures after an evaluation; None: none.
     """
 
     def __init__(
@@ -98,6 +76,8 @@ class Trainer:
         store: CheckpointStore,
         journal: Journal,
         signals: StopSignals,
+        steering: Steering,
+        samples: SamplePictures | None = None,
     ) -> None:
         self.config = config
         self.engine = engine
@@ -105,16 +85,28 @@ class Trainer:
         self.inference = inference
         self.num_classes, self.ignore_index = num_classes, ignore_index
         self.description = dict(description)
-        self.store, self.journal, self.signals = store, journal, signals
+        self.store, self.journal = store, journal
         self.position = Position()
         self.best = Best()
-        self.settings = LiveSettings(gpu0_bsz=None)
+        self.steering, self.samples = steering, samples
+        self.watch = engine.watch
         self.resumed_from_step: int | None = None
         self.ranks = engine.ranks
         self._num_val_checks = max(self.ranks.gather(len(val_loader)))
         self._clock = Clock()
         self._saved_at = time.monotonic()
-        self._saved_step: int | None = None
+        self._saved: Position | None = None
+        self._begun_epoch = 0
+        self.attention = Attention(
+            signals,
+            steering,
+            self.ranks,
+            self._clock,
+            self.watch,
+            journal,
+            standing=self.standing,
+            save=self._save_as_asked,
+        )
 
     # --- the course ------------------------------------------------------------------------------------------------
 
@@ -146,62 +138,128 @@ class Trainer:
             The reason why it ended.
 
         Raises:
-            StopRequest: a signal asked for a stop; the state is saved.
+            StopRequest: a signal or a command asked for a stop; the state is saved.
             RunError: the training cannot go on.
         """
         self._announce_start()
         try:
-            while not self.is_complete:
-                self.train_epoch()
-                self._finish_epoch()
-                if self._is_stale():
-                    return f"no better {self.config.checkpoint.monitor} for {self.config.train.early_stop} evaluations"
-        except (StopRequest, NonFiniteError):
-            self.save(is_final=True)
+            reason = self._train_epochs()
+        except StopRequest as request:
+            self._save_last()
+            self.steering.end(self.standing(), f"{request}: saved at step {self.position.step}", is_finished=False)
             raise
-        if self._saved_step != self.position.step:
-            self.save(is_final=True)
+        except NonFiniteError:
+            self._save_last()
+            raise
+        except OutOfMemoryError:
+            if self.ranks.world_size == 1:  # the other ranks would not come to a save
+                self._save_last()
+            raise
+        self._save_last()
+        self.steering.end(self.standing(), f"the run has finished: {reason}", is_finished=True)
+        return reason
+
+    def _train_epochs(self) -> str:
+        while not self.is_complete:
+            self.train_epoch()
+            self._finish_epoch()
+            if self._is_stale():
+                return f"no better {self.config.checkpoint.monitor} for {self.config.train.early_stop} evaluations"
+            if self.steering.wishes.stop is not None and not self.is_complete:
+                raise StopRequest("stop after this epoch")
         return f"{self.config.train.epochs} epochs"
+
+    def _save_last(self) -> None:
+        if self._saved != self.position:
+            self.save(is_final=True)
 
     def train_epoch(self) -> None:
         """Trains the rest of the current epoch."""
         total, accumulate = self.batches_per_epoch, self.config.train.accumulate
         if self.position.batch >= total:
             return
-        self.engine.network.train()
         if self.position.batch == 0:  # a run resumed in the middle of an epoch has said so already
-            self.journal.emit(
-                "epoch_start", epoch=self.position.epoch, step=self.position.step, lr=self._lr(self.position.step + 1)
-            )
+            self._begin_epoch()
+        self.engine.network.train()
         batches = iter(self.train_loader.epoch(self.position.epoch, self.position.batch))
         self._clock.restart()
         while self.position.batch < total:
-            self._check()
+            self.attention.check()
             group = self._next_group(batches, min(accumulate, total - self.position.batch))
             result = self.train_step(group)
             self.position.batch += len(group)
             self._clock.num_steps += 1
             self._clock.num_images += self._num_images(self.position.batch - len(group), len(group))
+            self.steering.saw_step(result.split, sum(result.split), self.position.step)
             is_last = self.position.batch >= total
             if is_last or self.position.step % self.config.log.every_steps == 0:
                 self._publish(result, group)
             if not is_last and self._is_save_due():
                 self.save()
 
+    def _begin_epoch(self) -> None:
+        """Puts the settings that were wished for into force; this is the one place where they change."""
+        self.attention.check()
+        wished = self.ranks.from_main(self.steering.wished_at(self.position.step))
+        if (wished.gpu0_bsz, wished.shares) != (self.settings.gpu0_bsz, self.settings.shares):
+            if self._saved is None or time.monotonic() - self._saved_at > FRESH_CHECKPOINT_S:
+                self.save()
+            if self.engine.device.type == "cuda":
+                torch.cuda.empty_cache()  # blocks of the old sizes
+        self.steering.apply(wished, self.standing())
+        self._begun_epoch = self.position.epoch
+        self.journal.emit(
+            "epoch_start",
+            epoch=self.position.epoch,
+            step=self.position.step,
+            lr=self._lr(self.position.step + 1),
+            split=self.steering.knob.current,
+        )
+
     def train_step(self, group: list[Batch]) -> StepResult:
-        """One update from the micro-batches of `group`."""
+        """One update from the micro-batches of `group`.
+
+        A step that a pause interrupts, or for which a new split left no memory, leaves no trace and is made anew.
+        """
         set_lr(self.engine.optimizer, self._lr(self.position.step + 1))
-        failpoint("train.step")
-        result = self.engine.step(group, self._check)
-        self.position.step += 1
-        return result
+        while True:
+            failpoint("train.step")
+            try:
+                result = self.engine.step(group, self.attention.check_in_step)
+            except PauseRequest:
+                problem = None
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                problem = str(error).strip().partition("\n")[0]
+                traceback.clear_frames(error.__traceback__)  # their local variables are what filled the memory
+            else:
+                self.position.step += 1
+                return result
+            if problem is None:
+                self.attention.grant()
+            else:
+                self._make_room(problem)
+
+    def _make_room(self, problem: str) -> None:
+        """After a step ran out of memory: back to the last good split, where there is one.
+
+        Raises:
+            OutOfMemoryError: there is none.
+        """
+        if not self.steering.take_back(problem, self.position.step):
+            raise OutOfMemoryError(f"out of memory: {problem}: lower train.batch_size or data.crop_px")
+        gc.collect()
+        if self.engine.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def evaluate(self) -> Evaluation:
         """Evaluates on the validation split and writes the `val` event."""
-        began = time.perf_counter()
+        began, away_s = time.perf_counter(), self._clock.away_s
+        self.watch.mark("eval")
         if self.config.train.precise_bn:
             self._recompute_batchnorm()
-        self._check()
+        self.attention.check()
         found = evaluate(
             self.evaluated_model,
             self.val_loader,
@@ -210,11 +268,11 @@ class Trainer:
             ignore_index=self.ignore_index,
             device=self.engine.device,
             criterion=self.engine.criterion,
-            check=self._check,
+            check=self.attention.check,
             ranks=self.ranks,
             num_checks=self._num_val_checks,
         )
-        self._clock.evaluation_s = time.perf_counter() - began
+        self._clock.evaluation_s = time.perf_counter() - began - (self._clock.away_s - away_s)
         self.journal.emit(
             "val",
             epoch=self.position.epoch,
@@ -226,12 +284,28 @@ class Trainer:
             num_images=found.num_images,
             val_s=self._clock.evaluation_s,
         )
+        if self.samples is not None:
+            self.samples.draw(self.evaluated_model, self.position.epoch)
+        self.watch.mark(IDLE)
         return found
 
-    def _check(self) -> None:
-        """Raises StopRequest, on every rank at the same place, once any of them was asked to stop."""
-        if self.ranks.any(self.signals.is_set):
-            raise StopRequest(self.signals.signal_name)
+    # --- what is asked for -----------------------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> LiveSettings:
+        """What a person may change while the run is going on, as it is now."""
+        return self.steering.settings
+
+    def standing(self) -> Standing:
+        """Where the training stands, for whoever judges a command."""
+        at = self.position
+        is_before = at.batch == 0 and self._begun_epoch != at.epoch
+        return Standing(at.epoch, at.step, at.epoch if is_before else at.epoch + 1, self.config.train.epochs)
+
+    def _save_as_asked(self) -> str | None:
+        if self._saved != self.position:
+            self.save()
+        return None if self._saved == self.position else "it could not be saved: see the alert"
 
     def _next_group(self, batches: Iterable[Batch], size: int) -> list[Batch]:
         began = time.perf_counter()
@@ -259,12 +333,7 @@ class Trainer:
 
     def _is_better(self, found: Evaluation) -> bool:
         self.position.is_evaluated = True
-        value = found.monitored(self.config.checkpoint.monitor)
-        if value is not None and (self.best.value is None or value > self.best.value):
-            self.best = Best(value, self.position.epoch, 0)
-            return True
-        self.best.evaluations_since += 1
-        return False
+        return self.best.note(found.monitored(self.config.checkpoint.monitor), self.position.epoch)
 
     def _is_stale(self) -> bool:
         patience = self.config.train.early_stop
@@ -282,15 +351,13 @@ class Trainer:
     def _recompute_batchnorm(self) -> None:
         """Replaces lagging running statistics by those of fixed training batches under the present weights.
 
-        Epoch 0 never trains: its batches are the same at every call. Dropout's random numbers are put back.
+        Epoch 0 never trains: its batches are the same at every call.
         """
-        model = self.evaluated_model
         batches = iter(self.train_loader.epoch(0))
         count = min(self.config.train.precise_bn, self.batches_per_epoch)
-        inputs = (self.inference.normalizer(next(batches).images.to(self.engine.device)) for _ in range(count))
-        devices = [self.engine.device] if self.engine.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), self.inference.autocast():
-            torch.optim.swa_utils.update_bn(inputs, model)
+        images = (next(batches).images.to(self.engine.device) for _ in range(count))
+        with self.inference.autocast():
+            recompute_batchnorm(self.evaluated_model, map(self.inference.normalizer, images), self.engine.device)
 
     # --- what is written -------------------------------------------------------------------------------------------
 
@@ -302,7 +369,10 @@ class Trainer:
             epochs=self.config.train.epochs,
             steps_per_epoch=self.steps_per_epoch,
             resumed_from_step=self.resumed_from_step,
+            gpu0_bsz=self.settings.gpu0_bsz,
+            split=self.steering.knob.current,
         )
+        self.watch.mark(IDLE)
 
     def _publish(self, result: StepResult, group: list[Batch]) -> None:
         """Reads the step's tensors (the only place that waits for the device) and writes the `step` event."""
@@ -332,21 +402,13 @@ class Trainer:
 
     def _stop_if_hopeless(self, group: list[Batch]) -> None:
         """Ends a training that cannot make a step: too many bad ones in a row, or a loss scale that fell below 1."""
-        in_row, scaler = int(self.engine.bad_in_row), self.engine.precision.scaler
-        is_collapsed = scaler is not None and float(scaler.scale) < 1.0
-        # A scale that is still falling explains bad steps by itself.
-        if not is_collapsed and (scaler is not None or in_row < self.config.train.max_bad_steps):
+        problem = self.engine.hopeless_problem(group[-1], self.config.train.max_bad_steps)
+        if problem is None:
             return
-        layer = self.engine.first_non_finite_layer(group[-1])
-        first = f", first in {layer}" if layer else ""
-        what = (
-            "the loss scale fell below 1"
-            if is_collapsed
-            else f"loss or gradient not finite for {in_row} steps in a row"
-        )
-        move = "use train.precision amp-bf16, or lower" if scaler is not None else "lower"
+        what, where = problem
+        move = "use train.precision amp-bf16, or lower" if self.engine.precision.scaler is not None else "lower"
         raise NonFiniteError(
-            f"{what}, up to step {self.position.step}{first} (no bad step changed the weights): "
+            f"{what}, up to step {self.position.step}{where} (no bad step changed the weights): "
             f"{move} optim.lr = {self.config.optim.lr}, add schedule.warmup_steps or optim.clip_grad_norm"
         )
 
@@ -381,10 +443,13 @@ class Trainer:
             StorageError: a final save could not be written.
             NonFiniteError: a final save was refused, because a weight is not finite.
         """
+        phase = self.watch.phase
+        self.watch.mark("save")
         state = self.state_dict()
         self._saved_at = time.monotonic()
         is_saved = self._commit(state, finished_epoch, is_best, is_final) if self.ranks.is_main else False
-        self._saved_step = self.position.step if self.ranks.from_main(is_saved) else None
+        self._saved = replace(self.position) if self.ranks.from_main(is_saved) else None
+        self.watch.mark(phase)
 
     def _commit(self, state: dict[str, Any], finished_epoch: int | None, is_best: bool, is_final: bool) -> bool:
         position = self.position
@@ -420,16 +485,9 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a continuation needs, as tensors and plain values; every rank must ask."""
-        engine = self.engine
         return {
             "format": STATE_FORMAT,
-            "model": engine.model.state_dict(),
-            "ema": None if engine.average is None else engine.average.state_dict(),
-            "optimizer": engine.optimizer.state_dict(),
-            "precision": engine.precision.state_dict(),
-            "criterion": engine.criterion.state_dict(),
-            "bad_steps": engine.bad_steps,
-            "bad_in_row": engine.bad_in_row,
+            **self.engine.state_dict(),
             "position": vars(self.position).copy(),
             "best": vars(self.best).copy(),
             "settings": self.settings.model_dump(),
@@ -445,18 +503,10 @@ class Trainer:
         Raises:
             CheckpointError: it does not fit this training.
         """
-        engine = self.engine
-        engine.model.load_state_dict(state["model"])
-        if engine.average is not None:
-            engine.average.load_state_dict(state["ema"])
-        engine.optimizer.load_state_dict(state["optimizer"])
-        engine.precision.load_state_dict(state["precision"])
-        engine.criterion.load_state_dict(state["criterion"])
-        engine.bad_steps.copy_(state["bad_steps"])
-        engine.bad_in_row.copy_(state["bad_in_row"])
+        self.engine.load_state_dict(state)
         self.position = Position(**state["position"])
         self.best = Best(**state["best"])
-        self.settings = LiveSettings(**state["settings"])
+        self.steering.resume(LiveSettings(**state["settings"]), state["config"]["parallel"], self.config.parallel)
         self.resumed_from_step = self.position.step
         if self.ranks.rank < len(state["rng"]):
             restore_rng(state["rng"][self.ranks.rank])

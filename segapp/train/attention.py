@@ -1,0 +1,102 @@
+"""How the training loop listens: one look between micro-batches, on every rank at the same place, and what follows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from segapp.train.control import PauseRequest, StopRequest, StopSignals
+from segapp.train.journal import Journal
+from segapp.train.memory_watch import MemoryWatch
+from segapp.train.progress import Clock
+from segapp.train.ranks import Ranks
+from segapp.train.steering import Standing, Steering
+
+PAUSE_POLL_S = 0.1
+
+
+class Attention:
+    """Hears signals and commands, and grants what can be granted at once: a checkpoint, a pause, a stop.
+
+    Args:
+        signals: of this process.
+        steering: the commands.
+        ranks: which share every look, in one exchange as long as nothing is asked for.
+        clock: does not count pauses.
+        watch: is told of pauses.
+        journal: takes heartbeats.
+        standing: says where the training stands.
+        save: saves a checkpoint, unless this very state is saved already; gives why it could not, or None.
+    """
+
+    def __init__(
+        self,
+        signals: StopSignals,
+        steering: Steering,
+        ranks: Ranks,
+        clock: Clock,
+        watch: MemoryWatch,
+        journal: Journal,
+        *,
+        standing: Callable[[], Standing],
+        save: Callable[[], str | None],
+    ) -> None:
+        self.signals, self.steering, self.ranks = signals, steering, ranks
+        self._clock, self._watch, self._journal = clock, watch, journal
+        self._standing, self._save = standing, save
+
+    def check(self) -> None:
+        """Hears and grants; only for places where the state is whole.
+
+        Raises:
+            StopRequest: on every rank, once any of them was asked to stop.
+        """
+        self._hear()
+        self.grant()
+
+    def check_in_step(self) -> None:
+        """Hears, between the micro-batches of a step; a checkpoint waits for the step's end.
+
+        Raises:
+            StopRequest: as above.
+            PauseRequest: the step is to be left, and made again after `grant`.
+        """
+        self._hear()
+        if self.steering.wishes.is_paused:
+            raise PauseRequest
+
+    def grant(self) -> None:
+        """Saves if a checkpoint was asked for, and waits for as long as the training is paused."""
+        if self.steering.wishes.wants_checkpoint:
+            self.steering.checkpoint_done(self._standing().step, self._save())
+        if self.steering.wishes.is_paused:
+            self._pause()
+
+    def _hear(self) -> None:
+        is_stop, is_save, is_news = self.ranks.any_of(
+            self.signals.is_set, self.signals.take_checkpoint_wish(), self.steering.inbox.has_news()
+        )
+        self.steering.wishes.wants_checkpoint |= is_save
+        if is_news:
+            self.steering.hear(self._standing())
+            self.steering.wishes = self.ranks.from_main(self.steering.wishes)
+        if is_stop:
+            raise StopRequest(self.signals.signal_name or "a signal to another rank")
+        if self.steering.wishes.stop == "now":
+            raise StopRequest("stop")
+
+    def _pause(self) -> None:
+        began, phase, step = time.perf_counter(), self._watch.phase, self._standing().step
+        self._watch.mark("paused")
+        self.steering.settle("pause", "applied", None, step)
+        self._journal.emit("heartbeat", phase="paused", step=step)
+        try:
+            while self.steering.wishes.is_paused:
+                time.sleep(PAUSE_POLL_S)
+                self._hear()
+                if self.steering.wishes.wants_checkpoint:
+                    self.steering.checkpoint_done(step, self._save())
+        finally:
+            self._clock.leave_out(time.perf_counter() - began)
+            self._watch.mark(phase)
+        self._journal.emit("heartbeat", phase="eval" if phase == "eval" else "train", step=step)
