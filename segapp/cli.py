@@ -223,6 +223,27 @@ def predict(
     predict_target(target, paths, out, label_ids=label_ids, slide=slide, tta=tta)
 
 
+@app.command()
+def check(
+    overrides: Overrides = None,
+    config: ConfigOption = None,
+    json_out: JsonFlag = False,
+    html_file: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--html", metavar="FILE", help="Write a page with pictures of what was found."),
+    ] = None,
+) -> None:
+    """Examine the data: every file read, every id checked, images seen twice. Exit code 3 if something is wrong."""
+    from segapp.config import load_config
+
+    if config is None:
+        raise ConfigError("--config FILE is missing: name a config, e.g. --config demo.yaml")
+    loaded = load_config(config, overrides or [])
+    from segapp.train.check import check_data
+
+    sys.exit(check_data(loaded, as_json=json_out, html_file=html_file))
+
+
 @app.command("ls")
 def list_runs(json_out: JsonFlag = False) -> None:
     """List the runs under runs/."""

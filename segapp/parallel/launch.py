@@ -44,7 +44,7 @@ def launch_local(
         shutdown_s: seconds that ranks get to save after a signal, before they are killed.
 
     Returns:
-        0, or the exit status of the first rank that failed; 128 + n where signal n ended it.
+        0, or the exit status of the first rank that did not end with 0; 128 + n where signal n ended it.
 
     Raises:
         ValueError: no rank, or nothing to run.

@@ -346,8 +346,10 @@ def _fold_gpu0_bsz(view: View, event: Gpu0Bsz) -> None:
         gpu0.previous = [*gpu0.previous[-19:], event.old]
         gpu0.value = event.new
     else:
-        gpu0.value = event.old
-        if event.new is not None and "memory" in (event.reason or "memory"):
+        gpu0.value, gpu0.previous = event.old, gpu0.previous[:-1]
+        kept = event.split[0] if event.split else event.old
+        is_device_0 = event.new is not None and (kept is None or event.new > kept)
+        if event.new is not None and is_device_0 and "memory" in (event.reason or "memory"):
             gpu0.ceiling = min(event.new, gpu0.ceiling or event.new)
         view.alert = Alert(kind="reverted", message=_reverted(event), t=event.t)
     _note_split(view, event.split)

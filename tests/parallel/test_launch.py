@@ -96,7 +96,7 @@ def test_kill_9_of_launcher_or_agent_leaves_no_rank(script, tmp_path, victim):
 def test_a_signal_to_the_launcher_reaches_every_rank_which_may_save(script, tmp_path):
     launcher, agent, ranks = start(script, tmp_path, "sleep")
     launcher.send_signal(signal.SIGTERM)
-    assert launcher.wait(30) == 128 + signal.SIGTERM
+    assert launcher.wait(30) == 75, "the launcher ends with the status of its ranks"
     assert [(tmp_path / f"saved{i}").read_text() for i in range(2)] == [str(int(signal.SIGTERM))] * 2
     assert not any(is_alive(pid) for pid in [agent, *ranks])
 

@@ -132,11 +132,19 @@ def test_a_change_is_pending_then_applied_then_reverted(tmp_path: Path) -> None:
     run.write(Gpu0Bsz(status="reverted", old=4, new=6, split=[4, 10, 9, 9], epoch=2, reason="out of memory on cuda:0"))
     view = folded(run)
     assert view.gpu0.value == 4
+    assert view.gpu0.previous == []
     assert view.gpu0.ceiling == 6
     assert view.alert is not None
     assert "out of memory" in view.alert.message
     assert judge(view, 6).word == "won't fit"
     assert judge(view, 7).word == "won't fit"
+
+
+def test_a_smaller_share_that_fails_says_nothing_about_device_0(tmp_path: Path) -> None:
+    run = CannedRun(tmp_path / "run")
+    run.train(1)
+    run.write(Gpu0Bsz(status="reverted", old=4, new=2, split=[4, 10, 9, 9], epoch=2, reason="out of memory on cuda:1"))
+    assert folded(run).gpu0.ceiling is None
 
 
 def test_a_cancelled_change_leaves_everything_as_it_was(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Seconds a training step with freed memory kept and given back, in turn, each in a fresh process.
 
-uv run pytest -m benchmark -n 0 -s tests/benchmarks/test_heap.py
+uv run pytest -m benchmark -n 0 -s tests/benchmarks/test_heap_time.py
 """
 
 import json

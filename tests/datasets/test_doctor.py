@@ -1,0 +1,209 @@
+"""The data doctor finds what was planted, names it, and finds nothing in sound data."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+from tiny_runs import draw_scene, segapp
+
+from segapp.datasets.doctor import examine
+from segapp.datasets.formats import class_scheme, find_pairs
+
+CLASSES = ["ground", "box", "disc"]
+SCHEME = class_scheme("folder", classes=CLASSES)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 8), ("val", 4)):
+        for kind in ("images", "masks"):
+            (tmp_path / kind / split).mkdir(parents=True)
+        for i in range(count):
+            image, mask = draw_scene(rng, 48, 64)
+            mask[:4, -4:] = 2  # every class occurs
+            mask[-4:, -4:] = 1
+            mask[-4:, 4:8] = 0
+            write(tmp_path / "images" / split / f"{i:02}.png", image)
+            write(tmp_path / "masks" / split / f"{i:02}.png", mask)
+    return tmp_path
+
+
+def write(path: Path, pixels: np.ndarray[Any, Any]) -> None:
+    assert cv2.imwrite(str(path), pixels)
+
+
+def read(path: Path) -> np.ndarray[Any, Any]:
+    return np.asarray(cv2.imread(str(path), cv2.IMREAD_UNCHANGED))
+
+
+def findings(root: Path, crop_px: tuple[int, int] = (32, 32)) -> list[tuple[str, str, str, str]]:
+    splits = {name: find_pairs("folder", str(root), name) for name in ("train", "val")}
+    reports = examine(splits, SCHEME, crop_px=crop_px, threads=2)
+    return [(f.severity, f.kind, f.split, f.message) for report in reports for f in report.findings]
+
+
+def test_sound_data_has_no_finding_and_exact_counts(root: Path) -> None:
+    assert findings(root) == []
+    report, _ = examine(
+        {name: find_pairs("folder", str(root), name) for name in ("train", "val")}, SCHEME, crop_px=(32, 32)
+    )
+    masks = np.stack([read(path) for path in sorted((root / "masks" / "train").iterdir())])
+    assert report.frequencies.pixels == tuple(int((masks == c).sum()) for c in range(3))
+    assert report.frequencies.ignored_px == int((masks == 255).sum())
+    assert report.sizes == {(48, 64): 8}
+    assert (report.num_pairs, report.num_masks) == (8, 8)
+
+
+def truncate(root: Path) -> None:
+    path = root / "images" / "train" / "00.png"
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def flip_bits(root: Path) -> None:
+    path = root / "images" / "val" / "01.png"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(bytes(data))
+
+
+def make_empty(root: Path) -> None:
+    (root / "masks" / "train" / "02.png").write_bytes(b"")
+
+
+def black_and_white(root: Path) -> None:
+    path = root / "masks" / "train" / "03.png"
+    write(path, np.where(read(path) == 1, 254, 0).astype(np.uint8))
+
+
+def one_class_more(root: Path) -> None:
+    path = root / "masks" / "val" / "00.png"
+    mask = read(path)
+    mask[:2, 10:20] = 3
+    write(path, mask)
+
+
+def colours(root: Path) -> None:
+    path = root / "masks" / "train" / "04.png"
+    write(path, cv2.cvtColor(read(path), cv2.COLOR_GRAY2BGR))
+
+
+def other_size(root: Path) -> None:
+    path = root / "masks" / "train" / "05.png"
+    write(path, read(path)[:40])
+
+
+def all_ignored(root: Path) -> None:
+    write(root / "masks" / "train" / "06.png", np.full((48, 64), 255, np.uint8))
+
+
+def leak(root: Path) -> None:
+    for kind in ("images", "masks"):
+        (root / kind / "val" / "09.png").write_bytes((root / kind / "train" / "07.png").read_bytes())
+
+
+def leak_as_jpeg(root: Path) -> None:
+    (root / "images" / "val" / "00.png").unlink()
+    coarse = np.random.default_rng(1).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    scene = cv2.resize(coarse, (64, 48), interpolation=cv2.INTER_CUBIC)  # smooth, as photographs are at this size
+    write(root / "images" / "train" / "07.png", scene)
+    write(root / "images" / "val" / "00.jpg", cv2.resize(scene, (128, 96), interpolation=cv2.INTER_LINEAR))
+    mask = read(root / "masks" / "val" / "00.png")
+    write(root / "masks" / "val" / "00.png", cv2.resize(mask, (128, 96), interpolation=cv2.INTER_NEAREST))
+
+
+def duplicate(root: Path) -> None:
+    for kind in ("images", "masks"):
+        (root / kind / "train" / "20.png").write_bytes((root / kind / "train" / "07.png").read_bytes())
+
+
+def not_an_image(root: Path) -> None:
+    (root / "images" / "train" / "01.png").write_text("<html>404</html>")
+
+
+@pytest.mark.parametrize(
+    ("plant", "severity", "kind", "split", "words"),
+    [
+        (truncate, "error", "unreadable", "train", "00.png"),
+        (flip_bits, "error", "unreadable", "val", "01.png"),
+        (make_empty, "error", "mask", "train", "0 bytes"),
+        (black_and_white, "error", "mask", "train", "254 ("),
+        (one_class_more, "error", "mask", "val", "3 (20 px)"),
+        (colours, "error", "mask", "train", "rgb_masks"),
+        (other_size, "error", "size", "train", "64x40"),
+        (all_ignored, "warning", "all_ignored", "train", "every pixel is ignored"),
+        (leak, "error", "leak", "val", "the same pixels as"),
+        (leak_as_jpeg, "warning", "leak", "val", "looks like"),
+        (duplicate, "warning", "duplicate", "train", "counts double"),
+        (not_an_image, "error", "unreadable", "train", "01.png"),
+    ],
+)
+def test_a_planted_fault_is_found_alone(
+    root: Path, plant: Any, severity: str, kind: str, split: str, words: str
+) -> None:
+    plant(root)
+    found = findings(root)
+    assert [each[:3] for each in found] == [(severity, kind, split)]
+    assert words in found[0][3]
+
+
+def test_a_missing_class_and_small_images_are_warnings(root: Path) -> None:
+    for path in (root / "masks" / "val").iterdir():
+        mask = read(path)
+        mask[mask == 2] = 0
+        write(path, mask)
+    assert [(f[0], f[1], f[2]) for f in findings(root, crop_px=(64, 64))] == [
+        ("warning", "crop", "train"),
+        ("warning", "class", "val"),
+    ]
+
+
+def config_of(root: Path, folder: Path) -> None:
+    (folder / "data.yaml").write_text(
+        f"name: data\ndata: {{format: folder, root: {root}, classes: [{', '.join(CLASSES)}], crop_px: [32, 32]}}\n"
+    )
+
+
+def test_the_command_tells_all_and_exits_with_3(root: Path, tmp_path: Path) -> None:
+    config_of(root, tmp_path)
+    sound = segapp("check", "--config", "data.yaml", cwd=tmp_path)
+    assert sound.returncode == 0, sound.stderr
+    assert "nothing to complain about" in sound.stdout
+    leak(root)
+    truncate(root)
+    found = segapp("check", "--config", "data.yaml", "--json", "--html", "page.html", cwd=tmp_path)
+    assert found.returncode == 3
+    report = json.loads(found.stdout)
+    assert (report["errors"], report["warnings"]) == (2, 0)
+    assert {f["kind"] for f in report["findings"]} == {"leak", "unreadable"}
+    assert len(report["class_weights"]["enet"]) == 3
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("data:image/jpeg;base64,") == 1, "the unreadable one has no picture"
+    assert "the same pixels as" in page
+    text = segapp("check", "--config", "data.yaml", cwd=tmp_path)
+    assert "2 errors" in text.stdout
+    assert "Traceback" not in text.stderr
+
+
+def test_names_are_inert_in_terminal_and_page(root: Path, tmp_path: Path) -> None:
+    name = b"[red]\x1b]0;owned\x07<script>\xff.png"
+    for kind in ("images", "masks"):
+        folder = os.fsencode(root / kind / "train")
+        os.rename(os.path.join(folder, b"00.png"), os.path.join(folder, name))
+    image = os.path.join(os.fsencode(root / "images" / "train"), name)
+    with open(image, "r+b") as file:
+        file.truncate(300)
+    config_of(root, tmp_path)
+    found = segapp("check", "--config", "data.yaml", "--html", "page.html", cwd=tmp_path)
+    assert found.returncode == 3, found.stderr
+    assert "\x1b]" not in found.stdout
+    assert "[red]" in found.stdout
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page

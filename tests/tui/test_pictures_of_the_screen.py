@@ -1,0 +1,136 @@
+"""Whole screens as pictures: every cell, colour and border, against SVGs that were looked at and kept.
+
+After a change that is meant: `SEGAPP_UPDATE_SNAPSHOTS=1 uv run pytest -n 0 tests/tui/test_pictures_of_the_screen.py`,
+and look at the files that changed. (pytest-textual-snapshot would do it, but holds pytest below 9.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from canned import CannedRun
+from test_screen import settled, source_of
+
+from segapp.tui.app import MonitorApp
+
+SNAPSHOTS = Path(__file__).parent / "snapshots"
+
+
+def train(run: CannedRun, num_epochs: int = 6) -> CannedRun:
+    for _ in range(num_epochs):
+        run.epoch()
+    return run
+
+
+def finished(path: Path) -> CannedRun:
+    run = train(CannedRun(path, epochs=6))
+    run.end(reason="6 epochs")
+    return run
+
+
+def live(path: Path) -> CannedRun:
+    run = train(CannedRun(path))
+    run.change_gpu0(6, apply=False)
+    run.train(20)
+    run.folder.acquire()
+    return run
+
+
+def crashed(path: Path) -> CannedRun:
+    run = train(CannedRun(path), 3)
+    run.train(7)
+    return run
+
+
+def eight_gpus(path: Path) -> CannedRun:
+    run = train(CannedRun(path, num_devices=8, batch_size=64))
+    run.end()
+    return run
+
+
+def many_classes(path: Path) -> CannedRun:
+    run = train(CannedRun(path, classes=[f"class {i:03}" for i in range(150)], num_devices=1), 3)
+    run.end()
+    return run
+
+
+def one_class(path: Path) -> CannedRun:
+    run = train(CannedRun(path, classes=["road"], num_devices=1, device="cpu"), 3)
+    run.end()
+    return run
+
+
+def not_finite(path: Path) -> CannedRun:
+    run = train(CannedRun(path), 2)
+    run.train(30, loss=float("nan"))
+    run.alert("non_finite", "loss not finite for 30 steps in a row")
+    run.end("failed", "loss not finite")
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _same_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Local time, and settings of whoever runs this."""
+    monkeypatch.setenv("TZ", "UTC")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+def picture(run: CannedRun, size: tuple[int, int]) -> str:
+    async def go() -> str:
+        app = MonitorApp(source_of(run))
+        async with app.run_test(size=size) as pilot:
+            await settled(app, pilot)
+            return app.export_screenshot(title="segapp")
+
+    with mock.patch("segapp.run.state.time.time", run.clock):
+        svg = asyncio.run(go())
+    # Textual names its styles after a checksum of its own version's markup.
+    return re.sub(r"terminal-\d+", "terminal", svg)
+
+
+def words(svg: str) -> list[str]:
+    """What the picture says, for a readable difference."""
+    return [re.sub(r"<[^>]*>", "", text).replace("&#160;", " ") for text in re.findall(r"<text.*?</text>", svg)]
+
+
+CASES: list[tuple[Callable[[Path], CannedRun], tuple[int, int]]] = [
+    (finished, (120, 36)),
+    (live, (120, 36)),
+    (live, (80, 24)),
+    (live, (60, 15)),
+    (crashed, (120, 36)),
+    (eight_gpus, (120, 36)),
+    (many_classes, (80, 24)),
+    (one_class, (100, 30)),
+    (not_finite, (120, 36)),
+]
+
+
+@pytest.mark.parametrize(("make", "size"), CASES, ids=[f"{m.__name__}-{w}x{h}" for m, (w, h) in CASES])
+def test_the_screen_looks_as_it_did(make: Callable[[Path], CannedRun], size: tuple[int, int], tmp_path: Path) -> None:
+    run = make(tmp_path / "camvid-042")
+    try:
+        found = picture(run, size)
+    finally:
+        run.folder.release()
+    file = SNAPSHOTS / f"{make.__name__}-{size[0]}x{size[1]}.svg"
+    if os.environ.get("SEGAPP_UPDATE_SNAPSHOTS"):
+        SNAPSHOTS.mkdir(exist_ok=True)
+        file.write_text(found, encoding="utf-8")
+    kept = file.read_text(encoding="utf-8")
+    if found != kept:
+        now = tmp_path / file.name
+        now.write_text(found, encoding="utf-8")
+        assert words(found) == words(kept), f"the words differ; see {now}"
+        pytest.fail(f"colours or places differ: compare {now} with {file}")
