@@ -39,7 +39,10 @@ class Terminal:
     def start(self, command: str, **env: str) -> None:
         self.tmux("kill-server")
         words = [f"{name}={value}" for name, value in {"OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8", **env}.items()]
-        line = " ".join(["env", "-u", "RANK", "-u", "NO_COLOR", "-u", "COLUMNS", "-u", "LINES", *words, command]) + "; echo CODE=$?; sleep 600"
+        line = (
+            " ".join(["env", "-u", "RANK", "-u", "NO_COLOR", "-u", "COLUMNS", "-u", "LINES", *words, command])
+            + "; echo CODE=$?; sleep 600"
+        )
         self.tmux("new-session", "-d", "-x", "120", "-y", "36", "-c", str(self.folder), line)
 
     def keys(self, *keys: str) -> None:
