@@ -50,7 +50,21 @@ class Clock:
         self.began = time.perf_counter()
         self.wait_s, self.num_images, self.num_steps = 0.0, 0, 0
 
+    def count_step(self, num_images: int) -> None:
+        """A step was made, from so many images."""
+        self.num_steps += 1
+        self.num_images += num_images
+
     def leave_out(self, seconds: float) -> None:
         """Does not count so much of the time that has passed: a pause."""
         self.began += seconds
         self.away_s += seconds
+
+
+def images_in(first: int, count: int, batch_size: int, num_images: int) -> int:
+    """Images of `count` batches of an epoch from the batch `first` on, over all ranks.
+
+    >>> images_in(0, 2, 4, 10), images_in(1, 2, 4, 10)
+    (8, 6)
+    """
+    return sum(min(batch_size, num_images - batch * batch_size) for batch in range(first, first + count))

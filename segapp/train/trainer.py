@@ -28,7 +28,7 @@ from segapp.train.evaluate import Evaluation, evaluate
 from segapp.train.inference import Inference
 from segapp.train.journal import Journal
 from segapp.train.memory_watch import IDLE
-from segapp.train.progress import Best, Clock, Position
+from segapp.train.progress import Best, Clock, Position, images_in
 from segapp.train.samples import SamplePictures
 from segapp.train.split import is_out_of_memory
 from segapp.train.steering import Standing, Steering
@@ -182,14 +182,14 @@ class Trainer:
             self._begin_epoch()
         self.engine.network.train()
         batches = iter(self.train_loader.epoch(self.position.epoch, self.position.batch))
+        batch_size, num_images = self.config.train.batch_size, len(self.train_loader.dataset)
         self._clock.restart()
         while self.position.batch < total:
             self.attention.check()
             group = self._next_group(batches, min(accumulate, total - self.position.batch))
             result = self.train_step(group)
+            self._clock.count_step(images_in(self.position.batch, len(group), batch_size, num_images))
             self.position.batch += len(group)
-            self._clock.num_steps += 1
-            self._clock.num_images += self._num_images(self.position.batch - len(group), len(group))
             self.steering.saw_step(result.split, sum(result.split), self.position.step)
             is_last = self.position.batch >= total
             if is_last or self.position.step % self.config.log.every_steps == 0:
@@ -314,26 +314,19 @@ class Trainer:
         self._clock.wait_s += time.perf_counter() - began
         return group
 
-    def _num_images(self, first: int, count: int) -> int:
-        """Images of `count` micro-batches from the epoch's `first` on, over all ranks."""
-        size, total = self.config.train.batch_size, len(self.train_loader.dataset)
-        return sum(min(size, total - batch * size) for batch in range(first, first + count))
-
     def _finish_epoch(self) -> None:
         """Evaluates if it is due, moves on to the next epoch, saves if it is due."""
         finished = self.position.epoch
         is_best = False
         is_due = finished % self.config.eval.every_epochs == 0 or finished >= self.config.train.epochs
         if is_due and not self.position.is_evaluated:
-            is_best = self._is_better(self.evaluate())
+            found = self.evaluate()
+            self.position.is_evaluated = True
+            is_best = self.best.note(found.monitored(self.config.checkpoint.monitor), finished)
         self.position = Position(epoch=finished + 1, batch=0, step=self.position.step)
         every = self.config.checkpoint.every_epochs
         if is_best or self.is_complete or (every is not None and finished % every == 0) or self._is_save_due():
             self.save(finished_epoch=finished, is_best=is_best)
-
-    def _is_better(self, found: Evaluation) -> bool:
-        self.position.is_evaluated = True
-        return self.best.note(found.monitored(self.config.checkpoint.monitor), self.position.epoch)
 
     def _is_stale(self) -> bool:
         patience = self.config.train.early_stop
@@ -402,24 +395,19 @@ class Trainer:
 
     def _stop_if_hopeless(self, group: list[Batch]) -> None:
         """Ends a training that cannot make a step: too many bad ones in a row, or a loss scale that fell below 1."""
-        problem = self.engine.hopeless_problem(group[-1], self.config.train.max_bad_steps)
-        if problem is None:
-            return
-        what, where = problem
-        move = "use train.precision amp-bf16, or lower" if self.engine.precision.scaler is not None else "lower"
-        raise NonFiniteError(
-            f"{what}, up to step {self.position.step}{where} (no bad step changed the weights): "
-            f"{move} optim.lr = {self.config.optim.lr}, add schedule.warmup_steps or optim.clip_grad_norm"
-        )
+        if problem := self.engine.hopeless_problem(group[-1], self.config.train.max_bad_steps):
+            move = "use train.precision amp-bf16, or lower" if self.engine.precision.scaler is not None else "lower"
+            raise NonFiniteError(
+                f"{problem[0]}, up to step {self.position.step}{problem[1]} (no bad step changed the weights): "
+                f"{move} optim.lr = {self.config.optim.lr}, add schedule.warmup_steps or optim.clip_grad_norm"
+            )
 
     def _etas(self, step_s: float) -> tuple[float, float]:
         """Seconds to the end of the epoch's training, and of the run with its evaluations."""
-        train = self.config.train
-        left = math.ceil((self.batches_per_epoch - self.position.batch) / train.accumulate)
-        later = train.epochs - self.position.epoch
-        evaluations = 1 + later // self.config.eval.every_epochs
-        epoch_s = left * step_s
-        return epoch_s, epoch_s + later * self.steps_per_epoch * step_s + evaluations * self._clock.evaluation_s
+        left = math.ceil((self.batches_per_epoch - self.position.batch) / self.config.train.accumulate)
+        later = self.config.train.epochs - self.position.epoch
+        evaluations_s = (1 + later // self.config.eval.every_epochs) * self._clock.evaluation_s
+        return left * step_s, (left + later * self.steps_per_epoch) * step_s + evaluations_s
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
 

@@ -22,7 +22,8 @@ from segapp.train.checkpoint import CheckpointStore
 from segapp.train.control import StopSignals
 from segapp.train.devices import DevicePlan
 from segapp.train.journal import Journal
-from segapp.train.trainer import Position, Trainer
+from segapp.train.progress import Position
+from segapp.train.trainer import Trainer
 
 ROUNDS = 12
 

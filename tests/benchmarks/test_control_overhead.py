@@ -1,0 +1,81 @@
+"""What watching and steering cost a step: time of each part over the time of a step of the demo's size.
+
+uv run pytest -m benchmark -n 0 -s tests/benchmarks/test_control_overhead.py
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import events, merged, train
+
+from segapp.config import LiveSettings
+from segapp.run.events import EventWriter
+from segapp.run.folder import RunFolder
+from segapp.train.attention import Attention
+from segapp.train.control import StopSignals
+from segapp.train.inbox import Inbox
+from segapp.train.journal import Journal
+from segapp.train.memory_watch import MemoryWatch, place_of
+from segapp.train.monitor import HEARTBEAT_S, MEMORY_S, Monitor
+from segapp.train.progress import Clock
+from segapp.train.ranks import Ranks
+from segapp.train.split import SplitKnob
+from segapp.train.steering import Standing, Steering
+
+REPEATS = 400
+PHASES = ("forward", "loss", "backward", "step", "data")
+
+
+def median_us(act: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        act()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times) * 1e6
+
+
+@pytest.mark.benchmark
+@pytest.mark.timeout(900)
+def test_control_overhead(tiny: dict[str, Any], tmp_path: Path) -> None:
+    import torch
+
+    config = merged(
+        tiny,
+        data={"crop_px": [128, 128]},
+        model={"name": "lraspp", "encoder": "mobilenet_v3_large"},
+        train={"epochs": 4, "batch_size": 2},
+    )
+    assert train(config, tmp_path / "run") == 0
+    step_us = statistics.median(event["step_s"] for event in events(tmp_path / "run", "step")) * 1e6
+
+    folder = RunFolder.create(path=tmp_path / "desk")
+    journal = Journal(EventWriter(folder.events))
+    watch = MemoryWatch([place_of(torch.device("cpu"))])
+    steering = Steering(
+        Inbox(folder, journal), journal, SplitKnob(torch.nn.Linear(1, 1), 2, "single"), watch, LiveSettings()
+    )
+    attention = Attention(
+        StopSignals(), steering, Ranks(), Clock(), watch, journal,
+        standing=lambda: Standing(1, 1, 2, 9), save=lambda: None,
+    )  # fmt: skip
+    monitor = Monitor(journal, watch)
+    parts_us = {
+        "a look (no poll due)": median_us(attention.check),
+        "five marks": median_us(lambda: [watch.mark(phase) for phase in PHASES]),
+        "step event": median_us(lambda: journal.emit("step", epoch=1, step=1, loss=0.5, lr=0.1, split=[2, 3, 3])),
+        "poll of the inbox, 4 a second": median_us(lambda: steering.inbox.take(is_last=True)) * 4 * step_us / 1e6,
+        "memory event, every 2 s": median_us(monitor.sample) * step_us / 1e6 / MEMORY_S,
+        "heartbeat, every 5 s": median_us(monitor.beat) * step_us / 1e6 / HEARTBEAT_S,
+    }
+    print(f"\nmedian step {step_us / 1000:.1f} ms; share of it, and microseconds a step:")
+    for name, cost_us in parts_us.items():
+        print(f"  {name:<32} {100 * cost_us / step_us:7.4f} %  {cost_us:8.2f}")
+    print(f"  {'together':<32} {100 * sum(parts_us.values()) / step_us:7.4f} %")
+    assert step_us > 0

@@ -1,0 +1,147 @@
+"""The whole program in a real terminal: tmux types the keys and reads the screen."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import events, merged
+
+from segapp.config import dump_config
+from segapp.run.folder import RunFolder
+from segapp.run.process import is_alive
+from segapp.train.ctl import control_run
+
+pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+
+SEGAPP = f"{sys.executable} -m segapp"
+
+
+class Terminal:
+    """A tmux server with one window of 120 x 36."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+
+    def tmux(self, *arguments: str) -> str:
+        done = subprocess.run(
+            ["tmux", "-L", self.name, "-f", "/dev/null", *arguments], capture_output=True, text=True, timeout=30
+        )
+        return done.stdout
+
+    def start(self, command: str, **env: str) -> None:
+        self.tmux("kill-server")
+        words = [f"{name}={value}" for name, value in {"OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8", **env}.items()]
+        line = (
+            " ".join(["env", "-u", "RANK", "-u", "NO_COLOR", "-u", "COLUMNS", "-u", "LINES", *words, command])
+            + "; echo CODE=$?; sleep 600"
+        )
+        self.tmux("new-session", "-d", "-x", "120", "-y", "36", "-c", str(self.folder), line)
+
+    def keys(self, *keys: str) -> None:
+        self.tmux("send-keys", *keys)
+
+    def screen(self) -> str:
+        return self.tmux("capture-pane", "-p")
+
+    def wait_for(self, *texts: str, timeout_s: float = 100) -> str:
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            screen = self.screen()
+            if all(text in screen for text in texts):
+                return screen
+            assert time.monotonic() < deadline_s, f"{texts} never came:\n{screen}"
+            time.sleep(0.1)
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Terminal]:
+    found = Terminal(f"segapp-test-{os.getpid()}", tmp_path)
+    try:
+        yield found
+    finally:
+        found.tmux("kill-server")
+        holder = RunFolder(tmp_path / "runs" / "tiny").read_holder()
+        if holder is not None and is_alive(holder):
+            os.kill(holder.pid, 9)
+
+
+def until(what: Callable[[], Any], timeout_s: float = 60) -> Any:
+    deadline_s = time.monotonic() + timeout_s
+    while not (found := what()):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+    return found
+
+
+def test_start_lose_the_terminal_come_back_steer_and_stop(
+    tiny: dict[str, Any], tmp_path: Path, terminal: Terminal
+) -> None:
+    config = merged(
+        tiny,
+        model={"library": "smp", "name": "Linknet", "encoder": "tu-test_resnet", "options": {"encoder_depth": 3}},
+        data={"crop_px": [48, 64]},
+        train={"epochs": 500, "batch_size": 3, "ema": None},
+        parallel={"mode": "dp", "devices": ["cpu", "cpu", "cpu"]},
+    )
+    (tmp_path / "tiny.yaml").write_text(dump_config(config))
+    run = tmp_path / "runs" / "tiny"
+    # A step takes a second, so that what waits for the next epoch can be seen to wait.
+    terminal.start(f"{SEGAPP} train --config tiny.yaml", SEGAPP_FAILPOINTS="train.step=sleep:1")
+    terminal.wait_for("tiny", "LIVE", "Loss")
+    holder = RunFolder(run).read_holder()
+    assert holder is not None
+    terminal.tmux("kill-server")
+    steps = len(until(lambda: events(run, "step")))
+    until(lambda: len(events(run, "step")) >= steps + 2)
+    assert is_alive(holder)
+    assert control_run(str(run), ["set", "lr_factor=0.5"], wait=True, timeout_s=60) == 0
+
+    terminal.start(f"{SEGAPP} attach")
+    terminal.wait_for("tiny", "LIVE", "Loss")
+    terminal.keys("b")
+    terminal.keys("2")
+    terminal.keys("Enter")
+    terminal.wait_for("PENDING")
+    applied = until(lambda: [e for e in events(run, "gpu0_bsz") if e["status"] == "applied"])[0]
+    assert (applied["new"], applied["split"]) == (2, [2, 1, 0])
+    terminal.wait_for("2·1·0")
+    terminal.keys("Space")
+    terminal.wait_for("paused  epoch")
+    terminal.keys("c")
+    at = events(run, "step")[-1]["step"]
+    until(lambda: [e for e in events(run, "checkpoint") if e["step"] == at])
+    terminal.keys("Space")
+    terminal.wait_for("LIVE")
+    terminal.keys("S")
+    terminal.wait_for("after this epoch")
+    terminal.keys("n")
+    terminal.wait_for("STOPPED")
+    assert events(run, "run_end")[-1]["exit_code"] == 75
+    terminal.keys("q")
+    terminal.wait_for("CODE=0")
+    final = [e["status"] for e in events(run, "command") if e["status"] != "accepted"]
+    assert final == ["applied"] * 6
+
+
+def test_a_mistake_is_told_in_the_terminal_and_a_stop_gives_its_exit_code(
+    tiny: dict[str, Any], tmp_path: Path, terminal: Terminal
+) -> None:
+    (tmp_path / "tiny.yaml").write_text(dump_config(merged(tiny, train={"epochs": 500, "batch_size": 2})))
+    terminal.start(f"{SEGAPP} train --config tiny.yaml data.root=nowhere")
+    screen = terminal.wait_for("CODE=3")
+    assert "error: " in screen
+    assert "nowhere" in screen
+    terminal.start(f"{SEGAPP} train --config tiny.yaml --run runs/tiny")
+    terminal.wait_for("LIVE", "Loss")
+    assert control_run(str(tmp_path / "runs" / "tiny"), ["stop"], wait=True, timeout_s=60) == 0
+    terminal.wait_for("STOPPED")
+    terminal.keys("q")
+    terminal.wait_for("CODE=75")
