@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,22 @@ def print_status(run: str, *, as_json: bool) -> None:
         print(json.dumps(facts, indent=2))
         return
     shown = {key: value for key, value in facts.items() if value not in (None, [], {})}
-    print("\n".join(aligned([(key, _text(key, value)) for key, value in shown.items()])))
+    devices = shown.pop("devices", [])
+    rows = [(key, _text(key, value)) for key, value in shown.items()]
+    print("\n".join(aligned([*rows, *(("device" if i == 0 else "", _device(d)) for i, d in enumerate(devices))])))
+
+
+def _device(facts: Mapping[str, Any]) -> str:
+    """One line: `cuda:0  14.1 of 22.0 GiB used, peak 15.2, in forward, 96 % busy, 71 degrees`."""
+    used, total = (None if facts[key] is None else facts[key] / 1024 for key in ("used_mib", "total_mib"))
+    words = ["n/a used" if used is None else f"{used:.1f}{'' if total is None else f' of {total:.1f}'} GiB used"]
+    if facts["peak_mib"] is not None:
+        words.append(f"peak {facts['peak_mib'] / 1024:.1f}{' in ' + facts['phase'] if facts['phase'] else ''}")
+    if facts["utilization"] is not None:
+        words.append(f"{facts['utilization']:.0%} busy")
+    if facts["temperature"] is not None:
+        words.append(f"{facts['temperature']:.0f} degrees")
+    return f"{facts['device'] or facts['uuid'] or '?'}  {', '.join(words)}"
 
 
 def print_checkpoints(run: str, *, as_json: bool, hashes: bool) -> int:

@@ -241,12 +241,12 @@ class LossChart(Widget, can_focus=True):
         """The axis with its labels, × where a loss was not finite, and a star where the best was saved."""
         text = [self.glyphs.h_axis] * width
         styles = [_AXIS] * width
-        end = 0
+        end, said = 0, ""
         for x in Scale(*self._x_range).ticks(max(2, width // 12)):
             label, at = self._x_label(x), self._cell(x, width)
-            if at >= end and at + len(label) < width:
+            if label != said and at >= end and at + len(label) < width:  # around one step, all labels are the same
                 text[at : at + len(label)] = label
-                end = at + len(label) + 1
+                end, said = at + len(label) + 1, label
         stars = self._best_cells(width)
         for cell in stars:
             if cell == stars[-1] or text[cell] == self.glyphs.h_axis:

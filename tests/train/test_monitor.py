@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
 from pathlib import Path
@@ -110,7 +111,9 @@ def test_the_memory_of_this_process_is_what_the_system_says() -> None:
     probe = ProcessProbe()
     probe.take_peak_mib()
     before = probe.used_mib()
-    block = np.ones(64 * 2**20, np.uint8)
+    mapped = mmap.mmap(-1, 64 * 2**20)  # not from the heap, which may hold freed memory
+    block = np.frombuffer(mapped, np.uint8)
+    block[:] = 1
     after, peak = probe.used_mib(), probe.take_peak_mib()
     assert before is not None
     assert after is not None
