@@ -135,8 +135,8 @@ def train(
         if code is None:
             from segapp.tui.app import run_ui
 
-            code = run_ui(trainer.folder.path)
-            code = code if trainer.exit_code is None else trainer.tell_end()
+            run_ui(trainer.folder.path)
+            code = trainer.after_screen()
         sys.exit(code)
     from segapp.train.session import run_session
 

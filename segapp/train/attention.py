@@ -83,7 +83,7 @@ class Attention:
         if is_stop:
             raise StopRequest(self.signals.signal_name or "a signal to another rank")
         if self.steering.wishes.stop == "now":
-            raise StopRequest("stop")
+            raise StopRequest("asked to stop")
 
     def _pause(self) -> None:
         began, phase, step = time.perf_counter(), self._watch.phase, self._standing().step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,7 +35,7 @@ class Inbox:
         self._looked_s = -POLL_S
         self._found: list[Received] = []
         if self._path is not None and folder is not None:
-            self._handled = set(read_answers(EventReader(folder.events).read_raw()))
+            self._handled = set(read_answers(_read_rare(folder.events)))
             settle_answered(self._path, self._handled)
 
     def has_news(self) -> bool:
@@ -93,7 +94,7 @@ def applied_after(events: Path, step: int) -> list[tuple[int, dict[str, Any]]]:
     """
     applied: dict[str, tuple[int, dict[str, Any]]] = {}
     numbers: dict[str, int | None] = {}
-    for raw in EventReader(events).read_raw():
+    for raw in _read_rare(events):
         command_id = str(raw.get("id"))
         if raw["type"] == "gpu0_bsz":
             numbers[command_id] = raw.get("new")
@@ -108,3 +109,8 @@ def applied_after(events: Path, step: int) -> list[tuple[int, dict[str, Any]]]:
                 changes = {**changes, "gpu0_bsz": numbers.get(command_id)}
             applied[command_id] = (int(raw.get("step") or 0), dict(changes))
     return [(at, changes) for at, changes in applied.values() if changes]
+
+
+def _read_rare(events: Path) -> Iterator[dict[str, Any]]:
+    """All events but most steps, which a long run has a million of."""
+    return (item for item in EventReader(events).read_skimmed() if isinstance(item, dict))

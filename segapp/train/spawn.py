@@ -6,6 +6,7 @@ neither a closed terminal nor a killed tmux nor a Ctrl-C in the viewer reaches i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,7 +18,9 @@ from typing import TextIO
 
 from segapp.run.events import EventReader
 from segapp.run.folder import RunFolder
+from segapp.run.state import run_state
 from segapp.run.text import printable
+from segapp.train.control import EXIT_STOPPED_AND_SAVED
 from segapp.train.plan import Plan
 
 ATTACH_AFTER_S = 15.0
@@ -27,6 +30,7 @@ DETACH_AFTER_S = 120.0
 """`--detach` waits at most this long to see the training begin."""
 
 _POLL_S = 0.05
+_LEAVE_S = 30.0
 
 
 def is_interactive(
@@ -43,7 +47,7 @@ def is_interactive(
         return False
 
 
-class Trainer:
+class TrainerProcess:
     """A trainer in a session of its own.
 
     Args:
@@ -82,6 +86,14 @@ class Trainer:
             self.process.wait()
         return any(raw["type"] == "run_start" for raw in self._seen.read_raw())
 
+    def after_screen(self) -> int:
+        """What this program exits with when the screen is left: the trainer's code if it has ended, else 0."""
+        if self.exit_code is None and run_state(self.folder.path) not in ("finished", "stopped", "failed"):
+            return 0
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_LEAVE_S)  # it has said that it is done, and puts its things away
+        return 0 if self.exit_code is None else self.tell_end()
+
     def tell_end(self) -> int:
         """Repeats what the trainer said at its end, its error on stderr; gives its exit code."""
         code = self.exit_code or 0
@@ -89,7 +101,7 @@ class Trainer:
         first = next((i for i, line in enumerate(lines) if line.startswith("error: ")), None)
         if first is not None:
             print("\n".join(map(printable, lines[first:])), file=sys.stderr, flush=True)
-        elif lines and code == 0:
+        elif lines and code in (0, EXIT_STOPPED_AND_SAVED):
             print(printable(lines[-1]), flush=True)
         elif code:
             print(f"error: the trainer ended with exit code {code}: see {self.folder.log}", file=sys.stderr, flush=True)
@@ -104,7 +116,7 @@ class Trainer:
             return []
 
 
-def spawn_trainer(plan: Plan, *, config: str | None, resume: str | None, overrides: Sequence[str]) -> Trainer:
+def spawn_trainer(plan: Plan, *, config: str | None, resume: str | None, overrides: Sequence[str]) -> TrainerProcess:
     """Starts the training of a plan in a process of its own.
 
     Args:
@@ -137,7 +149,7 @@ def spawn_trainer(plan: Plan, *, config: str | None, resume: str | None, overrid
             start_new_session=True,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
-    return Trainer(folder, process, log_start, seen)
+    return TrainerProcess(folder, process, log_start, seen)
 
 
 def run_name(folder: RunFolder) -> str:
@@ -145,7 +157,7 @@ def run_name(folder: RunFolder) -> str:
     return folder.name if Path("runs", folder.name).exists() else str(folder.path)
 
 
-def see_begin(trainer: Trainer, *, is_detached: bool) -> int | None:
+def see_begin(trainer: TrainerProcess, *, is_detached: bool) -> int | None:
     """Waits until a trainer has begun, or for long enough.
 
     Args:

@@ -242,7 +242,12 @@ class Steering:
         """
         start = {"gpu0_bsz": config.gpu0_bsz, "shares": config.shares}
         is_renamed = any(saved.get(name) != value for name, value in start.items())
-        kept = with_split(settings, start) if is_renamed else settings
+        kept = settings
+        if is_renamed:
+            kept = with_split(settings, start)
+            split = start.keys()
+            later = [(at, {n: v for n, v in changes.items() if n not in split}) for at, changes in self.replay]
+            self.replay = [(at, changes) for at, changes in later if changes]
         if not self.knob.apply(kept):
             message = f"gpu0_bsz={kept.gpu0_bsz}, shares={kept.shares} is impossible here: the config's split holds"
             self.journal.emit("alert", kind="settings", message=message)

@@ -166,7 +166,7 @@ class Trainer:
             if self._is_stale():
                 return f"no better {self.config.checkpoint.monitor} for {self.config.train.early_stop} evaluations"
             if self.steering.wishes.stop is not None and not self.is_complete:
-                raise StopRequest("stop after this epoch")
+                raise StopRequest("asked to stop after the epoch")
         return f"{self.config.train.epochs} epochs"
 
     def _save_last(self) -> None:

@@ -291,7 +291,7 @@ def test_a_factor_of_the_learning_rate_holds_from_the_next_epoch_and_after_a_res
     assert [event["lr"] for event in events(folder, "step")] == [0.0005] * 5
     assert run_session(Plan(config, RunFolder(folder))) == 0
     assert {event["lr"] for event in events(folder, "step")} == {0.0005}
-    assert assert_answered_once(folder)["stop epoch"]["reason"].startswith("stop after this epoch")
+    assert assert_answered_once(folder)["stop epoch"]["reason"].startswith("asked to stop after the epoch: saved")
 
 
 def test_a_stop_during_validation_is_heard_between_its_batches_and_resumed_bitwise(
@@ -378,6 +378,22 @@ def test_what_was_applied_after_the_checkpoint_is_applied_again_at_the_same_step
     factors = [event["lr"] / other["lr"] for event, other in zip(steps, expected, strict=True)]
     assert factors == pytest.approx([1.0] * 2 + [0.25] * 4)
     assert_answered_once(folder)
+
+
+def test_a_split_that_the_config_names_anew_goes_before_what_was_set(desk: Desk) -> None:
+    from segapp.config import ParallelConfig
+
+    saved = {"gpu0_bsz": None, "shares": None}
+    desk.steering.resume(LiveSettings(gpu0_bsz=5, lr_factor=0.5), saved, ParallelConfig())
+    assert desk.knob.current == (5, 2, 1)
+    desk.steering.replay = [(20, {"gpu0_bsz": 6, "lr_factor": 0.25}), (30, {"shares": [8, 0, 0]})]
+    desk.steering.resume(LiveSettings(gpu0_bsz=5, lr_factor=0.5), saved, ParallelConfig(gpu0_bsz=1))
+    assert desk.steering.settings == LiveSettings(gpu0_bsz=1, lr_factor=0.5)
+    assert desk.steering.replay == [(20, {"lr_factor": 0.25})]
+    assert desk.steering.wished_at(20) == LiveSettings(gpu0_bsz=1, lr_factor=0.25)
+    desk.steering.resume(LiveSettings(shares=[4, 4]), saved, ParallelConfig())  # of a machine with two devices
+    assert desk.knob.current == (2, 3, 3)
+    assert "impossible here" in seen(desk.folder.path, "alert")[-1]["message"]
 
 
 def test_sample_pictures_show_input_prediction_and_target_and_change_nothing(
