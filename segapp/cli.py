@@ -218,3 +218,23 @@ def schema(
         out.write_text(text)
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {os.strerror(error.errno or 0)}: choose another --out") from None
+
+
+@app.command()
+def plan(
+    overrides: Overrides = None,
+    config: ConfigOption = None,
+    gpus: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--gpus", metavar="LIST", help="3x24220MiB, or 24GiB,24GiB,11GiB, or here (this machine's)."),
+    ] = None,
+    run: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--run", metavar="RUN", help="Calibrate with what this run has measured."),
+    ] = None,
+    json_out: JsonFlag = False,
+) -> None:
+    """Predict each GPU's peak memory for every split of the batch, without a GPU."""
+    from segapp.train.plan_memory import print_plan
+
+    print_plan(config, overrides or [], gpus, run, as_json=json_out)

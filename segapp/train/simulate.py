@@ -161,9 +161,18 @@ class Simulator:
         if config.train.channels_last:
             model.to(memory_format=torch.channels_last)
         model.train()
+        self._fixed_size, self._suitable_size = model.fixed_size_px, model.suitable_size
         self.min_train_batch = model.min_train_batch
         self.num_params = sum(p.numel() for p in model.parameters())
         self._plain = skeleton(model)
+
+    @property
+    def smaller_crop_px(self) -> tuple[int, int] | None:
+        """Height and width of a crop of about three quarters that the network takes; None where it takes no other."""
+        if self._fixed_size:
+            return None
+        height, width = self.config.data.crop_px
+        return self._suitable_size(height * 3 // 4, width * 3 // 4)
 
     @property
     def smallest_chunk(self) -> int:
@@ -466,6 +475,7 @@ def _facts(config: RunConfig, simulators: dict[str, Simulator]) -> dict[str, Any
         "num_params": simulator.num_params,
         "smallest_chunk": simulator.smallest_chunk,
         "min_train_batch": simulator.min_train_batch,
+        "smaller_crop_px": simulator.smaller_crop_px,
         "eval_px": size,
         "eval_px_from": how,
     }
