@@ -29,7 +29,16 @@ def test_the_libraries_load_nothing_beyond_torch(package: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "package", ["segapp.run", "segapp.config", "segapp.train.plan", "segapp.train.overview", "segapp.cli"]
+    "package",
+    [
+        "segapp.run",
+        "segapp.config",
+        "segapp.train.plan",
+        "segapp.train.overview",
+        "segapp.train.plan_memory",
+        "segapp.memory.planner",
+        "segapp.cli",
+    ],
 )
 def test_viewers_load_no_torch(package: str) -> None:
     assert not {"torch", "torchvision", "albumentations", "textual"} & loaded_by(f"import {package}")

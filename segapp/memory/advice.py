@@ -88,12 +88,15 @@ def variant_advice(variant: Variant, reference_mib: float, varied_mib: float, ro
     ratio = varied_mib / reference_mib if reference_mib else 1.0
     after = planner.allowance.card_mib(fullest, row.tensors_mib[fullest] * ratio)
     fits = all(
-        planner.allowance.card_mib(i, mib * ratio) <= planner.cards[i].total_mib for i, mib in enumerate(row.tensors_mib)
+        planner.allowance.card_mib(i, mib * ratio) <= planner.cards[i].total_mib
+        for i, mib in enumerate(row.tensors_mib)
     )
     return Advice(variant.change, round(before - after, 1), round(after, 1), fits, variant.note)
 
 
-def accumulate_advice(batch_size: int, accumulate: int, gradients_mib: float, row: PlanRow, planner: Planner) -> list[Advice]:
+def accumulate_advice(
+    batch_size: int, accumulate: int, gradients_mib: float, row: PlanRow, planner: Planner
+) -> list[Advice]:
     """Half the micro-batch, twice as many of them: the same step."""
     if batch_size < 2 * max(1, planner.smallest_chunk) or batch_size % 2:
         return []

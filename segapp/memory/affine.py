@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from segapp.memory.jobs import PHASES, Mode, SimulationResult
+from segapp.memory.jobs import PHASES, Mode, PhasePeak, SimulationResult
 
 Numbers = dict[str, float]
 """Phase, or phase/kind -> MiB."""
@@ -118,12 +118,9 @@ def _through(small: Numbers, large: Numbers) -> dict[str, Line]:
     return lines
 
 
-def _flat(phases: Mapping[str, object]) -> Numbers:
-    from segapp.memory.jobs import PhasePeak
-
+def _flat(phases: Mapping[str, PhasePeak]) -> Numbers:
     found: Numbers = {}
     for phase, peak in phases.items():
-        assert isinstance(peak, PhasePeak)
         found[phase] = peak.mib
         found.update({f"{phase}/{kind}": mib for kind, mib in peak.by_kind.items()})
     return found

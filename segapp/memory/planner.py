@@ -153,9 +153,7 @@ class Planner:
                 rows.append(found)
         return tuple(rows), tuple(refused)
 
-    def row(
-        self, batch_size: int, gpu0_bsz: int | None = None, shares: Sequence[int] | None = None
-    ) -> PlanRow:
+    def row(self, batch_size: int, gpu0_bsz: int | None = None, shares: Sequence[int] | None = None) -> PlanRow:
         """One split.
 
         Raises:
@@ -218,7 +216,9 @@ class Planner:
         return self._row(gpu0_bsz, split, tensors, phases, self._verdict(split, tensors))
 
     def _verdict(self, split: Sequence[int], tensors_mib: Sequence[float]) -> SplitVerdict:
-        usable = [card.total_mib - context for card, context in zip(self.cards, self.allowance.context_mib, strict=True)]
+        usable = [
+            card.total_mib - context for card, context in zip(self.cards, self.allowance.context_mib, strict=True)
+        ]
         too_small = [i for i, mib in enumerate(usable) if mib <= 0]
         if too_small:
             reason = f"device {too_small[0]} has less memory than the driver's context takes"

@@ -60,7 +60,7 @@ class PeakMoment:
     largest: tuple[Allocation, ...] = ()
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down when storages come and go.
 
     Phases are marked by `mark`; storages get their kind from the phase they were made in, unless `tag` says better.
@@ -70,10 +70,8 @@ class Recorder(TorchDispatchMode):
         skipped: operators that only change what they are given, and are not to be run.
     """
 
-    def __init__(
-        self, granule_bytes: int = CUDA_GRANULE_BYTES, skipped: Iterable[Callable[..., Any]] = ()
-    ) -> None:
-        super().__init__()
+    def __init__(self, granule_bytes: int = CUDA_GRANULE_BYTES, skipped: Iterable[Callable[..., Any]] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.granule_bytes = granule_bytes
         self.skipped = frozenset(skipped)
         self.allocations: list[Allocation] = []

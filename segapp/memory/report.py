@@ -47,7 +47,9 @@ def split_table(plan: MemoryPlan) -> list[str]:
     rows: list[Sequence[str]] = [header]
     for row in shown:
         marks = [
-            name for name, other in (("best", plan.best), ("config", plan.current)) if other and other.split == row.split
+            name
+            for name, other in (("best", plan.best), ("config", plan.current))
+            if other and other.split == row.split
         ]
         cells = [f"{mib:.0f} {phase}" for mib, phase in zip(row.peak_mib, row.phase, strict=True)]
         word = row.word + (f"  <- {', '.join(marks)}" if marks else "")
@@ -75,8 +77,10 @@ def card_bars(plan: MemoryPlan, row: PlanRow) -> list[str]:
         bar = _bar(parts, card.total_mib)
         over = "" if row.peak_mib[i] <= card.total_mib else "  OVER"
         free = card.total_mib - row.peak_mib[i]
-        lines.append(f"  {card.name or f'GPU {i}':8s} |{bar}| {row.peak_mib[i]:.0f} of {card.total_mib:.0f} MiB, "
-                     f"{phase}, {free:+.0f} free{over}")
+        lines.append(
+            f"  {card.name or f'GPU {i}':8s} |{bar}| {row.peak_mib[i]:.0f} of {card.total_mib:.0f} MiB, "
+            f"{phase}, {free:+.0f} free{over}"
+        )
         largest = sorted(((mib, kind) for kind, mib in parts.items() if mib >= 1.0), reverse=True)[:6]
         lines.append("           " + "  ".join(f"{kind} {mib:.0f}" for mib, kind in largest))
     lines.append(f"  {_LEGEND}")
@@ -94,7 +98,9 @@ def advice_lines(advice: Sequence[Advice]) -> list[str]:
         if not item.in_use
     ]
     lines = ["what would need less (on the fullest card):", *aligned(rows)] if len(rows) > 1 else []
-    lines += [f"in use already: {item.change} saves {item.gain_mib:.0f} MiB ({item.note})" for item in advice if item.in_use]
+    lines += [
+        f"in use already: {item.change} saves {item.gain_mib:.0f} MiB ({item.note})" for item in advice if item.in_use
+    ]
     return lines
 
 
@@ -119,8 +125,10 @@ def error_lines(errors: Sequence[PeakError]) -> list[str]:
 def _best_lines(plan: MemoryPlan) -> list[str]:
     best = plan.best
     value = "" if best.gpu0_bsz is None else f"gpu0_bsz {best.gpu0_bsz}, "
-    lines = [f"best for batch {plan.batch_size}: {value}split {_joined(best.split)}, fullest card "
-             f"{100 * best.fullest(plan.cards):.0f} % ({best.word}: {best.reason})"]
+    lines = [
+        f"best for batch {plan.batch_size}: {value}split {_joined(best.split)}, fullest card "
+        f"{100 * best.fullest(plan.cards):.0f} % ({best.word}: {best.reason})"
+    ]
     if plan.max_row is None:
         lines.append("largest batch that fits: none, not even 1")
     else:

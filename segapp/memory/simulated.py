@@ -38,11 +38,12 @@ CHANGE_IN_PLACE = (
 )
 """Operators of a step that take no memory, and that fake tensors have no rule for."""
 
-_IN_HALF = (
-    "conv2d conv_transpose2d.input convolution linear matmul mm mv bmm addmm addmv addbmm baddbmm "
-    "scaled_dot_product_attention"
-).split()
-_IN_FLOAT = "log_softmax.int softmax.int layer_norm group_norm nll_loss2d nll_loss mse_loss cumsum prod pow.Tensor_Scalar".split()
+_IN_HALF = tuple(
+    ["conv2d", "conv_transpose2d.input", "convolution", "linear", "matmul", "mm", "mv", "bmm", "addmm", "addmv", "addbmm", "baddbmm", "scaled_dot_product_attention"]
+)
+_IN_FLOAT = tuple(
+    ["log_softmax.int", "softmax.int", "layer_norm", "group_norm", "nll_loss2d", "nll_loss", "mse_loss", "cumsum", "prod", "pow.Tensor_Scalar"]
+)
 
 
 def is_supported() -> bool:
@@ -92,11 +93,11 @@ _libraries: list[torch.library.Library] = []
 
 def _register_autocast() -> None:
     """Autocast on the simulated device, by CUDA's lists of operators (those that segmentation networks use)."""
-    fallback = torch.library.Library("_", "IMPL")
-    fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-    library = torch.library.Library("aten", "IMPL")
+    fallback = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+    fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")  # type: ignore[no-untyped-call]
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     _libraries.extend((fallback, library))
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, "AutocastPrivateUse1"))  # noqa: B009  # not in its stubs
     cache = _WeightCache()
     clear = torch.clear_autocast_cache
 
@@ -116,7 +117,7 @@ def _register_autocast() -> None:
                 positional = [cache.cast(value, dtype) for value in args]
                 return operator(*positional, **{key: cache.cast(value, dtype) for key, value in kwargs.items()})
 
-        library.impl(name, kernel, "AutocastPrivateUse1")
+        library.impl(name, kernel, "AutocastPrivateUse1")  # type: ignore[no-untyped-call]
 
     for name in _IN_HALF:
         register(name, True)
@@ -160,8 +161,8 @@ def _take_real_numbers() -> None:
         with _disable_current_modes():
             return bin_of(loss)
 
-    grids: Any = _PaperGrid
-    bands.grid_of = views.grid_of = grids
+    for users_of_grids in (bands, views):
+        users_of_grids.grid_of = _PaperGrid  # type: ignore[attr-defined]
     ohem._bin_of = bin_of_real
     for module in (sums, lovasz):
         module.has_values = lambda _: True  # type: ignore[attr-defined]
@@ -237,7 +238,7 @@ def place(module: nn.Module, device_of: Callable[[str], str]) -> nn.Module:
             if parameter is not None:
                 if id(parameter) not in made:
                     made[id(parameter)] = nn.Parameter(_like(parameter, device), parameter.requires_grad)
-                part._parameters[key] = made[id(parameter)]  # type: ignore[assignment]
+                part._parameters[key] = made[id(parameter)]
         for key, buffer in part._buffers.items():
             if buffer is not None:
                 part._buffers[key] = made.setdefault(id(buffer), _like(buffer, device))

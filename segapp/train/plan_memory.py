@@ -12,7 +12,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -231,7 +230,8 @@ def plan_memory(
         probe = _probe_jobs(config, batch_size, len(cards), tried)
         results = pool.simulate([*(replace(job, split=split) for split in splits), *probe])
     model = fit_model(mode, results[: len(splits)])
-    allowance, errors = Allowance((CONTEXT_MIB,) * len(cards)), []
+    allowance = Allowance((CONTEXT_MIB,) * len(cards))
+    errors: list[PeakError] = []
     if measurement is not None:
         allowance, errors = calibrated(measurement, model, allowance)
     planner = Planner(model, cards, allowance, facts["smallest_chunk"])
@@ -243,10 +243,8 @@ def _smaller(size: Sequence[int] | None) -> tuple[int, int] | None:
     return None if size is None else (size[0], size[1])
 
 
-def _probe_jobs(
-    config: RunConfig, batch_size: int, num_cards: int, tried: Sequence[Variant]
-) -> list[SimulationJob]:
-    """One device with its share of the batch: as it is, with the loss at full resolution, each change, as a ddp rank."""
+def _probe_jobs(config: RunConfig, batch_size: int, num_cards: int, tried: Sequence[Variant]) -> list[SimulationJob]:
+    """One device with its share: as it is, with the loss at full resolution, with each change, as a rank of ddp."""
     samples = max(2, math.ceil(batch_size / num_cards))
     alone = SimulationJob("single", (samples,), accumulate=config.train.accumulate)
     return [

@@ -13,7 +13,7 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
@@ -29,8 +29,9 @@ from segapp.datasets.loader import Batch
 from segapp.datasets.schemes import ClassScheme
 from segapp.errors import ConfigError, DataError, SegappError
 from segapp.losses import AdditiveCriterion
+from segapp.memory.buckets import Buckets
 from segapp.memory.jobs import EVAL, PHASES, LossStyle, PhasePeak, SimulationJob, SimulationResult
-from segapp.memory.recorder import PeakMoment, PhaseMarks, Recorder
+from segapp.memory.recorder import CUDA_GRANULE_BYTES, PeakMoment, PhaseMarks, Recorder
 from segapp.memory.simulated import BACKEND, CHANGE_IN_PLACE, place, simulation, skeleton
 from segapp.models import SegmentationModel
 from segapp.optim import WeightAverage, build_optimizer
@@ -56,9 +57,6 @@ from segapp.train.build import (
 from segapp.train.engine import NormalizedInput, Normalizer, StepEngine
 from segapp.train.evaluate import evaluate
 
-_BUCKET_BYTES = 25 * 2**20
-_FIRST_BUCKET_BYTES = 2**20
-
 MIB = 2**20
 MAX_HEADERS = 500
 KNOWN_SIZES = {"cityscapes": (1024, 2048), "camvid": (720, 960), "voc": (500, 500), "ade20k": (768, 1024)}
@@ -79,67 +77,7 @@ class Upsampled(nn.Module):
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         """(N, C, H, W) logits, the auxiliary ones after the main ones."""
         size = images.shape[-2:]
-        return tuple(
-            F.interpolate(logits, size, mode="bilinear", align_corners=False) for logits in self.model(images)
-        )
-
-
-class Buckets:
-    """Memory of DistributedDataParallel's reducer: gradients are joined in buckets, in the order they are ready.
-
-    With `gradient_as_bucket_view` a gradient moves into its bucket; without, the buckets come on top. Buckets are made
-    when their first gradient is there (`lazy_bucket_allocation`, which `wrap_ddp` sets where torch has it) or before.
-
-    Args:
-        parameters: in the order of the model.
-        as_views: `gradient_as_bucket_view`.
-        is_lazy: `lazy_bucket_allocation`.
-        recorder: told that they are buckets.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter], *, as_views: bool, is_lazy: bool, recorder: Recorder) -> None:
-        self.as_views, self.recorder = as_views, recorder
-        self._groups: list[list[nn.Parameter]] = []
-        self._flat: dict[int, Tensor] = {}
-        self._place: dict[nn.Parameter, tuple[int, int]] = {}
-        self._fill([p for p in reversed(list(parameters)) if p.requires_grad])
-        for number in range(0 if is_lazy else len(self._groups)):
-            self._allocate(number)
-        self.keeps_buckets = not is_lazy
-        for parameter in self._place:
-            parameter.register_post_accumulate_grad_hook(self._move)
-
-    def _fill(self, parameters: Sequence[nn.Parameter]) -> None:
-        size, limit = 0, _FIRST_BUCKET_BYTES
-        for parameter in parameters:
-            same = self._groups and self._groups[-1][0].dtype == parameter.dtype
-            if not same or size >= limit:
-                limit = _FIRST_BUCKET_BYTES if not self._groups else _BUCKET_BYTES
-                self._groups.append([])
-                size = 0
-            self._place[parameter] = len(self._groups) - 1, sum(p.numel() for p in self._groups[-1])
-            self._groups[-1].append(parameter)
-            size += parameter.numel() * parameter.element_size()
-
-    def _allocate(self, number: int) -> Tensor:
-        group = self._groups[number]
-        flat = torch.zeros(sum(p.numel() for p in group), dtype=group[0].dtype, device=group[0].device)
-        self.recorder.tag([flat], "gradients" if self.as_views else "buckets")
-        self._flat[number] = flat
-        return flat
-
-    def _move(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter)
-        number, offset = self._place[parameter]
-        flat = self._flat.get(number)
-        flat = self._allocate(number) if flat is None else flat
-        if self.as_views:
-            parameter.grad = flat[offset : offset + parameter.numel()].view(parameter.shape)
-
-    def end_backward(self) -> None:
-        """Lazy buckets live as long as the gradients in them."""
-        if not self.keeps_buckets:
-            self._flat.clear()
+        return tuple(F.interpolate(logits, size, mode="bilinear", align_corners=False) for logits in self.model(images))
 
 
 class Simulator:
@@ -181,17 +119,44 @@ class Simulator:
             return 1
         return smallest_chunk(self._plain, torch.zeros(2, 3, *self.config.data.crop_px, device="meta"))
 
-    def run(self, job: SimulationJob) -> SimulationResult:
-        """One job: the steady state of training steps, then an evaluation."""
-        recorder = Recorder(skipped=CHANGE_IN_PLACE)
+    def run(
+        self,
+        job: SimulationJob,
+        devices: Sequence[str] | None = None,
+        *,
+        granule_bytes: int = CUDA_GRANULE_BYTES,
+        is_host_batch: bool = True,
+    ) -> SimulationResult:
+        """One job: a training step as every later one, then an evaluation.
+
+        Args:
+            job: what to simulate.
+            devices: other simulated devices than one a part of the split; repetitions are logical devices.
+            granule_bytes: what the devices' allocator rounds up to.
+            is_host_batch: batches come from the host, as a loader's do; else they lie on device 0.
+        """
+        devices = devices or [f"{BACKEND}:{i}" for i in range(len(job.split))]
+        recorder = Recorder(granule_bytes, CHANGE_IN_PLACE)
         source = self._skeleton(is_synced=job.mode in ("dp", "ddp") and max(job.num_ranks, len(job.split)) > 1)
-        stages = self._stages(_names(job)) if job.mode == "model" else {}
+        stages = self._stages(devices) if job.mode == "model" else {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with simulation(recorder):
                 model = _placed(source, stages, recorder)
-                first_mark = self._run(job, model, stages, recorder)
-        return _result(job, recorder, first_mark)
+                engine, end_backward = self.build_engine(job, model, devices, stages, recorder)
+                batches = [
+                    self.batch(sum(job.split), device="cpu" if is_host_batch else devices[0])
+                    for _ in range(min(job.accumulate, 2))
+                ]
+                first_mark = recorder.num_marks
+                run_step(engine, batches, recorder)
+                end_backward()
+                recorder.mark("idle")
+                if job.eval_px is not None and job.loss == "small":
+                    recorder.mark(EVAL)
+                    self._evaluate(engine, job.eval_px)
+                    recorder.mark("idle")
+        return _result(job, devices, recorder, first_mark)
 
     def _skeleton(self, is_synced: bool) -> nn.Module:
         """The model as the trainer prepares it, without memory."""
@@ -200,24 +165,7 @@ class Simulator:
             source = convert_sync_batchnorm(source)
         return half_except_norm(source) if self.config.train.precision == "fp16" else source
 
-    def _run(self, job: SimulationJob, model: Any, stages: dict[str, str], recorder: Recorder) -> int:
-        """Gives the number of the mark where the steady state begins."""
-        engine, end_backward = self._engine(job, model, stages, recorder)
-        PhaseMarks(recorder.mark).attach(engine.network, engine.precision)
-        batches = [self._batch(sum(job.split), self.config.data.crop_px) for _ in range(min(job.accumulate, 2))]
-        engine.network.train()
-        first_mark = recorder.num_marks
-        recorder.mark("forward")
-        engine.step(batches)
-        end_backward()
-        recorder.mark("idle")
-        if job.eval_px is not None and job.loss == "small":
-            recorder.mark(EVAL)
-            self._evaluate(engine, job.eval_px)
-            recorder.mark("idle")
-        return first_mark
-
-    def _stages(self, devices: list[str]) -> dict[str, str]:
+    def _stages(self, devices: Sequence[str]) -> dict[str, str]:
         """`parallel.stages` on simulated devices, or stages balanced by memory as the trainer balances them."""
         wished = self.config.parallel.stages
         if wished:
@@ -232,37 +180,56 @@ class Simulator:
             saved = recorder.alive_by_module()
             del outputs
         costs = {
-            name: sum(size for part, size in saved.items() if part.partition(".")[0] == name) + 2 * sum(p.numel() * p.element_size() for p in part.parameters())
+            name: sum(size for part, size in saved.items() if part.partition(".")[0] == name)
+            + 2 * sum(p.numel() * p.element_size() for p in part.parameters())
             for name, part in self._plain.named_children()
         }
         order_of_use = list(dict.fromkeys(name for seen in recorder.modules_seen if (name := seen.partition(".")[0])))
         numbers = plan_stages([costs[name] for name in order_of_use], len(devices))
         return {name: devices[number] for name, number in zip(order_of_use, numbers, strict=True)}
 
-    def _engine(
+    def build_engine(
         self,
         job: SimulationJob,
         model: SegmentationModel,
-        stages: dict[str, str],
+        devices: Sequence[str],
+        stages: Mapping[str, str],
         recorder: Recorder,
     ) -> tuple[StepEngine, Callable[[], None]]:
-        config, devices = self.config, _names(job)
-        device = torch.device(devices[0])
+        """The engine that the trainer would use, and what is to be called after a step.
+
+        Args:
+            job: mode, split and loss.
+            model: on its devices.
+            devices: simulated or real ones, in the order of the split.
+            stages: part of the model -> device, in mode model.
+            recorder: is told what the tensors are for.
+        """
+        config, device = self.config, torch.device(devices[0])
         precision = Precision(config.train.precision, device)
         normalizer = Normalizer(config.data.mean, config.data.std, precision.input_dtype).to(device)
         inner: Any = model if job.loss in ("small", "full") else Upsampled(model)
         wrapped = NormalizedInput(inner, normalizer, channels_last=config.train.channels_last)
         network: nn.Module = wrapped
-        end_backward: Callable[[], None] = lambda: None
         if job.mode == "dp":
-            kind = BalancedDataParallel if job.loss == "gathered" else DataParallelModel
-            options: Any = {"shares": job.split, "mode": "lockstep", "device_ids": devices}
-            network = kind(None, wrapped, **options) if job.loss == "gathered" else kind(wrapped, **options)
+            options: Any = {"shares": job.split, "mode": "lockstep"}
+            if job.loss == "gathered":
+                network = BalancedDataParallel(None, wrapped, list(devices), **options)
+            else:
+                network = DataParallelModel(wrapped, list(devices), **options)
         elif job.mode == "model":
             place_stages(wrapped, {f"model.{name}": where for name, where in stages.items()}, device, device)
         optimizer = build_optimizer(config.optim, _groups(config, model, precision))
-        recorder.tag((p for group in optimizer.param_groups for p in group["params"] if p.dtype == torch.float32
-                      and recorder.kind_of(p) != "weights"), "masters")
+        recorder.tag(
+            (
+                p
+                for group in optimizer.param_groups
+                for p in group["params"]
+                if p.dtype == torch.float32 and recorder.kind_of(p) != "weights"
+            ),
+            "masters",
+        )
+        buckets = None
         if job.mode == "ddp":
             buckets = Buckets(
                 model.parameters(),
@@ -270,7 +237,6 @@ class Simulator:
                 is_lazy="lazy_bucket_allocation" in signature(DistributedDataParallel.__init__).parameters,
                 recorder=recorder,
             )
-            end_backward = buckets.end_backward
         average = None
         if config.train.ema is not None:
             average = WeightAverage(model, config.train.ema)
@@ -289,7 +255,7 @@ class Simulator:
         _create_state(optimizer)
         states = optimizer.state.values()
         recorder.tag((t for state in states for t in state.values() if isinstance(t, Tensor)), "optimizer")
-        return engine, end_backward
+        return engine, _nothing if buckets is None else buckets.end_backward
 
     def _criterion(self, style: LossStyle) -> AdditiveCriterion:
         criterion = build_criterion(
@@ -301,14 +267,16 @@ class Simulator:
         if style != "small":
             for part in criterion.modules():
                 if hasattr(part, "implementation"):
-                    part.implementation = "reference"
+                    part.implementation = "reference"  # type: ignore[assignment]
         return criterion
 
-    def _batch(self, num_samples: int, size: tuple[int, int]) -> Batch:
+    def batch(self, num_samples: int, size: tuple[int, int] | None = None, *, device: str = "cpu") -> Batch:
+        """A batch of nothing, of a crop's size or another."""
+        size = size or self.config.data.crop_px
         top = max(self.scheme.num_classes - 1, self.scheme.ignore_index)
-        dtype = torch.uint8 if 0 <= self.scheme.ignore_index and top < 256 else torch.int16
-        images = torch.empty(num_samples, 3, *size, dtype=torch.uint8)
-        return Batch(images, torch.empty(num_samples, *size, dtype=dtype), tuple(range(num_samples)))
+        dtype = torch.uint8 if self.scheme.ignore_index >= 0 and top < 256 else torch.int16
+        images = torch.zeros(num_samples, 3, *size, dtype=torch.uint8, device=device)
+        return Batch(images, torch.zeros(num_samples, *size, dtype=dtype, device=device), tuple(range(num_samples)))
 
     def _evaluate(self, engine: StepEngine, size: tuple[int, int]) -> None:
         config = self.config
@@ -316,7 +284,7 @@ class Simulator:
 
         def batches() -> Iterator[Batch]:
             for _ in range(2):
-                yield self._batch(config.eval.batch_size, size)
+                yield self.batch(config.eval.batch_size, size=size)
             raise _Done  # the scores would need numbers
 
         model = engine.model if engine.average is None else engine.average.module
@@ -346,8 +314,16 @@ def _create_state(optimizer: torch.optim.Optimizer) -> None:
                 }
 
 
-def _names(job: SimulationJob) -> list[str]:
-    return [f"{BACKEND}:{i}" for i in range(len(job.split))]
+def _nothing() -> None:
+    """There is nothing to be done."""
+
+
+def run_step(engine: StepEngine, batches: Sequence[Batch], recorder: Recorder) -> None:
+    """One step, its phases marked; afterwards the gradients are gone."""
+    PhaseMarks(recorder.mark).attach(engine.network, engine.precision)
+    engine.network.train()
+    recorder.mark("forward")
+    engine.step(batches)
 
 
 def _placed(source: nn.Module, stages: Mapping[str, str], recorder: Recorder) -> Any:
@@ -362,7 +338,8 @@ def _placed(source: nn.Module, stages: Mapping[str, str], recorder: Recorder) ->
     recorder.tag(model.buffers(), "buffers")
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda p: recorder.tag([p.grad], "gradients"))
+            hook: Any = parameter.register_post_accumulate_grad_hook
+            hook(lambda p: recorder.tag([p.grad], "gradients"))
     watch_modules(model, recorder, depth=2)
     return model
 
@@ -385,11 +362,11 @@ KIND_OF_PHASE = {"forward": "activations", "backward": "temporaries", "step": "t
 """What a storage is for that nobody tagged, by the phase it was made in."""
 
 
-def _result(job: SimulationJob, recorder: Recorder, first_mark: int) -> SimulationResult:
+def _result(job: SimulationJob, devices: Sequence[str], recorder: Recorder, first_mark: int) -> SimulationResult:
     peaks = recorder.peaks(first_mark)
-    devices = [peaks.get(f"{BACKEND}:{i}", {}) for i in range(len(job.split))]
+    found = [peaks.get(device, {}) for device in devices]
     return SimulationResult(
-        job.split, tuple({p: _in_mib(m) for p, m in phases.items() if p in PHASES} for phases in devices)
+        job.split, tuple({p: _in_mib(m) for p, m in phases.items() if p in PHASES} for phases in found)
     )
 
 
