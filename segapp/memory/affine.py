@@ -2,6 +2,8 @@
 
 `peak = fixed + per_sample * its samples + per_batch * all samples`. `per_batch` is what gathering costs; with the
 parallel criterion it is 0. Device 0 without samples is a case of its own: nothing of a replica is there.
+
+Not affine, and off by some 20 MiB: chunks whose upsampled logits are so small that the loss makes them whole (8 MiB).
 """
 
 from __future__ import annotations

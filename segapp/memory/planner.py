@@ -121,7 +121,7 @@ class MemoryPlan:
     @property
     def best(self) -> PlanRow:
         """The split whose fullest card has the most room."""
-        return min(self.rows, key=lambda row: row.fullest(self.cards))
+        return min(self.rows, key=lambda row: (round(row.fullest(self.cards), 4), -(row.gpu0_bsz or 0)))
 
 
 class Planner:
@@ -166,8 +166,11 @@ class Planner:
 
     def largest_batch(self) -> tuple[int, PlanRow | None]:
         """The largest batch that some split fits, with that split; 0 where none does."""
-        low, high = 0, 1
-        while high <= LARGEST_BATCH and self._best_fit(high) is not None:
+        # The least batches may be refused for other reasons: every rank of ddp needs a sample, BatchNorm may need two.
+        least = 2 * len(self.cards)
+        low = next((batch for batch in range(1, least + 1) if self._best_fit(batch) is not None), 0)
+        high = 2 * low
+        while low and high <= LARGEST_BATCH and self._best_fit(high) is not None:
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
@@ -198,6 +201,9 @@ class Planner:
 
     def _judge(self, batch_size: int, gpu0_bsz: int | None, shares: Sequence[int] | None = None) -> PlanRow | str:
         num_devices = len(self.cards)
+        if self.model.mode == "ddp":
+            each, left_over = divmod(batch_size, num_devices)
+            shares = [each + (rank < left_over) for rank in range(num_devices)]
         check = split_verdict(
             batch_size,
             num_devices if self.model.mode != "model" else 1,

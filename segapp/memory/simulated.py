@@ -38,11 +38,32 @@ CHANGE_IN_PLACE = (
 )
 """Operators of a step that take no memory, and that fake tensors have no rule for."""
 
-_IN_HALF = tuple(
-    ["conv2d", "conv_transpose2d.input", "convolution", "linear", "matmul", "mm", "mv", "bmm", "addmm", "addmv", "addbmm", "baddbmm", "scaled_dot_product_attention"]
+_IN_HALF = (
+    "conv2d",
+    "conv_transpose2d.input",
+    "convolution",
+    "linear",
+    "matmul",
+    "mm",
+    "mv",
+    "bmm",
+    "addmm",
+    "addmv",
+    "addbmm",
+    "baddbmm",
+    "scaled_dot_product_attention",
 )
-_IN_FLOAT = tuple(
-    ["log_softmax.int", "softmax.int", "layer_norm", "group_norm", "nll_loss2d", "nll_loss", "mse_loss", "cumsum", "prod", "pow.Tensor_Scalar"]
+_IN_FLOAT = (
+    "log_softmax.int",
+    "softmax.int",
+    "layer_norm",
+    "group_norm",
+    "nll_loss2d",
+    "nll_loss",
+    "mse_loss",
+    "cumsum",
+    "prod",
+    "pow.Tensor_Scalar",
 )
 
 
