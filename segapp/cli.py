@@ -238,3 +238,16 @@ def plan(
     from segapp.train.plan_memory import print_plan
 
     print_plan(config, overrides or [], gpus, run, as_json=json_out)
+
+
+@app.command()
+def profile(
+    overrides: Overrides = None,
+    config: ConfigOption = None,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Steps to time.")] = 3,
+    json_out: JsonFlag = False,
+) -> None:
+    """Run a few real steps and show where their time and memory go."""
+    from segapp.train.profile import print_profile
+
+    print_profile(config, overrides or [], steps, as_json=json_out)

@@ -38,6 +38,7 @@ from segapp.optim import WeightAverage, build_optimizer
 from segapp.parallel import (
     BalancedDataParallel,
     DataParallelModel,
+    check_split,
     convert_sync_batchnorm,
     place_stages,
     plan_stages,
@@ -111,6 +112,20 @@ class Simulator:
             return None
         height, width = self.config.data.crop_px
         return self._suitable_size(height * 3 // 4, width * 3 // 4)
+
+    def split_on(self, num_devices: int) -> tuple[int, ...]:
+        """How the config divides its batch over so many devices.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        section, batch_size = self.config.parallel, self.config.train.batch_size
+        check = check_split(
+            batch_size, num_devices, section.gpu0_bsz, shares=section.shares, smallest_chunk=self.smallest_chunk
+        )
+        if check.split is None:
+            raise ConfigError(f"parallel: {check.reasons[0]}")
+        return check.split
 
     @property
     def smallest_chunk(self) -> int:
@@ -365,9 +380,12 @@ KIND_OF_PHASE = {"forward": "activations", "backward": "temporaries", "step": "t
 def _result(job: SimulationJob, devices: Sequence[str], recorder: Recorder, first_mark: int) -> SimulationResult:
     peaks = recorder.peaks(first_mark)
     found = [peaks.get(device, {}) for device in devices]
-    return SimulationResult(
-        job.split, tuple({p: _in_mib(m) for p, m in phases.items() if p in PHASES} for phases in found)
-    )
+    return SimulationResult(job.split, tuple(phase_peaks(phases) for phases in found))
+
+
+def phase_peaks(moments: Mapping[str, PeakMoment]) -> dict[str, PhasePeak]:
+    """A device's moments by phase, in MiB, without what is no phase of a training."""
+    return {phase: _in_mib(moment) for phase, moment in moments.items() if phase in PHASES}
 
 
 def _in_mib(moment: PeakMoment) -> PhasePeak:
