@@ -300,3 +300,36 @@ def schema(
         out.write_text(text)
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {os.strerror(error.errno or 0)}: choose another --out") from None
+
+
+@app.command()
+def plan(
+    overrides: Overrides = None,
+    config: ConfigOption = None,
+    gpus: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--gpus", metavar="LIST", help="3x24220MiB, or 24GiB,24GiB,11GiB, or here (this machine's)."),
+    ] = None,
+    run: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--run", metavar="RUN", help="Calibrate with what this run has measured."),
+    ] = None,
+    json_out: JsonFlag = False,
+) -> None:
+    """Predict each GPU's peak memory for every split of the batch, without a GPU."""
+    from segapp.train.plan_memory import print_plan
+
+    print_plan(config, overrides or [], gpus, run, as_json=json_out)
+
+
+@app.command()
+def profile(
+    overrides: Overrides = None,
+    config: ConfigOption = None,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Steps to time.")] = 3,
+    json_out: JsonFlag = False,
+) -> None:
+    """Run a few real steps and show where their time and memory go."""
+    from segapp.train.profile import print_profile
+
+    print_profile(config, overrides or [], steps, as_json=json_out)

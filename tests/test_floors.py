@@ -37,6 +37,8 @@ def test_the_libraries_load_nothing_beyond_torch(package: str) -> None:
         "segapp.train.overview",
         "segapp.train.ctl",
         "segapp.train.spawn",
+        "segapp.train.plan_memory",
+        "segapp.memory.planner",
         "segapp.cli",
     ],
 )

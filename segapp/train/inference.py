@@ -101,8 +101,10 @@ class Inference:
         return logits.flip(-1) if flip else logits
 
     def _logits(self, model: SegmentationModel, images: Tensor) -> Tensor:
+        # The average of half weights is kept, and evaluated, in float32.
+        dtype = next((p.dtype for p in model.parameters() if p.dim() > 1), images.dtype)
         with self.autocast():
-            logits: Tensor = model(images)[0]
+            logits: Tensor = model(images.to(dtype))[0]
         return logits
 
 

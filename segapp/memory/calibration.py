@@ -1,0 +1,165 @@
+"""What a run has measured, for its plan: peaks by split, what lies on a card beside tensors, and how far off it was.
+
+Read from `events.jsonl`: `memory` events say what each device held at most, `run_start`, `epoch_start`, `gpu0_bsz` and
+`step` events which split it held for. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from segapp.errors import ConfigError
+from segapp.memory.affine import MemoryModel
+from segapp.memory.cards import Card
+from segapp.memory.planner import Allowance
+from segapp.run.events import EventReader
+from segapp.run.folder import RunFolder
+from segapp.run.verdict import MemoryFit, MemoryObservation, fit_memory
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A run's memory as it was.
+
+    Attributes:
+        devices: as torch calls them.
+        total_mib: of each; None where unknown.
+        observations: the highest peak of each device for each split that it held under.
+        beside_mib: what lay on each card beside the run's tensors and its allocator's cache (context, other processes).
+    """
+
+    devices: tuple[str, ...]
+    total_mib: tuple[float | None, ...]
+    observations: tuple[MemoryObservation, ...]
+    beside_mib: tuple[float | None, ...]
+
+    @property
+    def fit(self) -> MemoryFit:
+        """`fixed_i + slope x samples_i` through the observations."""
+        return fit_memory(self.observations)
+
+    def cards(self) -> tuple[Card, ...]:
+        """The run's GPUs.
+
+        Raises:
+            ConfigError: the run has not said how large they are.
+        """
+        if not self.devices or None in self.total_mib:
+            raise ConfigError("the run has not written how much memory its devices have: say it with --gpus 3x24220MiB")
+        return tuple(Card(mib or 0.0, name) for mib, name in zip(self.total_mib, self.devices, strict=True))
+
+
+@dataclass(frozen=True)
+class PeakError:
+    """One device under one split: predicted beside measured, MiB of tensors."""
+
+    split: tuple[int, ...]
+    device: int
+    measured_mib: float
+    predicted_mib: float
+    calibrated_mib: float
+
+    @property
+    def error(self) -> float:
+        """Of the plain prediction, relative to what was measured; negative: predicted too little."""
+        return self.predicted_mib / self.measured_mib - 1
+
+    @property
+    def calibrated_error(self) -> float:
+        """Of the calibrated one."""
+        return self.calibrated_mib / self.measured_mib - 1
+
+
+def read_measurement(folder: RunFolder) -> Measurement:
+    """What a run's events say about its memory.
+
+    Raises:
+        ConfigError: nothing yet, or of a run without GPUs.
+    """
+    measurement = collect(EventReader(folder.events).read_raw())
+    where = folder.path.name
+    if measurement.devices and all(name.startswith("cpu") for name in measurement.devices):
+        raise ConfigError(f"{where} trained on the CPU: a plan for GPUs cannot learn from it; leave out --run")
+    if not measurement.observations:
+        raise ConfigError(f"{where} has measured no peak yet: let it train for some steps, or leave out --run")
+    return measurement
+
+
+def collect(events: Iterable[dict[str, Any]]) -> Measurement:
+    """Gathers the measurements of raw events, in their order; numbers that are missing are left out."""
+    devices: tuple[str, ...] = ()
+    split: tuple[int, ...] | None = None
+    total: list[float | None] = []
+    peaks: dict[tuple[int, ...], list[float | None]] = {}
+    beside: list[list[float]] = []
+    for event in events:
+        kind = event["type"]
+        if kind == "run_start":
+            devices = tuple(d if isinstance(d, str) else str(d.get("device")) for d in event.get("devices") or ())
+        if kind in ("run_start", "epoch_start") or (kind == "gpu0_bsz" and event.get("status") == "applied"):
+            split = _split(event) or split
+        elif kind == "step" and split is None:
+            split = _split(event)
+        elif kind == "memory" and split is not None:
+            rows = [row if isinstance(row, dict) else {} for row in event.get("devices") or ()]
+            if len(rows) != len(split):
+                continue
+            total = [_number(row.get("total_mib")) for row in rows]
+            beside = beside or [[] for _ in rows]
+            known = peaks.setdefault(split, [None] * len(split))
+            for i, row in enumerate(rows):
+                known[i] = _larger(known[i], _number(row.get("peak_mib")))
+                used, reserved = _number(row.get("used_mib")), _number(row.get("reserved_mib"))
+                if used is not None and reserved is not None:
+                    beside[i].append(max(0.0, used - reserved))
+    observations = [MemoryObservation(s, tuple(p)) for s, p in peaks.items() if any(mib for mib in p)]
+    return Measurement(
+        devices, tuple(total), tuple(observations), tuple(median(mib) if mib else None for mib in beside)
+    )
+
+
+def calibrated(measurement: Measurement, model: MemoryModel, assumed: Allowance) -> tuple[Allowance, list[PeakError]]:
+    """The allowance with what was measured in place of what was assumed, and how good both are.
+
+    Args:
+        measurement: of a run of the same config.
+        model: its prediction.
+        assumed: stands in where nothing was measured.
+    """
+    ratios: list[list[float]] = [[] for _ in assumed.context_mib]
+    pairs = []
+    for split, peaks in measurement.observations:
+        for i, (measured, predicted) in enumerate(zip(peaks, model.peak_mib(split), strict=True)):
+            if measured and predicted and i < len(ratios):
+                ratios[i].append(measured / predicted)
+                pairs.append((tuple(split), i, measured, predicted))
+    everywhere = [ratio for own in ratios for ratio in own]
+    fallback = median(everywhere) if everywhere else 1.0
+    scale = tuple(median(own) if own else fallback for own in ratios)
+    context = tuple(
+        assumed.context_mib[i] if i >= len(measurement.beside_mib) or measurement.beside_mib[i] is None else mib
+        for i, mib in enumerate(_padded(measurement.beside_mib, len(ratios)))
+    )
+    errors = [PeakError(split, i, measured, mib, mib * scale[i]) for split, i, measured, mib in pairs]
+    return Allowance(context, assumed.room, scale, "measured"), errors
+
+
+def _padded(values: Sequence[float | None], length: int) -> list[float]:
+    return [mib or 0.0 for mib in values] + [0.0] * (length - len(values))
+
+
+def _split(event: dict[str, Any]) -> tuple[int, ...] | None:
+    split = event.get("split")
+    is_split = isinstance(split, list) and split and all(isinstance(part, int) and part >= 0 for part in split)
+    return tuple(split) if is_split and isinstance(split, list) else None
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _larger(a: float | None, b: float | None) -> float | None:
+    return b if a is None else a if b is None else max(a, b)

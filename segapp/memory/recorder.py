@@ -1,0 +1,258 @@
+"""Follows every storage that a piece of torch code makes, on any device, fake or real, and says what made the peak.
+
+Alive is what torch's own allocator would count: from the operation that returns a storage until its last reference is
+gone. What a kernel takes and gives back within one call is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+CUDA_GRANULE_BYTES = 512
+"""torch's CUDA allocator hands out multiples of this."""
+
+_MOVED = "_to_copy"
+_PARTS_OF_A_MODEL = ("weights", "buffers")
+
+
+@dataclass
+class Allocation:
+    """One storage.
+
+    Attributes:
+        device: where it lies, as torch prints it.
+        num_bytes: rounded up as the device's allocator does.
+        kind: what it is for, one word.
+        what: the operation that made it, and the shape and dtype of the first tensor in it.
+        module: dotted name of the part of the model that was running; empty outside.
+    """
+
+    device: str
+    num_bytes: int
+    kind: str
+    what: str
+    module: str = ""
+
+
+@dataclass(frozen=True)
+class PeakMoment:
+    """A device's highest point within a phase.
+
+    Attributes:
+        num_bytes: alive then.
+        by_kind: the same, by what it is for.
+        by_module: activations alive then, by the part of the model that made them.
+        largest: the largest storages alive then, largest first.
+    """
+
+    num_bytes: int = 0
+    by_kind: dict[str, int] = field(default_factory=dict)
+    by_module: dict[str, int] = field(default_factory=dict)
+    largest: tuple[Allocation, ...] = ()
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down when storages come and go.
+
+    Phases are marked by `mark`; storages get their kind from the phase they were made in, unless `tag` says better.
+
+    Args:
+        granule_bytes: sizes are rounded up to multiples of it.
+        skipped: operators that only change what they are given, and are not to be run.
+    """
+
+    def __init__(self, granule_bytes: int = CUDA_GRANULE_BYTES, skipped: Iterable[Callable[..., Any]] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.granule_bytes = granule_bytes
+        self.skipped = frozenset(skipped)
+        self.allocations: list[Allocation] = []
+        self.modules: list[str] = [""]
+        self.modules_seen: list[str] = []
+        self._events: list[int] = []  # a storage's number when it comes, its complement (~number) when it goes
+        self._marks: list[tuple[int, str]] = [(0, "build")]
+        self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
+
+    @property
+    def phase(self) -> str:
+        """The phase that was marked last."""
+        return self._marks[-1][1]
+
+    def mark(self, phase: str) -> None:
+        """Says that another phase begins."""
+        self._marks.append((len(self._events), phase))
+
+    def enter(self, module: str) -> None:
+        """Says that a part of the model begins to run."""
+        self.modules.append(module)
+        if module not in self.modules_seen:
+            self.modules_seen.append(module)
+
+    def leave(self) -> None:
+        """Says that the part that began last has run."""
+        self.modules.pop()
+
+    def alive_by_module(self) -> Counter[str]:
+        """Bytes alive now, by the part of the model that made them."""
+        found: Counter[str] = Counter()
+        for number, _ in self._alive.values():
+            found[self.allocations[number].module] += self.allocations[number].num_bytes
+        return found
+
+    def tag(self, tensors: Iterable[Tensor | None], kind: str) -> None:
+        """Says what tensors are for; tensors that were not seen yet are taken in."""
+        for tensor in tensors:
+            if tensor is None:
+                continue
+            self._take_in(tensor, kind)
+            self.allocations[self._alive[tensor.untyped_storage()._cdata][0]].kind = kind
+
+    def kind_of(self, tensor: Tensor) -> str | None:
+        """What a tensor's storage is for; None where it was never seen."""
+        found = self._alive.get(tensor.untyped_storage()._cdata)
+        return None if found is None else self.allocations[found[0]].kind
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs an operator and takes in what it returned."""
+        if func in self.skipped:
+            return args[0] if isinstance(args[0], Tensor) else None
+        out = func(*args, **(kwargs or {}))
+        kind = None
+        if func._opname == _MOVED and self.kind_of(args[0]) in _PARTS_OF_A_MODEL and out.device != args[0].device:
+            kind = "replicas"
+        for tensor in (out,) if isinstance(out, Tensor) else tree_iter(out):
+            if isinstance(tensor, Tensor):
+                self._take_in(tensor, kind, func._opname)
+        return out
+
+    def _take_in(self, tensor: Tensor, kind: str | None, operator: str = "") -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive:
+            return
+        granule = self.granule_bytes
+        size = -(-storage.nbytes() // granule) * granule
+        number = len(self.allocations)
+        shape = "x".join(map(str, tensor.shape)) or "scalar"
+        what = f"{operator} {shape} {str(tensor.dtype).removeprefix('torch.')}".strip()
+        self.allocations.append(Allocation(str(tensor.device), size, kind or self.phase, what, self.modules[-1]))
+        self._alive[key] = number, weakref.ref(storage, lambda _: self._let_go(key, number))
+        self._events.append(number)
+
+    def _let_go(self, key: int, number: int) -> None:
+        found = self._alive.get(key)
+        if found is not None and found[0] == number:
+            del self._alive[key]
+            self._events.append(~number)
+
+    def peaks(self, first_mark: int = 0) -> dict[str, dict[str, PeakMoment]]:
+        """Device -> phase -> its highest moment, over what came after a mark.
+
+        Args:
+            first_mark: number of the mark from which on peaks count (`len(num_marks)` at that time).
+        """
+        places = self._peak_places(first_mark)
+        wanted = {at for place in places.values() for at, _ in place.values()}
+        moments: dict[int, set[int]] = {}
+        alive: set[int] = set()
+        if -1 in wanted:
+            moments[-1] = set()
+        for at, event in enumerate(self._events):
+            if event >= 0:
+                alive.add(event)
+            else:
+                alive.discard(~event)
+            if at in wanted:
+                moments[at] = set(alive)
+        return {
+            device: {phase: self._moment(device, moments[at]) for phase, (at, _) in place.items()}
+            for device, place in places.items()
+        }
+
+    @property
+    def num_marks(self) -> int:
+        """Marks so far."""
+        return len(self._marks)
+
+    def _phases(self, first_mark: int) -> Iterator[tuple[str, int, int]]:
+        """(phase, first event, last + 1) in order."""
+        ends = [*(at for at, _ in self._marks[1:]), len(self._events)]
+        for (start, phase), end in list(zip(self._marks, ends, strict=True))[first_mark:]:
+            yield phase, start, end
+
+    def _peak_places(self, first_mark: int) -> dict[str, dict[str, tuple[int, int]]]:
+        """Device -> phase -> (event after which it held the most, bytes then)."""
+        live: Counter[str] = Counter()
+        places: dict[str, dict[str, tuple[int, int]]] = {a.device: {} for a in self.allocations}
+        done = 0
+
+        def note(phase: str, device: str, at: int) -> None:
+            if phase not in places[device] or live[device] > places[device][phase][1]:
+                places[device][phase] = at, live[device]
+
+        for phase, start, end in self._phases(first_mark):
+            done = self._advance(live, done, start)
+            for device in places:
+                note(phase, device, start - 1)
+            for at in range(start, end):
+                self._advance(live, at, at + 1)
+                number = self._events[at]
+                if number >= 0:
+                    note(phase, self.allocations[number].device, at)
+            done = end
+        return places
+
+    def _advance(self, live: Counter[str], start: int, end: int) -> int:
+        for event in self._events[start:end]:
+            allocation = self.allocations[event if event >= 0 else ~event]
+            live[allocation.device] += allocation.num_bytes if event >= 0 else -allocation.num_bytes
+        return end
+
+    def _moment(self, device: str, alive: set[int]) -> PeakMoment:
+        own = [a for a in (self.allocations[number] for number in alive) if a.device == device]
+        by_kind: Counter[str] = Counter()
+        by_module: Counter[str] = Counter()
+        for allocation in own:
+            by_kind[allocation.kind] += allocation.num_bytes
+            if allocation.module and allocation.kind not in _PARTS_OF_A_MODEL:
+                by_module[allocation.module] += allocation.num_bytes
+        largest = tuple(sorted(own, key=lambda a: -a.num_bytes)[:8])
+        return PeakMoment(sum(by_kind.values()), dict(by_kind.most_common()), dict(by_module.most_common()), largest)
+
+
+class PhaseMarks:
+    """Marks the phases of a `StepEngine`'s step from outside: hooks on the network, wraps around the precision.
+
+    Args:
+        mark: told the phase that begins: forward, loss, backward, step.
+    """
+
+    def __init__(self, mark: Callable[[str], None]) -> None:
+        self.mark = mark
+
+    def attach(self, network: torch.nn.Module, precision: Any) -> None:
+        """From now on the phases of steps with this network and this precision are marked."""
+        network.register_forward_pre_hook(lambda *_: self.mark("forward"))
+        network.register_forward_hook(lambda *_: self.mark("loss"))
+        scale, unscale = precision.scale, precision.unscale
+
+        def before_backward(loss: Tensor) -> Any:
+            scaled = scale(loss)
+            self.mark("backward")
+            return scaled
+
+        def before_update(gradients: Any) -> None:
+            self.mark("step")
+            unscale(gradients)
+
+        precision.scale, precision.unscale = before_backward, before_update

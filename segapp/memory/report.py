@@ -1,0 +1,180 @@
+"""A memory plan for people: a table of splits, a picture of the cards, and what to change. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from segapp.memory.calibration import PeakError
+from segapp.memory.jobs import KINDS
+from segapp.memory.planner import Advice, MemoryPlan, PlanRow
+
+BAR_CELLS = 48
+MAX_ROWS = 40
+_LETTERS = {
+    "weights": "W", "buffers": "W", "masters": "M", "optimizer": "O", "average": "E", "replicas": "R",
+    "gradients": "G", "buckets": "B", "input": "I", "activations": "A", "loss": "L", "temporaries": "T",
+    "evaluation": "V", "allowance": "x",
+}  # fmt: skip
+_LEGEND = (
+    "W weights  M fp32 masters  O optimizer  E average of weights  R replica  G gradients  B buckets  A activations  "
+    "L loss  T temporaries of backward  V evaluation  x context and allocator's room  . free"
+)
+
+
+def plan_lines(plan: MemoryPlan) -> list[str]:
+    """Everything that `segapp plan` prints."""
+    cards = ", ".join(f"{card.total_mib:.0f}" for card in plan.cards)
+    lines = [
+        f"{plan.name}: batch {plan.batch_size} on {len(plan.cards)} GPU{'s' * (len(plan.cards) > 1)} ({cards} MiB), "
+        f"mode {plan.mode}",
+        *plan.notes,
+        "",
+        *split_table(plan),
+        "",
+        *_best_lines(plan),
+        "",
+        *card_bars(plan, plan.best),
+        "",
+        *advice_lines(plan.advice),
+    ]
+    return [line.rstrip() for line in lines]
+
+
+def split_table(plan: MemoryPlan) -> list[str]:
+    """One line a split: what each card must have, the phase that sets it, the verdict."""
+    header = ("gpu0_bsz", "split", *(f"{card.name or f'GPU {i}'} MiB" for i, card in enumerate(plan.cards)), "verdict")
+    shown = _shown_rows(plan)
+    rows: list[Sequence[str]] = [header]
+    for row in shown:
+        marks = [
+            name
+            for name, other in (("best", plan.best), ("config", plan.current))
+            if other and other.split == row.split
+        ]
+        cells = [f"{mib:.0f} {phase}" for mib, phase in zip(row.peak_mib, row.phase, strict=True)]
+        word = row.word + (f"  <- {', '.join(marks)}" if marks else "")
+        rows.append(("-" if row.gpu0_bsz is None else str(row.gpu0_bsz), _joined(row.split), *cells, word))
+    lines = aligned(rows)
+    hidden = len(plan.rows) - len(shown)
+    if hidden:
+        lines.append(f"({hidden} more: --json has them all)")
+    by_reason: dict[str, list[int]] = {}
+    for value, reason in plan.refused:
+        by_reason.setdefault(reason.partition(" leaves ")[2] or reason, []).append(value)
+    lines += [f"gpu0_bsz {_ranges(values)} refused: leaves {reason}" for reason, values in by_reason.items()]
+    return lines
+
+
+def card_bars(plan: MemoryPlan, row: PlanRow) -> list[str]:
+    """What fills each card under one split, at the moment when it holds the most."""
+    numbers = plan.model.numbers(row.split)
+    lines = [f"split {_joined(row.split)}, each card at its fullest:"]
+    for i, card in enumerate(plan.cards):
+        own, phase = numbers[i], row.phase[i]
+        scale = row.tensors_mib[i] / max(own.get(phase, 0.0), 1e-9) if own else 0.0
+        parts = {kind: own.get(f"{phase}/{kind}", 0.0) * scale for kind in KINDS}
+        parts["allowance"] = row.peak_mib[i] - row.tensors_mib[i]
+        bar = _bar(parts, card.total_mib)
+        over = "" if row.peak_mib[i] <= card.total_mib else "  OVER"
+        free = card.total_mib - row.peak_mib[i]
+        lines.append(
+            f"  {card.name or f'GPU {i}':8s} |{bar}| {row.peak_mib[i]:.0f} of {card.total_mib:.0f} MiB, "
+            f"{phase}, {free:+.0f} free{over}"
+        )
+        largest = sorted(((mib, kind) for kind, mib in parts.items() if mib >= 1.0), reverse=True)[:6]
+        lines.append("           " + "  ".join(f"{kind} {mib:.0f}" for mib, kind in largest))
+    lines.append(f"  {_LEGEND}")
+    return lines
+
+
+def advice_lines(advice: Sequence[Advice]) -> list[str]:
+    """What would need less, ranked."""
+    if not advice:
+        return []
+    rows: list[Sequence[str]] = [("change", "saves MiB", "fullest card", "fits", "note")]
+    rows += [
+        (item.change, f"{item.gain_mib:.0f}", f"{item.peak_mib:.0f}", "yes" if item.fits else "no", item.note)
+        for item in advice
+        if not item.in_use
+    ]
+    lines = ["what would need less (on the fullest card):", *aligned(rows)] if len(rows) > 1 else []
+    lines += [
+        f"in use already: {item.change} saves {item.gain_mib:.0f} MiB ({item.note})" for item in advice if item.in_use
+    ]
+    return lines
+
+
+def error_lines(errors: Sequence[PeakError]) -> list[str]:
+    """How far predictions lay from what a run has measured."""
+    rows: list[Sequence[str]] = [("split", "GPU", "measured", "predicted", "error", "calibrated", "error")]
+    rows += [
+        (
+            _joined(error.split),
+            str(error.device),
+            f"{error.measured_mib:.0f}",
+            f"{error.predicted_mib:.0f}",
+            f"{100 * error.error:+.1f} %",
+            f"{error.calibrated_mib:.0f}",
+            f"{100 * error.calibrated_error:+.1f} %",
+        )
+        for error in errors
+    ]
+    return ["measured by the run (MiB of tensors):", *aligned(rows)]
+
+
+def _best_lines(plan: MemoryPlan) -> list[str]:
+    best = plan.best
+    value = "" if best.gpu0_bsz is None else f"gpu0_bsz {best.gpu0_bsz}, "
+    lines = [
+        f"best for batch {plan.batch_size}: {value}split {_joined(best.split)}, fullest card "
+        f"{100 * best.fullest(plan.cards):.0f} % ({best.word}: {best.reason})"
+    ]
+    if plan.max_row is None:
+        lines.append("largest batch that fits: none, not even 1")
+    else:
+        value = "" if plan.max_row.gpu0_bsz is None else f" at gpu0_bsz {plan.max_row.gpu0_bsz}"
+        lines.append(f"largest batch that fits: {plan.max_batch}{value}, split {_joined(plan.max_row.split)}")
+    if plan.shares is not None:
+        lines.append(f"  with parallel.shares={list(plan.shares)}: {sum(plan.shares)}")
+    a = plan.allowance
+    contexts = "/".join(f"{mib:.0f}" for mib in dict.fromkeys(a.context_mib))
+    lines.append(
+        f"allowance ({a.source}): {contexts} MiB a card for driver and context, "
+        f"{100 * (1 - a.room):.0f} % for the allocator" + _scale_text(a.scale)
+    )
+    return lines
+
+
+def _scale_text(scale: Sequence[float]) -> str:
+    return "" if not scale else "; measured over predicted: " + ", ".join(f"{value:.3f}" for value in scale)
+
+
+def _shown_rows(plan: MemoryPlan) -> Sequence[PlanRow]:
+    if len(plan.rows) <= MAX_ROWS:
+        return plan.rows
+    middle = plan.rows.index(plan.best)
+    first = max(0, min(middle - MAX_ROWS // 2, len(plan.rows) - MAX_ROWS))
+    return plan.rows[first : first + MAX_ROWS]
+
+
+def _bar(parts: dict[str, float], total_mib: float) -> str:
+    """Cells of letters in proportion; what goes over the end is cut."""
+    bar, reached = "", 0.0
+    for kind, mib in parts.items():
+        reached += mib
+        bar = bar.ljust(min(BAR_CELLS, round(BAR_CELLS * reached / total_mib)), _LETTERS[kind])
+    return bar.ljust(BAR_CELLS, ".")
+
+
+def _ranges(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _joined(split: Sequence[int]) -> str:
+    return "+".join(map(str, split))
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines with columns of equal width."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

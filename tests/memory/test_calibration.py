@@ -1,0 +1,95 @@
+"""A run's events -> allowance: synthetic measurements with a known law and a known error of the prediction."""
+
+from contextlib import closing
+
+import pytest
+
+from segapp.errors import ConfigError
+from segapp.memory.affine import Line, MemoryModel
+from segapp.memory.calibration import calibrated, collect, read_measurement
+from segapp.memory.planner import Allowance
+from segapp.run.events import Device, DeviceMemory, EventWriter, Memory, RunStart
+from segapp.run.folder import RunFolder
+
+MODEL = MemoryModel("dp", {"backward": Line(300.0, 1000.0)}, ({"backward": Line(200.0, 1000.0)},), {"step": Line(90.0)})
+
+
+def memory_event(split, factor, context=(650.0, 420.0, 420.0)):
+    rows = [
+        {
+            "device": f"cuda:{i}",
+            "total_mib": 24220.0,
+            "peak_mib": factor * mib,
+            "reserved_mib": 1.05 * mib,
+            "used_mib": 1.05 * mib + context[i],
+        }
+        for i, mib in enumerate(MODEL.peak_mib(split))
+    ]
+    return {"type": "memory", "devices": rows}
+
+
+def run_of(*splits, factor=1.06):
+    events = [{"type": "run_start", "devices": [{"device": f"cuda:{i}"} for i in range(3)], "split": list(splits[0])}]
+    for split in splits:
+        events.append({"type": "gpu0_bsz", "status": "applied", "split": list(split)})
+        events.append(memory_event(split, 0.7 * factor))  # the first sample of a split is early
+        events.append(memory_event(split, factor))
+    return events
+
+
+def test_measured_peaks_replace_what_was_assumed():
+    measurement = collect(run_of((2, 3, 3), (1, 4, 3)))
+    assert [o.split for o in measurement.observations] == [(2, 3, 3), (1, 4, 3)]
+    allowance, errors = calibrated(measurement, MODEL, Allowance((500.0,) * 3))
+    assert allowance.context_mib == pytest.approx((650.0, 420.0, 420.0))
+    assert allowance.scale == pytest.approx((1.06,) * 3)
+    assert [error.error for error in errors] == pytest.approx([1 / 1.06 - 1] * 6)
+    assert all(abs(error.calibrated_error) < 1e-9 for error in errors)
+    assert allowance.source == "measured"
+
+
+def test_the_fit_of_two_splits_is_proven_and_predicts_a_third():
+    fit = collect(run_of((2, 3, 3), (1, 4, 3), factor=1.0)).fit
+    assert fit.is_proven
+    assert fit.predict((4, 2, 2)) == pytest.approx(MODEL.peak_mib((4, 2, 2)))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"devices": None},
+        {"devices": [None, None, None]},
+        {"devices": [{"peak_mib": None}] * 3},
+        {"devices": [{"peak_mib": "much"}] * 3},
+        {"devices": [{"peak_mib": True}]},
+    ],
+)
+def test_events_without_numbers_are_left_out(damage):
+    events = [*run_of((2, 3, 3)), {"type": "memory", **damage}]
+    assert collect(events).observations == collect(run_of((2, 3, 3))).observations
+
+
+def test_a_run_that_measured_nothing_or_trained_on_a_cpu_is_refused_in_one_line(tmp_path):
+    def folder_with(name, device, with_memory):
+        folder = RunFolder(tmp_path / name)
+        folder.path.mkdir()
+        with closing(EventWriter(folder.events)) as writer:
+            writer.write(
+                RunStart(
+                    classes=["a"],
+                    num_params=1,
+                    batch_size=8,
+                    epochs=1,
+                    steps_per_epoch=1,
+                    devices=[Device(device=device)],
+                    split=[8],
+                )
+            )
+            if with_memory:
+                writer.write(Memory(devices=[DeviceMemory(device=device, peak_mib=100.0)]))
+        return folder
+
+    with pytest.raises(ConfigError, match="measured no peak"):
+        read_measurement(folder_with("a", "cuda:0", False))
+    with pytest.raises(ConfigError, match="CPU"):
+        read_measurement(folder_with("b", "cpu", True))

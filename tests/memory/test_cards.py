@@ -1,0 +1,43 @@
+import pytest
+
+from segapp.errors import ConfigError
+from segapp.memory.cards import parse_cards
+
+
+@pytest.mark.parametrize(
+    ("text", "mib"),
+    [
+        ("3x24220MiB", [24220.0] * 3),
+        ("24220MiB,24220MiB,11019MiB", [24220.0, 24220.0, 11019.0]),
+        ("2x24GiB, 1x11GiB", [24576.0, 24576.0, 11264.0]),
+        ("80gb", [80e9 / 2**20]),
+        ("12x8GiB", [8192.0] * 12),
+        ("1.5GiB", [1536.0]),
+    ],
+)
+def test_sizes_are_read(text, mib):
+    assert [card.total_mib for card in parse_cards(text)] == pytest.approx(mib)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "''"),
+        ("three", "'three'"),
+        ("3x", "'3x'"),
+        ("24220", "unit"),
+        ("3x24220TiB", "unit"),
+        ("0x24220MiB", "nothing"),
+        ("2x0MiB", "nothing"),
+        ("-3x8GiB", "'-3x8GiB'"),
+        ("8GiB,,8GiB", "''"),
+        ("100x8GiB", "64"),
+    ],
+)
+def test_bad_text_is_one_line_with_an_example(text, named):
+    with pytest.raises(ConfigError) as caught:
+        parse_cards(text)
+    message = str(caught.value)
+    assert named in message
+    assert "\n" not in message
+    assert caught.value.exit_code == 2

@@ -1,0 +1,136 @@
+"""The plan's arithmetic, against splits counted out by hand and against the judge of live splits."""
+
+import itertools
+import json
+
+import pytest
+
+from segapp.memory.affine import Line, MemoryModel, fit_model, splits_to_simulate
+from segapp.memory.cards import Card
+from segapp.memory.jobs import PhasePeak, SimulationResult
+from segapp.memory.planner import Allowance, MemoryPlan, Planner, plan_as_json
+from segapp.memory.report import plan_lines
+
+CARDS = tuple(Card(10_000.0, f"GPU {i}") for i in range(3))
+
+
+def model(fixed0=1000.0, fixed=500.0, slope=1000.0, per_batch=0.0, evaluation=300.0):
+    first = {"backward": Line(fixed0, slope, per_batch), "eval": Line(evaluation)}
+    idle = {"step": Line(400.0, 0.0, per_batch), "eval": Line(evaluation)}
+    return MemoryModel("dp", first, ({"backward": Line(fixed, slope)},), idle)
+
+
+def planner(memory=None, cards=CARDS, smallest_chunk=1, **allowance):
+    return Planner(
+        memory or model(), cards, Allowance((500.0,) * len(cards), **allowance), smallest_chunk=smallest_chunk
+    )
+
+
+def brute_force_largest_batch(own):
+    """Every split of every batch up to 60, judged by adding up."""
+    largest = 0
+    for batch in range(1, 61):
+        for g in range(batch + 1):
+            rest = batch - g
+            split = (g, *(rest // 2 + (i < rest % 2) for i in range(2)))
+            need = [
+                500 + mib / 0.95
+                for mib in (
+                    max(1000 + 1000 * g, 300) if g else 400,
+                    *((500 + 1000 * k) if k else 0 for k in split[1:]),
+                )
+            ]
+            if all(mib <= 10_000 for mib in need):
+                largest = max(largest, batch)
+    return largest
+
+
+def test_best_split_and_largest_batch_are_those_of_a_search_by_hand():
+    own = planner()
+    rows, refused = own.rows(9)
+    assert not refused
+    assert [row.gpu0_bsz for row in rows] == list(range(10))
+    assert all(sum(row.split) == 9 for row in rows)
+    plan = MemoryPlan("x", "dp", 9, CARDS, own.model, own.allowance, rows)
+    assert plan.best.split == (3, 3, 3)
+    largest, row = own.largest_batch()
+    assert largest == brute_force_largest_batch(own) == 24
+    assert row is not None
+    assert row.fits
+
+
+def test_a_row_fits_exactly_where_every_card_has_what_it_must_have():
+    for batch, slope in itertools.product((5, 11, 24), (700.0, 1310.0, 2555.0)):
+        for row in planner(model(slope=slope)).rows(batch)[0]:
+            assert row.fits == all(mib <= card.total_mib for mib, card in zip(row.peak_mib, CARDS, strict=True))
+            assert row.fits == (row.word in ("ok", "tight"))
+
+
+def test_chunks_that_batchnorm_refuses_are_no_rows():
+    rows, refused = planner(smallest_chunk=2).rows(5)
+    assert [row.split for row in rows] == [(0, 3, 2), (5, 0, 0)]
+    assert {value for value, _ in refused} | {row.gpu0_bsz for row in rows} == set(range(6))
+    assert all("BatchNorm" in reason for _, reason in refused)
+
+
+def test_unequal_cards_take_shares():
+    cards = (Card(10_000.0), Card(10_000.0), Card(3_000.0))
+    own = planner(cards=cards)
+    shares = own.largest_shares()
+    assert shares == (8, 8, 1)  # 500 + (1000 + 8000) / 0.95 = 9974; 500 + (500 + 1000) / 0.95 = 2079
+    largest, _ = own.largest_batch()
+    assert largest < sum(shares)
+
+
+def test_a_card_smaller_than_the_context_fits_nothing():
+    own = planner(cards=(Card(400.0),) * 3)
+    assert own.largest_batch() == (0, None)
+    assert "context" in own.rows(3)[0][0].reason
+
+
+def test_measured_scale_and_context_enter_the_need():
+    own = Planner(model(), CARDS, Allowance((700.0, 300.0, 300.0), 0.95, (1.1, 1.0, 1.0), "measured"))
+    row = own.row(6, 2)
+    assert row.tensors_mib == (3300.0, 2500.0, 2500.0)
+    assert row.peak_mib[0] == pytest.approx(700 + 3300 / 0.95, abs=0.1)
+
+
+@pytest.mark.parametrize("mode", ["single", "ddp", "model"])
+def test_modes_without_gpu0_bsz_have_one_row(mode):
+    lines = {"backward": Line(100.0, 10.0)}
+    cards = CARDS[:1] if mode == "single" else CARDS
+    own = Planner(MemoryModel(mode, lines, (lines, lines) if mode == "model" else ()), cards, Allowance((0.0,) * len(cards)))
+    rows, _ = own.rows(6)
+    assert [row.gpu0_bsz for row in rows] == [None]
+    expected = {"single": (160.0,), "ddp": (120.0,) * 3, "model": (160.0,) * 3}
+    assert rows[0].tensors_mib == expected[mode]
+    assert own.largest_batch()[0] > 0
+
+
+def test_four_simulations_give_every_coefficient_back():
+    """Peaks made by a known law; the fit must know it on splits that it has not seen."""
+
+    def peaks(split):
+        batch = sum(split)
+        own = 321 + 2462 * split[0] + 194.6 * batch if split[0] else 502 + 194.6 * batch
+        return SimulationResult(
+            split, tuple({"backward": PhasePeak(mib)} for mib in (own, *(161 + 2623 * k for k in split[1:])))
+        )
+
+    fitted = fit_model("dp", [peaks(split) for split in splits_to_simulate("dp", 3)])
+    for split in ((3, 3, 3), (5, 1, 1), (0, 7, 6), (1, 9, 8)):
+        assert fitted.peak_mib(split) == pytest.approx(peaks(split).peak_mib(), rel=1e-9)
+
+
+def test_json_has_the_contracts_names_and_text_has_every_split():
+    own = planner()
+    rows, refused = own.rows(6)
+    plan = MemoryPlan("x", "dp", 6, CARDS, own.model, own.allowance, rows, refused, max_batch=own.largest_batch()[0])
+    found = json.loads(json.dumps(plan_as_json(plan)))
+    assert {"gpu0_bsz", "split", "peak_mib", "fits"} <= found["rows"][0].keys()
+    assert found["best"]["gpu0_bsz"] in range(7)
+    assert found["max_batch"] == 24
+    text = "\n".join(plan_lines(plan))
+    for row in rows:
+        assert "+".join(map(str, row.split)) in text
+    assert all(len(line) < 220 for line in plan_lines(plan))

@@ -1,0 +1,102 @@
+"""Every kind of training runs on paper, and its numbers stand in the relations that arithmetic demands."""
+
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from segapp.memory.simulated import is_supported
+
+pytestmark = pytest.mark.skipif(not is_supported(), reason="this torch cannot register a device in Python")
+
+HERE = Path(__file__).parent
+PARAMS_MIB = 1.1e6 * 4 / 2**20  # LR-ASPP on MobileNetV3-Small, about
+
+
+@functools.cache
+def said(what):
+    done = subprocess.run(
+        [sys.executable, str(HERE / "simulated_cases.py"), what],
+        capture_output=True,
+        text=True,
+        cwd=HERE.parents[1],
+        timeout=290,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def peak(road, device=0):
+    return max(mib for mib, _ in said("roads")[road][device].values())
+
+
+def kinds(road, phase, device=0):
+    return said("roads")[road][device][phase][1]
+
+
+def test_the_affine_model_is_right_within_one_percent_on_splits_it_has_not_seen():
+    rows = said("affine")
+    assert len(rows) == 12
+    for model, split, predicted, truth in rows:
+        for i, (a, b) in enumerate(zip(predicted, truth, strict=True)):
+            assert a == pytest.approx(b, rel=0.01, abs=0.5), (model, split, i)
+
+
+def test_half_precision_needs_about_half_of_the_activations():
+    full = kinds("plain", "backward")["activations"]
+    for road in ("amp-fp16", "amp-bf16", "fp16"):
+        assert 0.45 * full < kinds(road, "backward")["activations"] < 0.62 * full, road
+    weights = kinds("plain", "step")["weights"]
+    assert kinds("fp16", "step")["masters"] == pytest.approx(weights, rel=0.05)  # all but BatchNorm's
+    assert kinds("fp16", "step")["weights"] < 0.6 * weights
+
+
+def test_optimizer_average_and_masters_are_counted_as_copies_of_the_weights():
+    weights = kinds("plain", "step")["weights"]
+    assert kinds("plain", "step")["optimizer"] == pytest.approx(weights, rel=0.02)
+    assert kinds("adamw", "step")["optimizer"] == pytest.approx(2 * weights, rel=0.02)
+    assert kinds("ema", "step")["average"] == pytest.approx(weights, rel=0.05)
+    assert kinds("plain", "step")["gradients"] == pytest.approx(weights, rel=0.02)
+    assert peak("accumulate") - peak("plain") == pytest.approx(weights, rel=0.1)
+
+
+def test_no_criterion_needs_the_full_resolution_three_times():
+    full_mib = 4 * 19 * 256 * 320 * 4 / 2**20
+    assert peak("full") > peak("plain") + 1.5 * full_mib
+    for road in ("ohem", "dice", "focal"):
+        assert peak(road) < peak("plain") + 8 * 32, road  # a few bands of 32 MiB
+    assert peak("lovasz") < peak("full")
+
+
+def test_devices_hold_what_their_role_demands():
+    dp = said("roads")["dp"]
+    assert "optimizer" in dp[0]["backward"][1]
+    assert all("optimizer" not in device["backward"][1] and "replicas" in device["backward"][1] for device in dp[1:])
+    assert peak("dp", 2) > peak("dp", 1)
+    assert "activations" not in kinds("dp without gpu 0", "backward")
+    assert peak("gathered") > peak("dp", 1)
+    # A replica's SyncBatchNorm keeps no more than BatchNorm does.
+    assert peak("dp", 2) == pytest.approx(peak("dp plain batchnorm", 2), rel=0.02)
+
+
+def test_ddp_without_views_holds_the_gradients_twice():
+    weights = kinds("linknet", "step")["weights"]
+    assert kinds("ddp", "step")["gradients"] == pytest.approx(weights, rel=0.02)
+    assert kinds("ddp without views", "step")["buckets"] == pytest.approx(weights, rel=0.02)
+    assert "buckets" not in kinds("ddp", "step")
+
+
+def test_model_mode_divides_the_weights():
+    whole = kinds("linknet", "step")["weights"]
+    parts = [kinds("model", "step", device)["weights"] for device in range(2)]
+    assert sum(parts) == pytest.approx(whole, rel=0.01)
+    assert min(parts) > 0
+    assert max(peak("model", device) for device in range(2)) < peak("linknet")
+
+
+def test_windows_need_less_than_whole_images():
+    assert kinds("slide", "eval")["evaluation"] < kinds("eval", "eval")["evaluation"]
+    assert "average" in kinds("tta", "eval")
