@@ -3,7 +3,9 @@
 `peak = fixed + per_sample * its samples + per_batch * all samples`. `per_batch` is what gathering costs; with the
 parallel criterion it is 0. Device 0 without samples is a case of its own: nothing of a replica is there.
 
-Not affine, and off by some 20 MiB: chunks whose upsampled logits are so small that the loss makes them whole (8 MiB).
+The highest moment of a phase can be another one with few samples (where bands of the loss, or gradients, weigh more)
+than with many, so there are two regimes, and the higher one holds. Not affine, and off by some 20 MiB: chunks whose
+upsampled logits are so small that the loss makes them whole (8 MiB).
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from segapp.memory.jobs import PHASES, Mode, PhasePeak, SimulationResult
 Numbers = dict[str, float]
 """Phase, or phase/kind -> MiB."""
 
-SMALL, LARGE = 2, 4
-"""Samples per device in the simulations; no less than 2, because a plain BatchNorm may need 2."""
+FEW, MANY = (2, 4), (10, 12)
+"""Samples per device in the simulations of either regime; no less than 2, because a plain BatchNorm may need 2."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,12 @@ class Line:
         return max(0.0, self.fixed + self.per_sample * samples + self.per_batch * batch)
 
 
+Lines = Mapping[str, Line]
+"""By phase, and by phase/kind."""
+Regimes = tuple[Lines, ...]
+"""Lines with few samples, and with many; for every phase the higher one holds."""
+
+
 @dataclass(frozen=True)
 class MemoryModel:
     """The peaks of every device under any split, MiB of tensors.
@@ -45,9 +53,9 @@ class MemoryModel:
     """
 
     mode: Mode
-    first: Mapping[str, Line]
-    others: tuple[Mapping[str, Line], ...] = ()
-    idle: Mapping[str, Line] | None = None
+    first: Regimes
+    others: tuple[Regimes, ...] = ()
+    idle: Regimes = ()
 
     def numbers(self, split: Sequence[int]) -> tuple[Numbers, ...]:
         """For every device: phase -> MiB and phase/kind -> MiB.
@@ -68,21 +76,36 @@ class MemoryModel:
 
     def _numbers_of(self, device: int, samples: int, batch: int) -> Numbers:
         if self.mode == "model":
-            lines = (self.first, *self.others)[device]
-            return {key: line.at(batch, batch) for key, line in lines.items()}
+            return _highest((self.first, *self.others)[device], batch, batch)
         if device == 0 or self.mode == "ddp":
-            lines = self.first if samples else (self.idle or {})
-        else:
-            lines = self.others[0] if samples and self.others else {}
-        return {key: line.at(samples, batch) for key, line in lines.items()}
+            return _highest(self.first if samples else self.idle, samples, batch)
+        return _highest(self.others[0] if samples else (), samples, batch)
 
 
-def splits_to_simulate(mode: Mode, num_devices: int) -> list[tuple[int, ...]]:
-    """The few splits that tell all others; two devices stand for any number of them."""
+def _highest(regimes: Regimes, samples: int, batch: int) -> Numbers:
+    found: Numbers = {}
+    for phase in PHASES:
+        holding = [lines for lines in regimes if phase in lines]
+        if holding:
+            lines = max(holding, key=lambda candidate: candidate[phase].at(samples, batch))
+            own = (key for key in lines if key == phase or key.startswith(f"{phase}/"))
+            found.update({key: lines[key].at(samples, batch) for key in own})
+    return found
+
+
+def splits_to_simulate(mode: Mode, num_devices: int, *, is_gathered: bool = False) -> list[tuple[int, ...]]:
+    """The few splits that tell all others; two devices stand for any number of them.
+
+    Args:
+        mode: how the devices work together.
+        num_devices: how many there are.
+        is_gathered: device 0 gathers the others' outputs, so that its peak depends on the whole batch too.
+    """
     if mode == "dp" and num_devices > 1:
-        return [(SMALL, SMALL), (LARGE, SMALL), (SMALL, LARGE), (0, LARGE)]
+        pairs: list[tuple[int, ...]] = [FEW, FEW[::-1], MANY, MANY[::-1], (0, FEW[1])]
+        return [*pairs, (FEW[0], FEW[0])] if is_gathered else pairs
     rest = (0,) * (num_devices - 1) if mode == "model" else ()
-    return [(SMALL, *rest), (LARGE, *rest)]
+    return [(samples, *rest) for samples in (*FEW, *MANY)]
 
 
 def fit_model(mode: Mode, results: Sequence[SimulationResult]) -> MemoryModel:
@@ -93,30 +116,38 @@ def fit_model(mode: Mode, results: Sequence[SimulationResult]) -> MemoryModel:
         results: of `splits_to_simulate`, in that order.
     """
     tables = [[_flat(phases) for phases in result.devices] for result in results]
-    if len(results) == 2:
-        small, large = tables
-        lines = [_through(small[i], large[i]) for i in range(len(small))]
-        return MemoryModel(mode, lines[0], tuple(lines[1:]))
-    both_small, first_large, second_large, without = tables
-    first = {}
-    for key in _keys(both_small[0], first_large[0], second_large[0]):
-        here, more, elsewhere = (table[0].get(key, 0.0) for table in (both_small, first_large, second_large))
-        per_batch = (elsewhere - here) / (LARGE - SMALL)
-        per_sample = (more - elsewhere) / (LARGE - SMALL)
-        first[key] = Line(here - SMALL * per_sample - 2 * SMALL * per_batch, per_sample, per_batch)
-    idle = {}
-    for key, mib in without[0].items():
-        per_batch = first[key].per_batch if key in first else 0.0
-        idle[key] = Line(mib - LARGE * per_batch, 0.0, per_batch)
-    return MemoryModel(mode, first, (_through(both_small[1], second_large[1]),), idle)
+    if len(results) == len((*FEW, *MANY)):
+        columns = [
+            (_through(FEW, few, more), _through(MANY, many, most))
+            for few, more, many, most in zip(*tables, strict=True)
+        ]
+        return MemoryModel(mode, columns[0], tuple(columns[1:]))
+    few, few_turned, many, many_turned, without = tables[:5]
+    per_batch: Numbers = {}
+    if len(tables) > 5:  # device 0 has as many samples as in `few`, and all devices together fewer
+        per_batch = {key: (mib - tables[5][0].get(key, 0.0)) / (FEW[1] - FEW[0]) for key, mib in few[0].items()}
+    first = (
+        _through(FEW, few[0], few_turned[0], per_batch, sum(FEW)),
+        _through(MANY, many[0], many_turned[0], per_batch, sum(MANY)),
+    )
+    others = _through(FEW, few_turned[1], few[1]), _through(MANY, many_turned[1], many[1])
+    batch_of_idle = FEW[1]
+    idle = {
+        key: Line(mib - batch_of_idle * per_batch.get(key, 0.0), 0.0, per_batch.get(key, 0.0))
+        for key, mib in without[0].items()
+    }
+    return MemoryModel(mode, first, (others,), (idle,))
 
 
-def _through(small: Numbers, large: Numbers) -> dict[str, Line]:
+def _through(
+    samples: tuple[int, int], low: Numbers, high: Numbers, per_batch: Numbers | None = None, batch: int = 0
+) -> dict[str, Line]:
+    """Lines through two points of equal batch."""
     lines = {}
-    for key in _keys(small, large):
-        low, high = small.get(key, 0.0), large.get(key, 0.0)
-        slope = (high - low) / (LARGE - SMALL)
-        lines[key] = Line(low - SMALL * slope, slope)
+    for key in dict.fromkeys((*low, *high)):
+        slope = (high.get(key, 0.0) - low.get(key, 0.0)) / (samples[1] - samples[0])
+        gathering = (per_batch or {}).get(key, 0.0)
+        lines[key] = Line(low.get(key, 0.0) - samples[0] * slope - batch * gathering, slope, gathering)
     return lines
 
 
@@ -126,7 +157,3 @@ def _flat(phases: Mapping[str, PhasePeak]) -> Numbers:
         found[phase] = peak.mib
         found.update({f"{phase}/{kind}": mib for kind, mib in peak.by_kind.items()})
     return found
-
-
-def _keys(*tables: Numbers) -> list[str]:
-    return list(dict.fromkeys(key for table in tables for key in table))

@@ -305,7 +305,7 @@ def _advice(
     found.append(variant_advice(small_loss, reference, upsampled, plan.best, planner))
     for variant, peak in zip(tried, varied, strict=False):
         found.append(variant_advice(variant, reference, peak, plan.best, planner))
-    gradients = planner.model.first.get("step/gradients")
+    gradients = planner.model.first[0].get("step/gradients")
     found += accumulate_advice(
         config.train.batch_size, config.train.accumulate, gradients.fixed if gradients else 0.0, plan.best, planner
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
@@ -63,7 +63,7 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._phase, self._since = "", 0.0
 
     def mark(self, phase: str) -> None:
@@ -112,7 +112,7 @@ def profile_steps(config: RunConfig, num_steps: int = 3) -> StepProfile:
     watch = Stopwatch(plan.devices[0])
     marks = PhaseMarks(watch.mark)
     marks.attach(engine.network, engine.precision)
-    modules: Counter[str] = Counter()
+    modules: defaultdict[str, float] = defaultdict(float)
     hooks = _time_modules(engine.model, watch, modules)
     steps = []
     engine.network.train()
@@ -135,7 +135,7 @@ def profile_steps(config: RunConfig, num_steps: int = 3) -> StepProfile:
         split,
         source,
         {phase: median(step.get(phase, 0.0) for step in steps) for phase in (WAIT, *PHASES[:-1])},
-        {name: seconds / num_steps for name, seconds in modules.most_common()},
+        {name: seconds / num_steps for name, seconds in modules.items()},
         peaks,
         by_module,
     )
@@ -185,7 +185,9 @@ def _engine(config: RunConfig, devices: Sequence[str], recorder: Recorder) -> tu
     return engine, split
 
 
-def _time_modules(model: nn.Module, watch: Stopwatch, seconds: Counter[str]) -> list[torch.utils.hooks.RemovableHandle]:
+def _time_modules(
+    model: nn.Module, watch: Stopwatch, seconds: defaultdict[str, float]
+) -> list[torch.utils.hooks.RemovableHandle]:
     """Hooks that add each part's own time; replicas take turns, so the stack is one."""
     stack: list[tuple[str, float]] = []
     since = [0.0]
@@ -213,7 +215,9 @@ def _followed(
 ) -> tuple[tuple[dict[str, PhasePeak], ...], dict[str, float]]:
     """One more step, tensor by tensor."""
     watch_modules(engine.model, recorder, depth=2)
-    recorder.tag((t for s in engine.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)), "optimizer")
+    recorder.tag(
+        (t for s in engine.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)), "optimizer"
+    )
     for parameter in engine.model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda p: recorder.tag([p.grad], "gradients"))  # type: ignore[no-untyped-call]
@@ -246,7 +250,11 @@ def profile_lines(found: StepProfile) -> list[str]:
                 "#" * round(BAR_CELLS * seconds / total_s) + " " + "=" * round(BAR_CELLS * mib / highest),
             )
         )
-    lines += [*aligned(rows), f"{total_s:.3f} s a step, {sum(found.split) / total_s:.1f} images/s (# time, = memory)", ""]
+    lines += [
+        *aligned(rows),
+        f"{total_s:.3f} s a step, {sum(found.split) / total_s:.1f} images/s (# time, = memory)",
+        "",
+    ]
     for device, phases in zip(dict.fromkeys(found.devices), found.peaks, strict=False):
         if phases:
             phase = max(phases, key=lambda name: phases[name].mib)

@@ -11,7 +11,9 @@ from segapp.memory.planner import Allowance
 from segapp.run.events import Device, DeviceMemory, EventWriter, Memory, RunStart
 from segapp.run.folder import RunFolder
 
-MODEL = MemoryModel("dp", {"backward": Line(300.0, 1000.0)}, ({"backward": Line(200.0, 1000.0)},), {"step": Line(90.0)})
+MODEL = MemoryModel(
+    "dp", ({"backward": Line(300.0, 1000.0)},), (({"backward": Line(200.0, 1000.0)},),), ({"step": Line(90.0)},)
+)
 
 
 def memory_event(split, factor, context=(650.0, 420.0, 420.0)):

@@ -17,7 +17,7 @@ CARDS = tuple(Card(10_000.0, f"GPU {i}") for i in range(3))
 def model(fixed0=1000.0, fixed=500.0, slope=1000.0, per_batch=0.0, evaluation=300.0):
     first = {"backward": Line(fixed0, slope, per_batch), "eval": Line(evaluation)}
     idle = {"step": Line(400.0, 0.0, per_batch), "eval": Line(evaluation)}
-    return MemoryModel("dp", first, ({"backward": Line(fixed, slope)},), idle)
+    return MemoryModel("dp", (first,), (({"backward": Line(fixed, slope)},),), (idle,))
 
 
 def planner(memory=None, cards=CARDS, smallest_chunk=1, **allowance):
@@ -99,7 +99,11 @@ def test_measured_scale_and_context_enter_the_need():
 def test_modes_without_gpu0_bsz_have_one_row(mode):
     lines = {"backward": Line(100.0, 10.0)}
     cards = CARDS[:1] if mode == "single" else CARDS
-    own = Planner(MemoryModel(mode, lines, (lines, lines) if mode == "model" else ()), cards, Allowance((0.0,) * len(cards)))
+    own = Planner(
+        MemoryModel(mode, (lines,), ((lines,), (lines,)) if mode == "model" else ()),
+        cards,
+        Allowance((0.0,) * len(cards)),
+    )
     rows, _ = own.rows(6)
     assert [row.gpu0_bsz for row in rows] == [None]
     expected = {"single": (160.0,), "ddp": (120.0,) * 3, "model": (160.0,) * 3}
@@ -107,7 +111,7 @@ def test_modes_without_gpu0_bsz_have_one_row(mode):
     assert own.largest_batch()[0] > 0
 
 
-def test_four_simulations_give_every_coefficient_back():
+def test_six_simulations_give_every_coefficient_back():
     """Peaks made by a known law; the fit must know it on splits that it has not seen."""
 
     def peaks(split):
@@ -117,7 +121,7 @@ def test_four_simulations_give_every_coefficient_back():
             split, tuple({"backward": PhasePeak(mib)} for mib in (own, *(161 + 2623 * k for k in split[1:])))
         )
 
-    fitted = fit_model("dp", [peaks(split) for split in splits_to_simulate("dp", 3)])
+    fitted = fit_model("dp", [peaks(split) for split in splits_to_simulate("dp", 3, is_gathered=True)])
     for split in ((3, 3, 3), (5, 1, 1), (0, 7, 6), (1, 9, 8)):
         assert fitted.peak_mib(split) == pytest.approx(peaks(split).peak_mib(), rel=1e-9)
 
