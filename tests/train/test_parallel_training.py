@@ -180,7 +180,7 @@ def ddp_file(tiny: dict[str, Any], tmp_path: Path, **train: Any) -> None:
     (tmp_path / "ddp.yaml").write_text(dump_config(config))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_ranks_that_are_stopped_save_and_the_launcher_says_75(
     tiny: dict[str, Any], tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -128,7 +128,7 @@ def test_a_scale_that_collapses_stops_the_run_and_names_the_layer(
     assert (end["status"], end["exit_code"]) == ("failed", 5)
 
 
-@pytest.mark.parametrize("mode", ["dp", "ddp"])
+@pytest.mark.parametrize("mode", ["dp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_fp16_over_devices_and_ranks_follows_one_device(tiny: dict[str, Any], tmp_path: Path, mode: str) -> None:
     alone = config_of(tiny, "fp16")
     assert train(alone, tmp_path / "alone") == 0
