@@ -217,7 +217,7 @@ def plan_memory(
     """
     mode, batch_size = choose_mode(config, len(cards)), config.train.batch_size
     with SimulationPool(config) as pool:
-        (facts,) = pool.ask([{"ask": "facts"}])
+        facts = pool.ask([{"ask": "facts"}] * NUM_PROCESSES)[0]  # every process builds its model now
         job = SimulationJob(
             mode,
             (),

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -63,7 +64,7 @@ def test_the_published_case_on_three_cards_of_24220_mib(capsys):
         "parallel criterion, low resolution": (tables["small"], largest(tables["small"], tables["small"])),
     }
     with capsys.disabled():
-        print("\nDeepLabV3-ResNet101, crop 953, 21 classes, fp32; MiB a card, context and allocator's room included")
+        print("\nDeepLabV3-ResNet101, crop 945, 21 classes, fp32; MiB a card, context and allocator's room included")
         for split in ((2, 2, 2), (2, 3, 3), (3, 3, 3)):
             for style in tables:
                 peaks = tables[style][split]
@@ -81,8 +82,7 @@ def test_the_published_case_on_three_cards_of_24220_mib(capsys):
     assert not fits(gathered[4, 4, 4])
     assert max(gathered[2, 2, 2][1:]) < 16_000
     assert fits(gathered[2, 3, 3])
-    assert spread(gathered[2, 3, 3]) < spread(gathered[3, 3, 3])
-    assert spread(tables["small"][3, 3, 3]) < 1.05
+    assert spread(tables["small"][3, 3, 3]) < 1.05 < spread(gathered[3, 3, 3])
     sizes = [sum(split) for _, split in found.values()]
     assert all(a <= b for a, b in itertools.pairwise(sizes))
 
@@ -106,6 +106,8 @@ def test_what_the_small_loss_saves_by_model_family(capsys):
 
 @pytest.mark.timeout(400)
 def test_a_plan_of_cityscapes_takes_less_than_thirty_seconds(capsys):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_before_s = before.ru_utime + before.ru_stime
     began = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "segapp", "plan", "--config", "cityscapes.yaml", "--gpus", "3x24220MiB", "--json"],
@@ -115,11 +117,11 @@ def test_a_plan_of_cityscapes_takes_less_than_thirty_seconds(capsys):
         timeout=300,
     )
     took_s = time.perf_counter() - began
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = used.ru_utime + used.ru_stime - cpu_before_s
     assert done.returncode == 0, done.stderr
     assert [row["gpu0_bsz"] for row in json.loads(done.stdout)["rows"]] == list(range(9))
     with capsys.disabled():
-        print(
-            f"\nsegapp plan --config cityscapes.yaml --gpus 3x24220MiB: {took_s:.1f} s, load {os.getloadavg()[0]:.1f}"
-        )
-    if os.getloadavg()[0] < 2.5:  # two cores, and the plan keeps both busy
-        assert took_s < 30
+        print(f"\nsegapp plan --config cityscapes.yaml --gpus 3x24220MiB: {took_s:.1f} s, {cpu_s:.1f} s of processors,")
+        print(f"at a load of {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors")
+    assert cpu_s < 60  # two processes at work: under 30 s on two processors that nobody else uses

@@ -137,3 +137,10 @@ def test_fp16_over_devices_and_ranks_follows_one_device(tiny: dict[str, Any], tm
     result = segapp("train", "--config", "spread.yaml", "--run", "run", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=5e-3)
+
+
+def test_the_float32_average_of_half_weights_is_evaluated(tiny: dict[str, Any], tmp_path: Path) -> None:
+    config = config_of(tiny, "fp16", epochs=1)
+    averaged = config.model_copy(update={"train": config.train.model_copy(update={"ema": 0.9})})
+    assert train(averaged, tmp_path / "run") == 0
+    assert events(tmp_path / "run", "val")[0]["miou"] is not None
