@@ -44,18 +44,23 @@ def test_no_config_is_one_clear_line(folder):
 
 
 @pytest.mark.skipif(not is_supported(), reason="this torch cannot register a device in Python")
-def test_a_plan_as_json_and_as_text(folder):
-    done = segapp("plan", "--config", "tiny.yaml", "train.batch_size=6", "--gpus", "9x2GiB,1GiB", "--json", cwd=folder)
+def test_a_plan_as_json(folder):
+    done = segapp("plan", "--config", "tiny.yaml", "train.batch_size=4", "--gpus", "2x2GiB,1GiB", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert [row["gpu0_bsz"] for row in found["rows"]] == list(range(7))
+    assert [row["gpu0_bsz"] for row in found["rows"]] == list(range(5))
     for row in found["rows"]:
-        assert sum(row["split"]) == 6
-        assert len(row["split"]) == len(row["peak_mib"]) == 10
+        assert sum(row["split"]) == 4
+        assert len(row["split"]) == len(row["peak_mib"]) == 3
         assert row["fits"]
-    assert found["best"]["gpu0_bsz"] in range(7)
-    assert found["max_batch"] > 6
+    assert found["best"]["gpu0_bsz"] in range(5)
+    assert found["max_batch"] > 4
     assert {advice["in_use"] for advice in found["advice"]} <= {True, False}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_supported(), reason="this torch cannot register a device in Python")
+def test_a_plan_as_text_says_that_nothing_fits(folder):
     text = segapp("plan", "--config", "tiny.yaml", "--gpus", "300MiB", cwd=folder)
     assert text.returncode == 0, text.stderr
     assert "largest batch that fits: none" in text.stdout

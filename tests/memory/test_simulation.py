@@ -37,6 +37,7 @@ def kinds(road, phase, device=0):
     return said("roads")[road][device][phase][1]
 
 
+@pytest.mark.slow
 def test_the_affine_model_is_right_within_one_percent_on_splits_it_has_not_seen():
     rows = said("affine")
     assert len(rows) == 12

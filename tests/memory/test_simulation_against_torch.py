@@ -28,7 +28,15 @@ def measured_and_simulated(model, *splits):
 
 
 @pytest.mark.parametrize(
-    "model", ["lraspp", "fcn_resnet18", "fpn_mobilenet", "segformer_b0", "pspnet_resnet18", "fcn_mobilenet"]
+    "model",
+    [
+        "lraspp",
+        "fcn_resnet18",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("fpn_mobilenet", "segformer_b0", "pspnet_resnet18", "fcn_mobilenet")
+        ),
+    ],
 )
 def test_simulated_peak_is_within_one_percent_of_the_profilers(model):
     rows = measured_and_simulated(model, *SPLITS)
@@ -37,6 +45,7 @@ def test_simulated_peak_is_within_one_percent_of_the_profilers(model):
         assert simulated == pytest.approx(measured, rel=0.01), (model, split)
 
 
+@pytest.mark.slow
 def test_a_kernels_own_scratch_is_what_a_simulation_cannot_see():
     """The CPU's convolutions take scratch within one call for some shapes; the simulation is below, never above."""
     ((_, measured, simulated),) = measured_and_simulated("unet_resnet18", "4")
