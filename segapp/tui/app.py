@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar, TypeVar
@@ -81,6 +82,7 @@ def run_ui(
     app = MonitorApp(
         source, readonly=readonly, settings=settings, settings_file=file, ascii_only=ascii_only or is_ascii_only()
     )
+    _let_the_training_go_first()
     app.run(mouse=True)
     if app.return_code:
         what = f"{type(app.failure).__name__}: {app.failure}" if app.failure is not None else "no reason known"
@@ -93,6 +95,12 @@ def run_ui(
         with contextlib.suppress(OSError):
             print(f"left {printable(folder.name)} ({how}); to see it again: segapp attach {printable(str(run))}")
     return 0
+
+
+def _let_the_training_go_first() -> None:
+    """Makes this process wait its turn: a screen that wakes up must not push a thread of a step off its processor."""
+    with contextlib.suppress(AttributeError, OSError):  # only Linux has this policy
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 class MonitorApp(Monitor):

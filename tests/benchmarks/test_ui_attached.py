@@ -21,7 +21,7 @@ from tiny_runs import events, merged, segapp
 
 from segapp.config import dump_config
 
-TURNS, TURN_S, SETTLE_S = 8, 12.0, 3.0
+TURNS, TURN_S, SETTLE_S = 6, 12.0, 4.0
 
 
 class Viewer:
@@ -61,6 +61,7 @@ def test_images_per_second_with_a_screen_attached(tiny: dict[str, Any], tmp_path
         model={"name": "lraspp", "encoder": "mobilenet_v3_large"},
         train={"epochs": 100_000, "batch_size": 4, "ema": None},
         eval={"every_epochs": 100_000},
+        log={"every_steps": 10},
         checkpoint={"every_epochs": None, "every_minutes": 1000.0},
     )
     (tmp_path / "tiny.yaml").write_text(dump_config(config))
