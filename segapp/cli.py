@@ -257,6 +257,47 @@ def check(
     sys.exit(check_data(loaded, as_json=json_out, html_file=html_file))
 
 
+@app.command()
+def report(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.")],
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--out", metavar="FILE", help="Where to write it; report.html in the run's folder if not given."),
+    ] = None,
+    split: Annotated[str, typer.Option("--split", help="Split for the confusion matrix and the pictures.")] = "val",
+    worst: Annotated[int, typer.Option("--worst", min=0, help="How many images to show, the worst first.")] = 8,
+    no_images: Annotated[
+        bool, typer.Option("--no-images", help="Only what the run has written: no model, no data.")
+    ] = False,
+) -> None:
+    """Write a run's report: one HTML file with curves, classes, confusion matrix, worst images, memory, settings."""
+    from segapp.report import write_report
+
+    written = write_report(run, out, split=split, num_worst=worst, has_pictures=not no_images)
+    print(f"written: {written} ({written.stat().st_size / 2**20:.1f} MiB)")
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Names or folders.")],
+    html_file: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--html", metavar="FILE", help="Write a page with the curves."),
+    ] = None,
+    json_out: JsonFlag = False,
+) -> None:
+    """Compare runs: results, speed, memory, and what differs in their configs."""
+    import json
+
+    from segapp.report.compare import compare_runs, print_comparison
+
+    found = compare_runs(runs, html_file)
+    if json_out:
+        print(json.dumps(found, indent=2))
+    else:
+        print_comparison(found)
+
+
 @app.command("ls")
 def list_runs(json_out: JsonFlag = False) -> None:
     """List the runs under runs/."""
