@@ -258,6 +258,26 @@ def check(
 
 
 @app.command()
+def init(
+    root: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the images and their masks.")],
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--out", metavar="FILE", help="The config; NAME.yaml here, after the folder, if not given."),
+    ] = None,
+    val_share: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option("--val-share", metavar="SHARE", help="No splits there? Write train.txt and val.txt, e.g. 0.15."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+) -> None:
+    """Look at a data folder and write a config for it, each choice with its reason."""
+    from segapp.train.propose import propose_config
+
+    written = propose_config(root, out, val_share=val_share, force=force)
+    print(f"written: {written}\nnext: segapp check --config {written}; segapp train --config {written}")
+
+
+@app.command()
 def report(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.")],
     out: Annotated[
