@@ -21,6 +21,9 @@ from segapp.errors import DataError
 
 Ids = NDArray[np.uint8] | NDArray[np.int16]
 
+# What OpenCV says about a damaged file would stand between our lines; it ends in an error of ours.
+cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
+
 _PLAIN_MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"}
 _FLOAT_MODES = {"F", "I"}
 _ID_MODES = {"L", "P", "1", "I", "I;16", "I;16L", "I;16B", "I;16N"}
@@ -92,8 +95,7 @@ def read_mask(path: Path, scheme: ClassScheme) -> Ids:
     data = read_bytes(path)
     image = open_bytes(data, path)
     check_mask_format(path, str(image.format))
-    if getattr(image, "n_frames", 1) > 1:
-        raise DataError(f"{shown(path)}: a mask of {getattr(image, 'n_frames', 1)} frames: save one frame a file")
+    _check_one_frame(image, path)
     _check_complete(data, image, path)
     if not scheme.rgb:
         _check_holds_ids(image, path)
@@ -110,6 +112,16 @@ def read_mask(path: Path, scheme: ClassScheme) -> Ids:
     if scheme.rgb:
         return _ids_of_colors(ids, path, scheme)
     return _train_ids(_unscaled(ids, image, data), path, scheme)
+
+
+def _check_one_frame(image: Image.Image, path: Path) -> None:
+    """Refuse animations and pages. Only the second frame is looked for: counting a million takes a minute."""
+    try:
+        has_more = bool(getattr(image, "is_animated", False))
+    except Exception as error:  # a damaged directory of frames, as above
+        raise damaged(path, error) from error
+    if has_more:
+        raise DataError(f"{shown(path)}: a mask of several frames: save one frame a file")
 
 
 def _is_plain_grey(image: Image.Image, data: bytes) -> bool:

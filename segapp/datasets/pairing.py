@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from segapp.datasets.files import ImagePair, shown
+from segapp.datasets.files import ImagePair, open_regular, shown
 from segapp.errors import DataError
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".gif")
@@ -190,7 +190,8 @@ def _walk(folder: Path) -> Iterator[Path]:
 def _lines(path: Path, how_to_get: str) -> list[str]:
     """The lines of a list that are neither blank nor a comment; names keep their bytes whatever they are."""
     try:
-        data = path.read_bytes()
+        with open_regular(path) as file:
+            data = file.read()
     except OSError as error:
         raise DataError(f"{shown(path)} cannot be read ({error.strerror}): {how_to_get}") from error
     if b"\0" in data:
@@ -211,14 +212,15 @@ def listed_pairs(
 ) -> tuple[ImagePair, ...]:
     """The pairs a text file lists; their names are the images' paths below root."""
     pairs: dict[str, ImagePair] = {}
+    place = _Place(root, jail, list_file)
     for line in _lines(list_file, how_to_get):
         parts = [part.strip() for part in line.split("\t")] if "\t" in line else line.split()
         if len(parts) != 2 and (with_masks or len(parts) != 1):
             raise DataError(
-                f"{shown(list_file)}: {line!r} is not an image and a mask: write both on one line, "
+                f"{shown(list_file)}: {shown(line[:200])} is not an image and a mask: write both on one line, "
                 "with a tab between them if a name holds spaces"
             )
-        image, mask = (_below(root, part, list_file, jail) for part in (parts[0], parts[-1]))
+        image, mask = (place.file(part) for part in (parts[0], parts[-1]))
         name = _listed_name(image, root)
         if name in pairs:
             raise DataError(f"{shown(list_file)}: {shown(name)} is listed twice: take one line out")
@@ -228,19 +230,59 @@ def listed_pairs(
     return tuple(sorted(pairs.values(), key=lambda pair: os.fsencode(pair.name)))
 
 
-def _below(root: Path, name: str, list_file: Path, jail: Path | None) -> Path:
-    """A listed path, refused where it leaves the folder it is confined to."""
-    path = root / name
-    if jail is not None and not Path(os.path.normpath(path)).is_relative_to(os.path.normpath(jail)):
-        raise DataError(
-            f"{shown(list_file)}: {shown(name)} lies outside data.root {shown(jail)}: "
+class _Place:
+    """Where a list's names lead: below root, and where they are confined to a folder, nowhere else.
+
+    Args:
+        root: What the names are relative to.
+        jail: The folder in which the files must lie, links followed; None: they may lie anywhere.
+        list_file: Named in errors.
+    """
+
+    def __init__(self, root: Path, jail: Path | None, list_file: Path) -> None:
+        self._root, self._jail, self._list_file = root, jail, list_file
+        self._real_jail = None if jail is None else os.path.realpath(jail)
+        self._real_parents: dict[str, str] = {}
+
+    def file(self, name: str) -> Path:
+        """A listed path.
+
+        Raises:
+            DataError: It leaves the folder it is confined to, by itself or by a link on the way, or is that folder.
+        """
+        path = self._root / name
+        clean = os.path.abspath(path)
+        if clean == os.path.abspath(self._root):
+            raise DataError(f"{shown(self._list_file)}: {shown(name)} is a folder: name an image in it")
+        if self._jail is not None and self._real_jail is not None:
+            if not _is_below(clean, os.path.abspath(self._jail)):
+                raise self._outside(name, "lies outside")
+            if not _is_below(self._resolved(str(path)), self._real_jail):
+                raise self._outside(name, "leads by a link outside")
+        return path
+
+    def _resolved(self, path: str) -> str:
+        """The path without links; of the many files of a folder, the folder is resolved once."""
+        parent, name = os.path.split(path)
+        if name in ("", ".", "..") or os.path.islink(path):
+            return os.path.realpath(path)
+        if parent not in self._real_parents:
+            self._real_parents[parent] = os.path.realpath(parent)
+        return os.path.join(self._real_parents[parent], name)
+
+    def _outside(self, name: str, how: str) -> DataError:
+        return DataError(
+            f"{shown(self._list_file)}: {shown(name)} {how} data.root {shown(self._jail or '')}: "
             "use a root that holds all files, or set data.allow_outside_root"
         )
-    return path
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return path.startswith(folder.rstrip(os.sep) + os.sep)
 
 
 def _listed_name(image: Path, root: Path) -> str:
     """The image's path below root; outside of it, its path from the anchor."""
-    clean, base = Path(os.path.normpath(image)), Path(os.path.normpath(root))
+    clean, base = Path(os.path.abspath(image)), Path(os.path.abspath(root))
     name = clean.relative_to(base) if clean.is_relative_to(base) else Path(*clean.parts[1:])
     return name.with_suffix("").as_posix()
