@@ -20,6 +20,16 @@ IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp", ".p
 _MAX_NAMED = 5
 
 
+class UnpairedError(DataError):
+    """Images without a mask.
+
+    Attributes:
+        pairs: Those that have one.
+    """
+
+    pairs: tuple[ImagePair, ...] = ()
+
+
 @dataclass(frozen=True)
 class Layout:
     """One way to lay out a data set below its root. `{split}` stands for the split's name.
@@ -103,33 +113,80 @@ def _only_one(paths: Sequence[Path]) -> Path:
 
 
 def match_masks(base: Path, layout: Layout, images: Mapping[str, Path], how_to_get: str) -> list[ImagePair]:
-    """Every image with its mask."""
+    """Every image with its mask.
+
+    Raises:
+        UnpairedError: Some have none.
+        DataError: The folder of the masks is missing, or an image would be its own mask.
+    """
     folder = _existing(base / layout.mask_dir, how_to_get)
     masks = _by_key(folder, list(_walk(folder)), layout.mask_suffixes or IMAGE_SUFFIXES)
     keys = _Keys(masks)
     matches = {key: keys.find(key) for key in images}
+    pairs = []
+    for key, image in images.items():
+        if (match := matches[key]) is not None:
+            if masks[match][0] == image:
+                raise DataError(f"{shown(image)} is taken for its own mask: set mask_dir or mask_suffix")
+            pairs.append(ImagePair(image, masks[match][0], _name(image, base / layout.image_dir)))
     missing = [shown(images[key]) for key, match in matches.items() if match is None]
     if missing:
         unused = sorted(set(masks) - set(matches.values()))
         others = f"; {len(unused)} masks have no image ({_some(unused)})" if unused else ""
         endings = " or ".join(layout.mask_suffixes) or "the image's stem and an image extension"
-        raise DataError(
+        error = UnpairedError(
             f"{len(missing)} of {len(images)} images have no mask below {shown(folder)} ({_some(missing)}{others}): "
             f"masks are looked for by {endings}; {how_to_get}"
         )
-    pairs = []
-    for key, image in images.items():
-        match = matches[key]
-        assert match is not None
-        if masks[match][0] == image:
-            raise DataError(f"{shown(image)} is taken for its own mask: set mask_dir or mask_suffix")
-        pairs.append(ImagePair(image, masks[match][0], _name(image, base / layout.image_dir)))
+        error.pairs = tuple(pairs)
+        raise error
     return pairs
 
 
 def without_masks(base: Path, layout: Layout, images: Mapping[str, Path]) -> list[ImagePair]:
     """The images alone, for splits whose ground truth is not needed."""
     return [ImagePair(path, None, _name(path, base / layout.image_dir)) for path in images.values()]
+
+
+@dataclass(frozen=True)
+class Leftovers:
+    """Files beside the pairs of a split, which nobody reads.
+
+    Attributes:
+        masks: Masks without an image.
+        others: Files in the images' folder that are no images by their name.
+        hidden: Files in either folder whose names begin with a dot.
+    """
+
+    masks: tuple[Path, ...] = ()
+    others: tuple[Path, ...] = ()
+    hidden: tuple[Path, ...] = ()
+
+
+def find_leftovers(base: Path, layout: Layout) -> Leftovers:
+    """What lies in a split's folders and belongs to no pair; of folders that several splits share, nothing is said."""
+    if layout.split_file is not None or not (base / layout.image_dir).is_dir():
+        return Leftovers()
+    folder = base / layout.image_dir
+    suffixes = (layout.image_suffix,) if layout.image_suffix else IMAGE_SUFFIXES
+    files, hidden = list(_walk(folder)), list(_walk(folder, is_hidden=True))
+    images = _by_key(folder, files, suffixes)
+    taken = {path for paths in images.values() for path in paths}
+    masks: list[Path] = []
+    if layout.mask_dir != layout.image_dir and (base / layout.mask_dir).is_dir():
+        keys = _Keys(images)
+        found = _by_key(base / layout.mask_dir, _walk(base / layout.mask_dir), layout.mask_suffixes or IMAGE_SUFFIXES)
+        masks = [paths[0] for key, paths in found.items() if keys.find(key) is None]
+        hidden += _walk(base / layout.mask_dir, is_hidden=True)
+    others = [path for path in files if path not in taken]
+    return Leftovers(tuple(masks), tuple(others) if layout.mask_dir != layout.image_dir else (), tuple(hidden))
+
+
+def links_outside(pairs: Iterable[ImagePair], root: Path) -> list[Path]:
+    """The files of some pairs that lie, links followed, outside the root."""
+    place = _Place(root, root, root)
+    files = (path for pair in pairs for path in (pair.image, pair.mask) if path is not None)
+    return [path for path in files if not place.holds(path)]
 
 
 def _name(image: Path, folder: Path) -> str:
@@ -174,8 +231,13 @@ class _Keys:
         return unicodedata.normalize("NFC", key).casefold()
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    """All files below a folder in a fixed order; links to folders are followed once, hidden entries left out."""
+def _walk(folder: Path, *, is_hidden: bool = False) -> Iterator[Path]:
+    """All files below a folder in a fixed order; links to folders are followed once, hidden folders left out.
+
+    Args:
+        folder: Where to begin.
+        is_hidden: Give the hidden files, and not the others.
+    """
     seen: set[str] = set()
     for place, folders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
@@ -184,7 +246,7 @@ def _walk(folder: Path) -> Iterator[Path]:
             continue
         seen.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(place, name) for name in sorted(names) if not name.startswith("."))
+        yield from (Path(place, name) for name in sorted(names) if name.startswith(".") == is_hidden)
 
 
 def _lines(path: Path, how_to_get: str) -> list[str]:
@@ -254,12 +316,16 @@ class _Place:
         clean = os.path.abspath(path)
         if clean == os.path.abspath(self._root):
             raise DataError(f"{shown(self._list_file)}: {shown(name)} is a folder: name an image in it")
-        if self._jail is not None and self._real_jail is not None:
+        if self._jail is not None:
             if not _is_below(clean, os.path.abspath(self._jail)):
                 raise self._outside(name, "lies outside")
-            if not _is_below(self._resolved(str(path)), self._real_jail):
+            if not self.holds(path):
                 raise self._outside(name, "leads by a link outside")
         return path
+
+    def holds(self, path: Path) -> bool:
+        """Whether a path lies in the folder that files are confined to, links followed."""
+        return self._real_jail is None or _is_below(self._resolved(str(path)), self._real_jail)
 
     def _resolved(self, path: str) -> str:
         """The path without links; of the many files of a folder, the folder is resolved once."""
