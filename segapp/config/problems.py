@@ -6,6 +6,7 @@ import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +90,14 @@ def describe_problem(item: Any, source: Source) -> str:
     return f"{source.place(loc)}: {key} = {shown}: {text}"
 
 
+@cache
+def _schema() -> dict[str, Any]:
+    return RunConfig.model_json_schema()
+
+
 def _field_schema(loc: Sequence[str]) -> dict[str, Any] | None:
-    schema: dict[str, Any] = RunConfig.model_json_schema()
-    node: dict[str, Any] = schema
+    schema = _schema()
+    node = schema
     for part in loc:
         while "$ref" in node:
             node = schema["$defs"][node["$ref"].rsplit("/", 1)[1]]
