@@ -28,7 +28,7 @@ Text = Annotated[str, BeforeValidator(_as_text)]
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
 
 class _Event(_Model):
@@ -257,7 +257,9 @@ EVENT_TYPES: dict[str, type[BaseModel]] = {
 FINAL_STATUSES = frozenset({"applied", "rejected", "cancelled"})
 """The statuses with which a command is answered for good."""
 
-_adapter: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="type")])
+_adapter: TypeAdapter[Event] = TypeAdapter(
+    Annotated[Event, Field(discriminator="type")], config=ConfigDict(defer_build=True)
+)
 
 
 def parse_event(raw: dict[str, Any]) -> Event:
