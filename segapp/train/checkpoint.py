@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import torch
 
 from segapp.errors import CheckpointError, NonFiniteError
+from segapp.models.weights import load_tensors
 from segapp.run.checkpoints import (
     BEST,
     FORMAT,
@@ -341,7 +342,9 @@ def _read_state(file: BinaryIO, label: str) -> dict[str, Any]:
         CheckpointError: it is none; whatever way torch has to say so.
     """
     try:
-        state: Any = torch.load(file, weights_only=True, map_location="cpu")
+        state: Any = load_tensors(file)
+    except CheckpointError as error:
+        raise CheckpointError(f"{label}: {error}") from error
     except Exception as error:
         raise CheckpointError(f"{label}: {_why_not_loaded(error)}") from error
     about = state.get("checkpoint") if isinstance(state, dict) else None
