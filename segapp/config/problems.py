@@ -199,6 +199,8 @@ def combination_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], s
     num_classes = len(data.classes) if data.classes is not None else None
     for index, term in enumerate([config.loss, *config.loss.plus]):
         path = ("loss",) if index == 0 else ("loss", "plus", str(index - 1))
+        if isinstance(term.class_weights, list) and not any(term.class_weights):
+            yield (*path, "class_weights"), f"{term.class_weights} has no weight above 0: nothing would be trained"
         if isinstance(term.class_weights, list) and num_classes is not None and len(term.class_weights) != num_classes:
             yield (*path, "class_weights"), f"has {len(term.class_weights)} values, but data.classes has {num_classes}"
         if term.label_smoothing and term.name not in {"ce"}:

@@ -283,7 +283,7 @@ def listed_pairs(
                 "with a tab between them if a name holds spaces"
             )
         image, mask = (place.file(part) for part in (parts[0], parts[-1]))
-        name = _listed_name(image, root)
+        name = place.name_of(image)
         if name in pairs:
             raise DataError(f"{shown(list_file)}: {shown(name)} is listed twice: take one line out")
         pairs[name] = ImagePair(image, mask if with_masks else None, name)
@@ -302,7 +302,9 @@ class _Place:
     """
 
     def __init__(self, root: Path, jail: Path | None, list_file: Path) -> None:
-        self._root, self._jail, self._list_file = root, jail, list_file
+        self._root, self._jail, self._list_file = os.fspath(root), jail, list_file
+        self._clean_root = os.path.abspath(root)
+        self._clean_jail = None if jail is None else os.path.abspath(jail)
         self._real_jail = None if jail is None else os.path.realpath(jail)
         self._real_parents: dict[str, str] = {}
 
@@ -312,20 +314,25 @@ class _Place:
         Raises:
             DataError: It leaves the folder it is confined to, by itself or by a link on the way, or is that folder.
         """
-        path = self._root / name
+        path = os.path.join(self._root, name)
         clean = os.path.abspath(path)
-        if clean == os.path.abspath(self._root):
+        if clean == self._clean_root:
             raise DataError(f"{shown(self._list_file)}: {shown(name)} is a folder: name an image in it")
-        if self._jail is not None:
-            if not _is_below(clean, os.path.abspath(self._jail)):
+        if self._clean_jail is not None:
+            if not _is_below(clean, self._clean_jail):
                 raise self._outside(name, "lies outside")
             if not self.holds(path):
                 raise self._outside(name, "leads by a link outside")
-        return path
+        return Path(path)
 
-    def holds(self, path: Path) -> bool:
+    def name_of(self, image: Path) -> str:
+        """The image's path below root without its extension; outside of it, its path from the anchor."""
+        clean = os.path.splitext(os.path.abspath(image))[0]
+        return clean[len(self._clean_root) :].lstrip(os.sep) if _is_below(clean, self._clean_root) else clean[1:]
+
+    def holds(self, path: str | os.PathLike[str]) -> bool:
         """Whether a path lies in the folder that files are confined to, links followed."""
-        return self._real_jail is None or _is_below(self._resolved(str(path)), self._real_jail)
+        return self._real_jail is None or _is_below(self._resolved(os.fspath(path)), self._real_jail)
 
     def _resolved(self, path: str) -> str:
         """The path without links; of the many files of a folder, the folder is resolved once."""
@@ -345,10 +352,3 @@ class _Place:
 
 def _is_below(path: str, folder: str) -> bool:
     return path.startswith(folder.rstrip(os.sep) + os.sep)
-
-
-def _listed_name(image: Path, root: Path) -> str:
-    """The image's path below root; outside of it, its path from the anchor."""
-    clean, base = Path(os.path.abspath(image)), Path(os.path.abspath(root))
-    name = clean.relative_to(base) if clean.is_relative_to(base) else Path(*clean.parts[1:])
-    return name.with_suffix("").as_posix()
