@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def find_config(name: str) -> Path:
     """
     places = config_places(name)
     for place in places:
-        if place.is_file():
+        if os.path.isfile(place):  # unlike Path.is_file, also of a name that is too long
             return place
     known = sorted({path.name for place in places for path in place.parent.glob("*.y*ml") if place.parent != Path()})
     near = difflib.get_close_matches(Path(name).name, known, n=3, cutoff=0.5) or known

@@ -217,6 +217,8 @@ def _data_problems(data: DataConfig) -> Iterator[tuple[tuple[str, ...], str]]:
             ("data", "classes"),
             f"is missing: format {data.format} does not fix the classes; list their names in id order",
         )
+    if data.classes is not None and len(data.classes) == 1:
+        yield ("data", "classes"), f"{data.classes} is one class: name the background too, there must be a choice"
     if data.rgb_masks and not data.palette:
         yield ("data", "palette"), "is missing: rgb_masks needs one colour a class"
     if data.palette is not None and data.classes is not None and len(data.palette) != len(data.classes):
