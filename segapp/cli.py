@@ -245,6 +245,14 @@ def check(
         Optional[Path],  # noqa: UP045
         typer.Option("--html", metavar="FILE", help="Write a page with pictures of what was found."),
     ] = None,
+    sums_file: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--sums", metavar="FILE", help="Compare every file with this list of sha256 sums."),
+    ] = None,
+    new_sums_file: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--write-sums", metavar="FILE", help="Write that list, as sha256sum does."),
+    ] = None,
 ) -> None:
     """Examine the data: every file read, every id checked, images seen twice. Exit code 3 if something is wrong."""
     from segapp.config import load_config
@@ -254,7 +262,9 @@ def check(
     loaded = load_config(config, overrides or [])
     from segapp.train.check import check_data
 
-    sys.exit(check_data(loaded, as_json=json_out, html_file=html_file))
+    sys.exit(
+        check_data(loaded, as_json=json_out, html_file=html_file, sums_file=sums_file, new_sums_file=new_sums_file)
+    )
 
 
 @app.command()

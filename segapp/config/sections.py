@@ -80,7 +80,7 @@ class DataConfig(Section):
     """Ending of mask names, e.g. "_mask.png"; null: .png."""
     allow_outside_root: bool = False
     """Let a `list` file name files outside root."""
-    workers: Count = 4
+    workers: Annotated[Count, Field(le=512)] = 4
     """Processes that load data; 0 loads in the trainer itself."""
     cache: Literal["none", "ram"] = "none"
     """ram keeps decoded images and masks in memory."""
@@ -188,7 +188,7 @@ class TrainConfig(Section):
 
     epochs: PositiveInt = 100
     """Passes over the training set."""
-    batch_size: PositiveInt = 8
+    batch_size: Annotated[PositiveInt, Field(le=2**16)] = 8
     """Images a micro-batch, over all devices."""
     accumulate: PositiveInt = 1
     """Micro-batches a step; a step sees batch_size x accumulate images."""
