@@ -261,6 +261,8 @@ class CheckpointConfig(Section):
     """Save when so many minutes have passed; null: not by time."""
     keep: Count = 3
     """How many epoch_*.pt are kept beside last.pt and best.pt."""
+    grace_s: PositiveFloat = 30.0
+    """Seconds between SIGTERM and SIGKILL here; a save that takes longer is an alert (SLURM and Kubernetes give 30)."""
     monitor: Literal["miou", "loss", "pixel_accuracy"] = "miou"
     """Which evaluation result decides best.pt."""
 

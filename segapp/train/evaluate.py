@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from segapp.failpoints import failpoint
 from segapp.losses import CriterionCE, View, upsample_confusion, upsample_logits
 from segapp.metrics import ConfusionMatrix, Scores
 from segapp.train.inference import Inference
@@ -79,6 +80,7 @@ def evaluate(
     num_images = num_batches = 0
     try:
         for batch in batches:
+            failpoint("eval.batch")
             check()
             num_batches += 1
             images = inference.normalizer(batch.images.to(device, non_blocking=True))

@@ -50,11 +50,10 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     cases = [value for name, value in report.user_properties if name == "case"]
     is_result = report.when == "call" or (report.when == "setup" and report.outcome != "passed")
     if is_result:
+        figures = ", ".join(value for name, value in report.user_properties if name == "figure")
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
-        _outcomes.extend(
-            Outcome(test=report.nodeid, outcome=report.outcome, reason=reason, seconds=report.duration, **c)
-            for c in cases
-        )
+        facts = {"test": report.nodeid, "outcome": report.outcome, "seconds": report.duration, "reason": reason}
+        _outcomes.extend(Outcome(**facts, figure=figures, **each) for each in cases)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

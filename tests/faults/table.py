@@ -30,6 +30,7 @@ class Outcome:
     outcome: str
     seconds: float
     reason: str = ""
+    figure: str = ""
 
 
 def write_table(outcomes: Iterable[Outcome]) -> None:
@@ -68,7 +69,8 @@ def _result(tests: list[Outcome]) -> str:
     if len(skipped) == len(tests):
         return "not run: " + skipped[0].reason.removeprefix("Skipped: ")
     count = len(tests) - len(skipped)
-    words = f"passed ({count} test{'s' if count > 1 else ''})"
+    figures = "; ".join(dict.fromkeys(each.figure for each in tests if each.figure))
+    words = f"passed ({count} test{'s' if count > 1 else ''})" + (f": {figures}" if figures else "")
     return words if not skipped else f"{words}, {len(skipped)} not run: {skipped[0].reason.removeprefix('Skipped: ')}"
 
 

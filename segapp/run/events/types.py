@@ -173,6 +173,9 @@ class Checkpoint(_Event):
     size_bytes: int | None = None
     metric: float | None = None
     save_s: float | None = None
+    """Of the writing, beside the training."""
+    copy_s: float | None = None
+    """Of the copy in memory, which the training waited for."""
 
 
 class CommandAnswer(_Event):
@@ -224,6 +227,8 @@ class Heartbeat(_Event):
     phase: Text | None = None
     """train, eval, save, paused, start."""
     step: int | None = None
+    saving_s: float | None = None
+    """For how long a checkpoint has been being written, while one is."""
 
 
 class RunEnd(_Event):
