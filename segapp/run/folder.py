@@ -93,6 +93,16 @@ class RunFolder:
         return self.path / "samples"
 
     @property
+    def reports(self) -> Path:
+        """What was found out about each out-of-memory."""
+        return self.path / "reports"
+
+    @property
+    def outlook(self) -> Path:
+        """The memory plan that the run began with."""
+        return self.path / "memory_plan.json"
+
+    @property
     def tensorboard(self) -> Path:
         """TensorBoard's files."""
         return self.path / "tensorboard"
