@@ -295,7 +295,11 @@ class LogConfig(Section):
     every_steps: PositiveInt = 10
     """Steps between two `step` events."""
     tensorboard: bool = True
-    """Write scalars for TensorBoard into the run folder."""
+    """Write scalars, memory, sample pictures and settings for TensorBoard into the run folder."""
+    wandb: Annotated[str, Field(min_length=1)] | None = None
+    """Project of Weights & Biases; needs the package wandb (WANDB_MODE=offline keeps it on this machine)."""
+    mlflow: Annotated[str, Field(min_length=1)] | None = None
+    """Tracking address of MLflow, e.g. sqlite:///mlflow.db; needs the package mlflow-skinny (or mlflow)."""
 
 
 class RunConfig(Section):

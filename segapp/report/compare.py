@@ -17,6 +17,7 @@ from segapp.report.charts import Frame
 from segapp.report.page import loss_chart, miou_lines, render, save_page
 from segapp.report.story import Story, read_story
 from segapp.run.text import printable
+from segapp.train.trackers import flat_settings
 from segapp.tui import wording
 
 UNIMPORTANT_KEYS = frozenset({"name"})
@@ -142,20 +143,10 @@ def run_row(story: Story) -> RunRow:
 
 def config_differences(stories: Sequence[Story]) -> dict[str, list[Any]]:
     """Config keys whose values are not the same in all runs, with the value of each; "?" where a config is missing."""
-    flat = [_flat(story.config.model_dump(mode="json")) if story.config else {} for story in stories]
+    flat = [flat_settings(story.config.model_dump(mode="json")) if story.config else {} for story in stories]
     keys = sorted({key for values in flat for key in values} - UNIMPORTANT_KEYS)
     found = {key: [values.get(key, "?") for values in flat] for key in keys}
     return {key: values for key, values in found.items() if any(value != values[0] for value in values)}
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            found |= _flat(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value
-    return found
 
 
 def _percent(value: float | None) -> str:

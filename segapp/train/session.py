@@ -47,7 +47,7 @@ from segapp.train.control import EXIT_STOPPED_AND_SAVED, StopRequest, StopSignal
 from segapp.train.devices import DevicePlan, plan_devices
 from segapp.train.heap import keep_freed_memory
 from segapp.train.inbox import Inbox, applied_after
-from segapp.train.journal import Journal, Listener
+from segapp.train.journal import Journal
 from segapp.train.memory_watch import MemoryWatch, Place, place_of
 from segapp.train.monitor import Monitor
 from segapp.train.out_of_memory import is_out_of_memory, learned_after
@@ -55,7 +55,7 @@ from segapp.train.plain import PlainReporter
 from segapp.train.plan import Plan
 from segapp.train.ranks import Ranks
 from segapp.train.settle import planned_advice, settle_memory
-from segapp.train.tensorboard import TensorBoardListener
+from segapp.train.trackers import make_trackers
 from segapp.train.trainer import Trainer
 
 logger = logging.getLogger("segapp")
@@ -269,10 +269,9 @@ def _build(
             journal.writer.rewind(at.step, epoch=at.epoch, batch=at.position, sha256=at.sha256)
         for message in checkpoint.messages:
             journal.emit("alert", kind="checkpoint", message=message, step=checkpoint.step)
-    if config.log.tensorboard and ranks.is_main:
-        purge = None if checkpoint is None else checkpoint.step + 1
-        listener: Listener = TensorBoardListener(folder.tensorboard, trainer.description["classes"], purge)
-        journal.listeners.append(listener)
+    if ranks.is_main:
+        at_step = None if checkpoint is None else checkpoint.step
+        journal.listeners += make_trackers(config, folder, trainer.description["classes"], at_step)
     return trainer
 
 
