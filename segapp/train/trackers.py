@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from segapp.config import RunConfig
+from segapp.datasets.masks import read_image
 from segapp.errors import ConfigError
 from segapp.run.folder import RunFolder
 from segapp.run.text import printable
@@ -128,11 +129,7 @@ class TensorBoardTracker:
 
     def picture(self, file: Path, step: int) -> None:
         """See `Tracker`."""
-        import cv2
-
-        pixels = cv2.imread(str(file))  # lint: own file
-        if pixels is not None:
-            self._writer.add_image(f"samples/{_series(file)}", pixels[..., ::-1].copy(), step, dataformats="HWC")
+        self._writer.add_image(f"samples/{_series(file)}", read_image(file), step, dataformats="HWC")
 
     def close(self, status: str, best: Mapping[str, float]) -> None:
         """See `Tracker`."""
