@@ -27,6 +27,7 @@ app = typer.Typer(
 )
 
 _STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
+_NAME_ERRNOS = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM}
 
 ConfigOption = Annotated[str | None, typer.Option("--config", metavar="FILE", help="A path, or the name of a config.")]
 RunOption = Annotated[Optional[Path], typer.Option("--run", metavar="DIR", help="Folder of the run.")]  # noqa: UP045
@@ -76,8 +77,11 @@ def _one_line_errors(is_debug: bool) -> Iterator[None]:
             raise
         _fail(str(error), error.exit_code)
     except OSError as error:
-        if is_debug or error.errno not in _STORAGE_ERRNOS:
+        if is_debug or error.errno not in _STORAGE_ERRNOS | _NAME_ERRNOS:
             raise
+        if error.errno in _NAME_ERRNOS:
+            name = str(error.filename or "a file")
+            _fail(f"{name[:100]}{'...' if len(name) > 100 else ''}: {error.strerror}: name another", 2)
         _fail(f"{error.filename or 'disk'}: {error.strerror}: free space or choose another folder", 10)
     except KeyboardInterrupt:
         sys.exit(130)
