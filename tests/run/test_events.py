@@ -25,6 +25,7 @@ from segapp.run.events import (
     Gpu0Bsz,
     Heartbeat,
     Memory,
+    Oom,
     RunEnd,
     RunStart,
     Step,
@@ -59,6 +60,7 @@ EXAMPLES = [
     CommandAnswer(id="a", command="pause", by="me@here", status="applied"),
     Gpu0Bsz(status="pending", old=None, new=1, split=[1, 3], predicted_mib=[1.0, 2.0], epoch=2),
     Alert(kind="oom", message="so"),
+    Oom(device="cuda:0", index=0, phase="backward", step=3, action="saved", largest=[{"mib": 2.0, "what": "conv"}]),
     Heartbeat(pid=1),
     RunEnd(status="finished", reason="all epochs done", exit_code=0),
 ]
@@ -90,6 +92,7 @@ def test_lines_have_the_fields_of_the_contract_as_plain_json(tmp_path):
         "command": "id command by status reason",
         "gpu0_bsz": "status old new split predicted_mib observed_mib epoch",
         "alert": "kind message",
+        "oom": "device phase step action largest advice path",
         "heartbeat": "",
         "run_end": "status reason",
     }
