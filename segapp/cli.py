@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import signal
 import sys
@@ -52,6 +53,17 @@ def _with_resume_value(arguments: list[str]) -> list[str]:
         following is not None and not following.startswith("-") and ("=" not in following or Path(following).exists())
     )
     return arguments if is_value else [*arguments[: at + 1], "auto", *arguments[at + 1 :]]
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """For imports: what they make stays, and looking through it for garbage costs a tenth of their time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @contextlib.contextmanager
@@ -164,8 +176,9 @@ def attach(
     ascii_only: Annotated[bool, typer.Option("--ascii", help="Draw without Unicode.")] = False,
 ) -> None:
     """Show a run on the screen, past and live; leaving does not stop it."""
-    from segapp.train.ctl import run_to_attach
-    from segapp.tui.app import run_ui
+    with _no_collection():
+        from segapp.train.ctl import run_to_attach
+        from segapp.tui.app import run_ui
 
     folder = run_to_attach(run)
     sys.exit(run_ui(folder.path, readonly=readonly, replay=replay, theme=theme, ascii_only=ascii_only))
@@ -232,6 +245,14 @@ def check(
         Optional[Path],  # noqa: UP045
         typer.Option("--html", metavar="FILE", help="Write a page with pictures of what was found."),
     ] = None,
+    sums_file: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--sums", metavar="FILE", help="Compare every file with this list of sha256 sums."),
+    ] = None,
+    new_sums_file: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--write-sums", metavar="FILE", help="Write that list, as sha256sum does."),
+    ] = None,
 ) -> None:
     """Examine the data: every file read, every id checked, images seen twice. Exit code 3 if something is wrong."""
     from segapp.config import load_config
@@ -241,7 +262,70 @@ def check(
     loaded = load_config(config, overrides or [])
     from segapp.train.check import check_data
 
-    sys.exit(check_data(loaded, as_json=json_out, html_file=html_file))
+    sys.exit(
+        check_data(loaded, as_json=json_out, html_file=html_file, sums_file=sums_file, new_sums_file=new_sums_file)
+    )
+
+
+@app.command()
+def init(
+    root: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the images and their masks.")],
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--out", metavar="FILE", help="The config; NAME.yaml here, after the folder, if not given."),
+    ] = None,
+    val_share: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option("--val-share", metavar="SHARE", help="No splits there? Write train.txt and val.txt, e.g. 0.15."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+) -> None:
+    """Look at a data folder and write a config for it, each choice with its reason."""
+    from segapp.train.propose import propose_config
+
+    written = propose_config(root, out, val_share=val_share, force=force)
+    print(f"written: {written}\nnext: segapp check --config {written}; segapp train --config {written}")
+
+
+@app.command()
+def report(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.")],
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--out", metavar="FILE", help="Where to write it; report.html in the run's folder if not given."),
+    ] = None,
+    split: Annotated[str, typer.Option("--split", help="Split for the confusion matrix and the pictures.")] = "val",
+    worst: Annotated[int, typer.Option("--worst", min=0, help="How many images to show, the worst first.")] = 8,
+    no_images: Annotated[
+        bool, typer.Option("--no-images", help="Only what the run has written: no model, no data.")
+    ] = False,
+) -> None:
+    """Write a run's report: one HTML file with curves, classes, confusion matrix, worst images, memory, settings."""
+    from segapp.report import write_report
+
+    written = write_report(run, out, split=split, num_worst=worst, has_pictures=not no_images)
+    print(f"written: {written} ({written.stat().st_size / 2**20:.1f} MiB)")
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Names or folders.")],
+    html_file: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--html", metavar="FILE", help="Write a page with the curves."),
+    ] = None,
+    json_out: JsonFlag = False,
+) -> None:
+    """Compare runs: results, speed, memory, and what differs in their configs."""
+    import json
+
+    from segapp.report.compare import compare_runs, print_comparison
+
+    found = compare_runs(runs, html_file)
+    if json_out:
+        print(json.dumps(found, indent=2))
+    else:
+        print_comparison(found)
 
 
 @app.command("ls")

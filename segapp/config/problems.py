@@ -6,6 +6,7 @@ import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +90,14 @@ def describe_problem(item: Any, source: Source) -> str:
     return f"{source.place(loc)}: {key} = {shown}: {text}"
 
 
+@cache
+def _schema() -> dict[str, Any]:
+    return RunConfig.model_json_schema()
+
+
 def _field_schema(loc: Sequence[str]) -> dict[str, Any] | None:
-    schema: dict[str, Any] = RunConfig.model_json_schema()
-    node: dict[str, Any] = schema
+    schema = _schema()
+    node = schema
     for part in loc:
         while "$ref" in node:
             node = schema["$defs"][node["$ref"].rsplit("/", 1)[1]]
@@ -204,6 +210,8 @@ def combination_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], s
     num_classes = len(data.classes) if data.classes is not None else None
     for index, term in enumerate([config.loss, *config.loss.plus]):
         path = ("loss",) if index == 0 else ("loss", "plus", str(index - 1))
+        if isinstance(term.class_weights, list) and not any(term.class_weights):
+            yield (*path, "class_weights"), f"{term.class_weights} has no weight above 0: nothing would be trained"
         if isinstance(term.class_weights, list) and num_classes is not None and len(term.class_weights) != num_classes:
             yield (*path, "class_weights"), f"has {len(term.class_weights)} values, but data.classes has {num_classes}"
         if term.label_smoothing and term.name not in {"ce"}:
@@ -230,6 +238,8 @@ def _data_problems(data: DataConfig) -> Iterator[tuple[tuple[str, ...], str]]:
             ("data", "classes"),
             f"is missing: format {data.format} does not fix the classes; list their names in id order",
         )
+    if data.classes is not None and len(data.classes) == 1:
+        yield ("data", "classes"), f"{data.classes} is one class: name the background too, there must be a choice"
     if data.rgb_masks and not data.palette:
         yield ("data", "palette"), "is missing: rgb_masks needs one colour a class"
     if data.palette is not None and data.classes is not None and len(data.palette) != len(data.classes):

@@ -98,7 +98,7 @@ class DataConfig(Section):
     """Ending of mask names, e.g. "_mask.png"; null: .png."""
     allow_outside_root: bool = False
     """Let a `list` file name files outside root."""
-    workers: Count = 4
+    workers: Annotated[Count, Field(le=512)] = 4
     """Processes that load data; 0 loads in the trainer itself."""
     cache: Literal["none", "ram"] = "none"
     """ram keeps decoded images and masks in memory."""
@@ -283,6 +283,8 @@ class CheckpointConfig(Section):
     """Save when so many minutes have passed; null: not by time."""
     keep: Count = 3
     """How many epoch_*.pt are kept beside last.pt and best.pt."""
+    grace_s: PositiveFloat = 30.0
+    """Seconds between SIGTERM and SIGKILL here; a save that takes longer is an alert (SLURM and Kubernetes give 30)."""
     monitor: Literal["miou", "loss", "pixel_accuracy"] = "miou"
     """Which evaluation result decides best.pt."""
 

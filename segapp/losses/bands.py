@@ -7,9 +7,10 @@ The largest logit over the classes is subtracted *at low resolution*: softmax an
 classes, and interpolation is linear, so exp() stays at most 1 without a pass over the full resolution, and a large
 common offset costs no digits.
 
-On the CPU the batch is cut into as many parts as torch has threads, and each part is swept by one thread on its own.
-A band is too small to share: two threads that meet after every operation wait for each other most of the time as soon
-as anything else runs on the machine (measured 2 to 3.5 times slower with data-loading workers beside it).
+On the CPU the output rows are cut into as many parts as torch has threads, and each part is swept by one thread on its
+own. A band is too small to share: two threads that meet after every operation wait for each other most of the time as
+soon as anything else runs on the machine (measured 2 to 3.5 times slower with data-loading workers beside it). Rows are
+cut, not images, so that small images still fill a band together.
 
 Shapes: N images, m of them in a band, C classes, R rows of a band, h x w of the logits, H x W of the output.
 """
@@ -22,7 +23,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
@@ -42,7 +42,7 @@ WINDOW_BYTES = 800 << 10
 MIN_ROWS_OF_A_CELL = 3
 """With fewer output rows to a source row, a band takes in several source rows."""
 MIN_CELL_BYTES = 200 << 10
-"""So it does where a cell is smaller than this: an operation on it would cost less than the call."""
+"""So it does where a cell of all images is smaller than this: an operation on it would cost less than the call."""
 MIN_SHARED_BYTES = 400 << 10
 """Smaller bands are swept by one thread: two would wait for each other's calls most of the time (2 x slower)."""
 MIN_PART_BYTES = 1 << 20
@@ -73,14 +73,6 @@ class Band(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Part:
-    """Output rows `rows` of images `images`; rows begin and end with a cell (rows between the same source rows)."""
-
-    images: slice
-    rows: slice
-
-
 def sweep_bands(
     work: Callable[[Iterator[Band]], Result],
     logits: Tensor,
@@ -93,7 +85,8 @@ def sweep_bands(
     """Shows all bands of the upsampled logits to `work`, part by part.
 
     Args:
-        work: consumes the bands of a part; called once for each part, perhaps in another thread, without grad mode.
+        work: consumes the bands of a part, which is some of the output rows of all images; called once for each part,
+            perhaps in another thread, without grad mode.
         logits: (N, C, h, w), any floating dtype and layout.
         size: (H, W).
         align_corners: of the interpolation.
@@ -109,20 +102,19 @@ def sweep_bands(
     budget = band_bytes or (CPU_BAND_BYTES if on_cpu else DEVICE_BAND_BYTES)
     full_bytes = logits.shape[0] * logits.shape[1] * size[0] * size[1] * grid.dtype.itemsize
     kind, num_parts = plan_sweep(logits.shape, grid, full_bytes) if on_cpu else (BlockSweep, 1)
-    groups = plan_parts(logits.shape[0], grid.cells, num_parts)
+    parts = plan_parts(grid.cells, num_parts)
     values = logits.detach()
     gradient = torch.zeros(logits.shape, dtype=grid.dtype, device=logits.device) if with_gradient else None
 
-    def run(parts: list[Part]) -> list[tuple[Result, _Sweep]]:
+    def run(part: slice) -> tuple[Result, _Sweep]:
         with torch.no_grad(), torch.autocast(values.device.type, enabled=False):
-            sweeps = [kind(values, grid, part, gradient, budget) for part in parts]
-            return [(work(iter(sweep)), sweep) for sweep in sweeps]
+            sweep = kind(values, grid, part, gradient, budget)
+            return work(iter(sweep)), sweep
 
-    if len(groups) == 1 and (not on_cpu or torch.get_num_threads() == 1):
-        done = run(groups[0])
+    if len(parts) == 1 and (not on_cpu or torch.get_num_threads() == 1):
+        done = [run(parts[0])]
     else:
-        threads = _single_threads(torch.get_num_threads(), os.getpid())
-        done = [pair for group in list(threads.map(run, groups)) for pair in group]
+        done = list(_single_threads(torch.get_num_threads(), os.getpid()).map(run, parts))
     for _, sweep in done:
         sweep.hand_over()
     return [result for result, _ in done], gradient
@@ -138,48 +130,22 @@ def plan_sweep(shape: tuple[int, ...], grid: Grid, full_bytes: int) -> tuple[typ
     """
     N, C, h = shape[:3]
     num_parts = max(1, min(torch.get_num_threads(), full_bytes // MIN_PART_BYTES))
-    cell_bytes = C * grid.tallest_cell * grid.columns.size_out * grid.dtype.itemsize
+    cell_bytes = N * C * grid.tallest_cell * grid.columns.size_out * grid.dtype.itemsize
     if grid.rows.size_out < MIN_ROWS_OF_A_CELL * h or cell_bytes < MIN_CELL_BYTES:
         return BlockSweep, num_parts
-    return _CellSweep, num_parts if cell_bytes * max(1, N // num_parts) >= MIN_SHARED_BYTES else 1
+    return _CellSweep, num_parts if cell_bytes >= MIN_SHARED_BYTES else 1
 
 
-def plan_parts(num_images: int, cells: list[tuple[int, int, int]], num_parts: int) -> list[list[Part]]:
-    """Cuts images x cells into groups of nearly equal size, each of at most three rectangles.
+def plan_parts(cells: list[tuple[int, int, int]], num_parts: int) -> list[slice]:
+    """Cuts the output rows between cells, into parts of nearly equal size.
 
     Args:
-        num_images: N.
         cells: (source row, first output row, last + 1).
-        num_parts: number of groups wanted; fewer are made where there are fewer cells.
-
-    Returns:
-        The groups' parts; together they cover every row of every image once.
+        num_parts: number of parts wanted; there are no more than cells.
     """
-    per_image, total = len(cells), num_images * len(cells)
-    num_parts = max(1, min(num_parts, total))
-    edges = [total * k // num_parts for k in range(num_parts + 1)]
-    return [_rectangles(start, stop, per_image, cells) for start, stop in itertools.pairwise(edges)]
-
-
-def _rectangles(start: int, stop: int, per_image: int, cells: list[tuple[int, int, int]]) -> list[Part]:
-    """Cells start..stop - 1 of the batch, counted image by image, as rectangles."""
-
-    def part(first: int, last: int, low: int, high: int) -> Part:
-        return Part(slice(first, last), slice(cells[low][1], cells[high - 1][2]))
-
-    parts = []
-    image, low = divmod(start, per_image)
-    if low and start < stop:
-        high = min(per_image, low + stop - start)
-        parts.append(part(image, image + 1, low, high))
-        start, image = start + high - low, image + 1
-    whole = (stop - start) // per_image
-    if whole:
-        parts.append(part(image, image + whole, 0, per_image))
-        start, image = start + whole * per_image, image + whole
-    if start < stop:
-        parts.append(part(image, image + 1, 0, stop - start))
-    return parts
+    num_parts = max(1, min(num_parts, len(cells)))
+    edges = [len(cells) * k // num_parts for k in range(num_parts + 1)]
+    return [slice(cells[low][1], cells[high - 1][2]) for low, high in itertools.pairwise(edges)]
 
 
 @functools.lru_cache(maxsize=1)
@@ -196,18 +162,17 @@ def _single_threads(num_threads: int, process: int) -> ThreadPoolExecutor:
 
 
 class _Sweep:
-    """What both ways of sweeping a part share: its place in the batch and the gradient of its source rows."""
+    """What both ways of sweeping some output rows share: their source rows, and the gradient of those.
 
-    def __init__(self, logits: Tensor, grid: Grid, part: Part, total: Tensor | None, budget: int) -> None:
-        self.grid, self.images, self.rows = grid, part.images, part.rows
-        self.first_source = int(grid.rows.lower[part.rows.start])
-        self.last_source = int(grid.rows.upper[part.rows.stop - 1])
-        place = part.images, slice(None), slice(self.first_source, self.last_source + 1)
-        self.logits = logits[place]
-        # Parts of one image share a source row, so they gather by themselves; whole images go straight to their place.
-        self.is_shared = part.rows != slice(0, grid.rows.size_out)
-        self.place = None if total is None else total[place]
-        self.gradient = torch.zeros_like(self.place) if self.is_shared and self.place is not None else self.place
+    Neighbouring parts share a source row. It belongs to the lower part; the upper one keeps what it adds to it.
+    """
+
+    def __init__(self, logits: Tensor, grid: Grid, rows: slice, total: Tensor | None, budget: int) -> None:
+        self.grid, self.rows, self.logits, self.gradient = grid, rows, logits, total
+        self.first_source = int(grid.rows.lower[rows.start])
+        self.last_source = int(grid.rows.upper[rows.stop - 1])
+        is_shared = rows.stop < grid.rows.size_out and int(grid.rows.lower[rows.stop]) == self.last_source
+        self.edge = torch.zeros_like(total[:, :, self.last_source]) if is_shared and total is not None else None
         self.row_bytes = logits.shape[1] * grid.columns.size_out * grid.dtype.itemsize
         self.budget = budget
 
@@ -215,31 +180,30 @@ class _Sweep:
         raise NotImplementedError
 
     def hand_over(self) -> None:
-        """Adds the part's gradient to the batch's, where it is not there already; for one part after the other."""
-        if self.is_shared and self.place is not None and self.gradient is not None:
-            self.place += self.gradient
+        """Adds what was kept to the gradient; for one part after the other."""
+        if self.edge is not None and self.gradient is not None:
+            self.gradient[:, :, self.last_source] += self.edge
 
     def wide_rows(self, images: slice, start: int, stop: int) -> Tensor:
-        """Source rows start..stop - 1 (of the batch) less their maximum over the classes, widened: (m, C, k, W)."""
-        rows = self.logits[images, :, start - self.first_source : stop - self.first_source].to(self.grid.dtype)
+        """Source rows start..stop - 1 less their maximum over the classes, widened: (m, C, k, W)."""
+        rows = self.logits[images, :, start:stop].to(self.grid.dtype)
         return self.grid.widen(rows - rows.amax(1, keepdim=True))
 
     def add_wide_gradient(self, gradient: Tensor, images: slice, start: int) -> None:
         """Adds the gradient of widened source rows, the first of which is `start`."""
         assert self.gradient is not None
-        first = start - self.first_source
-        self.gradient[images, :, first : first + gradient.shape[2]] += self.grid.narrow(gradient)
+        rows, stop = self.grid.narrow(gradient), start + gradient.shape[2]
+        if self.edge is not None and stop > self.last_source:
+            self.edge[images] += rows[:, :, -1]
+            rows, stop = rows[:, :, :-1], stop - 1
+        self.gradient[images, :, start:stop] += rows
 
     def image_groups(self, rows: int) -> Iterator[slice]:
-        """Images of the part that fit into one band of that many rows."""
+        """Images that fit into one band of that many rows."""
         count = self.logits.shape[0]
         step = max(1, min(count, self.budget // (self.row_bytes * rows)))
         for first in range(0, count, step):
             yield slice(first, min(count, first + step))
-
-    def in_batch(self, images: slice) -> slice:
-        """Images of the part as images of the batch."""
-        return slice(self.images.start + images.start, self.images.start + images.stop)
 
 
 class _CellSweep(_Sweep):
@@ -297,7 +261,7 @@ class _CellBand:
 
     def __init__(self, window: _Window, buffer: Tensor, rows: slice, source: int) -> None:
         self._window = window
-        self.images, self.rows = window.sweep.in_batch(window.images), rows
+        self.images, self.rows = window.images, rows
         self._pair = source - window.base, min(source + 1, window.sweep.last_source) - window.base
         m, C, _, W = window.wide.shape
         R = rows.stop - rows.start
@@ -331,15 +295,14 @@ class BlockBand:
     """See `Band`."""
 
     def __init__(self, sweep: BlockSweep, images: slice, rows: slice) -> None:
-        self._sweep, self._part_images = sweep, images
-        self.images, self.rows = sweep.in_batch(images), rows
+        self._sweep, self.images, self.rows = sweep, images, rows
         self._start, self._stop = int(sweep.grid.rows.lower[rows.start]), int(sweep.grid.rows.upper[rows.stop - 1]) + 1
         self.values = self.refill()
 
     def refill(self) -> Tensor:
         """See `Band`."""
         grid = self._sweep.grid
-        wide = self._sweep.wide_rows(self._part_images, self._start, self._stop)
+        wide = self._sweep.wide_rows(self.images, self._start, self._stop)
         lower, upper = grid.lower_rows[self.rows] - self._start, grid.upper_rows[self.rows] - self._start
         self.values = torch.lerp(wide.index_select(2, lower), wide.index_select(2, upper), grid.fractions[self.rows])
         return self.values
@@ -347,4 +310,4 @@ class BlockBand:
     def add_gradient(self, gradient: Tensor) -> None:
         """See `Band`."""
         sums = self._sweep.grid.gather_rows(gradient, self.rows.start, self._start, self._stop)
-        self._sweep.add_wide_gradient(sums, self._part_images, self._start)
+        self._sweep.add_wide_gradient(sums, self.images, self._start)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from segapp.losses.bands import CPU_BAND_BYTES, DEVICE_BAND_BYTES, BlockBand, BlockSweep, Part
+from segapp.losses.bands import CPU_BAND_BYTES, DEVICE_BAND_BYTES, BlockBand, BlockSweep
 from segapp.losses.grid import grid_of
 from segapp.losses.reference import compute_dtype
 
@@ -121,7 +121,7 @@ class _Tile:
         logits = tile.logits.detach()
         low = (logits.shape[2], logits.shape[3])
         grid = grid_of(low, tile.frame, align_corners, compute_dtype(logits), logits.device)
-        self._sweep = BlockSweep(logits, grid, Part(slice(0, logits.shape[0]), slice(0, tile.frame[0])), None, budget)
+        self._sweep = BlockSweep(logits, grid, slice(0, tile.frame[0]), None, budget)
 
     def values(self, images: slice, rows: slice) -> Tensor:
         """(m, C, R, width) of the tile's own rows."""

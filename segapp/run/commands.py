@@ -37,7 +37,7 @@ _FILE_NAME = re.compile(r"\d{20}-(?P<id>[0-9a-f]{12})\.json")
 
 
 class _Command(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 class SetCommand(_Command):
@@ -130,7 +130,9 @@ SETTINGS = ("gpu0_bsz", "lr_factor", "shares")
 WORDS = ("set", "pause", "resume", "checkpoint", "stop", "cancel")
 """The commands there are."""
 
-_adapter: TypeAdapter[Command] = TypeAdapter(Annotated[Command, Field(discriminator="kind")])
+_adapter: TypeAdapter[Command] = TypeAdapter(
+    Annotated[Command, Field(discriminator="kind")], config=ConfigDict(defer_build=True)
+)
 
 
 @dataclass(frozen=True)

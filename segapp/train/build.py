@@ -14,7 +14,8 @@ from torch import nn
 from segapp.config import DataConfig, EvalConfig, LiveSettings, LossConfig, LossTerm, ModelConfig, RunConfig
 from segapp.datasets.augment import EvalTransform, TrainTransform
 from segapp.datasets.dataset import SegmentationDataset
-from segapp.datasets.files import check_pairs
+from segapp.datasets.doctor import check_masks
+from segapp.datasets.files import ImagePair, check_pairs
 from segapp.datasets.formats import ClassScheme, class_scheme, find_pairs
 from segapp.datasets.frequencies import ClassFrequencies, compute_class_frequencies
 from segapp.datasets.loader import EvalLoader, TrainLoader
@@ -79,11 +80,9 @@ def build_scheme(data: DataConfig) -> ClassScheme:
     )
 
 
-def build_dataset(
-    data: DataConfig, scheme: ClassScheme, split: str, *, is_training: bool, seed: int
-) -> SegmentationDataset:
-    """The images and masks of one split, their headers checked, with the training or the evaluation transform."""
-    pairs = find_pairs(
+def build_pairs(data: DataConfig, split: str) -> tuple[ImagePair, ...]:
+    """The image and mask files of one split."""
+    return find_pairs(
         data.format,
         data.root,
         split,
@@ -93,7 +92,14 @@ def build_dataset(
         mask_suffix=data.mask_suffix,
         allow_outside_root=data.allow_outside_root,
     )
-    check_pairs(pairs)
+
+
+def build_dataset(
+    data: DataConfig, scheme: ClassScheme, split: str, *, is_training: bool, seed: int
+) -> SegmentationDataset:
+    """The images and masks of one split, cheaply checked, with the training or the evaluation transform."""
+    pairs = build_pairs(data, split)
+    check_masks(pairs, check_pairs(pairs), scheme)
     transform: TrainTransform | EvalTransform | None = None
     if is_training:
         transform = TrainTransform(

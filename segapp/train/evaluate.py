@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from segapp.failpoints import failpoint
 from segapp.losses import CriterionCE, View, upsample_confusion, upsample_logits
 from segapp.metrics import ConfusionMatrix, Scores
 from segapp.train.budget import fail_for_want_of_memory
@@ -86,6 +87,7 @@ def evaluate(
     failure: torch.OutOfMemoryError | None = None
     try:
         for batch in batches:
+            failpoint("eval.batch")
             check()
             num_batches += 1
             if failure is not None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from segapp.failpoints import failpoint
 from segapp.run.commands import Received, drain_commands, parse_command, settle_answered, settle_command
 from segapp.run.events import EventReader, read_answers
 from segapp.run.folder import RunFolder
@@ -66,6 +67,7 @@ class Inbox:
     def answer(self, received: Received, status: Final, reason: str | None, step: int | None) -> None:
         """Answers a command for good."""
         self._emit(received, status, reason, step)
+        failpoint("command.answered")
         writer = self._journal.writer
         if writer is None or writer.num_pending == 0:
             settle_command(received)  # otherwise the answer is not on disk yet, and the file is what is left of it

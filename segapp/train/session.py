@@ -36,6 +36,7 @@ from segapp.parallel import (
     launch_local,
     shutdown,
 )
+from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.commands import CheckpointCommand, send_command
 from segapp.run.events import EventWriter
 from segapp.run.folder import RunFolder
@@ -192,7 +193,7 @@ def _run_in(folder: RunFolder, plan: Plan, devices: DevicePlan, ranks: Ranks, si
     journal = Journal(EventWriter(folder.events), [PlainReporter()]) if ranks.is_main else Journal(None)
     places = _places(devices, ranks, plan.config.parallel.memory_budget_mib)
     watch = MemoryWatch(places)
-    monitor = Monitor(journal, watch)
+    monitor = Monitor(journal, watch, blocked_s=plan.config.checkpoint.grace_s)
     is_saved = False
     try:
         config, outlook = _settled(folder, plan.config, devices, places, ranks)
@@ -207,6 +208,7 @@ def _run_in(folder: RunFolder, plan: Plan, devices: DevicePlan, ranks: Ranks, si
                     print(f"already complete: {config.train.epochs} epochs; raise train.epochs to train on")
                 return 0
             monitor.step = lambda: trainer.position.step
+            monitor.saving_s = trainer.saving.written_for_s
             is_saved = True  # from here on every way out saves first, or raises
             reason = trainer.fit()
         journal.emit("run_end", status="finished", reason=reason, exit_code=0, step=monitor.step())
@@ -258,12 +260,13 @@ def _build(
     trainer.steering.replay = ranks.from_main(applied_after(folder.events, step) if ranks.is_main else None)
     trainer.learned_later = ranks.from_main(learned_after(folder.events, step) if ranks.is_main else None)
     if checkpoint is None and journal.writer is not None:
-        journal.writer.rewind(0)  # a run that was killed before its first checkpoint begins anew
+        journal.writer.rewind(0, epoch=1, batch=0)  # a run that was killed before its first checkpoint begins anew
     if checkpoint is not None:
         check_resumable(checkpoint, config, trainer)
         trainer.load_state_dict(checkpoint.state)
         if journal.writer is not None:
-            journal.writer.rewind(checkpoint.step, sha256=checkpoint.sha256)
+            at = checkpoint
+            journal.writer.rewind(at.step, epoch=at.epoch, batch=at.position, sha256=at.sha256)
         for message in checkpoint.messages:
             journal.emit("alert", kind="checkpoint", message=message, step=checkpoint.step)
     if config.log.tensorboard and ranks.is_main:
@@ -279,7 +282,7 @@ def _checkpoint_to_resume(folder: RunFolder, plan: Plan) -> LoadedCheckpoint | N
         return load_checkpoint(plan.checkpoint)
     if plan.folder is None:
         return None
-    if not any(folder.checkpoints.iterdir()):
+    if CheckpointFolder(folder.checkpoints).is_untouched():
         print("the run has no checkpoint yet: it begins anew")
         return None
     return load_checkpoint(folder.path, is_holder=True)

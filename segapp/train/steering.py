@@ -246,7 +246,6 @@ class Steering:
 
     def checkpoint_done(self, step: int, problem: str | None) -> None:
         """The checkpoint that was wished for is saved, or could not be."""
-        self.wishes.wants_checkpoint = False
         if problem is None:
             self.settle("checkpoint", "applied", f"checkpoints/last.pt at step {step}", step)
         else:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from segapp.config import LiveSettings, RunConfig
-from segapp.errors import NonFiniteError, OutOfMemoryError, StorageError
+from segapp.errors import DataError, NonFiniteError, OutOfMemoryError, WorkerError
 from segapp.failpoints import failpoint
 from segapp.memory.scene import OomReport, Scene
 from segapp.optim import lr_at, set_lr
@@ -41,6 +41,7 @@ from segapp.train.out_of_memory import (
 from segapp.train.progress import Best, Clock, Position, images_in
 from segapp.train.ranks import PeerOutOfMemoryError
 from segapp.train.samples import SamplePictures
+from segapp.train.saving import Captured, Saving
 from segapp.train.steering import Standing, Steering
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class Trainer:
         self.inference = inference
         self.num_classes, self.ignore_index = num_classes, ignore_index
         self.description = dict(description)
-        self.store, self.journal = store, journal
+        self.journal = journal
         self.position = Position()
         self.best = Best()
         self.steering, self.samples = steering, samples
@@ -114,9 +115,8 @@ class Trainer:
         self.ranks = engine.ranks
         self._num_val_checks = max(self.ranks.gather(len(val_loader)))
         self._clock = Clock()
-        self._saved_at = time.monotonic()
-        self._saved: Position | None = None
         self._begun_epoch = 0
+        self.saving = Saving(store, config.checkpoint, journal, self.ranks, self.watch, self._capture)
         self.attention = Attention(
             signals,
             steering,
@@ -125,7 +125,8 @@ class Trainer:
             self.watch,
             journal,
             standing=self.standing,
-            save=self._save_as_asked,
+            saving=self.saving,
+            position=lambda: self.position,
         )
 
     # --- the course ------------------------------------------------------------------------------------------------
@@ -165,17 +166,21 @@ class Trainer:
         try:
             reason = self._train_epochs()
         except StopRequest as request:
-            self._save_last()
+            self.saving.finish(self.position, is_required=True)
             self.steering.end(self.standing(), f"{request}: saved at step {self.position.step}", is_finished=False)
             raise
         except NonFiniteError:
-            self._save_last()
+            self.saving.finish(self.position, is_required=False)
             raise
         except OutOfMemoryError:  # on every rank
             if self.engine.is_whole and not self._is_parted:
-                self._save_last()
+                self.saving.finish(self.position, is_required=False)
             raise
-        self._save_last()
+        except (DataError, WorkerError):
+            if self.ranks.world_size == 1:  # the other ranks would not come to a save
+                self.saving.finish(self.position, is_required=False)
+            raise
+        self.saving.finish(self.position, is_required=True)
         self.steering.end(self.standing(), f"the run has finished: {reason}", is_finished=True)
         return reason
 
@@ -188,10 +193,6 @@ class Trainer:
             if self.steering.wishes.stop is not None and not self.is_complete:
                 raise StopRequest("asked to stop after the epoch")
         return f"{self.config.train.epochs} epochs"
-
-    def _save_last(self) -> None:
-        if self._saved != self.position:
-            self.save(is_final=True)
 
     def train_epoch(self) -> None:
         """Trains the rest of the current epoch."""
@@ -214,8 +215,8 @@ class Trainer:
             is_last = self.position.batch >= total
             if is_last or self.position.step % self.config.log.every_steps == 0:
                 self._publish(result, group)
-            if not is_last and self._is_save_due():
-                self.save()
+            if not is_last and self.saving.is_due(self.position.step):
+                self.saving.begin_or_put_off()
         self.steering.saw_epoch()
 
     def _begin_epoch(self) -> None:
@@ -223,8 +224,8 @@ class Trainer:
         self.attention.check()
         wished = self.ranks.from_main(self.steering.wished_at(self.position.step))
         if (wished.gpu0_bsz, wished.shares) != (self.settings.gpu0_bsz, self.settings.shares):
-            if self._saved is None or time.monotonic() - self._saved_at > FRESH_CHECKPOINT_S:
-                self.save()
+            if not self.saving.is_fresh(FRESH_CHECKPOINT_S):
+                self.saving.begin()
             if self.engine.device.type == "cuda":
                 torch.cuda.empty_cache()  # blocks of the old sizes
         self.steering.apply(wished, self.standing())
@@ -454,11 +455,6 @@ class Trainer:
         is_before = at.batch == 0 and self._begun_epoch != at.epoch
         return Standing(at.epoch, at.step, at.epoch if is_before else at.epoch + 1, self.config.train.epochs)
 
-    def _save_as_asked(self) -> str | None:
-        if self._saved != self.position:
-            self.save()
-        return None if self._saved == self.position else "it could not be saved: see the alert"
-
     def _next_group(self, batches: Iterable[Batch], size: int) -> list[Batch]:
         began = time.perf_counter()
         iterator = iter(batches)
@@ -477,8 +473,9 @@ class Trainer:
             is_best = self.best.note(found.monitored(self.config.checkpoint.monitor), finished)
         self.position = Position(epoch=finished + 1, batch=0, step=self.position.step)
         every = self.config.checkpoint.every_epochs
-        if is_best or self.is_complete or (every is not None and finished % every == 0) or self._is_save_due():
-            self.save(finished_epoch=finished, is_best=is_best)
+        is_due = (every is not None and finished % every == 0) or self.saving.is_due(self.position.step)
+        if is_best or self.is_complete or is_due:
+            self.saving.begin(finished_epoch=finished, is_best=is_best)
 
     def _is_stale(self) -> bool:
         patience = self.config.train.early_stop
@@ -568,65 +565,8 @@ class Trainer:
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
 
-    def _is_save_due(self) -> bool:
-        section = self.config.checkpoint
-        by_step = section.every_steps is not None and self.position.step % section.every_steps == 0
-        by_time = section.every_minutes is not None and time.monotonic() - self._saved_at >= 60 * section.every_minutes
-        return by_step or by_time
-
-    def save(self, *, finished_epoch: int | None = None, is_best: bool = False, is_final: bool = False) -> None:
-        """Saves the state as `last.pt`, and under further names where they are due.
-
-        A save that fails leaves the older checkpoints and the training as they are, with an alert each time.
-
-        Args:
-            finished_epoch: keep it as epoch_NNNN.pt too.
-            is_best: keep it as best.pt too.
-            is_final: nothing follows, so a failure is an error.
-
-        Raises:
-            StorageError: a final save could not be written.
-            NonFiniteError: a final save was refused, because a weight is not finite.
-        """
-        phase = self.watch.phase
-        self.watch.mark("save")
-        state = self.state_dict()
-        self._saved_at = time.monotonic()
-        is_saved = self._commit(state, finished_epoch, is_best, is_final) if self.ranks.is_main else False
-        self._saved = replace(self.position) if self.ranks.from_main(is_saved) else None
-        self.watch.mark(phase)
-
-    def _commit(self, state: dict[str, Any], finished_epoch: int | None, is_best: bool, is_final: bool) -> bool:
-        position = self.position
-        try:
-            saved = self.store.save(
-                state,
-                step=position.step,
-                epoch=position.epoch,
-                position=position.batch,
-                metric=self.best.value,
-                is_best=is_best,
-                finished_epoch=finished_epoch,
-            )
-        except (StorageError, NonFiniteError) as error:
-            self.journal.emit("alert", kind="checkpoint", message=str(error), step=position.step)
-            if is_final:
-                raise
-            return False
-        for message in saved.messages:
-            self.journal.emit("alert", kind="checkpoint", message=message, step=position.step)
-        self.journal.emit(
-            "checkpoint",
-            path=saved.event_path,
-            epoch=position.epoch if finished_epoch is None else finished_epoch,
-            step=position.step,
-            is_best=saved.is_best,
-            sha256=saved.entry.sha256,
-            size_bytes=saved.entry.size_bytes,
-            metric=self.best.value,
-            save_s=saved.save_s,
-        )
-        return True
+    def _capture(self) -> Captured:
+        return Captured(self.state_dict(), self.position, self.best.value)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a continuation needs, as tensors and plain values; every rank must ask."""

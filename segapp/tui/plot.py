@@ -164,7 +164,8 @@ def choose_scale(raw: Columns, average: Columns, points: Floats, *, is_log: bool
 def _range(values: Floats) -> tuple[float, float]:
     """From the smallest to the largest, unless the largest is far beyond the rest: then to the 98th percentile."""
     bottom, top = float(values.min()), float(values.max())
-    usual = float(np.quantile(values, 0.98))
+    nth = int(0.98 * (len(values) - 1))
+    usual = float(np.partition(values, nth)[nth])  # numpy's own quantile loads another 45 ms of numpy
     return (bottom, usual) if top - bottom > 3 * (usual - bottom) > 0 else (bottom, top)
 
 

@@ -68,12 +68,13 @@ def test_time_of_loss_and_gradient(case):
     report(case, kept, num_quiet, "naive")
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("case", ["cityscapes", "crop-769", "ade20k", "camvid"])
-def test_time_of_the_compiled_loss(case):
-    torch.set_num_threads(2)
+def test_time_of_the_compiled_loss(case, num_threads):
+    torch.set_num_threads(num_threads)
     logits, target = make(case)
     kept, num_quiet = interleave(["naive", "bands", "compiled"], lambda way: seconds(way, logits, target))
-    report(case, kept, num_quiet, "naive")
+    report(f"{case}, {num_threads} threads", kept, num_quiet, "naive")
 
 
 def fresh_process(arguments, extra_environment=None):

@@ -30,8 +30,6 @@ from segapp.tui.view import View, fold_events
 
 pytestmark = pytest.mark.benchmark
 
-SHOW = "import sys\nfrom segapp.tui.app import run_ui\nsys.exit(run_ui(sys.argv[1]))"
-
 
 def many_events(path: Path, num: int) -> None:
     """A long history as the trainer writes it: every twentieth line is a memory sample of four devices."""
@@ -102,7 +100,7 @@ def test_a_live_run_at_a_terminal(tmp_path: Path) -> None:
     pid, fd = pty.fork()
     if pid == 0:
         os.environ.update(TERM="xterm-256color", COLORTERM="truecolor", XDG_CONFIG_HOME=str(tmp_path))
-        os.execv(sys.executable, [sys.executable, "-c", SHOW, str(run.folder.path)])
+        os.execv(sys.executable, [sys.executable, "-m", "segapp", "attach", str(run.folder.path)])
     fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", 36, 120, 0, 0))
     began, first_s, num_bytes, next_s, from_s = time.monotonic(), None, 0, 0.0, None
     seen = b""

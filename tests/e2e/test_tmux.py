@@ -29,21 +29,25 @@ class Terminal:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
+        self._num_servers = 0
 
-    def tmux(self, *arguments: str) -> str:
+    def tmux(self, *arguments: str, must_work: bool = False) -> str:
         done = subprocess.run(
-            ["tmux", "-L", self.name, "-f", "/dev/null", *arguments], capture_output=True, text=True, timeout=30
-        )
+            ["tmux", "-L", f"{self.name}-{self._num_servers}", "-f", "/dev/null", *arguments],
+            capture_output=True, text=True, timeout=30,
+        )  # fmt: skip
+        assert not must_work or done.returncode == 0, done.stderr
         return done.stdout
 
     def start(self, command: str, **env: str) -> None:
         self.tmux("kill-server")
+        self._num_servers += 1  # another socket: a server that is dying still accepts, and then drops, a new session
         words = [f"{name}={value}" for name, value in {"OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8", **env}.items()]
         line = (
             " ".join(["env", "-u", "RANK", "-u", "NO_COLOR", "-u", "COLUMNS", "-u", "LINES", *words, command])
             + "; echo CODE=$?; sleep 600"
         )
-        self.tmux("new-session", "-d", "-x", "120", "-y", "36", "-c", str(self.folder), line)
+        self.tmux("new-session", "-d", "-x", "120", "-y", "36", "-c", str(self.folder), line, must_work=True)
 
     def keys(self, *keys: str) -> None:
         self.tmux("send-keys", *keys)

@@ -46,6 +46,7 @@ def test_the_affine_model_is_right_within_one_percent_on_splits_it_has_not_seen(
             assert a == pytest.approx(b, rel=0.01, abs=0.5), (model, split, i)
 
 
+@pytest.mark.slow
 def test_half_precision_needs_about_half_of_the_activations():
     full = kinds("plain", "backward")["activations"]
     for road in ("amp-fp16", "amp-bf16", "fp16"):

@@ -50,7 +50,7 @@ class Terminal:
                     break
         assert wanted in self.output, self.output[-3000:]
 
-    def wait(self, timeout_s: float = 15.0) -> int:
+    def wait(self, timeout_s: float = 60.0) -> int:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             pid, status = os.waitpid(self.pid, os.WNOHANG)

@@ -28,7 +28,7 @@ Text = Annotated[str, BeforeValidator(_as_text)]
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
 
 class _Event(_Model):
@@ -175,6 +175,9 @@ class Checkpoint(_Event):
     size_bytes: int | None = None
     metric: float | None = None
     save_s: float | None = None
+    """Of the writing, beside the training."""
+    copy_s: float | None = None
+    """Of the copy in memory, which the training waited for."""
 
 
 class CommandAnswer(_Event):
@@ -279,6 +282,8 @@ class Heartbeat(_Event):
     phase: Text | None = None
     """train, eval, save, paused, start."""
     step: int | None = None
+    saving_s: float | None = None
+    """For how long a checkpoint has been being written, while one is."""
 
 
 class RunEnd(_Event):
@@ -326,7 +331,9 @@ EVENT_TYPES: dict[str, type[BaseModel]] = {
 FINAL_STATUSES = frozenset({"applied", "rejected", "cancelled"})
 """The statuses with which a command is answered for good."""
 
-_adapter: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="type")])
+_adapter: TypeAdapter[Event] = TypeAdapter(
+    Annotated[Event, Field(discriminator="type")], config=ConfigDict(defer_build=True)
+)
 
 
 def parse_event(raw: dict[str, Any]) -> Event:
