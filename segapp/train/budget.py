@@ -9,6 +9,7 @@ pass of that replica, in the loss, in backward, in the update, in an evaluation.
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -34,13 +35,14 @@ _HELD = "held"
 
 
 def fail_for_want_of_memory(point: str) -> None:
-    """Runs out of memory where a test has armed the failpoint `point`, or `point.N` for replica N alone.
+    """Runs out of memory where a test has armed the failpoint `point`, `point.N` for replica N, or `point.rankN`.
 
     Raises:
         torch.OutOfMemoryError: it is armed with `oom`, and due.
     """
     replica = current_replica()
-    names = [point] if replica is None else [point, f"{point}.{replica.index}"]
+    names = [point, f"{point}.rank{os.environ.get('RANK', 0)}"]
+    names += [] if replica is None else [f"{point}.{replica.index}"]
     for name in names:
         if failpoint(name) == "oom":
             raise torch.OutOfMemoryError(f"failpoint {name}")

@@ -338,8 +338,10 @@ def build_trainer(
         journal=journal,
         signals=signals,
         steering=steering,
-        rescue=Rescue(journal, watch, None if folder is None else folder.reports, advise),
-        samples=None if folder is None else SamplePictures(folder.samples, val_set, inference, device),
+        rescue=Rescue(journal, watch, None if folder is None else folder.reports, advise, rank=ranks.rank),
+        samples=None
+        if folder is None or not ranks.is_main
+        else SamplePictures(folder.samples, val_set, inference, device),
         budget=build_budget(config.parallel, devices.devices, engine, watch),
     )
 

@@ -6,7 +6,9 @@ cut into pieces, evaluation image by image, in windows, in smaller windows.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import json
 import logging
 import re
 import traceback
@@ -22,6 +24,7 @@ from segapp.memory.scene import LiveTensor, OomReport, Scene, report_fields, rep
 from segapp.parallel import ReplicaError
 from segapp.run.events import EventReader
 from segapp.run.files import write_atomic
+from segapp.run.folder import RunFolder
 from segapp.train.gpus import processes_on
 from segapp.train.inference import Inference
 from segapp.train.journal import Journal
@@ -121,11 +124,15 @@ def next_eval_lesson(
     return replace(lessons, window_px=window), f"{text}: its scores differ slightly from those before"
 
 
-def learned_after(events: Path, step: int) -> list[tuple[int, Lessons]]:
-    """Lessons that were learned after `step` updates or later, for a training that goes back there."""
-    learned = (raw for raw in EventReader(events).read_skimmed() if isinstance(raw, dict) and raw["type"] == "oom")
+def learned_after(folder: RunFolder, step: int) -> list[tuple[int, Lessons]]:
+    """Lessons that were learned after `step` updates or later, by any rank, for a training that goes back there."""
+    events = EventReader(folder.events).read_skimmed()
+    learned = [raw for raw in events if isinstance(raw, dict) and raw["type"] == "oom"]
+    for path in sorted(folder.reports.glob("rank_*.json")):
+        with contextlib.suppress(OSError, ValueError):
+            learned.append(json.loads(path.read_text()))
     found = [(int(raw.get("step") or 0), Lessons.from_json(raw["lessons"])) for raw in learned if raw.get("lessons")]
-    return [(at, lessons) for at, lessons in found if at >= step]
+    return sorted(((at, lessons) for at, lessons in found if at >= step), key=lambda item: item[0])
 
 
 class Rescue:
@@ -134,14 +141,21 @@ class Rescue:
     Args:
         journal: takes `oom` and `alert` events.
         watch: the devices.
-        folder: for the reports; None on ranks that write nothing.
+        folder: for the reports; None: none are written.
         advise: gives what to change, the best first; it may take seconds.
+        rank: of this process; the first one reports what all ranks know.
     """
 
     def __init__(
-        self, journal: Journal, watch: MemoryWatch, folder: Path | None, advise: Callable[[], Sequence[str]]
+        self,
+        journal: Journal,
+        watch: MemoryWatch,
+        folder: Path | None,
+        advise: Callable[[], Sequence[str]],
+        *,
+        rank: int = 0,
     ) -> None:
-        self.journal, self.watch, self.folder, self._advise = journal, watch, folder, advise
+        self.journal, self.watch, self.folder, self._advise, self._rank = journal, watch, folder, advise, rank
 
     def examine(self, error: BaseException, first: int = 0) -> Scene:
         """What the device looked like; to be called before the error's frames are cleared.
@@ -179,7 +193,7 @@ class Rescue:
             lessons: what was learned, if anything.
             is_final: the training ends, so that there is time for the planner's advice.
         """
-        if self.folder is None:
+        if self.folder is None or self._rank:
             return report
         advice = report.advice
         if is_final:
@@ -194,6 +208,19 @@ class Rescue:
         message = f"{report.headline}; {report.problem}" + (f"; see {path}" if path else "")
         self.journal.emit("alert", kind="oom", message=message, step=report.step)
         return report
+
+    def report_alone(self, report: OomReport, lessons: Lessons | None) -> None:
+        """Reports what only this rank knows, where it can meet the others no more; a resume takes the lesson up."""
+        if not self._rank:
+            self.report(report, lessons)
+        elif self.folder is not None:
+            fields = {**report_fields(report), "lessons": lessons.to_json() if lessons else None}
+            try:
+                self.folder.mkdir(exist_ok=True)
+                write_atomic(self.folder / f"rank_{self._rank}_step_{report.step}.json", json.dumps(fields) + "\n")
+            except OSError:
+                logger.exception("report of an out-of-memory")
+            self._write(report)
 
     def _write(self, report: OomReport) -> str | None:
         assert self.folder is not None

@@ -252,13 +252,13 @@ def _build(
         with_weights=checkpoint is None,
         inbox=inbox,
         watch=watch,
-        folder=folder if ranks.is_main else None,
+        folder=folder,
         outlook=outlook,
         advise=lambda: planned_advice(config, devices, watch.places, outlook),
     )
     step = 0 if checkpoint is None else checkpoint.step
     trainer.steering.replay = ranks.from_main(applied_after(folder.events, step) if ranks.is_main else None)
-    trainer.learned_later = ranks.from_main(learned_after(folder.events, step) if ranks.is_main else None)
+    trainer.learned_later = ranks.from_main(learned_after(folder, step) if ranks.is_main else None)
     if checkpoint is None and journal.writer is not None:
         journal.writer.rewind(0, epoch=1, batch=0)  # a run that was killed before its first checkpoint begins anew
     if checkpoint is not None:

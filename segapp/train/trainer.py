@@ -306,9 +306,14 @@ class Trainer:
         """The end of a rank that ran out of memory while the others wait in an exchange of the same step."""
         self._is_parted = True
         scene, problem = self.rescue.examine(error, self.ranks.rank), first_line(error)
-        report = OomReport(scene, self.position.epoch, self.position.step, problem, "all ranks stop")
-        move = "train.batch_size with train.accumulate raised keeps the step; then resume from the last checkpoint"
-        return final_error(self.rescue.report(replace(report, advice=(f"a smaller {move}",))))
+        lessons = self._smaller_pieces()
+        action, advice = "all ranks stop: they cannot meet in this step any more", self._simple_advice(scene)
+        if lessons is not None:
+            pieces = f"micro-batches in {lessons.num_pieces} pieces, the same mean over the step"
+            advice = (f"segapp train --resume goes on from the last checkpoint with {pieces}", *advice)
+        report = OomReport(scene, self.position.epoch, self.position.step, problem, action, advice=advice)
+        self.rescue.report_alone(report, lessons)
+        return final_error(report)
 
     def _smaller_pieces(self) -> Lessons | None:
         """Twice as many pieces; None where BatchNorm, or the batch, allows no more."""

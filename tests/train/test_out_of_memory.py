@@ -26,7 +26,7 @@ from segapp.train.overview import print_status
 from segapp.train.plan import Plan
 from segapp.train.session import run_session
 
-POINTS = ("train.forward", "train.forward.1", "train.loss", "train.loss.2", "train.backward", "train.optimizer")
+POINTS = ("train.forward", "train.forward.1", "train.forward.2", "train.loss", "train.backward", "train.optimizer")
 
 
 @pytest.fixture(autouse=True)

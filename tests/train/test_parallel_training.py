@@ -297,3 +297,24 @@ def test_a_checkpoint_goes_from_dp_to_ddp_and_back_to_one_device(
         result = segapp("train", "--config", "now.yaml", *where, cwd=tmp_path, **failpoint)
         assert result.returncode == (75 if failpoint else 0), result.stderr
     assert_same_course(run, reference)
+
+
+@pytest.mark.slow
+def test_a_rank_out_of_memory_ends_all_and_a_resume_goes_on_in_pieces(tiny: dict[str, Any], tmp_path: Path) -> None:
+    ddp_file(tiny, tmp_path, batch_size=6)  # 10 images: one step an epoch, five steps
+    arguments = ("train", "--config", "ddp.yaml", "--run", "run", "--resume", "auto")
+    armed = {"SEGAPP_FAILPOINTS": "train.forward.rank1=3:oom;eval.forward.rank1=1:oom"}
+    first = segapp(*arguments, cwd=tmp_path, timeout_s=100, **armed)
+    assert first.returncode in (6, 8)
+    assert "out of memory on cpu in forward" in first.stderr
+    folder = tmp_path / "run"
+    assert [event["step"] for event in events(folder, "step")] == [1, 2]
+    # All ranks evaluated again in another way.
+    assert "sliding windows" in events(folder, "oom")[0]["action"]
+    assert events(folder, "oom")[0]["index"] == 1
+    assert (folder / "reports" / "rank_1_step_2.json").exists()
+    second = segapp(*arguments, cwd=tmp_path, timeout_s=100)
+    assert second.returncode == 0, second.stderr
+    assert [event["step"] for event in events(folder, "step")] == [1, 2, 3, 4, 5]
+    lessons = torch.load(folder / "checkpoints" / "last.pt", weights_only=True)["lessons"]
+    assert (lessons["num_pieces"], lessons["window_px"]) == (2, [48, 64])
