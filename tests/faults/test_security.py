@@ -31,8 +31,6 @@ from segapp.models.weights import read_weights_file
 from segapp.run.commands import drain_commands, parse_command, send_command
 from segapp.train.checkpoint import load_checkpoint
 
-pytestmark = pytest.mark.faults
-
 NewRun = Callable[..., FaultRun]
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,6 +48,7 @@ def inert_canary(canary: Path) -> None:
     assert not canary.exists(), "code of the file was run"
 
 
+@pytest.mark.faults
 @case("S01", how="pickles as checkpoint and weights: 7 containers, torch's opt-out set", passes="exit 4")
 @pytest.mark.parametrize("payload", PAYLOADS)
 def test_a_pickle_is_never_run(finished: FaultRun, payload: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,6 +73,7 @@ def test_a_pickle_is_never_run(finished: FaultRun, payload: str, monkeypatch: py
     inert_canary(canary)
 
 
+@pytest.mark.faults
 @case("S01", how="a payload committed with a manifest that vouches for it", passes="exit 4; inert")
 def test_a_vouched_pickle_is_not_run(finished: FaultRun) -> None:
     canary = finished.work / "canary"
@@ -91,6 +91,7 @@ def test_a_vouched_pickle_is_not_run(finished: FaultRun) -> None:
     inert_canary(canary)
 
 
+@pytest.mark.faults
 def test_the_payloads_would_run_elsewhere(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     with open(tmp_path / "evil.pth", "wb") as file:
@@ -100,6 +101,7 @@ def test_the_payloads_would_run_elsewhere(tmp_path: Path) -> None:
     assert canary.exists()
 
 
+@pytest.mark.faults
 @case("S02", how="archives that unpack to gigabytes; 300 mutants of a checkpoint", passes="refused; memory bounded")
 def test_bombs_and_mutants_of_checkpoints(finished: FaultRun) -> None:
     buffer = io.BytesIO()
@@ -152,6 +154,7 @@ def training(new_run: NewRun) -> Iterator[tuple[FaultRun, Program]]:
 SECRET = "hunter2-5f3a9c"
 
 
+@pytest.mark.faults
 @case("S03", how="no socket: umask 000; inbox as a link, with mode 0777", passes="0700 and 0600; the rest is refused")
 def test_the_inbox_is_private(new_run: NewRun) -> None:
     old = os.umask(0)
@@ -175,6 +178,7 @@ def test_the_inbox_is_private(new_run: NewRun) -> None:
     assert list(elsewhere.iterdir()) == []
 
 
+@pytest.mark.faults
 @case("S04", how="a command of uid 65534 in the inbox; uid 65534 at the inbox", passes="rejected; EACCES")
 def test_a_command_of_another_user_is_refused(training: tuple[FaultRun, Program]) -> None:
     needs("root")
@@ -200,6 +204,7 @@ def test_a_command_of_another_user_is_refused(training: tuple[FaultRun, Program]
     assert program.returncode is None
 
 
+@pytest.mark.faults
 @case("S05", how="the sockets of a live run, of its children too", passes="no listening socket, TCP, UDP or abstract")
 def test_no_port_is_open(training: tuple[FaultRun, Program]) -> None:
     run, _ = training
@@ -258,6 +263,7 @@ def throw(run: FaultRun, count: int, *, seed: int) -> int:
     return fine
 
 
+@pytest.mark.faults
 @case(
     "S06",
     how="no socket: inbox with 400 junk files, 10 MB, links, FIFO; stop twice",
@@ -301,6 +307,7 @@ def _junk_in_the_inbox(training: tuple[FaultRun, Program], count: int) -> None:
     assert "applied" in stops
 
 
+@pytest.mark.faults
 @case("S07", how="no socket: the inbox is removed, replaced by a file, made again", passes="training goes on")
 def test_the_inbox_goes_away(training: tuple[FaultRun, Program]) -> None:
     run, program = training
@@ -317,6 +324,7 @@ def test_the_inbox_goes_away(training: tuple[FaultRun, Program]) -> None:
     assert run.ended(program).returncode == 75
 
 
+@pytest.mark.faults
 @case(
     "S09",
     how="class names with escapes, OSC 52, markup, RTL, 10 kB",
@@ -339,6 +347,7 @@ def test_hostile_names_on_a_plain_terminal(new_run: NewRun, tiny_root: Path) -> 
     assert is_inert(log.read_text() if log.exists() else "")
 
 
+@pytest.mark.faults
 @case("S09", how="secrets in the environment of a failing and of a finishing run", passes="in no file, in no line")
 def test_secrets_stay_out_of_logs(new_run: NewRun) -> None:
     run = new_run(train={"epochs": 1}, log={"tensorboard": True})
@@ -352,6 +361,7 @@ def test_secrets_stay_out_of_logs(new_run: NewRun) -> None:
             assert SECRET.encode() not in path.read_bytes(), path
 
 
+@pytest.mark.faults
 @case("S11", how="events: torn, NUL, NaN, Infinity, 64 MB line, rotated", passes="status reads on; bounded")
 def test_hostile_events(finished: FaultRun) -> None:
     events = finished.folder / "events.jsonl"
@@ -375,6 +385,7 @@ FORBIDDEN_CALLS = {
 }  # fmt: skip
 
 
+@pytest.mark.faults
 @case("S12", how="the source, as a syntax tree", passes="no eval, shell, pickle, unsafe YAML or torch.load, cv2.imread")
 def test_the_source_has_no_door_for_code() -> None:
     found = []
@@ -394,6 +405,7 @@ def test_the_source_has_no_door_for_code() -> None:
     assert found == []
 
 
+@pytest.mark.faults
 @case("S12", how="strings with names given to the screen's widgets", passes="only Text, Content or literals")
 def test_the_screen_is_given_no_bare_words() -> None:
     found = []
