@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 
-from segapp.errors import ConfigError, RunBusyError
+from segapp.errors import ConfigError, RunBusyError, StorageError
 from segapp.run.files import remove_dead_temporaries, storage_error, write_atomic, write_json
 from segapp.run.process import ProcessId, this_process
 
@@ -162,7 +162,7 @@ class RunFolder:
 
         Raises:
             RunBusyError: another process holds it; the message names its host and process id.
-            StorageError: the lock file cannot be written.
+            StorageError: the lock file cannot be written, or somebody else has prepared the inbox.
         """
         if self._lock_fd >= 0:
             return
@@ -291,7 +291,10 @@ class RunFolder:
         for folder in (self.commands, self.checkpoints, self.samples, self.tensorboard):
             folder.mkdir(exist_ok=True, mode=0o700 if folder == self.commands else 0o777)
         if self.commands.is_symlink() or self.commands.stat().st_uid != os.geteuid():
-            raise PermissionError(1, "the inbox belongs to somebody else", str(self.commands))
+            self.release()
+            raise StorageError(
+                f"{self.commands} is a link or belongs to another user, who could command this training: remove it"
+            )
         self.commands.chmod(0o700)
 
     def _holds_a_run(self) -> bool:
