@@ -237,6 +237,29 @@ def predict(
 
 
 @app.command()
+def export(
+    target: Annotated[
+        str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's name or folder, or a checkpoint file.")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The file to write.")],
+    format: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--format", metavar="onnx|pt2", help="ONNX, or torch.export; else by the ending of --out."),
+    ] = None,
+    half: Annotated[bool, typer.Option("--half", help="Weights and arithmetic in float16.")] = False,
+    argmax: Annotated[bool, typer.Option("--argmax", help="Give class ids instead of logits.")] = False,
+) -> None:
+    """Write a network as a file that runs without segapp, and check its answers.
+
+    The file takes uint8 RGB images (batch, height, width, 3) of any size and gives float32 logits at that size;
+    normalisation, padding and upsampling are inside, class names and colours in its metadata.
+    """
+    from segapp.train.exporting import export_target
+
+    export_target(target, out, format=format, half=half, argmax=argmax)
+
+
+@app.command()
 def check(
     overrides: Overrides = None,
     config: ConfigOption = None,
