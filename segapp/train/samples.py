@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.run.files import write_atomic
 from segapp.train.inference import Inference
-from segapp.train.predict import colorize, predict_image
+from segapp.train.predict import colorize, infer_labels
 
 if TYPE_CHECKING:
     from segapp.models import SegmentationModel
@@ -59,7 +59,7 @@ class SamplePictures:
     def _write(self, model: SegmentationModel, index: int, path: Path) -> None:
         sample = self.dataset[(0, index)]
         image = sample.image.permute(1, 2, 0).numpy()
-        prediction = predict_image(model, self.inference, image, self.device)
+        prediction = infer_labels(model, self.inference, image[None], self.device)[0]
         scheme = self.dataset.scheme
         target = sample.target.numpy().astype(np.int64)
         known = np.where(target == scheme.ignore_index, 0, target)

@@ -200,6 +200,13 @@ def test_export_of_a_run_agrees_with_predict_and_runs_without_segapp(
     logits = session.run(None, {"images": photo[None, :, :, ::-1].copy()})[0]
     assert (logits[0].argmax(0) == own).mean() > 0.999
 
+    result = segapp("predict", "net.onnx", "photo.png", "--out", "exported", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    exported = cv2.imread(str(tmp_path / "exported" / "labels" / "photo.png"), cv2.IMREAD_UNCHANGED)
+    assert np.array_equal(exported, logits[0].argmax(0))
+    colors = [cv2.imread(str(tmp_path / name / "color" / "photo.png")) for name in ("own", "exported")]
+    assert (colors[0] == colors[1]).mean() > 0.999
+
 
 FAMILIES = [
     ("torchvision", "lraspp", "mobilenet_v3_large"),
