@@ -282,6 +282,14 @@ def check(
         Optional[Path],  # noqa: UP045
         typer.Option("--html", metavar="FILE", help="Write a page with pictures of what was found."),
     ] = None,
+    sums_file: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--sums", metavar="FILE", help="Compare every file with this list of sha256 sums."),
+    ] = None,
+    new_sums_file: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--write-sums", metavar="FILE", help="Write that list, as sha256sum does."),
+    ] = None,
 ) -> None:
     """Examine the data: every file read, every id checked, images seen twice. Exit code 3 if something is wrong."""
     from segapp.config import load_config
@@ -291,7 +299,70 @@ def check(
     loaded = load_config(config, overrides or [])
     from segapp.train.check import check_data
 
-    sys.exit(check_data(loaded, as_json=json_out, html_file=html_file))
+    sys.exit(
+        check_data(loaded, as_json=json_out, html_file=html_file, sums_file=sums_file, new_sums_file=new_sums_file)
+    )
+
+
+@app.command()
+def init(
+    root: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the images and their masks.")],
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--out", metavar="FILE", help="The config; NAME.yaml here, after the folder, if not given."),
+    ] = None,
+    val_share: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option("--val-share", metavar="SHARE", help="No splits there? Write train.txt and val.txt, e.g. 0.15."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+) -> None:
+    """Look at a data folder and write a config for it, each choice with its reason."""
+    from segapp.train.propose import propose_config
+
+    written = propose_config(root, out, val_share=val_share, force=force)
+    print(f"written: {written}\nnext: segapp check --config {written}; segapp train --config {written}")
+
+
+@app.command()
+def report(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.")],
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--out", metavar="FILE", help="Where to write it; report.html in the run's folder if not given."),
+    ] = None,
+    split: Annotated[str, typer.Option("--split", help="Split for the confusion matrix and the pictures.")] = "val",
+    worst: Annotated[int, typer.Option("--worst", min=0, help="How many images to show, the worst first.")] = 8,
+    no_images: Annotated[
+        bool, typer.Option("--no-images", help="Only what the run has written: no model, no data.")
+    ] = False,
+) -> None:
+    """Write a run's report: one HTML file with curves, classes, confusion matrix, worst images, memory, settings."""
+    from segapp.report import write_report
+
+    written = write_report(run, out, split=split, num_worst=worst, has_pictures=not no_images)
+    print(f"written: {written} ({written.stat().st_size / 2**20:.1f} MiB)")
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Names or folders.")],
+    html_file: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--html", metavar="FILE", help="Write a page with the curves."),
+    ] = None,
+    json_out: JsonFlag = False,
+) -> None:
+    """Compare runs: results, speed, memory, and what differs in their configs."""
+    import json
+
+    from segapp.report.compare import compare_runs, print_comparison
+
+    found = compare_runs(runs, html_file)
+    if json_out:
+        print(json.dumps(found, indent=2))
+    else:
+        print_comparison(found)
 
 
 @app.command("ls")

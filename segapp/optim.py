@@ -87,6 +87,14 @@ def build_optimizer(section: OptimConfig, groups: Sequence[Mapping[str, Any]]) -
     optimizer: torch.optim.Optimizer
     if section.name == "adamw":
         optimizer = torch.optim.AdamW([dict(g) for g in groups], lr=section.lr, betas=section.betas, fused=True)
+        # As torch makes them in the first step; then no update allocates, and none can be left half way for want of it.
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
         return optimizer
     optimizer = torch.optim.SGD(
         [dict(g) for g in groups], lr=section.lr, momentum=section.momentum, nesterov=section.nesterov, fused=True

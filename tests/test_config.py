@@ -1,6 +1,7 @@
 """The config: what is accepted, what is refused, and how it is said."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -70,10 +71,17 @@ def test_every_problem_is_reported_at_once_with_place_value_and_nearest_key(tmp_
     [
         ("", "name is missing"),
         ("- a\n", "must be a mapping"),
-        ("name: x\nname: y\n", "key name stands twice (line 2)"),
+        ("name: x\nname: y\n", "c.yaml:2: not valid YAML: key name stands twice"),
         ("name: [\n", "not valid YAML"),
         ("name: &a x\ndata: *a\n", "aliases"),
         ("name: !!python/object/apply:os.system [ls]\n", "not valid YAML"),
+        ("name: !!binary aGk=\n", "c.yaml:1: not valid YAML: YAML tags"),
+        ("name: !x y\n", "YAML tags (!x)"),
+        ("name: x\n<<: {seed: 3}\n", "c.yaml:2: not valid YAML: merge keys"),
+        ("name: x\n--- \nname: y\n", "another document"),
+        ("name: x\n\tdata: 3\n", "c.yaml:2: not valid YAML"),
+        ("name: \0x\n", "not valid YAML"),
+        ("? [a, b]\n: c\n", "c.yaml:1: not valid YAML"),
         ("name: ../../etc\ndata: {format: voc, root: d}\n", "name = '../../etc'"),
         ("name: x\ndata: {format: folder, root: d}\n", "data.classes: is missing"),
         ("name: x\ndata: {format: voc, root: d, scale: [2, 1]}\n", "swap them"),
@@ -197,3 +205,22 @@ def test_any_text_is_accepted_or_refused_with_a_config_error(text: str) -> None:
         return
     if isinstance(value, dict) and all(isinstance(k, str) for k in value):
         assert yaml.safe_dump(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("name: " + "[" * 500_000, "nested more than 32 deep"),
+        ("\n".join(" " * i + "a:" for i in range(1300)), "nested more than 32 deep"),
+        ("name: [" + "1," * 500_000 + "]", "more than 20000 values"),
+        ("\n".join(f"key{i}: 1" for i in range(9_000)), "and 8952 more"),
+        ("a" * (1 << 20) + ": 1", "is larger than"),
+        ("seed: " + "9" * 900_000, "not valid YAML"),
+        ("a: &a [x, x]\n" + "\n".join(f"{chr(98 + i)}: &{chr(98 + i)} [*{chr(97 + i)}]" for i in range(20)), "aliases"),
+    ],
+    ids=["brackets", "indentation", "values", "keys", "size", "digits", "aliases"],
+)
+def test_a_bomb_is_refused_in_bounded_time(tmp_path: Path, text: str, expected: str) -> None:
+    start_s = time.process_time()
+    assert expected in refusal(tmp_path, text)
+    assert time.process_time() - start_s < 10

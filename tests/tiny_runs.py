@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +10,7 @@ from typing import Any
 import cv2
 import numpy as np
 import torch
+from programs import segapp as segapp  # for those who train: `from tiny_runs import segapp`
 
 from segapp.config import RunConfig, validate_config
 from segapp.train.plan import Plan
@@ -51,57 +45,6 @@ def events(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """The events of a run, of one type or all."""
     found = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     return [event for event in found if kind in (None, event["type"])]
-
-
-def segapp(*arguments: str | Path, cwd: Path, timeout_s: float = 240, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs the real program in a process of its own, forked from one that has done the imports (see `zygote`)."""
-    words = [str(argument) for argument in arguments]
-    with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder, "out"), Path(folder, "err")
-        out.touch()
-        err.touch()
-        command = {
-            "argv": words,
-            "cwd": str(cwd),
-            "env": {**os.environ, "OMP_NUM_THREADS": "1", **env},
-            "out": str(out),
-            "err": str(err),
-        }
-        status = _zygote().run(command, timeout_s)
-        # As text=True would give it.
-        texts = [path.read_bytes().decode(errors="surrogateescape").replace("\r\n", "\n") for path in (out, err)]
-        return subprocess.CompletedProcess(words, status, *texts)
-
-
-class _Zygote:
-    """The process that forks."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("zygote.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-
-    def run(self, command: dict[str, Any], timeout_s: float) -> int:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
-        pid = json.loads(self._process.stdout.readline())["pid"]
-        timer = threading.Timer(timeout_s, os.killpg, (pid, signal.SIGKILL))
-        timer.start()
-        try:
-            return int(json.loads(self._process.stdout.readline())["status"])
-        finally:
-            timer.cancel()
-
-
-@functools.cache
-def _zygote() -> _Zygote:
-    return _Zygote()
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

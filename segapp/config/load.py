@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from segapp.config.yaml_reader import parse_yaml
 from segapp.errors import ConfigError
 
 MAX_CONFIG_BYTES = 1 << 20
+MAX_PROBLEMS = 50
+"""More are counted, not told: a file with so many is no config."""
 
 
 def config_places(name: str) -> list[Path]:
@@ -38,7 +41,7 @@ def find_config(name: str) -> Path:
     """
     places = config_places(name)
     for place in places:
-        if place.is_file():
+        if os.path.isfile(place):  # unlike Path.is_file, also of a name that is too long
             return place
     known = sorted({path.name for place in places for path in place.parent.glob("*.y*ml") if place.parent != Path()})
     near = difflib.get_close_matches(Path(name).name, known, n=3, cutoff=0.5) or known
@@ -107,18 +110,21 @@ def validate_config(raw: Mapping[str, Any], source: Source | None = None) -> Run
     try:
         config = RunConfig.model_validate(raw)
     except ValidationError as error:
-        problems = list(dict.fromkeys(describe_problem(item, source) for item in error.errors()))
-        raise _all_problems(problems) from None
+        items = error.errors()
+        problems = list(dict.fromkeys(describe_problem(item, source) for item in items[:MAX_PROBLEMS]))
+        raise _all_problems(problems, len(items) - MAX_PROBLEMS) from None
     problems = [f"{source.place(loc)}: {'.'.join(loc)}: {text}" for loc, text in combination_problems(config)]
     if problems:
         raise _all_problems(problems)
     return config
 
 
-def _all_problems(problems: list[str]) -> ConfigError:
-    if len(problems) == 1:
+def _all_problems(problems: list[str], num_more: int = 0) -> ConfigError:
+    if len(problems) == 1 and num_more <= 0:
         return ConfigError(problems[0])
-    return ConfigError(f"{len(problems)} problems in the config:\n" + "\n".join(f"  {problem}" for problem in problems))
+    more = f"\n  and {num_more} more" if num_more > 0 else ""
+    listed = "\n".join(f"  {problem}" for problem in problems)
+    return ConfigError(f"{len(problems) + max(0, num_more)} problems in the config:\n{listed}{more}")
 
 
 def dump_config(config: RunConfig) -> str:

@@ -6,12 +6,13 @@ import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from segapp.config.sections import DataConfig, LossTerm, RunConfig
+from segapp.config.sections import DataConfig, LossTerm, ParallelConfig, RunConfig
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,14 @@ def describe_problem(item: Any, source: Source) -> str:
     return f"{source.place(loc)}: {key} = {shown}: {text}"
 
 
+@cache
+def _schema() -> dict[str, Any]:
+    return RunConfig.model_json_schema()
+
+
 def _field_schema(loc: Sequence[str]) -> dict[str, Any] | None:
-    schema: dict[str, Any] = RunConfig.model_json_schema()
-    node: dict[str, Any] = schema
+    schema = _schema()
+    node = schema
     for part in loc:
         while "$ref" in node:
             node = schema["$defs"][node["$ref"].rsplit("/", 1)[1]]
@@ -173,7 +179,7 @@ def combination_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], s
         yield ("model", "encoder"), "is missing: an smp model needs one, e.g. resnet34"
     if config.optim.nesterov and config.optim.momentum == 0:
         yield ("optim", "nesterov"), "needs optim.momentum > 0"
-    if parallel.gpu0_bsz is not None and parallel.gpu0_bsz > train.batch_size:
+    if isinstance(parallel.gpu0_bsz, int) and train.batch_size and parallel.gpu0_bsz > train.batch_size:
         yield (
             ("parallel", "gpu0_bsz"),
             f"{parallel.gpu0_bsz} is above train.batch_size = {train.batch_size}: use 0 to {train.batch_size}, or null",
@@ -183,6 +189,17 @@ def combination_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], s
             yield ("parallel", "shares"), "stands beside parallel.gpu0_bsz: keep one of them"
         if sum(parallel.shares) == 0:
             yield ("parallel", "shares"), "adds up to 0: at least one device must take images"
+    if (batch := train.effective_batch_size) is not None:
+        if train.batch_size and batch % train.batch_size:
+            yield (
+                ("train", "effective_batch_size"),
+                f"{batch} is no multiple of train.batch_size = {train.batch_size}: "
+                f"use {-(-batch // train.batch_size) * train.batch_size}",
+            )
+        elif train.accumulate not in (1, batch // train.batch_size if train.batch_size else 1):
+            yield ("train", "accumulate"), "stands beside train.effective_batch_size, which says it: keep one of them"
+    if parallel.memory_budget_mib is not None:
+        yield from _budget_problems(parallel)
     if parallel.stages is not None and parallel.mode != "model":
         yield (
             ("parallel", "stages"),
@@ -193,10 +210,22 @@ def combination_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], s
     num_classes = len(data.classes) if data.classes is not None else None
     for index, term in enumerate([config.loss, *config.loss.plus]):
         path = ("loss",) if index == 0 else ("loss", "plus", str(index - 1))
+        if isinstance(term.class_weights, list) and not any(term.class_weights):
+            yield (*path, "class_weights"), f"{term.class_weights} has no weight above 0: nothing would be trained"
         if isinstance(term.class_weights, list) and num_classes is not None and len(term.class_weights) != num_classes:
             yield (*path, "class_weights"), f"has {len(term.class_weights)} values, but data.classes has {num_classes}"
         if term.label_smoothing and term.name not in {"ce"}:
             yield (*path, "label_smoothing"), f"is for name: ce, not {term.name}: set it to 0"
+
+
+def _budget_problems(parallel: ParallelConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    path, budgets = ("parallel", "memory_budget_mib"), parallel.memory_budget_mib or []
+    if parallel.mode == "model":
+        yield path, "is not for mode: model, whose devices have parts of the network: leave it out"
+    elif isinstance(parallel.devices, list) and len(budgets) != len(parallel.devices) and parallel.mode != "single":
+        yield path, f"names {len(budgets)} budgets for {len(parallel.devices)} devices: give one each"
+    elif not budgets:
+        yield path, "is empty: give one number a device, or null"
 
 
 def _data_problems(data: DataConfig) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -209,6 +238,8 @@ def _data_problems(data: DataConfig) -> Iterator[tuple[tuple[str, ...], str]]:
             ("data", "classes"),
             f"is missing: format {data.format} does not fix the classes; list their names in id order",
         )
+    if data.classes is not None and len(data.classes) == 1:
+        yield ("data", "classes"), f"{data.classes} is one class: name the background too, there must be a choice"
     if data.rgb_masks and not data.palette:
         yield ("data", "palette"), "is missing: rgb_masks needs one colour a class"
     if data.palette is not None and data.classes is not None and len(data.palette) != len(data.classes):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 
 class Section(BaseModel):
@@ -31,6 +31,24 @@ NonNegativeFloat = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, allow
 Fraction = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, le=1)]
 Byte = Annotated[int, BeforeValidator(_no_bool), Field(ge=0, le=255)]
 HeightWidth = tuple[PositiveInt, PositiveInt]
+
+AUTO_BATCH = 0
+"""What `train.batch_size: auto` is until the training settles it."""
+
+
+def _auto_as_number(value: object) -> object:
+    if value == "auto":
+        return AUTO_BATCH
+    if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+        raise ValueError("a whole number >= 1 is expected, or auto")
+    return _no_bool(value)
+
+
+BatchSize = Annotated[
+    int,
+    BeforeValidator(_auto_as_number, json_schema_input_type=Annotated[int, Field(ge=1)] | Literal["auto"]),
+    PlainSerializer(lambda value: "auto" if value == AUTO_BATCH else value, return_type=int | str),
+]
 
 
 class DataConfig(Section):
@@ -80,7 +98,7 @@ class DataConfig(Section):
     """Ending of mask names, e.g. "_mask.png"; null: .png."""
     allow_outside_root: bool = False
     """Let a `list` file name files outside root."""
-    workers: Count = 4
+    workers: Annotated[Count, Field(le=512)] = 4
     """Processes that load data; 0 loads in the trainer itself."""
     cache: Literal["none", "ram"] = "none"
     """ram keeps decoded images and masks in memory."""
@@ -188,10 +206,12 @@ class TrainConfig(Section):
 
     epochs: PositiveInt = 100
     """Passes over the training set."""
-    batch_size: PositiveInt = 8
-    """Images a micro-batch, over all devices."""
+    batch_size: BatchSize = 8
+    """Images a micro-batch, over all devices; auto: the largest that is safe, for training and evaluation."""
     accumulate: PositiveInt = 1
     """Micro-batches a step; a step sees batch_size x accumulate images."""
+    effective_batch_size: PositiveInt | None = None
+    """Images a step: accumulate becomes this over batch_size, which must divide it; null: accumulate holds."""
     precision: Literal["fp32", "fp16", "amp-fp16", "amp-bf16"] = "fp32"
     """fp16 is half weights with fp32 BatchNorm, master weights and loss scaling; amp-* is autocast."""
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -219,12 +239,14 @@ class ParallelConfig(Section):
     """auto: ddp under torchrun, dp on several GPUs, single otherwise."""
     devices: str | list[int | str] = "auto"
     """auto, one device ("cuda:1"), or a list ([0, 1], [cpu, cpu])."""
-    gpu0_bsz: Count | None = None
-    """Images of a batch on the first device (dp); null: an even split; 0: it holds the weights only."""
+    gpu0_bsz: Count | Literal["auto"] | None = None
+    """Images of a batch on the first device (dp); null: evenly; 0: the weights only; auto: balanced by memory."""
     shares: list[Count] | None = None
     """Images of a full batch on each device (dp), for mixed cards; null: gpu0_bsz decides."""
     stages: dict[str, int | str] | None = None
     """Part of the model -> device (model), e.g. {backbone: cuda:0, classifier: cuda:1}; null: balanced by memory."""
+    memory_budget_mib: list[PositiveFloat] | None = None
+    """MiB of tensors that each device (ddp: each rank) may hold, on the CPU too; null: all that it has."""
     sync_bn: bool = True
     """Synchronise BatchNorm over devices (dp, ddp)."""
     gradient_as_bucket_view: bool = True
@@ -261,6 +283,8 @@ class CheckpointConfig(Section):
     """Save when so many minutes have passed; null: not by time."""
     keep: Count = 3
     """How many epoch_*.pt are kept beside last.pt and best.pt."""
+    grace_s: PositiveFloat = 30.0
+    """Seconds between SIGTERM and SIGKILL here; a save that takes longer is an alert (SLURM and Kubernetes give 30)."""
     monitor: Literal["miou", "loss", "pixel_accuracy"] = "miou"
     """Which evaluation result decides best.pt."""
 
@@ -299,5 +323,7 @@ class LiveSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     gpu0_bsz: int | None = None
+    gpu0_bsz_auto: bool = False
+    """Whether `gpu0_bsz` follows the measured memory."""
     shares: list[int] | None = None
     lr_factor: float = 1.0

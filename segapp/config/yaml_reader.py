@@ -1,13 +1,21 @@
-"""YAML as configs use it: the 1.2 core schema, no tags, no aliases, no key twice, every key with its line."""
+"""YAML as configs use it: the 1.2 core schema, no tags, no aliases, no key twice, every key with its line.
+
+Whatever the text, the answer comes in about a second: nesting and the number of values are bounded while it is read.
+"""
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
 from segapp.errors import ConfigError
+
+MAX_DEPTH = 32
+"""A config is nested five deep."""
+MAX_NODES = 20_000
+"""The largest of ours has two hundred values; a palette of a thousand classes four thousand."""
 
 _RESOLVED_HERE = {f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "timestamp")}
 
@@ -19,6 +27,33 @@ class _Loader(yaml.SafeLoader):
         first: [pair for pair in pairs if pair[0] not in _RESOLVED_HERE]
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = self._num_nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """A node of the tree, refused as soon as it is seen where a config has no use for it."""
+        event = cast(yaml.Event, self.peek_event())  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent):
+            raise _refused(event, f"YAML aliases (*{event.anchor}) are not read: write the value out")
+        tag = getattr(event, "tag", None)
+        if tag is not None:
+            raise _refused(event, f"YAML tags ({tag}) are not read: write the plain value")
+        self._num_nodes += 1
+        if self._num_nodes > MAX_NODES:
+            raise _refused(event, f"more than {MAX_NODES} values: is it a config?")
+        if self._depth == MAX_DEPTH:
+            raise _refused(event, f"nested more than {MAX_DEPTH} deep: is it a config?")
+        self._depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
+
+
+def _refused(event: yaml.Event, problem: str) -> yaml.YAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=cast(yaml.Mark, event.start_mark))
 
 
 _Loader.add_implicit_resolver(
@@ -40,9 +75,13 @@ def _walk(node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, ...], i
         seen: set[str] = set()
         for key, value in node.value:
             name = str(key.value)
+            if key.tag == "tag:yaml.org,2002:merge":
+                raise yaml.MarkedYAMLError(
+                    problem="merge keys (<<) are not read: write the keys out", problem_mark=key.start_mark
+                )
             if name in seen:
-                raise ConfigError(
-                    f"key {'.'.join((*path, name))} stands twice (line {key.start_mark.line + 1}): keep one"
+                raise yaml.MarkedYAMLError(
+                    problem=f"key {'.'.join((*path, name))} stands twice: keep one", problem_mark=key.start_mark
                 )
             seen.add(name)
             lines[(*path, name)] = key.start_mark.line + 1
@@ -66,16 +105,14 @@ def parse_yaml(text: str, what: str = "config") -> tuple[Any, dict[tuple[str, ..
     Raises:
         ConfigError: the text is not such YAML.
     """
+    lines: dict[tuple[str, ...], int] = {}
     try:
-        for event in yaml.parse(text, Loader=_Loader):
-            if isinstance(event, yaml.AliasEvent):
-                line = event.start_mark.line + 1 if event.start_mark else 0
-                raise ConfigError(f"{what}:{line}: YAML aliases (*{event.anchor}) are not read: write the value out")
-        node = yaml.compose(text, Loader=_Loader)
-        lines: dict[tuple[str, ...], int] = {}
-        if node is not None:
-            _walk(node, (), lines)
-        return yaml.load(text, Loader=_Loader), lines
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None, lines
+        _walk(node, (), lines)
+        return loader.construct_document(node), lines
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{what}:{mark.line + 1}" if mark else what

@@ -10,6 +10,7 @@ import os
 import stat
 import struct
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,12 @@ from segapp.errors import DataError
 
 MAX_PIXELS = 178_956_970
 """More pixels than this are taken for a decompression bomb (Pillow's own limit: 512 MiB as RGB)."""
+
+MAX_FILE_BYTES = 2**30
+"""A larger file is not read; `MAX_PIXELS` of 24 bits, not compressed at all, take half of that."""
+
+# Pillow warns of what is checked here, or of damage that ends in an error of ours.
+warnings.filterwarnings("ignore", module=r"PIL\.")
 
 _ORIENTATION_TAG = 0x0112
 _TRANSIENT = {errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR}
@@ -78,12 +85,11 @@ def read_bytes(path: Path, *, tries: int = 3) -> bytes:
         tries: How often a transient error (EIO, ESTALE) is tried in all.
 
     Raises:
-        DataError: The file is missing, empty, not a regular file or not readable.
+        DataError: The file is missing, empty, larger than `MAX_FILE_BYTES`, not a regular file or not readable.
     """
     for attempt in range(1, tries + 1):
         try:
-            _check_regular(path)
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 return file.read()
         except OSError as error:
             if error.errno not in _TRANSIENT or attempt == tries:
@@ -92,13 +98,35 @@ def read_bytes(path: Path, *, tries: int = 3) -> bytes:
     raise AssertionError("unreachable: the last try returns or raises")
 
 
-def _check_regular(path: Path) -> None:
-    """Refuse what open() would block on or what cannot hold an image."""
-    status = os.stat(path)
-    if not stat.S_ISREG(status.st_mode):
-        raise DataError(f"{shown(path)}: not a regular file: replace it by the image it should be")
-    if status.st_size == 0:
-        raise DataError(f"{shown(path)}: the file is empty (0 bytes): copy or download it again")
+def open_regular(path: Path) -> BinaryIO:
+    """A regular file that holds something and fits into memory, open for reading; a pipe is never waited for.
+
+    Raises:
+        DataError: It is a pipe, a device or a folder, empty, or larger than `MAX_FILE_BYTES`.
+        OSError: It cannot be opened.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise DataError(f"{shown(path)}: not a regular file: replace it by the file it should be")
+    file = open(path, "rb", opener=_open_without_waiting)  # noqa: SIM115 - the caller's
+    try:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):  # became one in between
+            raise DataError(f"{shown(path)}: not a regular file: replace it by the file it should be")
+        if status.st_size == 0:
+            raise DataError(f"{shown(path)}: the file is empty (0 bytes): copy or download it again")
+        if status.st_size > MAX_FILE_BYTES:
+            raise DataError(
+                f"{shown(path)}: too large ({status.st_size} bytes, at most {MAX_FILE_BYTES} are read): "
+                "cut it into tiles, or save it compressed"
+            )
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _os_reason(error: OSError) -> str:
@@ -190,8 +218,7 @@ def read_header(path: Path, *, max_pixels: int = MAX_PIXELS) -> Header:
         DataError: The file is missing, empty, of no known format, too large, or ends before its last marker.
     """
     try:
-        _check_regular(path)
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             image = open_image(file, path, max_pixels)
             height_px, width_px = _upright_size(image)
             header = Header(str(image.format), image.mode, height_px, width_px)

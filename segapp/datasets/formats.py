@@ -12,7 +12,15 @@ from pathlib import Path
 from segapp.datasets import classes as published
 from segapp.datasets.classes import Color, bit_palette
 from segapp.datasets.files import ImagePair, shown
-from segapp.datasets.pairing import Layout, find_images, listed_pairs, match_masks, without_masks
+from segapp.datasets.pairing import (
+    Layout,
+    Leftovers,
+    find_images,
+    find_leftovers,
+    listed_pairs,
+    match_masks,
+    without_masks,
+)
 from segapp.datasets.schemes import ClassScheme, check_colors, check_label_map, check_names, parse_palette
 from segapp.errors import ConfigError, DataError
 
@@ -230,6 +238,24 @@ def find_pairs(
     images = find_images(base, layout, how_to_get)
     pairs = match_masks(base, layout, images, how_to_get) if with_masks else without_masks(base, layout, images)
     return tuple(sorted(pairs, key=lambda pair: os.fsencode(pair.name)))
+
+
+def leftovers(
+    format: str,
+    root: str | os.PathLike[str],
+    split: str,
+    *,
+    image_dir: str | None = None,
+    mask_dir: str | None = None,
+    image_suffix: str | None = None,
+    mask_suffix: str | None = None,
+) -> Leftovers:
+    """Files in a split's folders that belong to no pair; the arguments are those of `find_pairs`."""
+    known = _format(format)
+    if not known.layouts:
+        return Leftovers()
+    given = Layout(image_dir or "", mask_dir or "", image_suffix, (mask_suffix,) if mask_suffix else ())
+    return find_leftovers(*_choose_layout(known, Path(root), known.splits.get(split, split), given))
 
 
 def _choose_layout(known: DatasetFormat, folder: Path, split: str, given: Layout) -> tuple[Path, Layout]:

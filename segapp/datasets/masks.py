@@ -5,8 +5,10 @@ masks by Pillow, which keeps palette indices and 16-bit ids as they are. PNGs ar
 decode without complaint. Legend: H, W the upright height and width in pixels.
 """
 
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import cv2
@@ -21,10 +23,25 @@ from segapp.errors import DataError
 
 Ids = NDArray[np.uint8] | NDArray[np.int16]
 
+# What OpenCV says about a damaged file would stand between our lines; it ends in an error of ours.
+cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
+
 _PLAIN_MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"}
 _FLOAT_MODES = {"F", "I"}
-_ID_MODES = {"L", "P", "1", "I", "I;16", "I;16L", "I;16B", "I;16N"}
+ID_MODES = {"L", "P", "1", "I", "I;16", "I;16L", "I;16B", "I;16N"}
 _MAX_NAMED = 8
+
+
+class UnknownIdsError(DataError):
+    """A mask holds ids that are no class.
+
+    Attributes:
+        present: every id in the mask -> its pixels.
+        unknown: those of them that the scheme does not know.
+    """
+
+    present: Mapping[int, int] = MappingProxyType({})
+    unknown: Mapping[int, int] = MappingProxyType({})
 
 
 def read_image(path: Path, *, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]:
@@ -96,8 +113,7 @@ def read_mask(path: Path, scheme: ClassScheme) -> Ids:
     data = read_bytes(path)
     image = open_bytes(data, path)
     check_mask_format(path, str(image.format))
-    if getattr(image, "n_frames", 1) > 1:
-        raise DataError(f"{shown(path)}: a mask of {getattr(image, 'n_frames', 1)} frames: save one frame a file")
+    _check_one_frame(image, path)
     _check_complete(data, image, path)
     if not scheme.rgb:
         _check_holds_ids(image, path)
@@ -116,6 +132,16 @@ def read_mask(path: Path, scheme: ClassScheme) -> Ids:
     return _train_ids(_unscaled(ids, image, data), path, scheme)
 
 
+def _check_one_frame(image: Image.Image, path: Path) -> None:
+    """Refuse animations and pages. Only the second frame is looked for: counting a million takes a minute."""
+    try:
+        has_more = bool(getattr(image, "is_animated", False))
+    except Exception as error:  # a damaged directory of frames, as above
+        raise damaged(path, error) from error
+    if has_more:
+        raise DataError(f"{shown(path)}: a mask of several frames: save one frame a file")
+
+
 def _is_plain_grey(image: Image.Image, data: bytes) -> bool:
     """Whether it is a grey PNG of 8 bits without rotation, which OpenCV decodes a third faster and just as exactly."""
     return image.format == "PNG" and image.mode == "L" and data[24] == 8 and b"eXIf" not in data
@@ -123,7 +149,7 @@ def _is_plain_grey(image: Image.Image, data: bytes) -> bool:
 
 def _check_holds_ids(image: Image.Image, path: Path) -> None:
     """Refuse pictures where ids are expected."""
-    if image.mode in _ID_MODES:
+    if image.mode in ID_MODES:
         return
     what = "numbers with fractions" if image.mode == "F" else f"a {image.mode} picture, not one of class ids"
     raise DataError(
@@ -153,7 +179,7 @@ def _train_ids(ids: NDArray[Any], path: Path, scheme: ClassScheme) -> Ids:
     if (mapped == unused).any():
         present, counts = np.unique(ids, return_counts=True)
         is_unknown = table[present] == UNKNOWN_ID
-        raise _unknown_ids(path, scheme, present, present[is_unknown], counts[is_unknown])
+        raise _unknown_ids(path, scheme, present, counts, is_unknown)
     return mapped
 
 
@@ -162,23 +188,37 @@ def _as_uint16(ids: NDArray[Any], path: Path, scheme: ClassScheme) -> NDArray[np
     outside = (ids < 0) | (ids > 65_535)
     if outside.any():
         values, counts = np.unique(ids[outside], return_counts=True)
-        raise _unknown_ids(path, scheme, values, values, counts)
+        raise _unknown_ids(path, scheme, values, counts, np.ones(len(values), bool))
     return ids.astype(np.uint16)
 
 
 def _unknown_ids(
-    path: Path, scheme: ClassScheme, present: NDArray[Any], unknown: NDArray[Any], counts: NDArray[Any]
-) -> DataError:
-    named = ", ".join(f"{value} ({count} px)" for value, count in list(zip(unknown, counts, strict=True))[:_MAX_NAMED])
-    more = f" and {len(unknown) - _MAX_NAMED} more" if len(unknown) > _MAX_NAMED else ""
-    return DataError(
-        f"{shown(path)}: the mask holds ids outside the {scheme.num_classes} classes: {named}{more}. "
-        f"{_likely_cause(scheme, {int(value) for value in present}, {int(value) for value in unknown})}"
+    path: Path, scheme: ClassScheme, values: NDArray[Any], counts: NDArray[Any], is_unknown: NDArray[Any]
+) -> UnknownIdsError:
+    present = {int(value): int(count) for value, count in zip(values, counts, strict=True)}
+    unknown = {int(value): present[int(value)] for value in values[is_unknown]}
+    error = UnknownIdsError(
+        f"{shown(path)}: the mask holds ids outside the {scheme.num_classes} classes: {name_ids(unknown)}. "
+        f"{likely_cause(scheme, set(present), set(unknown))}"
     )
+    error.present, error.unknown = present, unknown
+    return error
 
 
-def _likely_cause(scheme: ClassScheme, present: set[int], unknown: set[int]) -> str:
-    """What such ids usually mean, and the next move."""
+def name_ids(pixels: Mapping[int, int]) -> str:
+    """Ids with their pixels, as a person reads them: "254 (12 px), 255 (3 px)"; the first few of many."""
+    named = ", ".join(f"{value} ({count} px)" for value, count in list(pixels.items())[:_MAX_NAMED])
+    return named + (f" and {len(pixels) - _MAX_NAMED} more" if len(pixels) > _MAX_NAMED else "")
+
+
+def likely_cause(scheme: ClassScheme, present: set[int], unknown: set[int]) -> str:
+    """What ids outside the classes usually mean, and the next move.
+
+    Args:
+        scheme: the classes.
+        present: all ids of the masks; the more masks, the surer.
+        unknown: those that are none of the classes.
+    """
     last = scheme.num_classes - 1
     if scheme.label_map is not None:
         return f"Add them to data.label_map, mapped to a class or to ignore_index={scheme.ignore_index}"

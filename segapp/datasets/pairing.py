@@ -11,13 +11,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from segapp.datasets.files import ImagePair, shown
+from segapp.datasets.files import ImagePair, open_regular, shown
 from segapp.errors import DataError
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".gif")
 """Endings taken for an image, in any case; for masks the earlier one wins where several files share a stem."""
 
 _MAX_NAMED = 5
+
+
+class UnpairedError(DataError):
+    """Images without a mask.
+
+    Attributes:
+        pairs: Those that have one.
+    """
+
+    pairs: tuple[ImagePair, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,33 +113,80 @@ def _only_one(paths: Sequence[Path]) -> Path:
 
 
 def match_masks(base: Path, layout: Layout, images: Mapping[str, Path], how_to_get: str) -> list[ImagePair]:
-    """Every image with its mask."""
+    """Every image with its mask.
+
+    Raises:
+        UnpairedError: Some have none.
+        DataError: The folder of the masks is missing, or an image would be its own mask.
+    """
     folder = _existing(base / layout.mask_dir, how_to_get)
     masks = _by_key(folder, list(_walk(folder)), layout.mask_suffixes or IMAGE_SUFFIXES)
     keys = _Keys(masks)
     matches = {key: keys.find(key) for key in images}
+    pairs = []
+    for key, image in images.items():
+        if (match := matches[key]) is not None:
+            if masks[match][0] == image:
+                raise DataError(f"{shown(image)} is taken for its own mask: set mask_dir or mask_suffix")
+            pairs.append(ImagePair(image, masks[match][0], _name(image, base / layout.image_dir)))
     missing = [shown(images[key]) for key, match in matches.items() if match is None]
     if missing:
         unused = sorted(set(masks) - set(matches.values()))
         others = f"; {len(unused)} masks have no image ({_some(unused)})" if unused else ""
         endings = " or ".join(layout.mask_suffixes) or "the image's stem and an image extension"
-        raise DataError(
+        error = UnpairedError(
             f"{len(missing)} of {len(images)} images have no mask below {shown(folder)} ({_some(missing)}{others}): "
             f"masks are looked for by {endings}; {how_to_get}"
         )
-    pairs = []
-    for key, image in images.items():
-        match = matches[key]
-        assert match is not None
-        if masks[match][0] == image:
-            raise DataError(f"{shown(image)} is taken for its own mask: set mask_dir or mask_suffix")
-        pairs.append(ImagePair(image, masks[match][0], _name(image, base / layout.image_dir)))
+        error.pairs = tuple(pairs)
+        raise error
     return pairs
 
 
 def without_masks(base: Path, layout: Layout, images: Mapping[str, Path]) -> list[ImagePair]:
     """The images alone, for splits whose ground truth is not needed."""
     return [ImagePair(path, None, _name(path, base / layout.image_dir)) for path in images.values()]
+
+
+@dataclass(frozen=True)
+class Leftovers:
+    """Files beside the pairs of a split, which nobody reads.
+
+    Attributes:
+        masks: Masks without an image.
+        others: Files in the images' folder that are no images by their name.
+        hidden: Files in either folder whose names begin with a dot.
+    """
+
+    masks: tuple[Path, ...] = ()
+    others: tuple[Path, ...] = ()
+    hidden: tuple[Path, ...] = ()
+
+
+def find_leftovers(base: Path, layout: Layout) -> Leftovers:
+    """What lies in a split's folders and belongs to no pair; of folders that several splits share, nothing is said."""
+    if layout.split_file is not None or not (base / layout.image_dir).is_dir():
+        return Leftovers()
+    folder = base / layout.image_dir
+    suffixes = (layout.image_suffix,) if layout.image_suffix else IMAGE_SUFFIXES
+    files, hidden = list(_walk(folder)), list(_walk(folder, is_hidden=True))
+    images = _by_key(folder, files, suffixes)
+    taken = {path for paths in images.values() for path in paths}
+    masks: list[Path] = []
+    if layout.mask_dir != layout.image_dir and (base / layout.mask_dir).is_dir():
+        keys = _Keys(images)
+        found = _by_key(base / layout.mask_dir, _walk(base / layout.mask_dir), layout.mask_suffixes or IMAGE_SUFFIXES)
+        masks = [paths[0] for key, paths in found.items() if keys.find(key) is None]
+        hidden += _walk(base / layout.mask_dir, is_hidden=True)
+    others = [path for path in files if path not in taken]
+    return Leftovers(tuple(masks), tuple(others) if layout.mask_dir != layout.image_dir else (), tuple(hidden))
+
+
+def links_outside(pairs: Iterable[ImagePair], root: Path) -> list[Path]:
+    """The files of some pairs that lie, links followed, outside the root."""
+    place = _Place(root, root, root)
+    files = (path for pair in pairs for path in (pair.image, pair.mask) if path is not None)
+    return [path for path in files if not place.holds(path)]
 
 
 def _name(image: Path, folder: Path) -> str:
@@ -174,8 +231,13 @@ class _Keys:
         return unicodedata.normalize("NFC", key).casefold()
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    """All files below a folder in a fixed order; links to folders are followed once, hidden entries left out."""
+def _walk(folder: Path, *, is_hidden: bool = False) -> Iterator[Path]:
+    """All files below a folder in a fixed order; links to folders are followed once, hidden folders left out.
+
+    Args:
+        folder: Where to begin.
+        is_hidden: Give the hidden files, and not the others.
+    """
     seen: set[str] = set()
     for place, folders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
@@ -184,13 +246,14 @@ def _walk(folder: Path) -> Iterator[Path]:
             continue
         seen.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(place, name) for name in sorted(names) if not name.startswith("."))
+        yield from (Path(place, name) for name in sorted(names) if name.startswith(".") == is_hidden)
 
 
 def _lines(path: Path, how_to_get: str) -> list[str]:
     """The lines of a list that are neither blank nor a comment; names keep their bytes whatever they are."""
     try:
-        data = path.read_bytes()
+        with open_regular(path) as file:
+            data = file.read()
     except OSError as error:
         raise DataError(f"{shown(path)} cannot be read ({error.strerror}): {how_to_get}") from error
     if b"\0" in data:
@@ -211,15 +274,16 @@ def listed_pairs(
 ) -> tuple[ImagePair, ...]:
     """The pairs a text file lists; their names are the images' paths below root."""
     pairs: dict[str, ImagePair] = {}
+    place = _Place(root, jail, list_file)
     for line in _lines(list_file, how_to_get):
         parts = [part.strip() for part in line.split("\t")] if "\t" in line else line.split()
         if len(parts) != 2 and (with_masks or len(parts) != 1):
             raise DataError(
-                f"{shown(list_file)}: {line!r} is not an image and a mask: write both on one line, "
+                f"{shown(list_file)}: {shown(line[:200])} is not an image and a mask: write both on one line, "
                 "with a tab between them if a name holds spaces"
             )
-        image, mask = (_below(root, part, list_file, jail) for part in (parts[0], parts[-1]))
-        name = _listed_name(image, root)
+        image, mask = (place.file(part) for part in (parts[0], parts[-1]))
+        name = place.name_of(image)
         if name in pairs:
             raise DataError(f"{shown(list_file)}: {shown(name)} is listed twice: take one line out")
         pairs[name] = ImagePair(image, mask if with_masks else None, name)
@@ -228,19 +292,63 @@ def listed_pairs(
     return tuple(sorted(pairs.values(), key=lambda pair: os.fsencode(pair.name)))
 
 
-def _below(root: Path, name: str, list_file: Path, jail: Path | None) -> Path:
-    """A listed path, refused where it leaves the folder it is confined to."""
-    path = root / name
-    if jail is not None and not Path(os.path.normpath(path)).is_relative_to(os.path.normpath(jail)):
-        raise DataError(
-            f"{shown(list_file)}: {shown(name)} lies outside data.root {shown(jail)}: "
+class _Place:
+    """Where a list's names lead: below root, and where they are confined to a folder, nowhere else.
+
+    Args:
+        root: What the names are relative to.
+        jail: The folder in which the files must lie, links followed; None: they may lie anywhere.
+        list_file: Named in errors.
+    """
+
+    def __init__(self, root: Path, jail: Path | None, list_file: Path) -> None:
+        self._root, self._jail, self._list_file = os.fspath(root), jail, list_file
+        self._clean_root = os.path.abspath(root)
+        self._clean_jail = None if jail is None else os.path.abspath(jail)
+        self._real_jail = None if jail is None else os.path.realpath(jail)
+        self._real_parents: dict[str, str] = {}
+
+    def file(self, name: str) -> Path:
+        """A listed path.
+
+        Raises:
+            DataError: It leaves the folder it is confined to, by itself or by a link on the way, or is that folder.
+        """
+        path = os.path.join(self._root, name)
+        clean = os.path.abspath(path)
+        if clean == self._clean_root:
+            raise DataError(f"{shown(self._list_file)}: {shown(name)} is a folder: name an image in it")
+        if self._clean_jail is not None:
+            if not _is_below(clean, self._clean_jail):
+                raise self._outside(name, "lies outside")
+            if not self.holds(path):
+                raise self._outside(name, "leads by a link outside")
+        return Path(path)
+
+    def name_of(self, image: Path) -> str:
+        """The image's path below root without its extension; outside of it, its path from the anchor."""
+        clean = os.path.splitext(os.path.abspath(image))[0]
+        return clean[len(self._clean_root) :].lstrip(os.sep) if _is_below(clean, self._clean_root) else clean[1:]
+
+    def holds(self, path: str | os.PathLike[str]) -> bool:
+        """Whether a path lies in the folder that files are confined to, links followed."""
+        return self._real_jail is None or _is_below(self._resolved(os.fspath(path)), self._real_jail)
+
+    def _resolved(self, path: str) -> str:
+        """The path without links; of the many files of a folder, the folder is resolved once."""
+        parent, name = os.path.split(path)
+        if name in ("", ".", "..") or os.path.islink(path):
+            return os.path.realpath(path)
+        if parent not in self._real_parents:
+            self._real_parents[parent] = os.path.realpath(parent)
+        return os.path.join(self._real_parents[parent], name)
+
+    def _outside(self, name: str, how: str) -> DataError:
+        return DataError(
+            f"{shown(self._list_file)}: {shown(name)} {how} data.root {shown(self._jail or '')}: "
             "use a root that holds all files, or set data.allow_outside_root"
         )
-    return path
 
 
-def _listed_name(image: Path, root: Path) -> str:
-    """The image's path below root; outside of it, its path from the anchor."""
-    clean, base = Path(os.path.normpath(image)), Path(os.path.normpath(root))
-    name = clean.relative_to(base) if clean.is_relative_to(base) else Path(*clean.parts[1:])
-    return name.with_suffix("").as_posix()
+def _is_below(path: str, folder: str) -> bool:
+    return path.startswith(folder.rstrip(os.sep) + os.sep)

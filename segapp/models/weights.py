@@ -9,10 +9,12 @@ import os
 import pickle
 import re
 import sys
+import warnings
+import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
@@ -159,9 +161,35 @@ def read_weights_file(path: str | Path, key: str = "model.weights") -> StateDict
     raise CheckpointError(f"{key}: {path} holds no state dict; save one with torch.save(model.state_dict(), path)")
 
 
+def load_tensors(file: BinaryIO) -> Any:
+    """What `torch.save` put into a file: tensors and plain values on the CPU, and never more bytes than the file has.
+
+    torch writes its archives without compression; one that unpacks to more than it weighs was made to fill the memory.
+
+    Raises:
+        CheckpointError: the file unpacks to more than its size.
+        Exception: torch's own, of a dozen types, for a file that is damaged or holds other objects.
+    """
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    if zipfile.is_zipfile(file):
+        file.seek(0)
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+        if any(e.compress_type != zipfile.ZIP_STORED for e in entries) or sum(e.file_size for e in entries) > size:
+            raise CheckpointError("it is packed and would unpack to more than its size: torch.save packs nothing")
+    file.seek(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about formats that are refused right after
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
 def _read_torch(path: Path, key: str) -> Any:
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with path.open("rb") as file:
+            return load_tensors(file)
+    except CheckpointError as error:
+        raise CheckpointError(f"{key}: {path}: {error}; save the tensors again with torch.save") from error
     except OSError as error:
         raise CheckpointError(f"{key}: {path} cannot be read ({error.strerror or error})") from error
     except Exception as error:  # a damaged file shows as any of a dozen exceptions

@@ -39,6 +39,7 @@ from pydantic_core import from_json
 from segapp.errors import CheckpointError, StorageError
 from segapp.failpoints import failpoint
 from segapp.run.files import (
+    TEMPORARY_PREFIX,
     HashingFile,
     free_bytes,
     fsync_directory,
@@ -162,6 +163,13 @@ class CheckpointFolder:
                 f"{path}: format {raw['format']} is of a newer segapp, this one reads up to {FORMAT}: install the newer"
             )
         return _parse_manifest(raw)
+
+    def is_untouched(self) -> bool:
+        """Whether nothing was ever committed here: no manifest, and no name that a commit would have made.
+
+        A crash in the very first save leaves a temporary file or an object, which nobody was promised.
+        """
+        return all(path == self.objects or path.name.startswith(TEMPORARY_PREFIX) for path in self.path.iterdir())
 
     def open_verified(self, entry: CheckpointEntry) -> BinaryIO:
         """An intact file of a checkpoint, opened at its start: size and sha256 were just compared.

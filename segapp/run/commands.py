@@ -45,11 +45,13 @@ class SetCommand(_Command):
 
     kind: Literal["set"] = "set"
     gpu0_bsz: int | Literal["auto"] | None = None
-    """Samples of a full batch for device 0; None splits evenly, `auto` asks the planner."""
+    """Samples of a full batch for device 0; None splits evenly, `auto` follows the measured memory."""
     lr_factor: float | None = None
     """Multiplies the schedule's learning rate; above 0, at most 100."""
     shares: list[int] | None = None
     """Samples of a full batch for each device: the long form of `gpu0_bsz`."""
+    force: bool = False
+    """Also a split that is not expected to fit."""
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -160,8 +162,8 @@ def parse_command(text: str) -> Command:
     {'gpu0_bsz': 3}
 
     Args:
-        text: `set gpu0_bsz=3`, `set lr_factor=0.5`, `set shares=2,3,3`, `pause`, `resume`, `checkpoint`, `stop`,
-            `stop epoch`, `cancel`, `cancel ID`.
+        text: `set gpu0_bsz=3`, `set gpu0_bsz=7 force`, `set gpu0_bsz=auto`, `set lr_factor=0.5`, `set shares=2,3,3`,
+            `pause`, `resume`, `checkpoint`, `stop`, `stop epoch`, `cancel`, `cancel ID`.
 
     Raises:
         CommandError: what is not understood, with the accepted words and the nearest one.
@@ -181,7 +183,8 @@ def parse_command(text: str) -> Command:
 def format_command(command: Command) -> str:
     """The text that `parse_command` reads back as this command."""
     if isinstance(command, SetCommand):
-        return "set " + " ".join(f"{name}={_format_value(value)}" for name, value in command.changes.items())
+        words = [f"{name}={_format_value(value)}" for name, value in command.changes.items()]
+        return " ".join(["set", *words, *(["force"] if command.force else [])])
     if isinstance(command, StopCommand):
         return "stop" if command.when == "now" else f"stop {command.when}"
     if isinstance(command, CancelCommand) and command.id is not None:
@@ -291,6 +294,9 @@ def sender() -> str:
 def _parse_set(arguments: list[str]) -> dict[str, Any]:
     raw: dict[str, Any] = {}
     for argument in arguments:
+        if argument == "force":
+            raw["force"] = True
+            continue
         name, equals, value = argument.partition("=")
         if name not in SETTINGS:
             raise CommandError(

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 
 from segapp.errors import ConfigError, RunBusyError
-from segapp.run.files import storage_error, write_atomic, write_json
+from segapp.run.files import remove_dead_temporaries, storage_error, write_atomic, write_json
 from segapp.run.process import ProcessId, this_process
 
 SCHEMA = 1
@@ -91,6 +91,16 @@ class RunFolder:
     def samples(self) -> Path:
         """Sample pictures."""
         return self.path / "samples"
+
+    @property
+    def reports(self) -> Path:
+        """What was found out about each out-of-memory."""
+        return self.path / "reports"
+
+    @property
+    def outlook(self) -> Path:
+        """The memory plan that the run began with."""
+        return self.path / "memory_plan.json"
 
     @property
     def tensorboard(self) -> Path:
@@ -172,6 +182,8 @@ class RunFolder:
             os.ftruncate(fd, 0)
             os.pwrite(fd, json.dumps(body).encode(), 0)
             self._make_subfolders()
+            for directory in (self.path, self.commands):
+                remove_dead_temporaries(directory)
 
     def release(self) -> None:
         """Gives the lock back; the file stays and says who held it last."""

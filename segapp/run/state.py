@@ -134,6 +134,8 @@ class RunSummary:
     """The last sample of each: used_mib, total_mib, utilization and so on."""
     pending: dict[str, str] = field(default_factory=dict)
     """Commands accepted and not yet applied: id -> text."""
+    last_oom: dict[str, Any] | None = None
+    """The last out-of-memory: device, phase, action, and the path of its report."""
     num_alerts: int = 0
     last_alert: str | None = None
     reason: str | None = None
@@ -211,6 +213,8 @@ def _add_event(summary: RunSummary, raw: dict[str, Any]) -> None:
         summary.split = raw.get("split") or summary.split
     elif kind == "command":
         _add_answer(summary, raw)
+    elif kind == "oom":
+        summary.last_oom = {name: raw.get(name) for name in ("device", "phase", "step", "action", "path")}
     elif kind == "alert":
         summary.num_alerts += 1
         summary.last_alert = raw.get("message")

@@ -197,34 +197,6 @@ def fit_memory(observations: Iterable[MemoryObservation | tuple[Sequence[int], S
     )
 
 
-def best_gpu0_bsz(
-    num_samples: int, num_devices: int, fit: MemoryFit, total_mib: Sequence[float | None]
-) -> tuple[int, SplitVerdict] | None:
-    """The `gpu0_bsz` that leaves the fullest device the most room, and its verdict.
-
-    Args:
-        num_samples: samples of a full batch.
-        num_devices: devices that share it.
-        fit: proven, or there is no answer.
-        total_mib: what each device has.
-
-    Returns:
-        None where that cannot be said.
-    """
-    if not fit.is_proven or len(total_mib) < num_devices:
-        return None
-    best: tuple[float, int, SplitVerdict] | None = None
-    for gpu0_bsz in range(num_samples + 1):
-        verdict = split_verdict(num_samples, num_devices, gpu0_bsz, fit=fit, total_mib=total_mib)
-        fracs = _fractions(verdict.predicted_mib, total_mib)
-        if verdict.split is None or len(fracs) < num_devices:
-            continue
-        worst = max(frac for frac, _ in fracs)
-        if best is None or worst < best[0]:
-            best = (worst, gpu0_bsz, verdict)
-    return best and (best[1], best[2])
-
-
 def _judge_memory(
     split: Sequence[int],
     predicted_mib: Sequence[float | None],

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from segapp.train.control import PauseRequest, StopRequest, StopSignals
 from segapp.train.journal import Journal
 from segapp.train.memory_watch import MemoryWatch
-from segapp.train.progress import Clock
+from segapp.train.progress import Clock, Position
 from segapp.train.ranks import Ranks
+from segapp.train.saving import Saving
 from segapp.train.steering import Standing, Steering
 
 PAUSE_POLL_S = 0.1
@@ -26,7 +27,8 @@ class Attention:
         watch: is told of pauses.
         journal: takes heartbeats.
         standing: says where the training stands.
-        save: saves a checkpoint, unless this very state is saved already; gives why it could not, or None.
+        saving: saves checkpoints.
+        position: gives the state's.
     """
 
     def __init__(
@@ -39,11 +41,14 @@ class Attention:
         journal: Journal,
         *,
         standing: Callable[[], Standing],
-        save: Callable[[], str | None],
+        saving: Saving,
+        position: Callable[[], Position],
     ) -> None:
         self.signals, self.steering, self.ranks = signals, steering, ranks
         self._clock, self._watch, self._journal = clock, watch, journal
-        self._standing, self._save = standing, save
+        self._standing, self._position, self._saving = standing, position, saving
+        self._has_overdue_save = False
+        self._asked_at_step: int | None = None
 
     def check(self) -> None:
         """Hears and grants; only for places where the state is whole.
@@ -66,16 +71,37 @@ class Attention:
             raise PauseRequest
 
     def grant(self) -> None:
-        """Saves if a checkpoint was asked for, and waits for as long as the training is paused."""
-        if self.steering.wishes.wants_checkpoint:
-            self.steering.checkpoint_done(self._standing().step, self._save())
+        """Begins a save if one was asked for or is due, and waits for as long as the training is paused."""
+        self._begin_save()
         if self.steering.wishes.is_paused:
             self._pause()
 
+    def _begin_save(self) -> None:
+        """The answer to whoever asked for it follows when it is written (`_tell_saved`)."""
+        if self.steering.wishes.wants_checkpoint:
+            self.steering.wishes.wants_checkpoint = False
+            self._saving.begin_asked(self._position())
+            self._asked_at_step = self._position().step
+        elif self._has_overdue_save:
+            self._saving.begin()
+        self._has_overdue_save = False
+
+    def _tell_saved(self) -> None:
+        if self._asked_at_step is not None:
+            is_done, problem = self._saving.outcome()
+            if is_done:
+                self.steering.checkpoint_done(self._asked_at_step, problem)
+                self._asked_at_step = None
+
     def _hear(self) -> None:
-        is_stop, is_save, is_news = self.ranks.any_of(
-            self.signals.is_set, self.signals.take_checkpoint_wish(), self.steering.inbox.has_news()
+        self._tell_saved()
+        is_stop, is_save, is_news, is_overdue = self.ranks.any_of(
+            self.signals.is_set,
+            self.signals.take_checkpoint_wish(),
+            self.steering.inbox.has_news(),
+            self._saving.is_overdue(),
         )
+        self._has_overdue_save |= is_overdue
         self.steering.wishes.wants_checkpoint |= is_save
         if is_news:
             self.steering.hear(self._standing())
@@ -94,8 +120,7 @@ class Attention:
             while self.steering.wishes.is_paused:
                 time.sleep(PAUSE_POLL_S)
                 self._hear()
-                if self.steering.wishes.wants_checkpoint:
-                    self.steering.checkpoint_done(step, self._save())
+                self._begin_save()
         finally:
             self._clock.leave_out(time.perf_counter() - began)
             self._watch.mark(phase)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,8 @@ from torch import nn
 from segapp.config import DataConfig, EvalConfig, LiveSettings, LossConfig, LossTerm, ModelConfig, RunConfig
 from segapp.datasets.augment import EvalTransform, TrainTransform
 from segapp.datasets.dataset import SegmentationDataset
-from segapp.datasets.files import check_pairs
+from segapp.datasets.doctor import check_masks
+from segapp.datasets.files import ImagePair, check_pairs
 from segapp.datasets.formats import ClassScheme, class_scheme, find_pairs
 from segapp.datasets.frequencies import ClassFrequencies, compute_class_frequencies
 from segapp.datasets.loader import EvalLoader, TrainLoader
@@ -29,6 +29,7 @@ from segapp.losses import (
     CriterionOHEM,
     CriterionSum,
 )
+from segapp.memory.outlook import Outlook
 from segapp.models import SegmentationModel, build_model
 from segapp.optim import WeightAverage, build_optimizer, norm_and_bias, parameter_groups
 from segapp.parallel import (
@@ -41,6 +42,8 @@ from segapp.parallel import (
     wrap_ddp,
 )
 from segapp.precision import Precision
+from segapp.run.folder import RunFolder
+from segapp.train.budget import build_budget
 from segapp.train.checkpoint import CheckpointStore
 from segapp.train.class_weights import cached_frequencies, class_weights
 from segapp.train.control import StopSignals
@@ -50,6 +53,7 @@ from segapp.train.inbox import Inbox
 from segapp.train.inference import Inference
 from segapp.train.journal import Journal
 from segapp.train.memory_watch import MemoryWatch
+from segapp.train.out_of_memory import Rescue
 from segapp.train.ranks import Ranks
 from segapp.train.samples import SamplePictures
 from segapp.train.split import SplitKnob
@@ -76,11 +80,9 @@ def build_scheme(data: DataConfig) -> ClassScheme:
     )
 
 
-def build_dataset(
-    data: DataConfig, scheme: ClassScheme, split: str, *, is_training: bool, seed: int
-) -> SegmentationDataset:
-    """The images and masks of one split, their headers checked, with the training or the evaluation transform."""
-    pairs = find_pairs(
+def build_pairs(data: DataConfig, split: str) -> tuple[ImagePair, ...]:
+    """The image and mask files of one split."""
+    return find_pairs(
         data.format,
         data.root,
         split,
@@ -90,7 +92,14 @@ def build_dataset(
         mask_suffix=data.mask_suffix,
         allow_outside_root=data.allow_outside_root,
     )
-    check_pairs(pairs)
+
+
+def build_dataset(
+    data: DataConfig, scheme: ClassScheme, split: str, *, is_training: bool, seed: int
+) -> SegmentationDataset:
+    """The images and masks of one split, cheaply checked, with the training or the evaluation transform."""
+    pairs = build_pairs(data, split)
+    check_masks(pairs, check_pairs(pairs), scheme)
     transform: TrainTransform | EvalTransform | None = None
     if is_training:
         transform = TrainTransform(
@@ -217,7 +226,9 @@ def build_trainer(
     with_weights: bool = True,
     inbox: Inbox | None = None,
     watch: MemoryWatch | None = None,
-    samples: Path | None = None,
+    folder: RunFolder | None = None,
+    outlook: Outlook | None = None,
+    advise: Callable[[], Sequence[str]] = tuple,
 ) -> Trainer:
     """Everything a training needs, from its config.
 
@@ -231,7 +242,9 @@ def build_trainer(
         with_weights: load pretrained weights; not needed where a checkpoint follows.
         inbox: where commands come from; None: from nowhere.
         watch: is told what the training does.
-        samples: folder for sample pictures; None: none are drawn.
+        folder: for sample pictures and reports; None: there are none.
+        outlook: the memory plan that the run began with.
+        advise: says what would need less memory, the best first.
 
     Raises:
         ConfigError: a section does not fit the data, the model or this machine.
@@ -258,8 +271,9 @@ def build_trainer(
     if train.channels_last:
         model.to(memory_format=torch.channels_last)
     normalizer = Normalizer(data.mean, data.std, precision.input_dtype).to(device)
+    gpu0_bsz = first_gpu0_bsz(config, outlook)
     network = build_parallel(
-        config, devices, ranks, model, NormalizedInput(model, normalizer, channels_last=train.channels_last)
+        config, devices, ranks, model, NormalizedInput(model, normalizer, channels_last=train.channels_last), gpu0_bsz
     )
     criterion = build_criterion(
         config.loss,
@@ -271,7 +285,7 @@ def build_trainer(
         model,
         network,
         criterion,
-        build_optimizer(config.optim, _groups(config, model, precision)),
+        build_optimizer(config.optim, build_parameter_groups(config, model, precision)),
         precision,
         average=None if train.ema is None else WeightAverage(model, train.ema),
         device=device,
@@ -279,6 +293,10 @@ def build_trainer(
         ranks=ranks,
         watch=watch,
     )
+    if isinstance(network, DataParallelModel) and not config.parallel.sync_bn:
+        engine.smallest_chunk = smallest_chunk(network.module, torch.zeros(1, 3, *data.crop_px, dtype=torch.uint8))
+    steering = build_steering(config, devices, engine, inbox or Inbox(None, journal), journal, watch, gpu0_bsz)
+    steering.knob.outlook = outlook
     inference = build_inference(data, config.eval, model, precision, config.loss.align_corners)
     torch.manual_seed(config.seed + ranks.rank)  # every rank drops out other pixels
     return Trainer(
@@ -319,30 +337,44 @@ def build_trainer(
         store=store,
         journal=journal,
         signals=signals,
-        steering=build_steering(config, devices, network, inbox or Inbox(None, journal), journal, watch),
-        samples=None if samples is None else SamplePictures(samples, val_set, inference, device),
+        steering=steering,
+        rescue=Rescue(journal, watch, None if folder is None else folder.reports, advise),
+        samples=None if folder is None else SamplePictures(folder.samples, val_set, inference, device),
+        budget=build_budget(config.parallel, devices.devices, engine, watch),
     )
+
+
+def first_gpu0_bsz(config: RunConfig, outlook: Outlook | None) -> int | None:
+    """`gpu0_bsz` of the first epoch: as the config says, or where it says `auto`, of the plan."""
+    wish = config.parallel.gpu0_bsz
+    if wish == "auto":
+        return None if outlook is None else outlook.gpu0_bsz
+    return wish
 
 
 def build_steering(
     config: RunConfig,
     devices: DevicePlan,
-    network: nn.Module,
+    engine: StepEngine,
     inbox: Inbox,
     journal: Journal,
     watch: MemoryWatch,
+    gpu0_bsz: int | None,
 ) -> Steering:
     """What takes commands, with the settings that the config begins with."""
     parallel = config.parallel
-    chunk = 1
-    if isinstance(network, DataParallelModel) and not parallel.sync_bn:
-        chunk = smallest_chunk(network.module, torch.zeros(1, 3, *config.data.crop_px, dtype=torch.uint8))
-    knob = SplitKnob(network, config.train.batch_size, devices.mode, chunk)
-    return Steering(inbox, journal, knob, watch, LiveSettings(gpu0_bsz=parallel.gpu0_bsz, shares=parallel.shares))
+    knob = SplitKnob(engine.network, config.train.batch_size, devices.mode, engine.smallest_chunk)
+    settings = LiveSettings(gpu0_bsz=gpu0_bsz, gpu0_bsz_auto=parallel.gpu0_bsz == "auto", shares=parallel.shares)
+    return Steering(inbox, journal, knob, watch, settings)
 
 
 def build_parallel(
-    config: RunConfig, devices: DevicePlan, ranks: Ranks, model: SegmentationModel, network: NormalizedInput
+    config: RunConfig,
+    devices: DevicePlan,
+    ranks: Ranks,
+    model: SegmentationModel,
+    network: NormalizedInput,
+    gpu0_bsz: int | None,
 ) -> nn.Module:
     """Puts the network on its devices, in the way the mode asks for.
 
@@ -367,7 +399,7 @@ def build_parallel(
         wrapped = DataParallelModel(
             network,
             devices.devices,
-            parallel.gpu0_bsz,
+            gpu0_bsz,
             shares=parallel.shares,
             full_batch=batch_size if parallel.shares is None else None,
             mode="threads" if is_distinct else "lockstep",
@@ -386,7 +418,10 @@ def set_batchnorm_momentum(model: nn.Module, momentum: float | None) -> None:
                 module.momentum = momentum
 
 
-def _groups(config: RunConfig, model: SegmentationModel, precision: Precision) -> list[Mapping[str, Any]]:
+def build_parameter_groups(
+    config: RunConfig, model: SegmentationModel, precision: Precision
+) -> list[Mapping[str, Any]]:
+    """The optimizer's groups: backbone and head, with and without weight decay, as `precision`'s master weights."""
     no_decay = set() if config.optim.decay_norm_and_bias else norm_and_bias(model)
     groups = parameter_groups(
         model.backbone_parameters(),

@@ -2,74 +2,140 @@
 
 from __future__ import annotations
 
-import base64
-import html
-import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import cv2
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from segapp.config import DataConfig, RunConfig
-from segapp.datasets.doctor import Finding, SplitReport, examine
-from segapp.datasets.files import ImagePair
-from segapp.datasets.formats import ClassScheme, find_pairs
-from segapp.datasets.masks import read_image
+from segapp.datasets.doctor import Finding, SplitReport, examine, summary_of_ids
+from segapp.datasets.files import ImagePair, shown
+from segapp.datasets.formats import ClassScheme, leftovers
+from segapp.datasets.pairing import UnpairedError, links_outside
+from segapp.datasets.sums import check_sums, write_sums
 from segapp.errors import DataError, StorageError
 from segapp.run.text import printable
-from segapp.train.build import build_scheme, split_names
+from segapp.train.build import build_pairs, build_scheme, split_names
+from segapp.train.check_page import page
 from segapp.train.class_weights import RULES, class_weights
 
 EXIT_DATA = 3
-_MAX_SHOWN = 20
-_MAX_PICTURES = 60
-_THUMBNAIL_PX = 240
+_MAX_SHOWN = 5
+
+GROUPS = {
+    "pairs": "images without a mask",
+    "ids": "masks with ids outside the classes",
+    "unreadable": "images that cannot be read",
+    "mask": "masks that cannot be read",
+    "size": "masks of another size than their image",
+    "leak": "images of one split again in another",
+    "sums": "files that are not those of the list of sums",
+    "all_ignored": "masks without a pixel that counts",
+    "duplicate": "images twice in one split",
+    "class": "classes",
+    "crop": "sizes against the crop",
+    "link": "links",
+    "file": "files that nobody reads",
+}
+"""The kinds of findings in the order in which they are told, with what they are in words."""
 
 
-def check_data(config: RunConfig, *, as_json: bool, html_file: Path | None) -> int:
+@dataclass(frozen=True)
+class Group:
+    """Findings of one kind in one split, the worst first."""
+
+    severity: str
+    split: str
+    kind: str
+    findings: tuple[Finding, ...]
+    summary: str
+
+
+def check_data(
+    config: RunConfig,
+    *,
+    as_json: bool,
+    html_file: Path | None,
+    sums_file: Path | None = None,
+    new_sums_file: Path | None = None,
+) -> int:
     """Examines a config's data and tells what was found.
 
     Args:
         config: its data section says where and what.
         as_json: print JSON instead of tables.
         html_file: write a page there too.
+        sums_file: compare every file with this list of sha256 sums.
+        new_sums_file: write such a list.
 
     Returns:
         0, or 3 where there is an error.
 
     Raises:
-        DataError: there is no data to examine.
-        StorageError: the page cannot be written.
+        DataError: there is no data to examine, or the list of sums cannot be read.
+        StorageError: a file cannot be written.
     """
-    scheme = build_scheme(config.data)
-    splits = {name: _pairs(config.data, name) for name in dict.fromkeys(split_names(config.data))}
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    data, scheme = config.data, build_scheme(config.data)
+    splits, before = _collect(data)
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("reading", total=sum(map(len, splits.values())))
         reports = examine(
             splits,
             scheme,
-            crop_px=config.data.crop_px,
-            threads=os.cpu_count() or 1,
+            crop_px=data.crop_px,
+            resize_px=data.resize_px,
+            threads=threads,
             progress=lambda: bar.advance(task),
         )
+    if sums_file is not None:
+        before += check_sums(sums_file, splits, Path(data.root))
+    if new_sums_file is not None:
+        _write(new_sums_file, write_sums(splits, Path(data.root)), "--write-sums")
+    groups = grouped(reports, before)
+    weights = suggested_weights(reports[0])
     if as_json:
-        print(json.dumps(as_dict(reports, scheme), indent=2))
+        print(json.dumps(as_dict(reports, groups, scheme), indent=2))
     else:
-        print_report(reports, scheme, Console(highlight=False))
+        print_report(reports, groups, scheme, weights, Console(highlight=False))
     if html_file is not None:
-        _write(html_file, as_html(config.name, reports, scheme))
-    return EXIT_DATA if any(f.severity == "error" for report in reports for f in report.findings) else 0
+        _write(html_file, page(config.name, reports, groups, scheme, weights), "--html")
+    return EXIT_DATA if any(group.severity == "error" for group in groups) else 0
 
 
-def _pairs(data: DataConfig, split: str) -> Sequence[ImagePair]:
-    return find_pairs(
+def _collect(data: DataConfig) -> tuple[dict[str, Sequence[ImagePair]], list[Finding]]:
+    """The pairs of both splits, as far as there are any, and what was wrong before a file was opened.
+
+    Raises:
+        DataError: neither split has a pair.
+    """
+    splits: dict[str, Sequence[ImagePair]] = {}
+    findings: list[Finding] = []
+    errors: list[DataError] = []
+    for name in dict.fromkeys(split_names(data)):
+        try:
+            splits[name] = build_pairs(data, name)
+        except DataError as error:
+            splits[name] = error.pairs if isinstance(error, UnpairedError) else ()
+            errors.append(error)
+            findings.append(Finding("error", "pairs", name, str(error)))
+        findings += _beside(data, name, splits[name])
+    if not any(splits.values()):
+        raise errors[0]
+    return splits, findings
+
+
+def _beside(data: DataConfig, split: str, pairs: Sequence[ImagePair]) -> Iterator[Finding]:
+    """What lies beside the pairs or leads away from them: worth a look."""
+    left = leftovers(
         data.format,
         data.root,
         split,
@@ -77,8 +143,40 @@ def _pairs(data: DataConfig, split: str) -> Sequence[ImagePair]:
         mask_dir=data.mask_dir,
         image_suffix=data.image_suffix,
         mask_suffix=data.mask_suffix,
-        allow_outside_root=data.allow_outside_root,
     )
+    for paths, what in (
+        (left.masks, "masks have no image"),
+        (left.others, "files among the images are none by their name"),
+        (left.hidden, "hidden files are left out"),
+    ):
+        if paths:
+            yield Finding("warning", "file", split, f"{split}: {len(paths)} {what}: {_some(paths)}")
+    if not data.allow_outside_root and (away := links_outside(pairs, Path(data.root))):
+        yield Finding("warning", "link", split, f"{split}: {len(away)} files lie outside data.root: {_some(away)}")
+
+
+def _some(paths: Sequence[Path]) -> str:
+    more = f" and {len(paths) - _MAX_SHOWN} more" if len(paths) > _MAX_SHOWN else ""
+    return ", ".join(shown(path) for path in paths[:_MAX_SHOWN]) + more
+
+
+def grouped(reports: Sequence[SplitReport], before: Sequence[Finding] = ()) -> list[Group]:
+    """All findings by kind and split: errors first, then in the order of `GROUPS`; in each the worst first."""
+    found: dict[tuple[str, str, str], list[Finding]] = {}
+    for finding in (*before, *(f for report in reports for f in report.findings)):
+        found.setdefault((finding.severity, finding.kind, finding.split), []).append(finding)
+    unknown = {report.split: report.unknown_ids for report in reports}
+    order = list(GROUPS)
+    groups = []
+    for (severity, kind, split), findings in sorted(found.items(), key=lambda i: (i[0][0], order.index(i[0][1]))):
+        ids = unknown.get(split)
+        if kind == "ids" and ids is not None:
+            summary = summary_of_ids(ids)
+        else:
+            summary = findings[0].message if len(findings) == 1 else f"{len(findings)} {GROUPS[kind]}"
+        worst_first = tuple(sorted(findings, key=lambda finding: -finding.num_px))
+        groups.append(Group(severity, split, kind, worst_first, summary))
+    return groups
 
 
 def suggested_weights(report: SplitReport) -> dict[str, list[float]]:
@@ -88,36 +186,43 @@ def suggested_weights(report: SplitReport) -> dict[str, list[float]]:
     return {rule: class_weights(rule, report.frequencies) for rule in RULES}
 
 
-def as_dict(reports: Sequence[SplitReport], scheme: ClassScheme) -> dict[str, Any]:
+def as_dict(reports: Sequence[SplitReport], groups: Sequence[Group], scheme: ClassScheme) -> dict[str, Any]:
     """The findings as plain values for `--json`."""
-    findings = [finding for report in reports for finding in report.findings]
+    findings = [finding for group in groups for finding in group.findings]
     return {
         "errors": sum(f.severity == "error" for f in findings),
         "warnings": sum(f.severity == "warning" for f in findings),
         "classes": list(scheme.names),
         "class_weights": suggested_weights(reports[0]),
-        "splits": {
-            report.split: {
-                "pairs": report.num_pairs,
-                "masks": report.num_masks,
-                "sizes": [{"size_px": list(size), "images": n} for size, n in _by_count(report)],
-                "pixels": list(report.frequencies.pixels),
-                "images": list(report.frequencies.images),
-                "ignored_px": report.frequencies.ignored_px,
-            }
-            for report in reports
-        },
+        "splits": {report.split: _split_as_dict(report) for report in reports},
         "findings": [
             {
                 "severity": f.severity,
                 "kind": f.kind,
                 "split": f.split,
                 "message": printable(f.message),
-                "image": None if f.pair is None else printable(str(f.pair.image)),
-                "mask": None if f.pair is None or f.pair.mask is None else printable(str(f.pair.mask)),
+                "num_px": f.num_px,
+                "image": None if f.pair is None else shown(f.pair.image),
+                "mask": None if f.pair is None or f.pair.mask is None else shown(f.pair.mask),
             }
             for f in findings
         ],
+    }
+
+
+def _split_as_dict(report: SplitReport) -> dict[str, Any]:
+    unknown = report.unknown_ids
+    return {
+        "pairs": report.num_pairs,
+        "masks": report.num_masks,
+        "sizes": [{"size_px": list(size), "images": n} for size, n in _by_count(report)],
+        "pixels": list(report.frequencies.pixels),
+        "images": list(report.frequencies.images),
+        "ignored_px": report.frequencies.ignored_px,
+        "unknown_ids": []
+        if unknown is None
+        else [{"id": i, "pixels": n, "masks": unknown.masks[i]} for i, n in unknown.pixels.items()],
+        "likely_cause": None if unknown is None else unknown.cause,
     }
 
 
@@ -125,35 +230,50 @@ def _by_count(report: SplitReport) -> list[tuple[tuple[int, int], int]]:
     return sorted(report.sizes.items(), key=lambda item: (-item[1], item[0]))
 
 
-def print_report(reports: Sequence[SplitReport], scheme: ClassScheme, console: Console) -> None:
+def print_report(
+    reports: Sequence[SplitReport],
+    groups: Sequence[Group],
+    scheme: ClassScheme,
+    weights: dict[str, list[float]],
+    console: Console,
+) -> None:
     """Tables of splits and classes, then the findings, errors first."""
     overview = Table("split", "pairs", "masks", "height x width, px", "ignored", box=None, pad_edge=False)
     for report in reports:
         sizes = [f"{height} x {width} ({n})" for (height, width), n in _by_count(report)]
-        shown = ", ".join(sizes[:3]) + (f" and {len(sizes) - 3} more" if len(sizes) > 3 else "")
+        shown_sizes = ", ".join(sizes[:3]) + (f" and {len(sizes) - 3} more" if len(sizes) > 3 else "")
         total = sum(report.frequencies.pixels) + report.frequencies.ignored_px
         ignored = f"{report.frequencies.ignored_px / total:.1%}" if total else "-"
-        overview.add_row(report.split, str(report.num_pairs), str(report.num_masks), shown or "-", ignored)
+        name = Text(printable(report.split))
+        overview.add_row(name, str(report.num_pairs), str(report.num_masks), shown_sizes or "-", ignored)
     console.print(overview)
     console.print()
-    console.print(_class_table(reports, scheme))
+    console.print(_class_table(reports, scheme, weights))
     for severity in ("error", "warning"):
-        found = [f for report in reports for f in report.findings if f.severity == severity]
+        found = [group for group in groups if group.severity == severity]
+        count = sum(len(group.findings) for group in found)
         if found:
-            console.print(f"\n{len(found)} {severity}{'s' if len(found) > 1 else ''}")
-        for finding in found[:_MAX_SHOWN]:
-            line = f"  [{finding.split}] {finding.kind}: {printable(finding.message)}"
-            console.print(Text(line), soft_wrap=True)
-        if len(found) > _MAX_SHOWN:
-            console.print(f"  and {len(found) - _MAX_SHOWN} more: --json or --html FILE show all")
-    if not any(report.findings for report in reports):
+            console.print(f"\n{count} {severity}{'s' if count > 1 else ''}")
+        for group in found:
+            _print_group(group, console)
+    if not groups:
         console.print("\nnothing to complain about")
 
 
-def _class_table(reports: Sequence[SplitReport], scheme: ClassScheme) -> Table:
+def _print_group(group: Group, console: Console) -> None:
+    lines = [f"  [{group.split}] {group.kind}: {group.summary}"]
+    if len(group.findings) > 1:
+        lines += [f"    {finding.message}" for finding in group.findings[:_MAX_SHOWN]]
+        if len(group.findings) > _MAX_SHOWN:
+            lines.append(f"    and {len(group.findings) - _MAX_SHOWN} more: --json or --html FILE show all")
+    for line in "\n".join(lines).splitlines():
+        console.print(Text(printable(line)), soft_wrap=True)
+
+
+def _class_table(reports: Sequence[SplitReport], scheme: ClassScheme, weights: dict[str, list[float]]) -> Table:
     """Share of pixels and number of images of each class and split, and the weights that the rules give."""
-    weights = suggested_weights(reports[0])
-    table = Table("class", *(f"{r.split}: pixels / images" for r in reports), *weights, box=None, pad_edge=False)
+    splits = (Column(Text(f"{printable(report.split)}: pixels / images")) for report in reports)
+    table = Table("class", *splits, *weights, box=None, pad_edge=False)
     for index, name in enumerate(scheme.names):
         cells = []
         for report in reports:
@@ -164,46 +284,8 @@ def _class_table(reports: Sequence[SplitReport], scheme: ClassScheme) -> Table:
     return table
 
 
-def as_html(name: str, reports: Sequence[SplitReport], scheme: ClassScheme) -> str:
-    """One self-contained page: tables, and the findings with small pictures of the images they are about."""
-    console = Console(record=True, file=io.StringIO(), width=120)
-    print_report(reports, scheme, console)
-    tables = html.escape(console.export_text())
-    findings = sorted((f for report in reports for f in report.findings), key=lambda f: f.severity)
-    rows = "\n".join(_html_row(f, is_pictured=i < _MAX_PICTURES) for i, f in enumerate(findings))
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>segapp check: {html.escape(name)}</title><style>
-:root {{ color-scheme: light dark; }}
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; }}
-pre {{ overflow-x: auto; }} td {{ padding: .4rem .8rem .4rem 0; vertical-align: top; overflow-wrap: anywhere; }}
-.error {{ color: #c62828; }} .warning {{ color: #b26a00; }} img {{ max-width: {_THUMBNAIL_PX}px; }}
-</style></head><body><h1>segapp check: {html.escape(name)}</h1>
-<pre>{tables}</pre><h2>{len(findings)} findings</h2><table>{rows}</table></body></html>
-"""
-
-
-def _html_row(finding: Finding, *, is_pictured: bool) -> str:
-    picture = _thumbnail(finding.pair.image) if is_pictured and finding.pair is not None else None
-    image = f'<img alt="" src="data:image/jpeg;base64,{picture}">' if picture else ""
-    words = html.escape(printable(finding.message))
-    kind = html.escape(f"{finding.severity} {finding.kind} in {finding.split}")
-    return f'<tr><td>{image}</td><td><b class="{finding.severity}">{kind}</b><br>{words}</td></tr>'
-
-
-def _thumbnail(path: Path) -> str | None:
-    """A small JPEG of an image in base64; None where it cannot be read."""
+def _write(path: Path, text: str, option: str) -> None:
     try:
-        image = read_image(path)
-    except DataError:
-        return None
-    factor = _THUMBNAIL_PX / max(image.shape[:2])
-    small = cv2.resize(image, None, fx=min(1.0, factor), fy=min(1.0, factor), interpolation=cv2.INTER_AREA)
-    _, data = cv2.imencode(".jpg", small[..., ::-1])
-    return base64.b64encode(data.tobytes()).decode("ascii")
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="surrogateescape")
     except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}: choose another --html") from None
+        raise StorageError(f"{path} cannot be written: {error.strerror}: choose another {option}") from None

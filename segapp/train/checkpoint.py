@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import torch
 
 from segapp.errors import CheckpointError, NonFiniteError
+from segapp.models.weights import load_tensors
 from segapp.run.checkpoints import (
     BEST,
     FORMAT,
@@ -28,8 +29,8 @@ from segapp.run.checkpoints import (
 )
 from segapp.run.files import hash_file
 from segapp.train.snapshot import (
+    as_storable,
     capture_rng,
-    check_storable,
     find_non_finite,
     num_tensor_bytes,
     restore_rng,
@@ -40,8 +41,8 @@ __all__ = [
     "CheckpointStore",
     "LoadedCheckpoint",
     "SavedCheckpoint",
+    "as_storable",
     "capture_rng",
-    "check_storable",
     "find_non_finite",
     "load_checkpoint",
     "restore_rng",
@@ -177,8 +178,7 @@ def save_checkpoint(
         "config_hash": config_hash,
         "torch_version": str(torch.__version__),
     }
-    content = {**state, "checkpoint": about}
-    _check_content(content)
+    content = _checked({**state, "checkpoint": about})
     entry, messages = CheckpointFolder(folder).commit(
         lambda file: torch.save(content, file),  # type: ignore[arg-type]
         step=step,
@@ -241,14 +241,15 @@ def verify_checkpoints(folder: Path | str, *, hashes: bool = True) -> list[Check
     return CheckpointFolder(path / "checkpoints" if (path / "checkpoints").is_dir() else path).verify(hashes=hashes)
 
 
-def _check_content(content: dict[str, Any]) -> None:
+def _checked(content: dict[str, Any]) -> dict[str, Any]:
+    """The content as it is stored; nothing that could not be used is let through."""
     model = content.get("model")
     if not isinstance(model, dict):
         raise ValueError("a checkpoint needs 'model', the bare state dict")
     prefixed = next((key for key in model if str(key).startswith("module.")), None)
     if prefixed is not None:
         raise ValueError(f"a checkpoint holds the bare model: {prefixed!r} has the prefix of a parallel wrapper")
-    check_storable(content)
+    content = as_storable(content)
     for part in FINITE_PARTS:
         place = find_non_finite(content.get(part), part)
         if place is not None:
@@ -256,6 +257,7 @@ def _check_content(content: dict[str, Any]) -> None:
                 f"{place} is not finite: this checkpoint is not written, the last good one stays: "
                 "lower the learning rate, or clip gradients"
             )
+    return content
 
 
 def _load_newest_intact(store: CheckpointFolder, is_holder: bool) -> LoadedCheckpoint:
@@ -340,7 +342,9 @@ def _read_state(file: BinaryIO, label: str) -> dict[str, Any]:
         CheckpointError: it is none; whatever way torch has to say so.
     """
     try:
-        state: Any = torch.load(file, weights_only=True, map_location="cpu")
+        state: Any = load_tensors(file)
+    except CheckpointError as error:
+        raise CheckpointError(f"{label}: {error}") from error
     except Exception as error:
         raise CheckpointError(f"{label}: {_why_not_loaded(error)}") from error
     about = state.get("checkpoint") if isinstance(state, dict) else None

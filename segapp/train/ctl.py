@@ -11,7 +11,7 @@ from segapp.run.events import CommandAnswer, EventReader
 from segapp.run.folder import RunFolder, find_run, run_folders
 from segapp.run.state import RunSummary, run_state, summarize
 from segapp.run.text import printable
-from segapp.run.verdict import split_verdict
+from segapp.run.verdict import split_verdict, usable_mib
 
 APPLIED, NOT_APPLIED = 0, 1
 
@@ -49,6 +49,8 @@ def control_run(
     if after_epoch and words != ["stop"]:
         raise CommandError(f"--after-epoch belongs to stop, not to {printable(' '.join(words))}")
     command = parse_command(" ".join([*words, "epoch"] if after_epoch else words))
+    if force and isinstance(command, SetCommand):
+        command = command.model_copy(update={"force": True})
     folder = find_run(run)
     state = run_state(folder.path)
     if state in _OVER:
@@ -74,7 +76,10 @@ def _foreseen_problem(command: Command, run: RunSummary, *, force: bool) -> str 
         len(run.split),
         command.gpu0_bsz,
         shares=command.shares,
-        total_mib=[device.get("total_mib") for device in run.devices],
+        total_mib=[
+            usable_mib(device.get("total_mib"), device.get("used_mib"), device.get("reserved_mib"))
+            for device in run.devices
+        ],
     )
     if not verdict.is_possible or (verdict.word == "won't fit" and not force):
         return verdict.reason

@@ -9,17 +9,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from segapp.failpoints import failpoint
 from segapp.losses import AdditiveCriterion, Statistics, surrogate
 from segapp.optim import WeightAverage
 from segapp.parallel import DataParallelCriterion, DataParallelModel
 from segapp.precision import Precision
+from segapp.train.budget import fail_for_want_of_memory
 from segapp.train.memory_watch import IDLE, MemoryWatch
 from segapp.train.ranks import Ranks
 
@@ -70,29 +71,35 @@ class NormalizedInput(nn.Module):
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         """uint8 images (N, 3, H, W) -> (logits, *auxiliary logits)."""
+        if self.training:
+            fail_for_want_of_memory("train.forward")
         normalized = self.normalizer(images).contiguous(memory_format=self.memory_format)
         outputs: tuple[Tensor, ...] = self.model(normalized)
         return outputs
 
 
 class BufferGuard:
-    """Remembers a model's buffers (BatchNorm statistics) at the start of a step, to undo a bad step's traces."""
+    """Remembers a model's buffers (BatchNorm statistics) at the start of a step, to undo a bad step's traces.
+
+    Attributes:
+        kept: the remembered ones.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._live = list(model.buffers())
-        self._kept = [b.clone() for b in self._live]
+        self.kept = [b.clone() for b in self._live]
 
     @torch.no_grad()
     def remember(self) -> None:
         """Takes the buffers as they are now."""
         if self._live:
-            torch._foreach_copy_(self._kept, self._live)
+            torch._foreach_copy_(self.kept, self._live)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Puts the remembered buffers back."""
         if self._live:
-            torch._foreach_copy_(self._live, self._kept)
+            torch._foreach_copy_(self._live, self.kept)
 
     @torch.no_grad()
     def restore_where(self, is_bad: Tensor) -> None:
@@ -101,7 +108,7 @@ class BufferGuard:
             if is_bad.item():
                 self.restore()
             return
-        for live, kept in zip(self._live, self._kept, strict=True):
+        for live, kept in zip(self._live, self.kept, strict=True):
             live.copy_(torch.where(is_bad.to(live.device) != 0, kept, live))
 
 
@@ -157,16 +164,28 @@ class StepEngine:
         self.bad_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.bad_in_row = torch.zeros((), dtype=torch.int64, device=device)
         self._summed = DataParallelCriterion(criterion) if isinstance(network, DataParallelModel) else criterion
-        self._guard = BufferGuard(model)
+        self.guard = BufferGuard(model)
+        self.smallest_chunk = 1
+        """Samples that a busy device needs; more than 1 where BatchNorm is not synchronised."""
+        self.is_whole = True
+        """Whether the state is that of a step's boundary; False only where an update broke off in the middle."""
 
-    def step(self, batches: Sequence[Batch], check: Callable[[], None] = lambda: None) -> StepResult:
+    def step(
+        self, batches: Sequence[Batch], check: Callable[[], None] = lambda: None, *, num_pieces: int = 1
+    ) -> StepResult:
         """One optimizer update from one or more micro-batches, with the mean over all of them and all ranks.
+
+        Whatever raises before the update is applied leaves the model as it was before the step.
 
         Args:
             batches: this rank's micro-batches of the step; every rank has as many.
-            check: called before each micro-batch; if it raises, the model is as it was before the step.
+            check: called before each micro-batch; it may raise to leave.
+            num_pieces: cut every micro-batch into so many; the same mean, in less memory.
         """
-        self._guard.remember()
+        split = self.split_of(batches[0])
+        if num_pieces > 1:
+            batches = [piece for batch in batches for piece in self._cut(batch, num_pieces)]
+        self.guard.remember()
         with self._undone_if_left():
             totals = self._totals(batches) if len(batches) > 1 else None
             sums: Statistics | None = None
@@ -175,26 +194,59 @@ class StepEngine:
                 with self._reduced_later(number < len(batches)):
                     statistics = self._backward(batch, totals)
                 sums = statistics if sums is None else _added(sums, statistics)
-        assert sums is not None
-        self.watch.mark("step")
-        with torch.no_grad():
-            loss = self.criterion.finalize(self.ranks.sums(sums))
-        result = self._update(loss, self.split_of(batches[0]))
+            assert sums is not None
+            self.watch.mark("step")
+            fail_for_want_of_memory("train.optimizer")
+            with torch.no_grad():
+                loss = self.criterion.finalize(self.ranks.sums(sums))
+            grad_norm, is_bad = self._finish_gradients(loss)
+        self._apply(is_bad)
         self.watch.mark(IDLE)
-        return result
+        return StepResult(loss.detach(), grad_norm, is_bad, split)
+
+    def _cut(self, batch: Batch, num_pieces: int) -> list[Batch]:
+        """A micro-batch in pieces; every rank makes as many, the other modes none that is too small for BatchNorm."""
+        count = len(batch.indices)
+        if self.ranks.world_size == 1:
+            num_pieces = min(num_pieces, count)
+            while num_pieces > 1 and not self.can_train_on(count // num_pieces):
+                num_pieces -= 1
+        sizes = [count // num_pieces + (i < count % num_pieces) for i in range(num_pieces)]
+        ends = list(accumulate(sizes))
+        return [
+            type(batch)(batch.images[end - size : end], batch.target[end - size : end], batch.indices[end - size : end])
+            for size, end in zip(sizes, ends, strict=True)
+        ]
+
+    def held_tensors(self) -> list[Tensor]:
+        """What lies in memory between two steps: weights, buffers, optimizer state, averages."""
+        states = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        masters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        averaged: list[Tensor] = []
+        if self.average is not None:
+            averaged = [*self.average.module.parameters(), *self.average.module.buffers()]
+        own = [*self.model.parameters(), *self.model.buffers(), *self.guard.kept, *self.criterion.buffers()]
+        return [*own, *masters, *states, *averaged]
+
+    def can_train_on(self, num_samples: int) -> bool:
+        """Whether BatchNorm has values enough in a micro-batch of so many samples."""
+        if num_samples < self.model.min_train_batch:
+            return False
+        if self.smallest_chunk == 1 or not isinstance(self.network, DataParallelModel):
+            return True
+        return all(size == 0 or size >= self.smallest_chunk for size in self.network.plan(num_samples))
 
     def split_of(self, batch: Batch) -> list[int]:
-        """Samples of the batch's first micro-batch on each device of this process."""
+        """Samples of a batch on each device of this process."""
         if isinstance(self.network, DataParallelModel):
-            return list(self.network.last_split)
+            return list(self.network.plan(len(batch.indices)))
         return [len(batch.indices)]
 
     def _backward(self, batch: Batch, totals: Statistics | None) -> Statistics:
         with self.precision.autocast():
             statistics = self._statistics(batch)
-        if failpoint("train.backward") == "oom":
-            raise torch.OutOfMemoryError("a failpoint says so")
         self.watch.mark("backward")
+        fail_for_want_of_memory("train.backward")
         own = tuple(s.detach() for s in statistics)
         if totals is None and self.ranks.world_size == 1:
             loss = self.criterion.finalize(statistics)
@@ -223,6 +275,7 @@ class StepEngine:
             target = batch.target.to(self.device, non_blocking=True)
             outputs = self.network(batch.images.to(self.device, non_blocking=True))
         self.watch.mark("loss")
+        fail_for_want_of_memory("train.loss")
         return self._summed.statistics(outputs, target)
 
     @torch.no_grad()
@@ -243,7 +296,7 @@ class StepEngine:
             sums = part if sums is None else _added(sums, part)
         if rng is not None:
             restore_torch_rng(rng)
-            self._guard.restore()
+            self.guard.restore()
         assert sums is not None
         return self.ranks.sums(sums)
 
@@ -307,7 +360,7 @@ class StepEngine:
 
         named = [(name, m) for name, m in self.model.named_modules() if not list(m.children())]
         handles = [module.register_forward_hook(watch(name)) for name, module in named]
-        self._guard.remember()
+        self.guard.remember()
         rng = capture_torch_rng(self._rng_devices)
         try:
             with self.precision.autocast():
@@ -321,13 +374,14 @@ class StepEngine:
         finally:
             for handle in handles:
                 handle.remove()
-            self._guard.restore()
+            self.guard.restore()
             restore_torch_rng(rng)
             self.model.zero_grad(set_to_none=True)
         return found[0] if found else None
 
     @torch.no_grad()
-    def _update(self, loss: Tensor, split: list[int]) -> StepResult:
+    def _finish_gradients(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Unscales and clips the gradients; gives their norm and whether the step is bad."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         gradients = [p.grad for p in parameters if p.grad is not None]
         self.precision.unscale(gradients)
@@ -335,19 +389,25 @@ class StepEngine:
         is_bad = (~(torch.isfinite(loss) & torch.isfinite(grad_norm))).float()
         if self.clip_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.clip_grad_norm, grad_norm)
+        return grad_norm, is_bad
+
+    @torch.no_grad()
+    def _apply(self, is_bad: Tensor) -> None:
+        """Changes weights, average and counters; in place, so that nothing here needs memory to speak of."""
+        self.is_whole = False
         # torch's fused optimizers leave everything as it is when found_inf is set, without asking the host.
         self.optimizer.found_inf = is_bad  # type: ignore[attr-defined]
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.precision.masters_to_model()
         self.precision.update(is_bad)
-        self._guard.restore_where(is_bad)
+        self.guard.restore_where(is_bad)
         if self.average is not None:
             self.average.update(is_bad)
         bad = is_bad.long()
         self.bad_steps += bad
         self.bad_in_row = (self.bad_in_row + 1) * bad
-        return StepResult(loss.detach(), grad_norm, is_bad, split)
+        self.is_whole = True
 
     @contextlib.contextmanager
     def _undone_if_left(self) -> Iterator[None]:
@@ -356,7 +416,7 @@ class StepEngine:
         try:
             yield
         except BaseException:
-            self._guard.restore()
+            self.guard.restore()
             restore_torch_rng(rng)
             self.model.zero_grad(set_to_none=True)
             self.optimizer.zero_grad(set_to_none=True)
@@ -367,6 +427,10 @@ def _added(a: Statistics, b: Statistics) -> Statistics:
     return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
+class BatchNormMemoryError(torch.OutOfMemoryError):
+    """There was not memory enough to recompute BatchNorm's statistics."""
+
+
 def recompute_batchnorm(model: nn.Module, inputs: Iterable[Tensor], device: torch.device) -> None:
     """Replaces BatchNorm's running statistics by those of the inputs; dropout's random numbers are put back.
 
@@ -374,9 +438,22 @@ def recompute_batchnorm(model: nn.Module, inputs: Iterable[Tensor], device: torc
         model: on `device`.
         inputs: normalised images (N, 3, H, W).
         device: where they are.
+
+    Raises:
+        BatchNormMemoryError: there was not memory enough; the statistics are as they were.
     """
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.optim.swa_utils.update_bn(inputs, model)
+    guard = BufferGuard(model)
+    momenta = {m: m.momentum for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.optim.swa_utils.update_bn(inputs, model)
+    except BaseException as error:
+        guard.restore()
+        for module, momentum in momenta.items():
+            module.momentum = momentum
+        if isinstance(error, torch.OutOfMemoryError):
+            raise BatchNormMemoryError(str(error)) from error
+        raise
 
 
 TorchRng = tuple[Tensor, list[tuple[torch.device, Tensor]]]

@@ -14,10 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from segapp.failpoints import failpoint
 from segapp.losses import CriterionCE, View, upsample_confusion, upsample_logits
 from segapp.metrics import ConfusionMatrix, Scores
+from segapp.train.budget import fail_for_want_of_memory
 from segapp.train.inference import Inference
-from segapp.train.ranks import Ranks
+from segapp.train.ranks import PeerOutOfMemoryError, Ranks
 
 if TYPE_CHECKING:
     from segapp.datasets.loader import Batch
@@ -55,6 +57,7 @@ def evaluate(
     progress: Callable[[int], None] = lambda _: None,
     ranks: Ranks | None = None,
     num_checks: int = 0,
+    is_single: bool = False,
 ) -> Evaluation:
     """Evaluates a model over batches of whole images.
 
@@ -70,6 +73,10 @@ def evaluate(
         progress: called with the number of images done.
         ranks: the processes that share the images; every one gets the result of all.
         num_checks: every rank calls `check` at least so often, so that ranks with fewer batches meet the others there.
+        is_single: image by image, whatever the size of the batches.
+
+    Raises:
+        torch.OutOfMemoryError: on every rank, if one of them ran out of memory.
     """
     ranks = ranks or Ranks()
     was_training = model.training
@@ -77,25 +84,35 @@ def evaluate(
     matrix = ConfusionMatrix(num_classes, ignore_index, device)
     totals = None if criterion is None else _no_statistics(criterion, num_classes, ignore_index, device)
     num_images = num_batches = 0
+    failure: torch.OutOfMemoryError | None = None
     try:
         for batch in batches:
+            failpoint("eval.batch")
             check()
             num_batches += 1
-            images = inference.normalizer(batch.images.to(device, non_blocking=True))
-            target = batch.target.to(device, non_blocking=True)
-            views, size = inference.views(model, images)
-            border = (0, size[1] - target.shape[-1], 0, size[0] - target.shape[-2])
-            padded = F.pad(target, border, value=ignore_index)
-            counts, statistics = _count(views, padded, ignore_index, inference.align_corners, criterion)
-            matrix.add(counts)
-            if totals is not None:
-                totals = tuple(a + b for a, b in zip(totals, statistics, strict=True))
+            if failure is not None:
+                continue  # the other ranks count on this one at every check
+            parts = len(batch.indices) if is_single else 1
+            try:
+                for images, target in zip(
+                    batch.images.tensor_split(parts), batch.target.tensor_split(parts), strict=True
+                ):
+                    counts, statistics = _count(model, images, target, inference, ignore_index, criterion, device)
+                    matrix.add(counts)
+                    if totals is not None:
+                        totals = tuple(a + b for a, b in zip(totals, statistics, strict=True))
+            except torch.OutOfMemoryError as error:
+                if ranks.world_size == 1:
+                    raise
+                failure = error
             num_images += len(batch.indices)
             progress(num_images)
         for _ in range(num_batches, num_checks):
             check()
     finally:
         model.train(was_training)
+    if ranks.any_of(failure is not None)[0]:
+        raise failure or PeerOutOfMemoryError("another rank ran out of memory")
     (matrix.counts,) = ranks.sums((matrix.counts,))
     num_images = sum(ranks.gather(num_images))
     loss = None
@@ -106,13 +123,31 @@ def evaluate(
 
 
 def _count(
+    model: SegmentationModel,
+    images: Tensor,
+    target: Tensor,
+    inference: Inference,
+    ignore_index: int,
+    criterion: AdditiveCriterion | None,
+    device: torch.device,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """(C, C) counts of (target, prediction) of some images, and the criterion's statistics."""
+    fail_for_want_of_memory("eval.forward")
+    normalized = inference.normalizer(images.to(device, non_blocking=True))
+    views, size = inference.views(model, normalized)
+    border = (0, size[1] - target.shape[-1], 0, size[0] - target.shape[-2])
+    padded = F.pad(target.to(device, non_blocking=True), border, value=ignore_index)
+    return _count_views(views, padded, ignore_index, inference.align_corners, criterion)
+
+
+def _count_views(
     views: Tensor | list[View],
     target: Tensor,
     ignore_index: int,
     align_corners: bool,
     criterion: AdditiveCriterion | None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """(C, C) counts of (target, prediction), and the criterion's statistics; one pass where it is cross-entropy."""
+    """The same of logits; one pass where the criterion is cross-entropy."""
     is_one_pass = isinstance(criterion, CriterionCE)
     scores = upsample_confusion(
         views,

@@ -7,7 +7,9 @@ physical devices. Here a call has a timeout, any failure is "nothing known", and
 from __future__ import annotations
 
 import math
+import os
 import queue
+import subprocess
 import threading
 import time
 from collections.abc import Sequence
@@ -15,6 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from segapp.memory.scene import OtherProcess
+from segapp.run.text import printable
 
 MAX_LOAD = 0.5
 MAX_MEMORY = 0.5
@@ -96,6 +101,26 @@ def ask_gputil() -> list[GpuStatus]:
         return [_status(gpu) for gpu in GPUtil.getGPUs()]
     except Exception:  # whatever GPUtil makes of a broken driver, the training does not need its answer
         return []
+
+
+def processes_on(uuid: str, timeout_s: float = 5.0) -> list[OtherProcess]:
+    """Other processes that compute on a GPU, as nvidia-smi lists them; empty where it does not answer in time.
+
+    Args:
+        uuid: of the GPU, as torch writes it.
+        timeout_s: the longest wait.
+    """
+    query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory,name", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=timeout_s, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    found = []
+    for line in answer.splitlines():
+        fields = [field.strip() for field in line.split(",", 3)]
+        if len(fields) == 4 and bare_uuid(fields[0]) == bare_uuid(uuid) and fields[1] != str(os.getpid()):
+            found.append(OtherProcess(int(fields[1]), printable(fields[3]), _known(fields[2])))
+    return found
 
 
 def _status(gpu: Any) -> GpuStatus:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from segapp.failpoints import failpoint
 from segapp.run.commands import Received, drain_commands, parse_command, settle_answered, settle_command
 from segapp.run.events import EventReader, read_answers
 from segapp.run.folder import RunFolder
@@ -66,6 +67,7 @@ class Inbox:
     def answer(self, received: Received, status: Final, reason: str | None, step: int | None) -> None:
         """Answers a command for good."""
         self._emit(received, status, reason, step)
+        failpoint("command.answered")
         writer = self._journal.writer
         if writer is None or writer.num_pending == 0:
             settle_command(received)  # otherwise the answer is not on disk yet, and the file is what is left of it
@@ -90,23 +92,25 @@ def applied_after(events: Path, step: int) -> list[tuple[int, dict[str, Any]]]:
         step: of the checkpoint.
 
     Returns:
-        The step from which each held, and its settings, in order; those that were taken back are left out.
+        The step from which each held, and its settings, in order, moves of `auto` among them; those that were taken
+        back are left out.
     """
     applied: dict[str, tuple[int, dict[str, Any]]] = {}
-    numbers: dict[str, int | None] = {}
     for raw in _read_rare(events):
-        command_id = str(raw.get("id"))
+        command_id = str(raw.get("id") or f"auto at {raw.get('epoch')}")
         if raw["type"] == "gpu0_bsz":
-            numbers[command_id] = raw.get("new")
             if raw.get("status") == "reverted" and command_id in applied:
                 changes = applied[command_id][1]
                 changes.pop("gpu0_bsz", None)
                 changes.pop("shares", None)
+            is_move = raw.get("status") == "applied" and raw.get("id") is None
+            if is_move and (raw.get("step") or 0) >= step:
+                applied[command_id] = int(raw.get("step") or 0), {"gpu0_bsz": raw.get("new"), "gpu0_bsz_auto": True}
         is_set = raw["type"] == "command" and raw.get("status") == "applied" and raw["command"].startswith("set ")
         if is_set and (raw.get("step") or 0) >= step:
             changes = getattr(parse_command(raw["command"]), "changes", {})
             if changes.get("gpu0_bsz") == "auto":
-                changes = {**changes, "gpu0_bsz": numbers.get(command_id)}
+                changes = {"gpu0_bsz_auto": True, **{n: v for n, v in changes.items() if n != "gpu0_bsz"}}
             applied[command_id] = (int(raw.get("step") or 0), dict(changes))
     return [(at, changes) for at, changes in applied.values() if changes]
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+
+from segapp.run.verdict import usable_mib
 
 IDLE = "data"
 """The phase between two steps."""
@@ -36,6 +38,7 @@ class Place:
         pid: of the process, where it runs on this machine.
         is_own: whether it is this process.
         name: product name.
+        slot: tells logical devices apart that have budgets of their own; None where they share a device's numbers.
     """
 
     device: str
@@ -44,6 +47,7 @@ class Place:
     pid: int | None = None
     is_own: bool = True
     name: str | None = None
+    slot: int | None = None
 
 
 class Probe(Protocol):
@@ -74,6 +78,14 @@ class CudaProbe:
     def used_mib(self) -> float | None:
         """Nothing: the driver knows."""
         return None
+
+    def driver_used_mib(self) -> float | None:
+        """What is in use of the card, all processes together, as this process's driver tells it."""
+        try:
+            free, total = torch.cuda.mem_get_info(self._device)
+        except RuntimeError:
+            return None
+        return (total - free) / 2**20
 
     def allocated_mib(self) -> float | None:
         """Bytes of live tensors."""
@@ -207,7 +219,7 @@ class MemoryWatch:
     def __init__(self, places: Sequence[Place] = (), probes: Sequence[Probe | None] | None = None) -> None:
         self.places = tuple(places)
         self.phase = "start"
-        keys = [(place.device, place.pid) for place in self.places]
+        keys = [(place.device, place.pid, place.slot) for place in self.places]
         self._first = [keys.index(key) for key in keys]
         made = probes if probes is not None else [probe_of(place) for place in self.places]
         self._probes = {i: probe for i, probe in enumerate(made) if i == self._first[i] and probe is not None}
@@ -216,6 +228,25 @@ class MemoryWatch:
         self._steps_to_profile = 0
         self._is_phase_whole = False
         """Whether everything since the last reset of the peaks happened in the present phase."""
+
+    def meter(self, probes: Mapping[int, Probe]) -> None:
+        """Takes the numbers of some places from these probes from now on."""
+        with self._lock:
+            self._probes.update(probes)
+            self._peaks = {i: _Peaks() for i in self._probes}
+
+    def usable_mib(self) -> list[float | None]:
+        """What each device has for this run: its memory without what others hold of it."""
+        with self._lock:
+            return [
+                self._usable_mib(place, self._probes.get(i)) for place, i in zip(self.places, self._first, strict=True)
+            ]
+
+    @staticmethod
+    def _usable_mib(place: Place, probe: Probe | None) -> float | None:
+        if not isinstance(probe, CudaProbe):
+            return place.total_mib
+        return usable_mib(place.total_mib, probe.driver_used_mib(), probe.reserved_mib())
 
     @property
     def is_shared(self) -> bool:

@@ -32,6 +32,7 @@ class Monitor:
         gpus: asks nvidia-smi; None: only where a device has a uuid.
         memory_s: seconds between two samples.
         heartbeat_s: seconds between two heartbeats.
+        blocked_s: a checkpoint that has been being written for so many seconds is an alert, which repeats.
     """
 
     def __init__(
@@ -42,13 +43,17 @@ class Monitor:
         gpus: GpuPoller | None = None,
         memory_s: float = MEMORY_S,
         heartbeat_s: float = HEARTBEAT_S,
+        blocked_s: float = 30.0,
     ) -> None:
         self.journal, self.watch = journal, watch
         self.step: Callable[[], int | None] = lambda: None
         """Gives the number of steps so far."""
+        self.saving_s: Callable[[], float | None] = lambda: None
+        """Gives for how long a checkpoint has been being written; None while none is."""
         has_gpus = any(place.uuid for place in watch.places)
         self._gpus = gpus or (GpuPoller() if has_gpus else None)
-        self._memory_s, self._heartbeat_s = memory_s, heartbeat_s
+        self._memory_s, self._heartbeat_s, self._blocked_s = memory_s, heartbeat_s, blocked_s
+        self._blocked_alert_s = blocked_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
 
@@ -64,7 +69,18 @@ class Monitor:
         """Writes a heartbeat."""
         phase = self.watch.phase
         activity = phase if phase in ("start", "eval", "save", "paused") else "train"
-        self.journal.emit("heartbeat", pid=os.getpid(), phase=activity, step=self.step())
+        saving_s = self.saving_s()
+        self.journal.emit("heartbeat", pid=os.getpid(), phase=activity, step=self.step(), saving_s=saving_s)
+        self._tell_blocked(saving_s)
+
+    def _tell_blocked(self, saving_s: float | None) -> None:
+        """An alert each time that a write has been going on for another `blocked_s`."""
+        if saving_s is None:
+            self._blocked_alert_s = self._blocked_s
+        elif saving_s >= self._blocked_alert_s:
+            self._blocked_alert_s = saving_s + self._blocked_s
+            message = f"checkpoint write blocked: the disk has not taken it for {saving_s:.0f} s; training goes on"
+            self.journal.emit("alert", kind="storage", message=message, step=self.step())
 
     def sample(self) -> None:
         """Writes a `memory` event."""
@@ -78,7 +94,7 @@ class Monitor:
             now_s = time.monotonic()
             try:
                 if now_s >= next_beat_s:
-                    next_beat_s = now_s + self._heartbeat_s
+                    next_beat_s = now_s + min(self._heartbeat_s, self._blocked_s)
                     self.beat()
                 if self.watch.phase == "start":  # `run_start` comes first, and the first sample right behind it
                     next_memory_s = now_s + 0.25

@@ -52,7 +52,11 @@ def print_status(run: str, *, as_json: bool) -> None:
         return
     shown = {key: value for key, value in facts.items() if value not in (None, [], {})}
     devices = shown.pop("devices", [])
+    oom = shown.pop("last_oom", None)
     rows = [(key, _text(key, value)) for key, value in shown.items()]
+    if oom is not None:
+        rows.append(("last_oom", f"{oom['device']} in {oom['phase']} after step {oom['step']}: {oom['action']}"))
+        rows.append(("report", str(oom["path"] or "-")))
     print("\n".join(aligned([*rows, *(("device" if i == 0 else "", _device(d)) for i, d in enumerate(devices))])))
 
 

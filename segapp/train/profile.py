@@ -20,14 +20,13 @@ from torch import nn
 from segapp.config import RunConfig, load_config
 from segapp.datasets.loader import Batch, TrainLoader
 from segapp.errors import ConfigError, DataError
-from segapp.memory.jobs import PHASES, PhasePeak, SimulationJob
+from segapp.memory.jobs import PHASES, PhasePeak
 from segapp.memory.recorder import PhaseMarks, Recorder
 from segapp.memory.report import aligned
-from segapp.parallel import convert_sync_batchnorm
-from segapp.precision import Precision
-from segapp.train.build import build_dataset, build_network, build_scheme, seed_everything, split_names
+from segapp.train.build import build_dataset, build_scheme, seed_everything, split_names
 from segapp.train.devices import plan_devices
 from segapp.train.engine import StepEngine
+from segapp.train.probe import build_real_engine
 from segapp.train.simulate import Simulator, phase_peaks, watch_modules
 
 WAIT = "data"
@@ -101,6 +100,8 @@ def profile_steps(config: RunConfig, num_steps: int = 3) -> StepProfile:
     Raises:
         ConfigError: it needs several processes or stages, or does not suit this machine.
     """
+    if not config.train.batch_size:
+        raise ConfigError("train.batch_size = auto: a profile needs a number: add train.batch_size=8")
     plan = plan_devices(config.parallel)
     if plan.mode not in ("single", "dp"):
         raise ConfigError(f"parallel.mode = {plan.mode}: a profile runs in one process: use parallel.mode=dp or single")
@@ -108,7 +109,8 @@ def profile_steps(config: RunConfig, num_steps: int = 3) -> StepProfile:
     devices = [str(device) for device in plan.devices]
     batches, source = _batches(config, num_steps + 2)
     recorder = Recorder()
-    engine, split = _engine(config, devices, recorder)
+    split = Simulator(config).split_on(len(devices))
+    engine, _ = build_real_engine(config, devices, split, recorder)
     watch = Stopwatch(plan.devices[0])
     marks = PhaseMarks(watch.mark)
     marks.attach(engine.network, engine.precision)
@@ -167,22 +169,6 @@ class _Batches:
             self._left = self._loader.epoch(self._epoch)
             batch = next(self._left)
         return batch
-
-
-def _engine(config: RunConfig, devices: Sequence[str], recorder: Recorder) -> tuple[StepEngine, tuple[int, ...]]:
-    simulator = Simulator(config)
-    model = build_network(config.model, simulator.scheme.num_classes, with_weights=False).train()
-    if config.parallel.sync_bn and len(devices) > 1:
-        convert_sync_batchnorm(model)
-    Precision(config.train.precision, torch.device(devices[0])).prepare(model.to(devices[0]))
-    if config.train.channels_last:
-        model.to(memory_format=torch.channels_last)
-    split = simulator.split_on(len(devices))
-    job = SimulationJob("dp" if len(devices) > 1 else "single", split)
-    recorder.tag(model.parameters(), "weights")
-    recorder.tag(model.buffers(), "buffers")
-    engine, _ = simulator.build_engine(job, model, devices, {}, recorder)
-    return engine, split
 
 
 def _time_modules(

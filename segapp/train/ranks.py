@@ -11,6 +11,10 @@ from torch import Tensor
 from segapp.parallel import RankInfo
 
 
+class PeerOutOfMemoryError(torch.OutOfMemoryError):
+    """Another rank ran out of memory; this one does as it does."""
+
+
 class Ranks:
     """This process among the ranks.
 
@@ -55,6 +59,10 @@ class Ranks:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self._words)
         return values
+
+    def first_of(self, value: Any) -> Any:
+        """The first rank's value that says more than None, on every rank; every rank must ask."""
+        return next((each for each in self.gather(value) if each is not None), None)
 
     @torch.no_grad()
     def sums(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.run.files import write_atomic
 from segapp.train.inference import Inference
-from segapp.train.predict import colorize, infer_labels
+from segapp.train.predict import colorize, predict_image
 
 if TYPE_CHECKING:
     from segapp.models import SegmentationModel
@@ -44,22 +44,30 @@ class SamplePictures:
         last = len(dataset) - 1
         self.indices = sorted({round(i * last / max(1, count - 1)) for i in range(count)})
 
-    def draw(self, model: SegmentationModel, epoch: int) -> None:
-        """Predicts and writes; what goes wrong is in the log, and the training goes on."""
+    def draw(
+        self, model: SegmentationModel, epoch: int, adapted: Callable[[Inference], Inference] = lambda plain: plain
+    ) -> None:
+        """Predicts and writes; what goes wrong is in the log, and the training goes on.
+
+        Args:
+            model: predicts.
+            epoch: in the pictures' names.
+            adapted: changes how logits are computed.
+        """
         was_training = model.training
         model.eval()
         try:
             for number, index in enumerate(self.indices):
-                self._write(model, index, self.folder / f"epoch_{epoch:04}_{number}.png")
+                self._write(model, index, adapted(self.inference), self.folder / f"epoch_{epoch:04}_{number}.png")
         except Exception:
             logger.exception("sample pictures of epoch %d", epoch)
         finally:
             model.train(was_training)
 
-    def _write(self, model: SegmentationModel, index: int, path: Path) -> None:
+    def _write(self, model: SegmentationModel, index: int, inference: Inference, path: Path) -> None:
         sample = self.dataset[(0, index)]
         image = sample.image.permute(1, 2, 0).numpy()
-        prediction = infer_labels(model, self.inference, image[None], self.device)[0]
+        prediction = predict_image(model, inference, image, self.device)
         scheme = self.dataset.scheme
         target = sample.target.numpy().astype(np.int64)
         known = np.where(target == scheme.ignore_index, 0, target)

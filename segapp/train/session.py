@@ -27,6 +27,7 @@ from segapp.errors import (
     SegappError,
     StorageError,
 )
+from segapp.memory.outlook import Outlook
 from segapp.parallel import (
     DistributedSetupError,
     ReplicaError,
@@ -35,6 +36,7 @@ from segapp.parallel import (
     launch_local,
     shutdown,
 )
+from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.commands import CheckpointCommand, send_command
 from segapp.run.events import EventWriter
 from segapp.run.folder import RunFolder
@@ -48,10 +50,11 @@ from segapp.train.inbox import Inbox, applied_after
 from segapp.train.journal import Journal, Listener
 from segapp.train.memory_watch import MemoryWatch, Place, place_of
 from segapp.train.monitor import Monitor
+from segapp.train.out_of_memory import is_out_of_memory, learned_after
 from segapp.train.plain import PlainReporter
 from segapp.train.plan import Plan
 from segapp.train.ranks import Ranks
-from segapp.train.split import is_out_of_memory
+from segapp.train.settle import planned_advice, settle_memory
 from segapp.train.tensorboard import TensorBoardListener
 from segapp.train.trainer import Trainer
 
@@ -136,13 +139,27 @@ def _run_rank(plan: Plan, devices: DevicePlan, ranks: Ranks, signals: StopSignal
             print(f"devices: {names} ({devices.reason}), mode {devices.mode}", flush=True)
         ranks.from_main(str(folder.path))
         folder.write_info(versions=_versions(), gpus=_gpus())
-        folder.write_config(dump_config(plan.config))
         with _logging_to(folder):
             return _run_in(folder, plan, devices, ranks, signals)
 
 
-def _places(devices: DevicePlan, ranks: Ranks) -> list[Place]:
-    """The devices of all ranks, as this process sees them."""
+def _settled(
+    folder: RunFolder, config: RunConfig, devices: DevicePlan, places: Sequence[Place], ranks: Ranks
+) -> tuple[RunConfig, Outlook | None]:
+    """The config without any `auto` that has to be known now, kept in the folder; and the plan it comes from."""
+    is_planned = not config.train.batch_size or config.parallel.gpu0_bsz == "auto"
+    if is_planned and ranks.is_main and not folder.outlook.exists():
+        print("planning the memory (some seconds)", flush=True)
+    settled, outlook = settle_memory(config, folder, devices, places, ranks)
+    if ranks.is_main:
+        folder.write_config(dump_config(settled))
+        for note in outlook.notes if outlook is not None else ():
+            print(note, flush=True)
+    return settled, outlook
+
+
+def _places(devices: DevicePlan, ranks: Ranks, budgets_mib: Sequence[float] | None) -> list[Place]:
+    """The devices of all ranks, as this process sees them; those with budgets have no more than that."""
     own = [place_of(device) for device in devices.devices]
     host = socket.gethostname()
     places = []
@@ -150,6 +167,12 @@ def _places(devices: DevicePlan, ranks: Ranks) -> list[Place]:
         for place in theirs:
             pid = place.pid if there == host else None
             places.append(replace(place, is_own=rank == ranks.rank, pid=pid))
+    if budgets_mib is not None:
+        # Logical devices with budgets are told apart; a number too few is an error that the budgets' owner reports.
+        places = [
+            replace(place, total_mib=min(mib, place.total_mib or mib), slot=i)
+            for i, (place, mib) in enumerate(zip(places, budgets_mib, strict=False))
+        ] + places[len(budgets_mib) :]
     return places
 
 
@@ -168,21 +191,24 @@ def _logging_to(folder: RunFolder, rank: int = 0) -> Iterator[None]:
 
 def _run_in(folder: RunFolder, plan: Plan, devices: DevicePlan, ranks: Ranks, signals: StopSignals) -> int:
     journal = Journal(EventWriter(folder.events), [PlainReporter()]) if ranks.is_main else Journal(None)
-    watch = MemoryWatch(_places(devices, ranks))
-    monitor = Monitor(journal, watch)
+    places = _places(devices, ranks, plan.config.parallel.memory_budget_mib)
+    watch = MemoryWatch(places)
+    monitor = Monitor(journal, watch, blocked_s=plan.config.checkpoint.grace_s)
     is_saved = False
     try:
+        config, outlook = _settled(folder, plan.config, devices, places, ranks)
         checkpoint = ranks.from_main(_checkpoint_to_resume(folder, plan) if ranks.is_main else None)
         is_saved = checkpoint is not None
         with monitor if ranks.is_main else contextlib.nullcontext():
             inbox = Inbox(folder if ranks.is_main else None, journal)
-            trainer = _build(folder, plan.config, devices, ranks, checkpoint, journal, signals, inbox, watch)
+            trainer = _build(folder, config, devices, ranks, checkpoint, journal, signals, inbox, watch, outlook)
             if trainer.is_complete:
                 if ranks.is_main:
                     trainer.steering.end(trainer.standing(), "the run is complete", is_finished=True)
-                    print(f"already complete: {plan.config.train.epochs} epochs; raise train.epochs to train on")
+                    print(f"already complete: {config.train.epochs} epochs; raise train.epochs to train on")
                 return 0
             monitor.step = lambda: trainer.position.step
+            monitor.saving_s = trainer.saving.written_for_s
             is_saved = True  # from here on every way out saves first, or raises
             reason = trainer.fit()
         journal.emit("run_end", status="finished", reason=reason, exit_code=0, step=monitor.step())
@@ -195,7 +221,8 @@ def _run_in(folder: RunFolder, plan: Plan, devices: DevicePlan, ranks: Ranks, si
     except Exception as error:
         known = as_segapp_error(error)
         logger.exception("training failed")
-        journal.emit("run_end", status="failed", reason=str(known), exit_code=known.exit_code, step=monitor.step())
+        reason = str(known).partition("\n")[0]  # the report of an out-of-memory has an event of its own
+        journal.emit("run_end", status="failed", reason=reason, exit_code=known.exit_code, step=monitor.step())
         if known is error:
             raise
         raise type(known)(f"{known}\n(traceback in {folder.log})") from error
@@ -213,6 +240,7 @@ def _build(
     signals: StopSignals,
     inbox: Inbox,
     watch: MemoryWatch,
+    outlook: Outlook | None,
 ) -> Trainer:
     trainer = build_trainer(
         config,
@@ -224,17 +252,21 @@ def _build(
         with_weights=checkpoint is None,
         inbox=inbox,
         watch=watch,
-        samples=folder.samples if ranks.is_main else None,
+        folder=folder if ranks.is_main else None,
+        outlook=outlook,
+        advise=lambda: planned_advice(config, devices, watch.places, outlook),
     )
     step = 0 if checkpoint is None else checkpoint.step
     trainer.steering.replay = ranks.from_main(applied_after(folder.events, step) if ranks.is_main else None)
+    trainer.learned_later = ranks.from_main(learned_after(folder.events, step) if ranks.is_main else None)
     if checkpoint is None and journal.writer is not None:
-        journal.writer.rewind(0)  # a run that was killed before its first checkpoint begins anew
+        journal.writer.rewind(0, epoch=1, batch=0)  # a run that was killed before its first checkpoint begins anew
     if checkpoint is not None:
         check_resumable(checkpoint, config, trainer)
         trainer.load_state_dict(checkpoint.state)
         if journal.writer is not None:
-            journal.writer.rewind(checkpoint.step, sha256=checkpoint.sha256)
+            at = checkpoint
+            journal.writer.rewind(at.step, epoch=at.epoch, batch=at.position, sha256=at.sha256)
         for message in checkpoint.messages:
             journal.emit("alert", kind="checkpoint", message=message, step=checkpoint.step)
     if config.log.tensorboard and ranks.is_main:
@@ -250,7 +282,7 @@ def _checkpoint_to_resume(folder: RunFolder, plan: Plan) -> LoadedCheckpoint | N
         return load_checkpoint(plan.checkpoint)
     if plan.folder is None:
         return None
-    if not any(folder.checkpoints.iterdir()):
+    if CheckpointFolder(folder.checkpoints).is_untouched():
         print("the run has no checkpoint yet: it begins anew")
         return None
     return load_checkpoint(folder.path, is_holder=True)

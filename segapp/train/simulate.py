@@ -46,10 +46,10 @@ from segapp.parallel import (
 )
 from segapp.precision import Precision, half_except_norm
 from segapp.train.build import (
-    _groups,
     build_criterion,
     build_inference,
     build_network,
+    build_parameter_groups,
     build_scheme,
     check_sizes,
     set_batchnorm_momentum,
@@ -120,8 +120,9 @@ class Simulator:
             ConfigError: it cannot.
         """
         section, batch_size = self.config.parallel, self.config.train.batch_size
+        gpu0_bsz = None if section.gpu0_bsz == "auto" else section.gpu0_bsz
         check = check_split(
-            batch_size, num_devices, section.gpu0_bsz, shares=section.shares, smallest_chunk=self.smallest_chunk
+            batch_size, num_devices, gpu0_bsz, shares=section.shares, smallest_chunk=self.smallest_chunk
         )
         if check.split is None:
             raise ConfigError(f"parallel: {check.reasons[0]}")
@@ -169,7 +170,7 @@ class Simulator:
                 recorder.mark("idle")
                 if job.eval_px is not None and job.loss == "small":
                     recorder.mark(EVAL)
-                    self._evaluate(engine, job.eval_px)
+                    self.evaluate_black(engine, job.eval_px)
                     recorder.mark("idle")
         return _result(job, devices, recorder, first_mark)
 
@@ -234,7 +235,7 @@ class Simulator:
                 network = DataParallelModel(wrapped, list(devices), **options)
         elif job.mode == "model":
             place_stages(wrapped, {f"model.{name}": where for name, where in stages.items()}, device, device)
-        optimizer = build_optimizer(config.optim, _groups(config, model, precision))
+        optimizer = build_optimizer(config.optim, build_parameter_groups(config, model, precision))
         recorder.tag(
             (
                 p
@@ -266,8 +267,7 @@ class Simulator:
             device=device,
             clip_grad_norm=config.optim.clip_grad_norm,
         )
-        recorder.tag(engine._guard._kept, "buffers")
-        _create_state(optimizer)
+        recorder.tag(engine.guard.kept, "buffers")
         states = optimizer.state.values()
         recorder.tag((t for state in states for t in state.values() if isinstance(t, Tensor)), "optimizer")
         return engine, _nothing if buckets is None else buckets.end_backward
@@ -293,7 +293,13 @@ class Simulator:
         images = torch.zeros(num_samples, 3, *size, dtype=torch.uint8, device=device)
         return Batch(images, torch.zeros(num_samples, *size, dtype=dtype, device=device), tuple(range(num_samples)))
 
-    def _evaluate(self, engine: StepEngine, size: tuple[int, int]) -> None:
+    def evaluate_black(self, engine: StepEngine, size: tuple[int, int]) -> None:
+        """An evaluation of two batches of black images.
+
+        Args:
+            engine: whose model, or average, is evaluated.
+            size: height and width of the images.
+        """
         config = self.config
         inference = build_inference(config.data, config.eval, engine.model, engine.precision, config.loss.align_corners)
 
@@ -315,18 +321,6 @@ class Simulator:
             )
         except _Done:
             return
-
-
-def _create_state(optimizer: torch.optim.Optimizer) -> None:
-    """AdamW makes its moments in its first step; with them here already, the first step is the steady state."""
-    if isinstance(optimizer, torch.optim.AdamW):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                optimizer.state[parameter] = {
-                    "step": torch.zeros((), device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
 
 
 def _nothing() -> None:

@@ -1,6 +1,7 @@
 """What a checkpoint may hold: tensors and plain values, copied at one instant."""
 
 import random
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,13 +38,16 @@ def snapshot(state: Any) -> Any:
     return _mapped(state, copy, "state")
 
 
-def check_storable(state: Any) -> None:
-    """Checks that `snapshot` would take a state, without copying it.
+def as_storable(state: Any) -> Any:
+    """A state in the form in which it is stored: copied containers, the same tensors, equal strings one object.
+
+    Pickle writes an object that it has met a second time as a reference, so equal states have equal bytes only where
+    the identity of their strings is equal too.
 
     Raises:
         TypeError: something else than tensors and plain values; the message gives its place and type.
     """
-    _mapped(state, lambda tensor: tensor, "state")
+    return _mapped(state, lambda tensor: tensor, "state")
 
 
 def find_non_finite(state: Any, name: str = "state") -> str | None:
@@ -116,7 +120,7 @@ def _mapped(value: Any, tensor: Callable[[Tensor], Tensor], place: str) -> Any:
     """A copy of the containers, with every tensor replaced by `tensor` of it."""
     kind = type(value)
     if kind in _PLAIN:
-        return value
+        return sys.intern(value) if kind is str else value
     if kind in (Tensor, torch.nn.Parameter) or isinstance(value, torch.nn.Buffer):
         return tensor(value)
     if kind is dict or kind is OrderedDict:
@@ -124,7 +128,7 @@ def _mapped(value: Any, tensor: Callable[[Tensor], Tensor], place: str) -> Any:
         for key, child in value.items():
             if type(key) not in _PLAIN:
                 raise TypeError(f"{place} has a key of type {_type_name(key)}: a checkpoint holds plain keys")
-            copied[key] = _mapped(child, tensor, f"{place}[{key!r}]")
+            copied[sys.intern(key) if type(key) is str else key] = _mapped(child, tensor, f"{place}[{key!r}]")
         metadata = getattr(value, "_metadata", None)
         if metadata is not None:
             copied._metadata = _mapped(metadata, tensor, f"{place}._metadata")

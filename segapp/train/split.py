@@ -5,27 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from segapp.config import LiveSettings
+from segapp.memory.outlook import Outlook
 from segapp.parallel import DataParallelModel
-from segapp.run.verdict import MemoryObservation, SplitVerdict, best_gpu0_bsz, fit_memory, split_verdict
+from segapp.run.balance import SplitMove, plan_move
+from segapp.run.verdict import MemoryObservation, SplitVerdict, fit_memory, split_verdict
 
 _SPLIT_SETTINGS = ("gpu0_bsz", "shares")
 
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device, or this machine, had no more memory to give."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):  # a replica's is one of torch's
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+AUTO_ON = {"gpu0_bsz_auto": True}
+"""The change that lets `gpu0_bsz` follow the measured memory."""
 
 
 def with_split(settings: LiveSettings, changes: Mapping[str, Any]) -> LiveSettings:
-    """Settings with some replaced; `gpu0_bsz` and `shares` replace each other."""
+    """Settings with some replaced; `gpu0_bsz` and `shares` replace each other, and either switches `auto` off."""
     if any(name in changes for name in _SPLIT_SETTINGS):
-        changes = {"gpu0_bsz": None, "shares": None, **changes}
+        changes = {"gpu0_bsz": None, "shares": None, "gpu0_bsz_auto": False, **changes}
     return settings.model_copy(update=dict(changes))
 
 
@@ -44,8 +41,11 @@ class SplitKnob:
         self.batch_size, self.mode = batch_size, mode
         self._smallest_chunk = smallest_chunk
         self._observed: dict[tuple[int, ...], tuple[float | None, ...]] = {}
+        self._failed: set[tuple[int, ...]] = set()
         self.ceiling: int | None = None
         """Samples on device 0 at which it ran out of memory."""
+        self.outlook: Outlook | None = None
+        """The plan that the run began with, where one was made."""
 
     @property
     def current(self) -> tuple[int, ...] | None:
@@ -55,7 +55,7 @@ class SplitKnob:
     def judge(
         self, changes: Mapping[str, Any], total_mib: Sequence[float | None]
     ) -> tuple[SplitVerdict, dict[str, Any]]:
-        """What a wish would do, and the wish with `auto` replaced by its number.
+        """What a wish would do, and the changes of the settings that it comes to.
 
         Args:
             changes: `gpu0_bsz` (a number, None or "auto") or `shares`.
@@ -66,11 +66,8 @@ class SplitKnob:
         num_devices, wish = len(self._network.devices), changes.get("gpu0_bsz")
         fit = fit_memory(MemoryObservation(split, peaks) for split, peaks in self._observed.items())
         if wish == "auto":
-            best = best_gpu0_bsz(self.batch_size, num_devices, fit, total_mib)
-            if best is None:
-                reason = "auto needs the memory of two different splits to go by: name a number"
-                return SplitVerdict(None, "refused", reason, is_allowed=False), dict(changes)
-            wish = best[0]
+            rest = {name: value for name, value in changes.items() if name not in _SPLIT_SETTINGS}
+            return self._judge_auto(total_mib), {**rest, **AUTO_ON}
         verdict = split_verdict(
             self.batch_size,
             num_devices,
@@ -83,7 +80,66 @@ class SplitKnob:
             sync_bn=self._smallest_chunk == 1,
             smallest_chunk=self._smallest_chunk,
         )
-        return verdict, {**changes, "gpu0_bsz": wish} if "gpu0_bsz" in changes else dict(changes)
+        return verdict, dict(changes)
+
+    def _judge_auto(self, total_mib: Sequence[float | None]) -> SplitVerdict:
+        if total_mib and None not in total_mib:
+            return SplitVerdict(self.current, "ok", "the split follows the measured memory", is_allowed=True)
+        reason = "auto needs to know what each device has, and devices that share one memory do not say: name a number"
+        return SplitVerdict(None, "refused", f"{reason}, or set parallel.memory_budget_mib", is_allowed=False)
+
+    def auto_move(self, total_mib: Sequence[float | None]) -> SplitMove | None:
+        """The move of `auto` at the boundary of an epoch; None where none is worth it.
+
+        Args:
+            total_mib: what each device has for this run.
+        """
+        if self._network is None or self.current is None:
+            return None
+        return plan_move(
+            self.batch_size,
+            self.current,
+            self._observed,
+            total_mib,
+            assumed_slope_mib=None if self.outlook is None else self.outlook.slope_mib,
+            failed=self._failed,
+            ceiling=self.ceiling,
+            smallest_chunk=self._smallest_chunk,
+        )
+
+    def predicted_mib(self) -> tuple[float | None, ...]:
+        """What is predicted for the split in force: from what was measured, else from the plan; empty: nothing."""
+        if self.current is None:
+            return () if self.outlook is None else self.outlook.predicted_mib(None)
+        if self._observed:
+            fit = fit_memory(MemoryObservation(split, peaks) for split, peaks in self._observed.items())
+            return fit.predict(self.current)
+        return () if self.outlook is None else self.outlook.predicted_mib(self.current)
+
+    def note_failure(self, split: Sequence[int], old: Sequence[int]) -> None:
+        """Remembers that a split ran out of memory after one that did not."""
+        self._failed.add(tuple(split))
+        if split[0] > old[0]:
+            self.ceiling = min(split[0], self.ceiling or split[0])
+
+    def forget_peaks(self) -> None:
+        """Forgets what was measured: steps are made in another way from now on."""
+        self._observed.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was measured, as plain values."""
+        return {
+            "observed": [[list(split), list(peaks)] for split, peaks in self._observed.items()],
+            "failed": [list(split) for split in sorted(self._failed)],
+            "ceiling": self.ceiling,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `state_dict` gave; what was measured on another number of devices is left out."""
+        num_devices = len(self.current or ())
+        self._observed = {tuple(s): tuple(p) for s, p in state.get("observed", ()) if len(s) == num_devices}
+        self._failed = {tuple(split) for split in state.get("failed", ()) if len(split) == num_devices}
+        self.ceiling = state.get("ceiling")
 
     def apply(self, settings: LiveSettings) -> bool:
         """Divides the batches from now on as the settings say.

@@ -15,7 +15,9 @@ from segapp.run.commands import CancelCommand, Received, SetCommand, StopCommand
 from segapp.train.inbox import Final, Inbox
 from segapp.train.journal import Journal
 from segapp.train.memory_watch import MemoryWatch
-from segapp.train.split import SplitKnob, with_split
+from segapp.train.split import AUTO_ON, SplitKnob, with_split
+
+_SHARES = {"gpu0_bsz", "gpu0_bsz_auto", "shares"}
 
 TRIAL_STEPS = 20
 """For so many steps after a change of the split, running out of memory takes it back."""
@@ -47,9 +49,11 @@ class Wishes:
 class _Set:
     """A `set` that waits, or waits to be seen at work."""
 
-    received: Received
+    received: Received | None
+    """None where `auto` wishes."""
     changes: dict[str, Any]
     notes: list[str] = field(default_factory=list)
+    reason: str | None = None
     split: tuple[int, ...] | None = None
     predicted_mib: tuple[float | None, ...] = ()
 
@@ -57,6 +61,12 @@ class _Set:
     def is_split(self) -> bool:
         """Whether it changes the shares."""
         return "gpu0_bsz" in self.changes or "shares" in self.changes
+
+    @property
+    def names(self) -> set[str]:
+        """The settings that it decides about."""
+        is_share = self.is_split or "gpu0_bsz_auto" in self.changes
+        return set(self.changes) | (_SHARES if is_share else set())
 
 
 @dataclass
@@ -94,6 +104,8 @@ class Steering:
         self._open: dict[str, list[Received]] = {"pause": [], "checkpoint": [], "stop": []}
         self._sets: list[_Set] = []
         self._trial: _Trial | None = None
+        self._has_full_batch = False
+        """Whether a full batch was made since the peaks began to count anew."""
         self.replay: list[tuple[int, dict[str, Any]]] = []
         """Settings that were applied after the checkpoint that training goes on from, with the step of each."""
 
@@ -142,7 +154,7 @@ class Steering:
 
     def _hear_cancel(self, received: Received, command: CancelCommand, standing: Standing) -> None:
         reason, is_any = f"by {received.id} of {received.by}", False
-        for waiting in [each for each in self._sets if command.id in (None, each.received.id)]:
+        for waiting in [each for each in self._sets if each.received and command.id in (None, each.received.id)]:
             self._drop_set(waiting, "cancelled", reason, standing)
             is_any = True
         stops = [each for each in self._open["stop"] if command.id in (None, each.id)]
@@ -161,6 +173,7 @@ class Steering:
 
     def _hear_set(self, received: Received, command: SetCommand, standing: Standing) -> None:
         wish = _Set(received, dict(command.changes))
+        is_auto = (self.wishes.settings or self.settings).gpu0_bsz_auto
         if standing.next_epoch > standing.epochs:
             reason = f"settings change between epochs, and {standing.epoch} is the last"
             self.inbox.answer(received, "rejected", reason, standing.step)
@@ -168,15 +181,23 @@ class Steering:
         reason = f"from epoch {standing.next_epoch} on"
         is_new_split = False
         if wish.is_split:
-            verdict, wish.changes = self.knob.judge(wish.changes, self._total_mib())
-            if not verdict.is_possible:
-                self.inbox.answer(received, "rejected", verdict.reason, standing.step)
+            verdict, wish.changes = self.knob.judge(wish.changes, self.watch.usable_mib())
+            problem = verdict.reason if not verdict.is_possible else None
+            if verdict.word == "won't fit" and not command.force:
+                problem = f"won't fit: {verdict.reason}: or insist with force"
+            if problem is not None:
+                self.inbox.answer(received, "rejected", problem, standing.step)
                 return
             wish.split, wish.predicted_mib = verdict.split, verdict.predicted_mib
             is_new_split = verdict.word != "no change"
             reason = f"{reason}: split {_shown(verdict.split)}, {verdict.word}: {verdict.reason}"
+            if is_auto and wish.is_split:
+                wish.notes.append("auto is switched off")
+                reason += "; auto is switched off"
         self._supersede(wish, standing)
-        if wish.is_split and not is_new_split and len(wish.changes) == 1:
+        if wish.changes == AUTO_ON and is_auto:
+            self.inbox.answer(received, "applied", "auto is on already", standing.step)
+        elif wish.is_split and not is_new_split and len(wish.changes) == 1 and not is_auto:
             self.inbox.answer(received, "applied", "this split is in force already", standing.step)
         else:
             self._sets.append(wish)
@@ -187,24 +208,26 @@ class Steering:
 
     def _supersede(self, wish: _Set, standing: Standing) -> None:
         """Takes what a newer wish says anew out of those that wait."""
-        names = set(wish.changes) | ({"gpu0_bsz", "shares"} if wish.is_split else set())
+        assert wish.received is not None
+        by = f"superseded by {wish.received.id}"
         for older in list(self._sets):
-            over = names & older.changes.keys()
+            over = wish.names & older.changes.keys()
             if not over:
                 continue
             if over == older.changes.keys():
-                self._drop_set(older, "cancelled", f"superseded by {wish.received.id}", standing)
+                self._drop_set(older, "cancelled", by, standing)
                 continue
-            if older.is_split and wish.is_split:
-                self._emit_split("cancelled", older, reason=f"superseded by {wish.received.id}")
-            older.notes.append(f"{', '.join(sorted(over))} was superseded by {wish.received.id}")
+            if older.is_split and over & _SHARES:
+                self._emit_split("cancelled", older, reason=by)
+            older.notes.append(f"{', '.join(sorted(over))} was {by}")
             older.changes = {name: value for name, value in older.changes.items() if name not in over}
 
     def _drop_set(self, waiting: _Set, status: Final, reason: str, standing: Standing) -> None:
         self._sets.remove(waiting)
         if waiting.is_split:
             self._emit_split("cancelled", waiting, reason=reason)
-        self.inbox.answer(waiting.received, status, reason, standing.step)
+        if waiting.received is not None:
+            self.inbox.answer(waiting.received, status, reason, standing.step)
 
     def _renew_settings(self) -> None:
         """What the waiting wishes come to, in the order in which they came."""
@@ -212,9 +235,6 @@ class Steering:
         for wish in self._sets:
             settings = with_split(settings, wish.changes)
         self.wishes.settings = settings if self._sets else None
-
-    def _total_mib(self) -> list[float | None]:
-        return [place.total_mib for place in self.watch.places]
 
     # --- what the trainer has done ---------------------------------------------------------------------------------
 
@@ -226,7 +246,6 @@ class Steering:
 
     def checkpoint_done(self, step: int, problem: str | None) -> None:
         """The checkpoint that was wished for is saved, or could not be."""
-        self.wishes.wants_checkpoint = False
         if problem is None:
             self.settle("checkpoint", "applied", f"checkpoints/last.pt at step {step}", step)
         else:
@@ -238,15 +257,16 @@ class Steering:
         Args:
             settings: as they were saved.
             saved: the `parallel` section of the checkpoint's config.
-            config: the present one.
+            config: the present one; where it says `auto`, the number that this steering began with holds.
         """
-        start = {"gpu0_bsz": config.gpu0_bsz, "shares": config.shares}
-        is_renamed = any(saved.get(name) != value for name, value in start.items())
+        is_auto = config.gpu0_bsz == "auto"
+        number = self.settings.gpu0_bsz if is_auto else config.gpu0_bsz
+        start = {"gpu0_bsz": number, "gpu0_bsz_auto": is_auto, "shares": config.shares}
+        wished = {"gpu0_bsz": config.gpu0_bsz, "shares": config.shares}
         kept = settings
-        if is_renamed:
+        if any(saved.get(name) != value for name, value in wished.items()):
             kept = with_split(settings, start)
-            split = start.keys()
-            later = [(at, {n: v for n, v in changes.items() if n not in split}) for at, changes in self.replay]
+            later = [(at, {n: v for n, v in changes.items() if n not in _SHARES}) for at, changes in self.replay]
             self.replay = [(at, changes) for at, changes in later if changes]
         if not self.knob.apply(kept):
             message = f"gpu0_bsz={kept.gpu0_bsz}, shares={kept.shares} is impossible here: the config's split holds"
@@ -265,7 +285,14 @@ class Steering:
             for wish in self._sets:
                 settings = with_split(settings, wish.changes)
             return settings
-        return self.wishes.settings or self.settings
+        settings = self.wishes.settings or self.settings
+        if settings.gpu0_bsz_auto and not any(wish.is_split for wish in self._sets):
+            move = self.knob.auto_move(self.watch.usable_mib())
+            if move is not None:
+                changes = {"gpu0_bsz": move.gpu0_bsz, **AUTO_ON}
+                self._sets.append(_Set(None, changes, [], move.reason, move.split, move.predicted_mib))
+                settings = with_split(settings, changes)
+        return settings
 
     def apply(self, settings: LiveSettings, standing: Standing) -> None:
         """Puts settings into force, at the boundary of an epoch, on every rank."""
@@ -281,50 +308,66 @@ class Steering:
             self._prove_unseen()
             proving = [each for each in sets if each.is_split]
             self._trial = _Trial(old, settings, old_split, standing.epoch, standing.step, proving)
-            self.watch.observe()
 
     def saw_step(self, split: Sequence[int], num_samples: int, step: int) -> None:
         """A step was made: the first full batch after a change proves it."""
+        self._has_full_batch |= num_samples == self.knob.batch_size
         trial = self._trial
         if trial is None:
             return
         trial.steps_left -= 1
         if not trial.is_seen and num_samples == self.knob.batch_size:
             trial.is_seen = True
-            observed = self.watch.observed_mib()[: len(split)]
-            if not self.watch.is_shared:  # logical devices: nobody can say whose memory it is
-                self.knob.note_peaks(split, observed)
+            observed = self._note_peaks(split)
             for wish in trial.sets:
-                self._emit_split("applied", wish, trial.old, split=split, observed=observed, epoch=trial.epoch)
+                self._emit_split(
+                    "applied", wish, trial.old, split=split, observed=observed, epoch=trial.epoch, step=trial.step
+                )
                 self._answer_applied(wish, trial.step, f"split {_shown(split)}")
         if trial.steps_left <= 0 and trial.is_seen:
             self._trial = None
 
-    def take_back(self, problem: str, step: int) -> bool:
+    def saw_epoch(self) -> None:
+        """The training of an epoch is done, and its evaluation to come: its peaks are those of its split."""
+        if self._has_full_batch and self.knob.current is not None:
+            self._note_peaks(self.knob.current)
+        self._has_full_batch = False
+
+    def _note_peaks(self, split: Sequence[int]) -> list[float | None]:
+        observed = self.watch.observed_mib()[: len(split)]
+        if not self.watch.is_shared:  # logical devices without budgets: nobody can say whose memory it is
+            self.knob.note_peaks(split, observed)
+        return observed
+
+    def take_back(self, problem: str, step: int) -> str | None:
         """Goes back to the last good split, because the present one ran out of memory.
 
         Returns:
-            False where the present one is not new: then nothing was done.
+            What was done, in words; None where the present one is not new: then nothing was.
         """
         trial = self._trial
-        if trial is None:
-            return False
+        if trial is None or trial.old_split is None:
+            return None
         self._trial = None
         failed = self.knob.current or ()
-        self.knob.ceiling = failed[0] if failed and failed[0] > (trial.old_split or (0,))[0] else self.knob.ceiling
-        restored = {"gpu0_bsz": trial.old.gpu0_bsz, "shares": trial.old.shares}
+        self.knob.note_failure(failed, trial.old_split)
+        restored = {
+            "gpu0_bsz": trial.old.gpu0_bsz,
+            "shares": trial.old.shares,
+            "gpu0_bsz_auto": self.settings.gpu0_bsz_auto or trial.old.gpu0_bsz_auto,
+        }
         self.settings = with_split(self.settings, restored)
         self.knob.apply(self.settings)
         self._renew_settings()
-        reason = f"out of memory at split {_shown(failed)}; split {_shown(trial.old_split)} is back ({problem})"
+        done = f"split {_shown(failed)} needs too much, split {_shown(trial.old_split)} is back"
+        reason = f"out of memory: {done} ({problem})"
         for wish in trial.sets:
             self._emit_split(
                 "reverted", wish, trial.old, split=trial.old_split, observed=None, epoch=trial.epoch, reason=reason
             )
-            if not trial.is_seen:
+            if not trial.is_seen and wish.received is not None:
                 self.inbox.answer(wish.received, "rejected", reason, step)
-        self.journal.emit("alert", kind="oom", message=f"{reason}; the step was made again", step=step)
-        return True
+        return done
 
     def _prove_unseen(self) -> None:
         """A change that no full batch was made with is applied all the same."""
@@ -352,6 +395,8 @@ class Steering:
                 self._drop_set(waiting, "cancelled", reason, standing)
 
     def _answer_applied(self, wish: _Set, step: int, note: str | None = None) -> None:
+        if wish.received is None:
+            return
         notes = [*wish.notes, *([note] if note else [])]
         self.inbox.answer(wish.received, "applied", "; ".join(notes) or None, step)
 
@@ -365,6 +410,7 @@ class Steering:
         observed: Sequence[float | None] | None = None,
         epoch: int | None = None,
         reason: str | None = None,
+        step: int | None = None,
     ) -> None:
         old = self.settings if old is None else old
         shares = wish.changes.get("shares")
@@ -378,8 +424,10 @@ class Steering:
             predicted_mib=list(wish.predicted_mib) or None,
             observed_mib=None if observed is None else list(observed),
             epoch=epoch,
-            reason=reason,
-            id=wish.received.id,
+            reason=reason or wish.reason,
+            id=None if wish.received is None else wish.received.id,
+            is_auto=bool(wish.changes.get("gpu0_bsz_auto", False)),
+            step=step,
         )
 
 

@@ -6,31 +6,42 @@ optimizer, random numbers. Everything else follows from the config, so a resumed
 
 from __future__ import annotations
 
-import gc
 import math
 import time
-import traceback
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from segapp.config import LiveSettings, RunConfig
-from segapp.errors import NonFiniteError, OutOfMemoryError, StorageError
+from segapp.errors import DataError, NonFiniteError, OutOfMemoryError, WorkerError
 from segapp.failpoints import failpoint
+from segapp.memory.scene import OomReport, Scene
 from segapp.optim import lr_at, set_lr
 from segapp.train.attention import Attention
+from segapp.train.budget import MemoryBudget
 from segapp.train.checkpoint import CheckpointStore, capture_rng, restore_rng
 from segapp.train.control import PauseRequest, StopRequest, StopSignals
-from segapp.train.engine import StepEngine, StepResult, recompute_batchnorm
+from segapp.train.engine import BatchNormMemoryError, StepEngine, StepResult, recompute_batchnorm
 from segapp.train.evaluate import Evaluation, evaluate
 from segapp.train.inference import Inference
 from segapp.train.journal import Journal
 from segapp.train.memory_watch import IDLE
+from segapp.train.out_of_memory import (
+    MAX_PIECES,
+    Lessons,
+    Rescue,
+    final_error,
+    first_line,
+    is_out_of_memory,
+    next_eval_lesson,
+)
 from segapp.train.progress import Best, Clock, Position, images_in
+from segapp.train.ranks import PeerOutOfMemoryError
 from segapp.train.samples import SamplePictures
-from segapp.train.split import is_out_of_memory
+from segapp.train.saving import Captured, Saving
 from segapp.train.steering import Standing, Steering
 
 if TYPE_CHECKING:
@@ -59,7 +70,9 @@ class Trainer:
         journal: writes events.
         signals: asks for a stop.
         steering: what is asked for by commands, and the settings.
+        rescue: examines and reports out-of-memory errors.
         samples: draws sample pictures after an evaluation; None: none.
+        budget: what each device may hold; None: all that it has.
     """
 
     def __init__(
@@ -77,7 +90,9 @@ class Trainer:
         journal: Journal,
         signals: StopSignals,
         steering: Steering,
+        rescue: Rescue,
         samples: SamplePictures | None = None,
+        budget: MemoryBudget | None = None,
     ) -> None:
         self.config = config
         self.engine = engine
@@ -85,18 +100,23 @@ class Trainer:
         self.inference = inference
         self.num_classes, self.ignore_index = num_classes, ignore_index
         self.description = dict(description)
-        self.store, self.journal = store, journal
+        self.journal = journal
         self.position = Position()
         self.best = Best()
         self.steering, self.samples = steering, samples
+        self.rescue, self.budget = rescue, budget
+        self._is_parted = False
+        """Whether this rank left a step in which the others wait for it: then nobody can meet any more."""
+        self.lessons = Lessons()
+        self.learned_later: list[tuple[int, Lessons]] = []
+        """Lessons learned after the checkpoint that training goes on from, with the step of each."""
         self.watch = engine.watch
         self.resumed_from_step: int | None = None
         self.ranks = engine.ranks
         self._num_val_checks = max(self.ranks.gather(len(val_loader)))
         self._clock = Clock()
-        self._saved_at = time.monotonic()
-        self._saved: Position | None = None
         self._begun_epoch = 0
+        self.saving = Saving(store, config.checkpoint, journal, self.ranks, self.watch, self._capture)
         self.attention = Attention(
             signals,
             steering,
@@ -105,7 +125,8 @@ class Trainer:
             self.watch,
             journal,
             standing=self.standing,
-            save=self._save_as_asked,
+            saving=self.saving,
+            position=lambda: self.position,
         )
 
     # --- the course ------------------------------------------------------------------------------------------------
@@ -145,17 +166,21 @@ class Trainer:
         try:
             reason = self._train_epochs()
         except StopRequest as request:
-            self._save_last()
+            self.saving.finish(self.position, is_required=True)
             self.steering.end(self.standing(), f"{request}: saved at step {self.position.step}", is_finished=False)
             raise
         except NonFiniteError:
-            self._save_last()
+            self.saving.finish(self.position, is_required=False)
             raise
-        except OutOfMemoryError:
+        except OutOfMemoryError:  # on every rank
+            if self.engine.is_whole and not self._is_parted:
+                self.saving.finish(self.position, is_required=False)
+            raise
+        except (DataError, WorkerError):
             if self.ranks.world_size == 1:  # the other ranks would not come to a save
-                self._save_last()
+                self.saving.finish(self.position, is_required=False)
             raise
-        self._save_last()
+        self.saving.finish(self.position, is_required=True)
         self.steering.end(self.standing(), f"the run has finished: {reason}", is_finished=True)
         return reason
 
@@ -168,10 +193,6 @@ class Trainer:
             if self.steering.wishes.stop is not None and not self.is_complete:
                 raise StopRequest("asked to stop after the epoch")
         return f"{self.config.train.epochs} epochs"
-
-    def _save_last(self) -> None:
-        if self._saved != self.position:
-            self.save(is_final=True)
 
     def train_epoch(self) -> None:
         """Trains the rest of the current epoch."""
@@ -194,19 +215,21 @@ class Trainer:
             is_last = self.position.batch >= total
             if is_last or self.position.step % self.config.log.every_steps == 0:
                 self._publish(result, group)
-            if not is_last and self._is_save_due():
-                self.save()
+            if not is_last and self.saving.is_due(self.position.step):
+                self.saving.begin_or_put_off()
+        self.steering.saw_epoch()
 
     def _begin_epoch(self) -> None:
         """Puts the settings that were wished for into force; this is the one place where they change."""
         self.attention.check()
         wished = self.ranks.from_main(self.steering.wished_at(self.position.step))
         if (wished.gpu0_bsz, wished.shares) != (self.settings.gpu0_bsz, self.settings.shares):
-            if self._saved is None or time.monotonic() - self._saved_at > FRESH_CHECKPOINT_S:
-                self.save()
+            if not self.saving.is_fresh(FRESH_CHECKPOINT_S):
+                self.saving.begin()
             if self.engine.device.type == "cuda":
                 torch.cuda.empty_cache()  # blocks of the old sizes
         self.steering.apply(wished, self.standing())
+        self.watch.observe()
         self._begun_epoch = self.position.epoch
         self.journal.emit(
             "epoch_start",
@@ -219,59 +242,144 @@ class Trainer:
     def train_step(self, group: list[Batch]) -> StepResult:
         """One update from the micro-batches of `group`.
 
-        A step that a pause interrupts, or for which a new split left no memory, leaves no trace and is made anew.
+        A step that a pause interrupts, or for which there was not memory enough, leaves no trace and is made anew.
+
+        Raises:
+            OutOfMemoryError: there was not memory enough in smaller pieces either.
         """
         set_lr(self.engine.optimizer, self._lr(self.position.step + 1))
+        self._recall_lessons()
+        num_failures = 0
         while True:
             failpoint("train.step")
+            failure: Exception | None = None
             try:
-                result = self.engine.step(group, self.attention.check_in_step)
+                with self._within_budget():
+                    result = self.engine.step(group, self.attention.check_in_step, num_pieces=self.lessons.num_pieces)
             except PauseRequest:
-                problem = None
+                pass
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                problem = str(error).strip().partition("\n")[0]
-                traceback.clear_frames(error.__traceback__)  # their local variables are what filled the memory
+                failure = error
             else:
                 self.position.step += 1
                 return result
-            if problem is None:
+            if failure is None:
                 self.attention.grant()
             else:
-                self._make_room(problem)
+                num_failures += self._make_room(failure, may_learn=num_failures == 0)
 
-    def _make_room(self, problem: str) -> None:
-        """After a step ran out of memory: back to the last good split, where there is one.
+    def _make_room(self, error: Exception, *, may_learn: bool) -> int:
+        """After a step ran out of memory: back to the last good split where there is one, else smaller pieces.
+
+        Returns:
+            1 where a lesson was taken, 0 where the split was taken back.
 
         Raises:
-            OutOfMemoryError: there is none.
+            OutOfMemoryError: nothing is left to try.
         """
-        if not self.steering.take_back(problem, self.position.step):
-            raise OutOfMemoryError(f"out of memory: {problem}: lower train.batch_size or data.crop_px")
-        gc.collect()
-        if self.engine.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if self.ranks.world_size > 1:
+            raise self._parted(error)
+        report = self._examined(error)
+        reverted = self.steering.take_back(report.problem, self.position.step)
+        if reverted is not None:
+            self.rescue.report(replace(report, action=f"{reverted}; the step was made again"))
+            return 0
+        lessons = self._smaller_pieces()
+        if not self.engine.is_whole:
+            raise self._given_up(report, "the update broke off in the middle: resume from the last checkpoint")
+        if lessons is None:
+            raise self._given_up(report, "no smaller pieces are possible: the training is saved and stops")
+        if not may_learn:
+            raise self._given_up(report, "smaller pieces failed in the same step: the training is saved and stops")
+        self.lessons = lessons
+        self.steering.knob.forget_peaks()
+        action = (
+            f"the step is made again, and all later ones, with micro-batches in {lessons.num_pieces} pieces: the same "
+            "mean over the step, but BatchNorm takes its statistics from smaller pieces"
+        )
+        self.rescue.report(replace(report, action=action), lessons)
+        return 1
+
+    def _parted(self, error: Exception) -> OutOfMemoryError:
+        """The end of a rank that ran out of memory while the others wait in an exchange of the same step."""
+        self._is_parted = True
+        scene, problem = self.rescue.examine(error, self.ranks.rank), first_line(error)
+        report = OomReport(scene, self.position.epoch, self.position.step, problem, "all ranks stop")
+        move = "train.batch_size with train.accumulate raised keeps the step; then resume from the last checkpoint"
+        return final_error(self.rescue.report(replace(report, advice=(f"a smaller {move}",))))
+
+    def _smaller_pieces(self) -> Lessons | None:
+        """Twice as many pieces; None where BatchNorm, or the batch, allows no more."""
+        num_pieces = 2 * self.lessons.num_pieces
+        size = self.config.train.batch_size // num_pieces
+        if num_pieces > MAX_PIECES or size < self.ranks.world_size or not self.engine.can_train_on(size):
+            return None
+        return replace(self.lessons, num_pieces=num_pieces)
+
+    def _examined(self, error: BaseException) -> OomReport:
+        """What is known of an out-of-memory, on every rank; its memory is let go."""
+        own = None
+        if not isinstance(error, PeerOutOfMemoryError):
+            own = self.rescue.examine(error, self.ranks.rank), first_line(error)
+        self.rescue.release(error, self.engine.device)
+        scene, problem = self.ranks.first_of(own)
+        knob = self.steering.knob
+        return OomReport(
+            scene,
+            self.position.epoch,
+            self.position.step,
+            problem,
+            "",
+            split=knob.current or (),
+            predicted_mib=knob.predicted_mib(),
+        )
+
+    def _given_up(self, report: OomReport, action: str) -> OutOfMemoryError:
+        report = replace(report, action=action, advice=self._simple_advice(report.scene))
+        return final_error(self.rescue.report(report, is_final=True))
+
+    def _simple_advice(self, scene: Scene) -> tuple[str, ...]:
+        """What helps without a plan."""
+        train, crop = self.config.train, self.config.data.crop_px
+        if scene.phase == "eval":
+            return (f"eval.slide=true eval.slide_px=[{crop[0] // 2},{crop[1] // 2}]", "eval.batch_size=1")
+        smaller = [f"lower data.crop_px = [{crop[0]}, {crop[1]}]"]
+        if train.batch_size > 1:
+            accumulate = f"train.accumulate={2 * train.accumulate}"
+            smaller.insert(0, f"lower train.batch_size: train.batch_size={train.batch_size // 2} {accumulate}")
+        return tuple(smaller)
+
+    def _recall_lessons(self) -> None:
+        """Takes up what was learned after the checkpoint that training goes on from, at the same step."""
+        while self.learned_later and self.learned_later[0][0] <= self.position.step:
+            self.lessons = self.lessons.joined(self.learned_later.pop(0)[1])
+
+    def _within_budget(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.budget is None else self.budget.enforced()
 
     def evaluate(self) -> Evaluation:
-        """Evaluates on the validation split and writes the `val` event."""
+        """Evaluates on the validation split and writes the `val` event.
+
+        Where memory does not suffice it begins again in a way that needs less; the training is not touched.
+
+        Raises:
+            OutOfMemoryError: no way needs little enough.
+        """
         began, away_s = time.perf_counter(), self._clock.away_s
-        self.watch.mark("eval")
-        if self.config.train.precise_bn:
-            self._recompute_batchnorm()
-        self.attention.check()
-        found = evaluate(
-            self.evaluated_model,
-            self.val_loader,
-            self.inference,
-            num_classes=self.num_classes,
-            ignore_index=self.ignore_index,
-            device=self.engine.device,
-            criterion=self.engine.criterion,
-            check=self.attention.check,
-            ranks=self.ranks,
-            num_checks=self._num_val_checks,
-        )
+        self._recall_lessons()
+        while True:
+            self.watch.mark("eval")
+            try:
+                with self._within_budget():
+                    found = self._evaluate_once()
+                break
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                failure = error
+            self._make_room_for_evaluation(failure)
         self._clock.evaluation_s = time.perf_counter() - began - (self._clock.away_s - away_s)
         self.journal.emit(
             "val",
@@ -285,9 +393,54 @@ class Trainer:
             val_s=self._clock.evaluation_s,
         )
         if self.samples is not None:
-            self.samples.draw(self.evaluated_model, self.position.epoch)
+            self.samples.draw(self.evaluated_model, self.position.epoch, self.lessons.adapted)
         self.watch.mark(IDLE)
         return found
+
+    def _evaluate_once(self) -> Evaluation:
+        if self.config.train.precise_bn:
+            self._recompute_batchnorm()
+        self.attention.check()
+        return evaluate(
+            self.evaluated_model,
+            self.val_loader,
+            self.lessons.adapted(self.inference),
+            num_classes=self.num_classes,
+            ignore_index=self.ignore_index,
+            device=self.engine.device,
+            criterion=self.engine.criterion,
+            check=self.attention.check,
+            ranks=self.ranks,
+            num_checks=self._num_val_checks,
+            is_single=self.lessons.is_eval_single,
+        )
+
+    def _make_room_for_evaluation(self, error: Exception) -> None:
+        """After an evaluation ran out of memory: another way to evaluate, on every rank.
+
+        Raises:
+            OutOfMemoryError: there is none.
+        """
+        is_precise_bn = isinstance(error, BatchNormMemoryError)
+        report = self._examined(error)
+        found: tuple[Lessons, str] | None
+        if is_precise_bn:
+            num_pieces = 2 * self.lessons.num_bn_pieces
+            lessons = replace(self.lessons, num_bn_pieces=num_pieces)
+            found = lessons, f"train.precise_bn cuts its batches into {num_pieces} pieces"
+            found = found if self.config.train.batch_size // num_pieces >= self.engine.model.min_train_batch else None
+        else:
+            found = next_eval_lesson(
+                self.lessons,
+                self.lessons.adapted(self.inference),
+                self.config.eval.batch_size,
+                self.config.data.crop_px,
+                is_fixed=self.engine.model.fixed_size_px is not None,
+            )
+        if found is None:
+            raise self._given_up(report, "no smaller way to evaluate is left: the training is saved and stops")
+        self.lessons, action = found
+        self.rescue.report(replace(report, action=action), self.lessons)
 
     # --- what is asked for -----------------------------------------------------------------------------------------
 
@@ -301,11 +454,6 @@ class Trainer:
         at = self.position
         is_before = at.batch == 0 and self._begun_epoch != at.epoch
         return Standing(at.epoch, at.step, at.epoch if is_before else at.epoch + 1, self.config.train.epochs)
-
-    def _save_as_asked(self) -> str | None:
-        if self._saved != self.position:
-            self.save()
-        return None if self._saved == self.position else "it could not be saved: see the alert"
 
     def _next_group(self, batches: Iterable[Batch], size: int) -> list[Batch]:
         began = time.perf_counter()
@@ -325,8 +473,9 @@ class Trainer:
             is_best = self.best.note(found.monitored(self.config.checkpoint.monitor), finished)
         self.position = Position(epoch=finished + 1, batch=0, step=self.position.step)
         every = self.config.checkpoint.every_epochs
-        if is_best or self.is_complete or (every is not None and finished % every == 0) or self._is_save_due():
-            self.save(finished_epoch=finished, is_best=is_best)
+        is_due = (every is not None and finished % every == 0) or self.saving.is_due(self.position.step)
+        if is_best or self.is_complete or is_due:
+            self.saving.begin(finished_epoch=finished, is_best=is_best)
 
     def _is_stale(self) -> bool:
         patience = self.config.train.early_stop
@@ -348,9 +497,13 @@ class Trainer:
         """
         batches = iter(self.train_loader.epoch(0))
         count = min(self.config.train.precise_bn, self.batches_per_epoch)
-        images = (next(batches).images.to(self.engine.device) for _ in range(count))
+        pieces = (
+            piece.to(self.engine.device)
+            for _ in range(count)
+            for piece in next(batches).images.tensor_split(self.lessons.num_bn_pieces)
+        )
         with self.inference.autocast():
-            recompute_batchnorm(self.evaluated_model, map(self.inference.normalizer, images), self.engine.device)
+            recompute_batchnorm(self.evaluated_model, map(self.inference.normalizer, pieces), self.engine.device)
 
     # --- what is written -------------------------------------------------------------------------------------------
 
@@ -363,6 +516,7 @@ class Trainer:
             steps_per_epoch=self.steps_per_epoch,
             resumed_from_step=self.resumed_from_step,
             gpu0_bsz=self.settings.gpu0_bsz,
+            is_auto=self.settings.gpu0_bsz_auto,
             split=self.steering.knob.current,
         )
         self.watch.mark(IDLE)
@@ -411,65 +565,8 @@ class Trainer:
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
 
-    def _is_save_due(self) -> bool:
-        section = self.config.checkpoint
-        by_step = section.every_steps is not None and self.position.step % section.every_steps == 0
-        by_time = section.every_minutes is not None and time.monotonic() - self._saved_at >= 60 * section.every_minutes
-        return by_step or by_time
-
-    def save(self, *, finished_epoch: int | None = None, is_best: bool = False, is_final: bool = False) -> None:
-        """Saves the state as `last.pt`, and under further names where they are due.
-
-        A save that fails leaves the older checkpoints and the training as they are, with an alert each time.
-
-        Args:
-            finished_epoch: keep it as epoch_NNNN.pt too.
-            is_best: keep it as best.pt too.
-            is_final: nothing follows, so a failure is an error.
-
-        Raises:
-            StorageError: a final save could not be written.
-            NonFiniteError: a final save was refused, because a weight is not finite.
-        """
-        phase = self.watch.phase
-        self.watch.mark("save")
-        state = self.state_dict()
-        self._saved_at = time.monotonic()
-        is_saved = self._commit(state, finished_epoch, is_best, is_final) if self.ranks.is_main else False
-        self._saved = replace(self.position) if self.ranks.from_main(is_saved) else None
-        self.watch.mark(phase)
-
-    def _commit(self, state: dict[str, Any], finished_epoch: int | None, is_best: bool, is_final: bool) -> bool:
-        position = self.position
-        try:
-            saved = self.store.save(
-                state,
-                step=position.step,
-                epoch=position.epoch,
-                position=position.batch,
-                metric=self.best.value,
-                is_best=is_best,
-                finished_epoch=finished_epoch,
-            )
-        except (StorageError, NonFiniteError) as error:
-            self.journal.emit("alert", kind="checkpoint", message=str(error), step=position.step)
-            if is_final:
-                raise
-            return False
-        for message in saved.messages:
-            self.journal.emit("alert", kind="checkpoint", message=message, step=position.step)
-        self.journal.emit(
-            "checkpoint",
-            path=saved.event_path,
-            epoch=position.epoch if finished_epoch is None else finished_epoch,
-            step=position.step,
-            is_best=saved.is_best,
-            sha256=saved.entry.sha256,
-            size_bytes=saved.entry.size_bytes,
-            metric=self.best.value,
-            save_s=saved.save_s,
-        )
-        return True
+    def _capture(self) -> Captured:
+        return Captured(self.state_dict(), self.position, self.best.value)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a continuation needs, as tensors and plain values; every rank must ask."""
@@ -479,6 +576,8 @@ class Trainer:
             "position": vars(self.position).copy(),
             "best": vars(self.best).copy(),
             "settings": self.settings.model_dump(),
+            "lessons": self.lessons.to_json(),
+            "memory": self.steering.knob.state_dict(),
             "rng": self.ranks.gather(capture_rng()),
             "config": self.config.model_dump(mode="json"),
             "data": {"num_train": len(self.train_loader.dataset), "batches_per_epoch": self.batches_per_epoch},
@@ -495,6 +594,8 @@ class Trainer:
         self.position = Position(**state["position"])
         self.best = Best(**state["best"])
         self.steering.resume(LiveSettings(**state["settings"]), state["config"]["parallel"], self.config.parallel)
+        self.lessons = Lessons.from_json(state.get("lessons", {}))
+        self.steering.knob.load_state_dict(state.get("memory", {}))
         self.resumed_from_step = self.position.step
         if self.ranks.rank < len(state["rng"]):
             restore_rng(state["rng"][self.ranks.rank])

@@ -231,7 +231,8 @@ class MonitorApp(Monitor):
             self.query_one(LossChart).focus()
             self.apply_layout()
         if is_sent:
-            self.send(SetCommand(gpu0_bsz=value))
+            insists = {"force": True} if event.character == "!" else {}
+            self.send(SetCommand(gpu0_bsz=value, **insists))
         self.show_view()
 
     # --- looking around --------------------------------------------------------------------------------------------

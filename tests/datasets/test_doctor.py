@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import cv2
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_runs import draw_scene, segapp
 
-from segapp.datasets.doctor import examine
-from segapp.datasets.formats import class_scheme, find_pairs
+from segapp.datasets.doctor import check_masks, examine
+from segapp.datasets.files import ImagePair, check_pairs
+from segapp.datasets.formats import ClassScheme, class_scheme, find_pairs
+from segapp.datasets.masks import read_mask
+from segapp.datasets.sums import check_sums, write_sums
+from segapp.errors import DataError
 
 CLASSES = ["ground", "box", "disc"]
 SCHEME = class_scheme("folder", classes=CLASSES)
@@ -133,8 +140,8 @@ def not_an_image(root: Path) -> None:
         (truncate, "error", "unreadable", "train", "00.png"),
         (flip_bits, "error", "unreadable", "val", "01.png"),
         (make_empty, "error", "mask", "train", "0 bytes"),
-        (black_and_white, "error", "mask", "train", "254 ("),
-        (one_class_more, "error", "mask", "val", "3 (20 px)"),
+        (black_and_white, "error", "ids", "train", "254 ("),
+        (one_class_more, "error", "ids", "val", "3 (20 px)"),
         (colours, "error", "mask", "train", "rgb_masks"),
         (other_size, "error", "size", "train", "64x40"),
         (all_ignored, "warning", "all_ignored", "train", "every pixel is ignored"),
@@ -184,7 +191,7 @@ def test_the_command_tells_all_and_exits_with_3(root: Path, tmp_path: Path) -> N
     assert {f["kind"] for f in report["findings"]} == {"leak", "unreadable"}
     assert len(report["class_weights"]["enet"]) == 3
     page = (tmp_path / "page.html").read_text()
-    assert page.count("data:image/jpeg;base64,") == 1, "the unreadable one has no picture"
+    assert page.count("data:image/png;base64,") == 3, "of the leak both images, of the unreadable one the mask"
     assert "the same pixels as" in page
     text = segapp("check", "--config", "data.yaml", cwd=tmp_path)
     assert "2 errors" in text.stdout
@@ -207,3 +214,115 @@ def test_names_are_inert_in_terminal_and_page(root: Path, tmp_path: Path) -> Non
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "<script>" not in page
     assert "&lt;script&gt;" in page
+
+
+def test_unknown_ids_of_all_masks_are_counted_together_and_their_cause_is_named(root: Path) -> None:
+    for path in (root / "masks" / "train").iterdir():
+        mask = read(path)
+        write(path, np.where(mask == 255, 255, mask + 1).astype(np.uint8))
+    report, _ = examine(
+        {name: find_pairs("folder", str(root), name) for name in ("train", "val")}, SCHEME, crop_px=(32, 32)
+    )
+    unknown = report.unknown_ids
+    assert unknown is not None
+    masks = np.stack([read(path) for path in sorted((root / "masks" / "train").iterdir())])
+    assert unknown.pixels == {3: int((masks == 3).sum())}
+    assert (unknown.masks, unknown.num_masks) == ({3: 8}, 8)
+    assert "start at 1" in unknown.cause
+
+
+def check(root: Path, tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    config_of(root, tmp_path)
+    result = segapp("check", "--config", "data.yaml", "--json", *arguments, cwd=tmp_path)
+    assert "Traceback" not in result.stderr
+    return result.returncode, json.loads(result.stdout)
+
+
+def test_what_has_no_partner_is_told_and_the_rest_is_examined(root: Path, tmp_path: Path) -> None:
+    (root / "masks" / "val" / "02.png").unlink()
+    write(root / "masks" / "train" / "99.png", np.zeros((48, 64), np.uint8))
+    (root / "images" / "train" / "Thumbs.db").write_bytes(b"x")
+    (root / "images" / "train" / "._00.png").write_bytes(b"x")
+    away = tmp_path.parent / "away.png"
+    away.write_bytes((root / "images" / "train" / "03.png").read_bytes())
+    (root / "images" / "train" / "03.png").unlink()
+    (root / "images" / "train" / "03.png").symlink_to(away)
+    code, report = check(root, tmp_path)
+    assert code == 3
+    found = [(f["severity"], f["kind"], f["split"]) for f in report["findings"]]
+    assert found.count(("error", "pairs", "val")) == 1
+    assert found.count(("warning", "file", "train")) == 3
+    assert found.count(("warning", "link", "train")) == 1
+    assert (report["splits"]["train"]["pairs"], report["splits"]["val"]["pairs"]) == (8, 3)
+
+
+def test_sums_find_what_decoding_does_not(root: Path, tmp_path: Path) -> None:
+    assert check(root, tmp_path, "--write-sums", "sums.txt")[0] == 0
+    done = subprocess.run(["sha256sum", "-c", "--quiet", tmp_path / "sums.txt"], cwd=root, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert check(root, tmp_path, "--sums", "sums.txt")[0] == 0
+    path = root / "images" / "train" / "04.png"
+    pixels = read(path)
+    pixels[0, 0] ^= 1
+    write(path, pixels)
+    code, report = check(root, tmp_path, "--sums", "sums.txt")
+    assert (code, [f["kind"] for f in report["findings"]]) == (3, ["sums"])
+    assert "04.png has changed" in report["findings"][0]["message"]
+
+
+@given(st.text(st.characters(blacklist_characters="/\0", blacklist_categories=("Cs",)), min_size=1, max_size=40))
+def test_the_list_of_sums_takes_any_name(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
+    root = tmp_path_factory.mktemp("sums")
+    image = root / f"a{name}"
+    image.write_bytes(b"content")
+    splits = {"train": [ImagePair(image, None, name)]}
+    (root / "sums").write_text(write_sums(splits, root), newline="")
+    assert check_sums(root / "sums", splits, root) == []
+    image.write_bytes(b"other")
+    assert len(check_sums(root / "sums", splits, root)) == 1
+
+
+def test_a_bad_list_of_sums_is_a_data_error(tmp_path: Path) -> None:
+    (tmp_path / "sums").write_text("abc  x.png\n")
+    with pytest.raises(DataError, match=r"sums:1 is not a sum"):
+        check_sums(tmp_path / "sums", {}, tmp_path)
+    with pytest.raises(DataError, match="--write-sums"):
+        check_sums(tmp_path / "absent", {}, tmp_path)
+
+
+@pytest.mark.parametrize("plant", [black_and_white, one_class_more, all_ignored])
+def test_a_training_sees_wrong_ids_before_its_first_step(root: Path, plant: Any) -> None:
+    plant(root)
+    for split in ("train", "val"):
+        pairs = find_pairs("folder", str(root), split)
+        sizes = check_pairs(pairs)
+        if plant is not all_ignored and split == {black_and_white: "train", one_class_more: "val"}[plant]:
+            with pytest.raises(DataError, match="ids outside the 3 classes"):
+                check_masks(pairs, sizes, SCHEME)
+        else:
+            check_masks(pairs, sizes, SCHEME)
+
+
+def test_a_training_refuses_masks_without_any_class(root: Path) -> None:
+    for path in (root / "masks" / "train").iterdir():
+        all_ignored_mask = np.full((48, 64), 255, np.uint8)
+        write(path, all_ignored_mask)
+    pairs = find_pairs("folder", str(root), "train")
+    with pytest.raises(DataError, match="nothing but ignored pixels"):
+        check_masks(pairs, check_pairs(pairs), SCHEME)
+
+
+def test_of_a_large_data_set_a_training_reads_a_part(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = find_pairs("folder", str(root), "train")
+    read_names: list[str] = []
+
+    def count(path: Path, scheme: ClassScheme) -> Any:
+        read_names.append(path.name)
+        return read_mask(path, scheme)
+
+    monkeypatch.setattr("segapp.datasets.doctor.read_mask", count)
+    check_masks(pairs, [(8192, 8192)] * len(pairs), SCHEME)
+    assert read_names == ["00.png"]
+    read_names.clear()
+    check_masks(pairs, [(4096, 4096)] * len(pairs), SCHEME)
+    assert read_names == ["00.png", "02.png", "04.png", "06.png"]

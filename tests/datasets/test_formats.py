@@ -223,6 +223,9 @@ def test_a_listed_name_without_image_is_named(tmp_path: Path) -> None:
         ("a.jpg b.png c.png\n", "is not an image and a mask"),
         ("../a.jpg b.png\n", "lies outside data.root"),
         ("/etc/a.jpg b.png\n", "lies outside data.root"),
+        ("out/a.jpg b.png\n", "leads by a link outside"),
+        ("a.jpg out.png\n", "leads by a link outside"),
+        (". b.png\n", "is a folder"),
         ("a.jpg b.png\na.jpg b.png\n", "listed twice"),
         ("# nothing\n", "lists no pair"),
         ("a\0b c\n", "not a text file"),
@@ -230,7 +233,25 @@ def test_a_listed_name_without_image_is_named(tmp_path: Path) -> None:
 )
 def test_a_bad_list_is_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text(text)
+    (tmp_path / "out").symlink_to(tmp_path.parent)
+    (tmp_path / "out.png").symlink_to("/etc/hostname")
     with pytest.raises(DataError, match=message):
+        find_pairs("list", tmp_path, "train")
+
+
+def test_a_list_below_the_present_folder_may_not_leave_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.txt").write_text("../a.jpg b.png\n")
+    with pytest.raises(DataError, match=r"lies outside data\.root"):
+        find_pairs("list", ".", "train")
+    Path("train.txt").write_text("x/../a.jpg b.png\n")
+    (pair,) = find_pairs("list", ".", "train")
+    assert pair.name == "a"
+
+
+def test_a_list_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "train.txt")
+    with pytest.raises(DataError, match="not a regular file"):
         find_pairs("list", tmp_path, "train")
 
 

@@ -46,7 +46,7 @@ def config_of(model, crop=(128, 160), **sections):
 
 
 def static_bytes(engine):
-    tensors = [*engine.model.parameters(), *engine.model.buffers(), *engine._guard._kept]
+    tensors = [*engine.model.parameters(), *engine.model.buffers(), *engine.guard.kept]
     tensors += [t for state in engine.optimizer.state.values() for t in state.values()]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())

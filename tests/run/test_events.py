@@ -25,6 +25,7 @@ from segapp.run.events import (
     Gpu0Bsz,
     Heartbeat,
     Memory,
+    Oom,
     RunEnd,
     RunStart,
     Step,
@@ -59,6 +60,7 @@ EXAMPLES = [
     CommandAnswer(id="a", command="pause", by="me@here", status="applied"),
     Gpu0Bsz(status="pending", old=None, new=1, split=[1, 3], predicted_mib=[1.0, 2.0], epoch=2),
     Alert(kind="oom", message="so"),
+    Oom(device="cuda:0", index=0, phase="backward", step=3, action="in pieces", largest=[{"mib": 8.0, "what": "f32"}]),
     Heartbeat(pid=1),
     RunEnd(status="finished", reason="all epochs done", exit_code=0),
 ]
@@ -90,6 +92,7 @@ def test_lines_have_the_fields_of_the_contract_as_plain_json(tmp_path):
         "command": "id command by status reason",
         "gpu0_bsz": "status old new split predicted_mib observed_mib epoch",
         "alert": "kind message",
+        "oom": "device phase step action largest advice",
         "heartbeat": "",
         "run_end": "status reason",
     }
@@ -253,7 +256,7 @@ def test_rewind_leaves_what_an_uninterrupted_run_would_have(tmp_path, back_to, s
     reader = EventReader(path)
     reader.read()
     writer = EventWriter(path)
-    assert writer.rewind(back_to, sha256=sha256) == num_gone
+    assert writer.rewind(back_to, epoch=1 + back_to // 3, batch=back_to % 3, sha256=sha256) == num_gone
     for number in range(back_to + 1, 9):
         writer.write(step(number))
     writer.close()
@@ -275,9 +278,31 @@ def test_rewind_without_the_checkpoints_own_line_goes_by_the_step(tmp_path):
     path = tmp_path / "e.jsonl"
     interrupted_run(path)
     with EventWriter(path) as writer:
-        assert writer.rewind(7) == 1
+        assert writer.rewind(7, epoch=3, batch=1) == 1
     assert [raw["step"] for raw in lines(path) if raw["type"] == "step"] == list(range(1, 8))
     assert [raw["epoch"] for raw in lines(path) if raw["type"] == "epoch_start"] == [1, 2, 3]
+
+
+def test_rewind_takes_out_steps_that_came_before_the_line_of_a_checkpoint_written_meanwhile(tmp_path):
+    path = tmp_path / "e.jsonl"
+    with EventWriter(path) as writer:
+        writer.write(EpochStart(epoch=1, lr=0.1))
+        for number in (1, 2, 3):
+            writer.write(step(number, epoch=1))
+        writer.write(Val(epoch=1, step=3, loss=0.1, miou=0.5, iou=[0.5]))
+        writer.write(EpochStart(epoch=2, lr=0.1))
+        writer.write(step(4, epoch=2))
+        writer.write(Checkpoint(path="last.pt", epoch=1, step=2, sha256="two"))
+    with EventWriter(path) as writer:
+        assert writer.rewind(2, epoch=1, batch=2, sha256="two") == 4
+    after = lines(path)
+    assert [(raw["type"], raw.get("step")) for raw in after] == [
+        ("epoch_start", None),
+        ("step", 1),
+        ("step", 2),
+        ("checkpoint", 2),
+    ]
+    assert [raw["seq"] for raw in after] == [1, 2, 3, 4]
 
 
 def test_a_crash_or_a_full_disk_while_rewinding_leaves_the_old_events(tmp_path, armed):
@@ -285,7 +310,7 @@ def test_a_crash_or_a_full_disk_while_rewinding_leaves_the_old_events(tmp_path, 
     before = interrupted_run(path)
     writer = EventWriter(path)
     armed("events.before_rewind_rename=raise:ENOSPC")
-    assert writer.rewind(6) == 0
+    assert writer.rewind(6, epoch=3, batch=0) == 0
     writer.write(step(9))
     *old, alert, new = lines(path)
     assert old == before

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import segapp.run.verdict as module
 from segapp.parallel.chunks import plan_chunks
-from segapp.run.verdict import MemoryFit, best_gpu0_bsz, fit_memory, split_verdict, usable_mib
+from segapp.run.verdict import fit_memory, split_verdict, usable_mib
 
 
 def test_examples_in_the_docstrings_hold() -> None:
@@ -117,15 +117,6 @@ def test_the_split_is_the_one_the_trainer_makes(num_samples: int, num_devices: i
         assert verdict.word == "refused"
     else:
         assert verdict.split == expected
-
-
-def test_best_share_balances_a_full_device_0() -> None:
-    fit = MemoryFit((4000.0, 1000.0, 1000.0), 1000.0, 0.0, is_proven=True)
-    found = best_gpu0_bsz(12, 3, fit, [10_000.0] * 3)
-    assert found is not None
-    assert found[0] == 2
-    assert found[1].split == (2, 5, 5)
-    assert best_gpu0_bsz(12, 3, fit_memory([]), [1.0] * 3) is None
 
 
 def test_usable_memory_leaves_out_what_others_hold() -> None:

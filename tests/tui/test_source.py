@@ -97,7 +97,7 @@ def test_a_replaced_file_begins_a_new_picture(tmp_path: Path) -> None:
     source = LiveSource(run.folder)
     read_all(source)
     before = source.view
-    run.writer.rewind(20)
+    run.writer.rewind(20, epoch=99, batch=1)
     read_all(source)
     assert source.view is not before
     assert source.view.history.step.tolist() == list(range(1, 21))

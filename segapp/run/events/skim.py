@@ -29,8 +29,9 @@ class StepRun(NamedTuple):
 
     @property
     def last(self) -> dict[str, Any] | None:
-        """The last of them in full; None where its end is damaged."""
-        return parse_line(self.last_line)
+        """The last of them in full; None where its end is damaged, or makes it something else."""
+        raw = parse_line(self.last_line)
+        return raw if raw is not None and raw["type"] == "step" else None
 
     @property
     def split_text(self) -> bytes:

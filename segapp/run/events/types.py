@@ -74,6 +74,8 @@ class RunStart(_Event):
     """The step of the checkpoint that training goes on from; None for a new run. Later steps seen before are void."""
     resumed_from_epoch: int | None = None
     gpu0_bsz: int | None = None
+    is_auto: bool | None = None
+    """Whether `gpu0_bsz: auto` decides about the splits to come."""
     split: list[int] | None = None
     """Samples of a full batch for each device."""
     config_hash: str | None = None
@@ -173,6 +175,9 @@ class Checkpoint(_Event):
     size_bytes: int | None = None
     metric: float | None = None
     save_s: float | None = None
+    """Of the writing, beside the training."""
+    copy_s: float | None = None
+    """Of the copy in memory, which the training waited for."""
 
 
 class CommandAnswer(_Event):
@@ -203,7 +208,11 @@ class Gpu0Bsz(_Event):
     """The epoch from which it holds."""
     reason: Text | None = None
     id: Text | None = None
-    """The command that asked for it."""
+    """The command that asked for it; None where `auto` did."""
+    is_auto: bool | None = None
+    """Whether `auto` decides about the splits to come."""
+    step: int | None = None
+    """Updates made before it held."""
 
 
 class Alert(_Event):
@@ -216,6 +225,55 @@ class Alert(_Event):
     step: int | None = None
 
 
+class LargeTensor(_Model):
+    """A tensor that was alive when memory ran out."""
+
+    mib: float
+    what: Text
+
+
+class OtherProcess(_Model):
+    """Another process on a card."""
+
+    pid: int
+    name: Text
+    used_mib: float | None = None
+
+
+class Oom(_Event):
+    """A device ran out of memory: which, when, with what in it, and what the training did about it."""
+
+    type: Literal["oom"] = "oom"
+    device: Text
+    index: int
+    """Number of the device among the training's."""
+    phase: Text
+    """forward, loss, backward, step, eval."""
+    step: int
+    """Updates made before it."""
+    action: Text
+    """What was done about it."""
+    epoch: int | None = None
+    problem: Text | None = None
+    split: list[int] | None = None
+    requested_mib: float | None = None
+    allocated_mib: float | None = None
+    reserved_mib: float | None = None
+    total_mib: float | None = None
+    fragmentation: float | None = None
+    """Share of the allocator's memory that no tensor used, 0 to 1."""
+    largest: list[LargeTensor] = []
+    others: list[OtherProcess] = []
+    others_mib: float | None = None
+    predicted_mib: list[float | None] | None = None
+    advice: list[Text] = []
+    """What to change, the best first."""
+    lessons: dict[str, Any] | None = None
+    """What the training does differently from now on."""
+    path: Text | None = None
+    """The report, relative to the run folder."""
+
+
 class Heartbeat(_Event):
     """The trainer is alive, whatever it is doing."""
 
@@ -224,6 +282,8 @@ class Heartbeat(_Event):
     phase: Text | None = None
     """train, eval, save, paused, start."""
     step: int | None = None
+    saving_s: float | None = None
+    """For how long a checkpoint has been being written, while one is."""
 
 
 class RunEnd(_Event):
@@ -237,7 +297,20 @@ class RunEnd(_Event):
     epoch: int | None = None
 
 
-Event = RunStart | EpochStart | Step | Memory | Val | Checkpoint | CommandAnswer | Gpu0Bsz | Alert | Heartbeat | RunEnd
+Event = (
+    RunStart
+    | EpochStart
+    | Step
+    | Memory
+    | Val
+    | Checkpoint
+    | CommandAnswer
+    | Gpu0Bsz
+    | Alert
+    | Oom
+    | Heartbeat
+    | RunEnd
+)
 
 EVENT_TYPES: dict[str, type[BaseModel]] = {
     "run_start": RunStart,
@@ -249,6 +322,7 @@ EVENT_TYPES: dict[str, type[BaseModel]] = {
     "command": CommandAnswer,
     "gpu0_bsz": Gpu0Bsz,
     "alert": Alert,
+    "oom": Oom,
     "heartbeat": Heartbeat,
     "run_end": RunEnd,
 }

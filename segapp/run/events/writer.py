@@ -7,16 +7,16 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from segapp.failpoints import failpoint
+from segapp.run.events.rewind import RewindPoint, Tail, split_tail
 from segapp.run.events.types import EVENT_TYPES, MAX_LINE_BYTES, VERSION, Alert, Event, last_line_end, parse_line
 from segapp.run.files import fsync_directory, open_new, remove_quietly, storage_error, temporary_name, write_all
 
 _DURABLE = frozenset({"run_start", "checkpoint", "command", "run_end"})
-_REPEATED_ON_RESUME = frozenset({"step", "epoch_start", "val", "checkpoint"})
 _EXPENDABLE = frozenset({"step", "memory", "heartbeat"})
 
 
@@ -124,15 +124,17 @@ class EventWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def rewind(self, step: int, *, sha256: str | None = None) -> int:
+    def rewind(self, step: int, *, epoch: int, batch: int, sha256: str | None = None) -> int:
         """Takes out what will happen again when training goes on from a checkpoint.
 
-        The `step`, `epoch_start`, `val` and `checkpoint` lines written after the checkpoint's own line go to
-        `events.rewound.jsonl`; where that line is missing (a crash between the commit and its event), those of later
-        steps. The rest keeps its order and is numbered again. Nothing happens when there is nothing to take out.
+        The `step`, `epoch_start`, `val` and `checkpoint` lines that the checkpoint does not contain go to
+        `events.rewound.jsonl`. The rest keeps its order and is numbered again. Nothing happens when there is nothing to
+        take out.
 
         Args:
             step: The step of the checkpoint.
+            epoch: The epoch it goes on in, from 1.
+            batch: Batches already used of that epoch.
             sha256: Its hash, which tells two checkpoints of one step apart.
 
         Returns:
@@ -141,8 +143,7 @@ class EventWriter:
         with self._lock:
             self._write_pending()
             try:
-                cut_bytes, cut_seq = _find_rewind_point(self.path, step, sha256)
-                return self._rewrite_from(cut_bytes, cut_seq, step)
+                return self._cut(split_tail(self.path, RewindPoint(step, epoch, batch, sha256)), step)
             except OSError as error:
                 reason = error.strerror or str(error)
                 self.alert("storage", f"what happened after step {step} could not be taken out of the events: {reason}")
@@ -213,18 +214,17 @@ class EventWriter:
             with contextlib.suppress(OSError):
                 os.fsync(self._fd)
 
-    def _rewrite_from(self, cut_bytes: int, cut_seq: int, step: int) -> int:
-        kept, dropped = _split_tail(_read_from(self.path, cut_bytes), step, everything=cut_seq > 0)
-        if not dropped:
+    def _cut(self, tail: Tail, step: int) -> int:
+        if not tail.dropped:
             return 0
         with open(self.path.with_name("events.rewound.jsonl"), "ab") as rewound:
-            rewound.writelines(line + b"\n" for line in dropped)
-        last_seq = cut_seq or _seq_before(self.path, cut_bytes)
+            rewound.writelines(line + b"\n" for line in tail.dropped)
+        last_seq = _seq_before(self.path, tail.start)
         temporary = self.path.parent / temporary_name(step)
         try:
             with open(open_new(temporary, 0o644), "wb") as new, open(self.path, "rb") as old:
-                _copy_prefix(old, new, cut_bytes)
-                for raw in kept:
+                _copy_prefix(old, new, tail.start)
+                for raw in tail.kept:
                     last_seq += 1
                     new.write(_encode({**raw, "seq": last_seq}))
                 new.flush()
@@ -237,7 +237,7 @@ class EventWriter:
         fsync_directory(self.path.parent)
         os.close(self._fd)
         self._open()
-        return len(dropped)
+        return len(tail.dropped)
 
 
 def _fields(body: dict[str, Any]) -> dict[str, Any]:
@@ -317,58 +317,6 @@ def _seq_before(path: Path, size: int) -> int:
         return _last_seq(fd, size)
     finally:
         os.close(fd)
-
-
-def _find_rewind_point(path: Path, step: int, sha256: str | None) -> tuple[int, int]:
-    """The offset behind the checkpoint's line and its `seq`, or (offset of the first later step, 0) without one."""
-    offset = 0
-    after_checkpoint = (0, 0)
-    first_later: int | None = None
-    epoch_without_step: int | None = None
-    with open(path, "rb") as file:
-        for line in file:
-            start, offset = offset, offset + len(line)
-            if b'"type":"checkpoint"' in line:
-                raw = parse_line(line)
-                if raw and raw.get("step") == step and (sha256 is None or raw.get("sha256") in (None, sha256)):
-                    after_checkpoint = (offset, raw["seq"])
-            elif first_later is None and b'"type":"step"' in line:
-                raw = parse_line(line)
-                if raw and _is_later(raw, step):
-                    first_later = start if epoch_without_step is None else epoch_without_step
-                epoch_without_step = None
-            elif b'"type":"epoch_start"' in line:
-                epoch_without_step = start
-    if after_checkpoint[1]:
-        return after_checkpoint
-    return (offset if first_later is None else first_later, 0)
-
-
-def _is_later(raw: dict[str, Any], step: int) -> bool:
-    value = raw.get("step")
-    return isinstance(value, int) and value > step
-
-
-def _read_from(path: Path, offset: int) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    with open(path, "rb") as file:
-        file.seek(offset)
-        for line in file:
-            yield line.rstrip(b"\n"), parse_line(line)
-
-
-def _split_tail(
-    lines: Iterable[tuple[bytes, dict[str, Any] | None]], step: int, *, everything: bool
-) -> tuple[list[dict[str, Any]], list[bytes]]:
-    """Parts a tail into events that stay and lines that go; damaged lines go."""
-    kept: list[dict[str, Any]] = []
-    dropped: list[bytes] = []
-    for line, raw in lines:
-        is_repeated = raw is not None and raw["type"] in _REPEATED_ON_RESUME
-        if raw is None or (is_repeated and (everything or raw["type"] == "epoch_start" or _is_later(raw, step))):
-            dropped.append(line)
-        else:
-            kept.append(raw)
-    return kept, dropped
 
 
 def _copy_prefix(old: IO[bytes], new: IO[bytes], num_bytes: int) -> None:

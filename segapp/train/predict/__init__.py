@@ -2,7 +2,7 @@
 
 from segapp.train.predict.outputs import SAVED, ImageOutputs, OutputPlan, Saved, colorize, label_id_table, parse_saved
 from segapp.train.predict.pipeline import Tally, predict_files
-from segapp.train.predict.predictor import ExportedPredictor, Predictor, TrainedPredictor, infer_labels
+from segapp.train.predict.predictor import ExportedPredictor, Predictor, TrainedPredictor, predict_image
 from segapp.train.predict.sources import IMAGE_SUFFIXES, VIDEO_SUFFIXES, ImageFile, find_images
 from segapp.train.predict.tiles import Workspace
 
@@ -21,8 +21,8 @@ __all__ = [
     "Workspace",
     "colorize",
     "find_images",
-    "infer_labels",
     "label_id_table",
     "parse_saved",
     "predict_files",
+    "predict_image",
 ]

@@ -95,6 +95,14 @@ def infer_labels(
     return labels if labels.dtype == np.uint8 else labels.astype(np.uint16)
 
 
+def predict_image(
+    model: SegmentationModel, inference: Inference, image: NDArray[Any], device: torch.device
+) -> NDArray[Any]:
+    """Class ids (H, W) of one picture, uint8 (H, W, 3) RGB; see `infer_labels`."""
+    labels: NDArray[Any] = infer_labels(model, inference, image[None], device)[0]
+    return labels
+
+
 def _views(
     model: SegmentationModel, inference: Inference, images: NDArray[Any], device: torch.device
 ) -> tuple[Tensor | list[View], tuple[int, int]]:

@@ -1,0 +1,96 @@
+"""The memory plan that a run began with, as its folder keeps it: what `auto` came to, and what was predicted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from segapp.memory.planner import MemoryPlan
+from segapp.run.files import write_atomic
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a plan said before the first step.
+
+    Attributes:
+        batch_size: images of a micro-batch that were planned for.
+        accumulate: micro-batches a step.
+        gpu0_bsz: of the best split; None where the mode has none.
+        best_split: samples per device: `gpu0_bsz`'s where that is auto, else the config's.
+        splits: samples per device of every split that is possible.
+        tensors_mib: the predicted peak of each device under each of them.
+        slope_mib: what a sample adds to a device.
+        advice: what would need less, the best first.
+        notes: how the batch was found.
+    """
+
+    batch_size: int
+    accumulate: int
+    gpu0_bsz: int | None
+    best_split: tuple[int, ...]
+    splits: tuple[tuple[int, ...], ...]
+    tensors_mib: tuple[tuple[float, ...], ...]
+    slope_mib: float
+    advice: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def predicted_mib(self, split: Sequence[int] | None) -> tuple[float | None, ...]:
+        """The predicted peak of each device under a split; empty where it was not planned for.
+
+        Args:
+            split: samples per device; None where the mode has only one.
+        """
+        if split is None:
+            return self.tensors_mib[0] if len(self.tensors_mib) == 1 else ()
+        return dict(zip(self.splits, self.tensors_mib, strict=True)).get(tuple(split), ())
+
+    @classmethod
+    def of_plan(cls, plan: MemoryPlan, accumulate: int, notes: Sequence[str] = ()) -> Outlook:
+        """What is worth keeping of a plan."""
+        row = plan.current or plan.best
+        many = plan.batch_size + 8  # where the activations set the peak
+        shape = (0,) * (len(plan.cards) - 1) if plan.mode in ("dp", "model") else ()
+        low, high = (plan.model.peak_mib((count, *shape))[0] for count in (many, many + 8))
+        return cls(
+            plan.batch_size,
+            accumulate,
+            plan.best.gpu0_bsz,
+            row.split,
+            tuple(row.split for row in plan.rows),
+            tuple(row.tensors_mib for row in plan.rows),
+            max(0.0, (high - low) / 8),
+            tuple(advice_text(plan)),
+            tuple(notes),
+        )
+
+    def write(self, path: Path) -> None:
+        """Keeps it in a file."""
+        write_atomic(path, json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+
+
+def read_outlook(path: Path) -> Outlook | None:
+    """The outlook in a file; None where there is none that can be read."""
+    try:
+        raw = json.loads(path.read_text())
+        if raw.pop("format") != FORMAT:
+            return None
+        tuples = {name: tuple(tuple(row) for row in raw[name]) for name in ("splits", "tensors_mib")}
+        tuples["best_split"] = tuple(raw["best_split"])
+        return Outlook(**{**raw, **tuples, "advice": tuple(raw["advice"]), "notes": tuple(raw["notes"])})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def advice_text(plan: MemoryPlan) -> list[str]:
+    """The plan's advice, one line each, the best first."""
+    return [
+        f"{item.change}: saves {item.gain_mib:.0f} MiB on the fullest card, "
+        f"{'fits' if item.fits else 'does not fit'} with {item.peak_mib:.0f} MiB ({item.note})"
+        for item in sorted(plan.advice, key=lambda item: not item.fits)
+        if not item.in_use
+    ]

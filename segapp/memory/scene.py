@@ -1,0 +1,187 @@
+"""What a device looked like when it ran out of memory, and the report of it. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LiveTensor:
+    """A tensor that was alive.
+
+    Attributes:
+        mib: its size.
+        what: the operation that made it, shape and dtype; or what else is known.
+    """
+
+    mib: float
+    what: str
+
+
+@dataclass(frozen=True)
+class OtherProcess:
+    """Somebody else on the card."""
+
+    pid: int
+    name: str
+    used_mib: float | None
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One device at the moment of the failure; None where nobody can say.
+
+    Attributes:
+        device: its number among the training's devices.
+        name: as torch calls it.
+        phase: forward, loss, backward, step or eval.
+        requested_mib: what was asked for in vain.
+        allocated_mib: what tensors held.
+        reserved_mib: what the allocator held for them; the difference is its cache and its fragments.
+        total_mib: the device's memory, or its budget.
+        largest: the largest live tensors, largest first.
+        others: other processes on the card.
+        others_mib: what they, and the driver, hold.
+    """
+
+    device: int
+    name: str
+    phase: str
+    requested_mib: float | None = None
+    allocated_mib: float | None = None
+    reserved_mib: float | None = None
+    total_mib: float | None = None
+    largest: tuple[LiveTensor, ...] = ()
+    others: tuple[OtherProcess, ...] = ()
+    others_mib: float | None = None
+
+    @property
+    def fragmentation(self) -> float | None:
+        """Share of the allocator's memory that no tensor used, 0 to 1."""
+        if not self.reserved_mib or self.allocated_mib is None:
+            return None
+        return max(0.0, 1 - self.allocated_mib / self.reserved_mib)
+
+
+@dataclass(frozen=True)
+class OomReport:
+    """An out-of-memory, for a person.
+
+    Attributes:
+        scene: the device.
+        epoch: in which it happened.
+        step: updates made before it.
+        problem: the error's first line.
+        action: what the training does about it.
+        split: samples on each device.
+        predicted_mib: what was predicted for each device.
+        advice: what to change, the best first.
+    """
+
+    scene: Scene
+    epoch: int
+    step: int
+    problem: str
+    action: str
+    split: tuple[int, ...] = ()
+    predicted_mib: tuple[float | None, ...] = ()
+    advice: tuple[str, ...] = ()
+
+    @property
+    def headline(self) -> str:
+        """One line: which device, in which phase, and what is done."""
+        return f"out of memory on {self.scene.name} (device {self.scene.device}) in {self.scene.phase}: {self.action}"
+
+
+def scene_of(error: BaseException | None) -> Scene | None:
+    """The scene that an exception, or what caused it, carries as its `scene`."""
+    while error is not None:
+        scene = getattr(error, "scene", None)
+        if isinstance(scene, Scene):
+            return scene
+        error = error.__cause__
+    return None
+
+
+def report_lines(report: OomReport) -> list[str]:
+    """The report as text."""
+    scene = report.scene
+    lines = [
+        report.headline,
+        f"  when       epoch {report.epoch}, after step {report.step}",
+        f"  said       {report.problem}",
+        f"  memory     {_amounts(scene)}",
+    ]
+    if report.split:
+        lines.append(f"  split      {'·'.join(map(str, report.split))}")
+    known = [mib for mib in report.predicted_mib if mib is not None]
+    if known:
+        shown = ", ".join("-" if mib is None else f"{mib:.0f}" for mib in report.predicted_mib)
+        lines.append(f"  predicted  {shown} MiB a device")
+    else:
+        lines.append("  predicted  nothing: no plan was made and no step was measured yet")
+    lines.append(f"  others     {_others(scene)}")
+    lines += _block("largest", [f"{tensor.mib:9.1f} MiB  {tensor.what}" for tensor in scene.largest])
+    lines += _block("next move", [f"{i}. {text}" for i, text in enumerate(report.advice, start=1)])
+    return lines
+
+
+def report_fields(report: OomReport) -> dict[str, Any]:
+    """The report as the fields of an `oom` event."""
+    scene = report.scene
+    return {
+        "device": scene.name,
+        "index": scene.device,
+        "phase": scene.phase,
+        "epoch": report.epoch,
+        "step": report.step,
+        "problem": report.problem,
+        "action": report.action,
+        "split": list(report.split) or None,
+        "requested_mib": scene.requested_mib,
+        "allocated_mib": scene.allocated_mib,
+        "reserved_mib": scene.reserved_mib,
+        "total_mib": scene.total_mib,
+        "fragmentation": scene.fragmentation,
+        "largest": [{"mib": round(tensor.mib, 2), "what": tensor.what} for tensor in scene.largest],
+        "others": [{"pid": other.pid, "name": other.name, "used_mib": other.used_mib} for other in scene.others],
+        "others_mib": scene.others_mib,
+        "predicted_mib": list(report.predicted_mib) or None,
+        "advice": list(report.advice),
+    }
+
+
+def _amounts(scene: Scene) -> str:
+    words = [
+        f"{label} {mib:.1f} MiB"
+        for label, mib in (
+            ("asked for", scene.requested_mib),
+            ("tensors", scene.allocated_mib),
+            ("allocator", scene.reserved_mib),
+            ("of", scene.total_mib),
+        )
+        if mib is not None
+    ]
+    if scene.fragmentation is not None:
+        words.append(f"{100 * scene.fragmentation:.0f} % of the allocator's is cache or fragments")
+    return ", ".join(words) or "the device does not say"
+
+
+def _others(scene: Scene) -> str:
+    if scene.others:
+        return "; ".join(
+            f"{other.name} (process {other.pid})" + (f" {other.used_mib:.0f} MiB" if other.used_mib else "")
+            for other in scene.others
+        )
+    if scene.others_mib:
+        return f"{scene.others_mib:.0f} MiB of the card belong to the driver and to other processes"
+    return "none known"
+
+
+def _block(title: str, rows: Sequence[str]) -> list[str]:
+    if not rows:
+        return []
+    first, *rest = rows
+    return [f"  {title:9s}  {first}", *(f"  {'':9s}  {row}" for row in rest)]

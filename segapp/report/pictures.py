@@ -1,0 +1,136 @@
+"""What a trained model does with every image of a split: scores, the confusion matrix, and pictures of the worst.
+
+Shapes: H x W pixels of an image, C classes.
+"""
+
+from __future__ import annotations
+
+import base64
+import heapq
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cv2
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from segapp.datasets.dataset import SegmentationDataset
+from segapp.datasets.formats import ClassScheme
+from segapp.metrics import ConfusionMatrix, Scores
+from segapp.train.apply import TrainedModel
+from segapp.train.predict import colorize, predict_image
+
+PICTURE_PX = 480
+"""Longer side of a picture."""
+WRONG_RGB = (214, 39, 140)
+OVERLAY_ALPHA = 0.55
+
+
+@dataclass(frozen=True)
+class JudgedImage:
+    """One image.
+
+    Attributes:
+        name: its file's.
+        miou: over the classes in its target or prediction; None without a valid pixel.
+        pixel_accuracy: of its valid pixels.
+        pictures: input, target, prediction and errors, as `data:` addresses.
+    """
+
+    name: str
+    miou: float | None
+    pixel_accuracy: float | None
+    pictures: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A whole split."""
+
+    split: str
+    scores: Scores
+    matrix: NDArray[np.int64]
+    """(C, C) counts of (target, prediction)."""
+    worst: list[JudgedImage]
+    num_images: int
+
+
+def judge(
+    trained: TrainedModel,
+    dataset: SegmentationDataset,
+    split: str,
+    num_worst: int,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Judgement:
+    """Predicts every image of a data set and keeps pictures of the worst by their own mIoU.
+
+    Args:
+        trained: the model.
+        dataset: without a transform.
+        split: its name.
+        num_worst: pictures wanted.
+        progress: called with the number of images done.
+    """
+    scheme = trained.scheme
+    total = ConfusionMatrix(scheme.num_classes, scheme.ignore_index)
+    worst: list[tuple[float, int, JudgedImage]] = []
+    order = itertools.count()
+    for index in range(len(dataset)):
+        image, target = dataset.read(index)
+        labels = predict_image(trained.model, trained.inference, image, trained.device)
+        own = ConfusionMatrix(scheme.num_classes, scheme.ignore_index)
+        own.update(torch.from_numpy(labels.astype(np.int64)), torch.from_numpy(target.astype(np.int64)))
+        total.merge(own)
+        scores = own.scores()
+        badness = math.inf if scores.miou is None else -scores.miou
+        if num_worst > 0 and scores.miou is not None and (len(worst) < num_worst or badness > worst[0][0]):
+            judged = JudgedImage(
+                dataset.pairs[index].image.name,
+                scores.miou,
+                scores.pixel_accuracy,
+                pictures_of(image, target, labels, scheme),
+            )
+            (heapq.heappush if len(worst) < num_worst else heapq.heapreplace)(worst, (badness, next(order), judged))
+        progress(index + 1)
+    found = [judged for _, _, judged in sorted(worst, key=lambda entry: -entry[0])]
+    return Judgement(split, total.scores(), total.matrix.numpy(), found, len(dataset))
+
+
+def pictures_of(image: NDArray[Any], target: NDArray[Any], labels: NDArray[Any], scheme: ClassScheme) -> dict[str, str]:
+    """Input, target, prediction and errors of one image, small enough for a mail.
+
+    Args:
+        image: uint8 (H, W, 3), RGB.
+        target: (H, W) class ids.
+        labels: (H, W) predicted class ids.
+        scheme: names and colours of the classes.
+    """
+    factor = min(1.0, PICTURE_PX / max(image.shape[:2]))
+    size = max(1, round(image.shape[1] * factor)), max(1, round(image.shape[0] * factor))
+    small = cv2.resize(image, size, interpolation=cv2.INTER_AREA)
+    target, labels = (
+        cv2.resize(ids.astype(np.int32), size, interpolation=cv2.INTER_NEAREST) for ids in (target, labels)
+    )
+    valid = target != scheme.ignore_index
+    truth = colorize(np.where(valid, target, 0), scheme)
+    truth[~valid] = 0
+    grey = np.repeat(cv2.cvtColor(small, cv2.COLOR_RGB2GRAY)[..., None], 3, axis=2)
+    errors = np.where((valid & (labels != target))[..., None], np.array(WRONG_RGB, np.uint8), grey // 2 + 96)
+    mixed = cv2.addWeighted(small, 1 - OVERLAY_ALPHA, colorize(labels, scheme), OVERLAY_ALPHA, 0.0)
+    return {
+        "input": _address(small, ".jpg"),
+        "target": _address(truth, ".png"),
+        "prediction": _address(mixed, ".jpg"),
+        "wrong pixels": _address(errors.astype(np.uint8), ".jpg"),
+    }
+
+
+def _address(pixels: NDArray[Any], suffix: str) -> str:
+    options = [cv2.IMWRITE_JPEG_QUALITY, 80] if suffix == ".jpg" else [cv2.IMWRITE_PNG_COMPRESSION, 9]
+    _, data = cv2.imencode(suffix, np.ascontiguousarray(pixels[..., ::-1]), options)
+    kind = "jpeg" if suffix == ".jpg" else "png"
+    return f"data:image/{kind};base64,{base64.b64encode(data.tobytes()).decode('ascii')}"

@@ -1,0 +1,216 @@
+"""Configs and command lines as people, and others, write them (C01 to C05)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from harness import case
+from hostile import CONTROL, MARKUP, is_inert
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_runs import segapp
+
+from segapp.config import RunConfig, dump_config, load_config
+from segapp.config.problems import known_keys
+from segapp.errors import ConfigError
+
+pytestmark = pytest.mark.faults
+
+BASE = "name: x\ndata: {format: camvid, root: d}\n"
+
+
+def run(tmp_path: Path, text: str | bytes, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """`train --print-config` on a file: it needs neither data nor torch."""
+    path = tmp_path / "c.yaml"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    done = segapp("train", "--config", "c.yaml", "--print-config", *overrides, cwd=tmp_path, timeout_s=60)
+    assert "Traceback" not in done.stdout + done.stderr
+    assert is_inert(done.stderr)
+    return done
+
+
+def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.startswith("error: ")
+    for word in words:
+        assert word in done.stderr, done.stderr
+
+
+@case("C01", how="an unknown key at three levels", passes="exit 2, key path, nearest known key")
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("epoch: 3\n", ["c.yaml:3: unknown key epoch", "did you mean"]),
+        ("optim: {momentm: 0.9}\n", ["unknown key optim.momentm", "optim.momentum"]),
+        ("loss: {plus: [{name: dice, wieght: 1}]}\n", ["loss.plus.0.wieght", "weight"]),
+    ],
+)
+def test_unknown_keys(tmp_path: Path, text: str, words: list[str]) -> None:
+    refused(run(tmp_path, BASE + text), *words)
+
+
+@case("C02", how="1e-3, 5e-4, '0.01', nan, .inf, -1, 010, 12:30, off, class no", passes="the right number, or exit 2")
+def test_numbers(tmp_path: Path) -> None:
+    fine = {"1e-3": 1e-3, "5e-4": 5e-4, "010": 10.0, "1.": 1.0, "+.5": 0.5, '"0.01"': 0.01}
+    for text, value in fine.items():
+        done = run(tmp_path, BASE + f"optim: {{lr: {text}}}\nschedule: {{min_lr: 0}}\n")
+        assert done.returncode == 0, done.stderr
+        assert yaml.safe_load(done.stdout)["optim"]["lr"] == value
+    for text in ("nan", ".nan", ".inf", "-1", "12:30", "off", "true", "null", "[1]", "0x1", "2024-01-01"):
+        refused(run(tmp_path, BASE + f"optim: {{lr: {text}}}\n"), "optim.lr")
+    names = "name: x\ndata: {format: folder, root: d, classes: [no, off, yes, 010, 1e3]}\n"
+    done = run(tmp_path, names)
+    if done.returncode == 0:  # a word is a word; numbers need quotes, and are told so
+        assert yaml.safe_load(done.stdout)["data"]["classes"][:3] == ["no", "off", "yes"]
+    else:
+        refused(done, "data.classes.3", "text is expected")
+        assert "data.classes.0" not in done.stderr
+
+
+BOMBS: dict[str, bytes] = {
+    "twice": BASE.encode() + b"seed: 1\nseed: 2\n",
+    "tab": b"name: x\n\tdata: 1\n",
+    "documents": BASE.encode() + b"---\nname: y\n",
+    "empty": b"",
+    "list": b"- name\n",
+    "deep": b"name: " + b"[" * 3000 + b"]" * 3000,
+    "deeper": b"name: " + b"{a: " * 100_000,
+    "aliases": b"a: &a [x,x]\n" + b"".join(b"%c: &%c [*%c,*%c]\n" % (i + 1, i + 1, i, i) for i in range(97, 115)),
+    "large": b"#" * 50_000_000,
+    "values": b"name: [" + b"1," * 500_000 + b"]",
+    "UTF-16": BASE.encode("utf-16"),
+    "NUL": b"name: \0\n",
+    "apply": b"name: !!python/object/apply:os.system ['touch canary']\n",
+    "new": b"name: !!python/object/new:os.system ['touch canary']\n",
+    "module": b"name: !!python/module:os.system\n",
+    "merge": BASE.encode() + b"<<: {seed: 3}\n",
+    "binary": b"name: !!binary aGk=\n",
+    "digits": BASE.encode() + b"seed: " + b"9" * 500_000,
+    "control": b"name: \x1b[2J\n",
+}
+
+
+@case(
+    "C03",
+    how="double keys, tab, 3000 deep, aliases, 50 MB, UTF-16, NUL, python tags",
+    passes="exit 2 in 2 s; inert",
+)
+@pytest.mark.parametrize("what", BOMBS)
+def test_bombs(tmp_path: Path, what: str) -> None:
+    refused(run(tmp_path, BOMBS[what]), "c.yaml" if what != "empty" else "name is missing")
+    assert not (tmp_path / "canary").exists()
+    path = tmp_path / "c.yaml"
+    start_s = time.process_time()
+    with pytest.raises(ConfigError):
+        load_config(path)
+    assert time.process_time() - start_s < 2 * _slowness()
+
+
+def _slowness() -> float:
+    """How much slower than the machine of the limits this one is now."""
+    start_s = time.process_time()
+    sum(i * i for i in range(2_000_000))
+    return max(1.0, (time.process_time() - start_s) / 0.15)
+
+
+@case("C03", how="a FIFO, a folder, a device, a link loop in place of the file", passes="exit 2 at once")
+def test_what_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.yaml")
+    (tmp_path / "dir.yaml").mkdir()
+    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+    for name in ("fifo.yaml", "dir.yaml", "loop.yaml", "/dev/zero", "/dev/stdin", "\x1b[2J", "[/]", "a" * 300):
+        done = segapp("train", "--config", name, "--print-config", cwd=tmp_path, timeout_s=30)
+        refused(done, "not found")
+        assert is_inert(done.stderr)
+
+
+@case("C03", how="overrides: code, tags, aliases, dunders, controls, bombs", passes="text or exit 2; inert")
+def test_overrides(tmp_path: Path) -> None:
+    for word in (
+        "seed=!!python/object/apply:os.system ['touch canary']",
+        "seed=__import__('os').system('touch canary')",
+        "__class__.__init__=1",
+        "seed.__class__=1",
+        "model.options={a: &x 1, b: *x }",
+        "seed=" + "[" * 10_000,
+        "=3",
+        "..=3",
+        "seed",
+        *(f"data.root={text}" for text in CONTROL[:4]),
+        *(f"{text}=1" for text in (*CONTROL[:4], *MARKUP)),
+    ):
+        refused(run(tmp_path, BASE, word))
+    done = run(tmp_path, BASE, "data.root=$(touch canary);`touch canary`", "model.options={a: $(touch canary)}")
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "canary").exists()
+
+
+@case(
+    "C04",
+    how="crop > 67 Mpx, 1 class, ignored id a class, epochs 0, workers -1 and 10000",
+    passes="exit 2",
+)
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data.crop_px=[100000, 100000]"], ["megapixels"]),
+        (["data.format=folder", "data.classes=[one]"], ["data.classes"]),
+        (["data.ignore_index=3"], ["ignore_index"]),
+        (["train.epochs=0"], ["train.epochs"]),
+        (["train.batch_size=0"], ["train.batch_size"]),
+        (["train.batch_size=99999999"], ["train.batch_size"]),
+        (["data.workers=-1"], ["data.workers"]),
+        (["data.workers=10000"], ["data.workers"]),
+        (["parallel.gpu0_bsz=99"], ["above train.batch_size"]),
+        (["seed=-1"], ["seed"]),
+    ],
+)
+def test_contradictions(tmp_path: Path, overrides: list[str], words: list[str]) -> None:
+    done = run(tmp_path, BASE, *overrides)
+    if done.returncode == 0:  # what the data set's format knows is said before the data are read
+        done = segapp("train", "--config", "c.yaml", "--plain", *overrides, cwd=tmp_path, timeout_s=60)
+    refused(done, *words)
+
+
+_VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.text(max_size=8),
+    st.lists(st.integers(-3, 300), max_size=4),
+    st.dictionaries(st.text(max_size=4), st.integers(), max_size=2),
+    st.sampled_from(["auto", "ce", "dice", "sgd", "adamw", "poly", "dp", "fp16", "folder", "ram"]),
+)
+
+
+@case("C05", how="500 configs of random keys and values, as files", passes="reads back equal, or ConfigError")
+def test_random_configs(tmp_path: Path) -> None:
+    path, again = tmp_path / "c.yaml", tmp_path / "again.yaml"
+    keys = [key for key in known_keys(RunConfig) if len(key) > 1]
+
+    @settings(max_examples=500, deadline=None, database=None)
+    @given(st.lists(st.tuples(st.sampled_from(keys), _VALUES), max_size=4))
+    def holds(changes: list[tuple[tuple[str, ...], Any]]) -> None:
+        raw: dict[str, Any] = yaml.safe_load(BASE)
+        for (*sections, key), value in changes:
+            node = raw
+            for section in sections:
+                node = node.setdefault(section, {})
+            node[key] = value
+        path.write_text(yaml.safe_dump(raw, allow_unicode=True), encoding="utf-8", errors="surrogatepass")
+        try:
+            config = load_config(path)
+        except ConfigError as error:
+            assert str(error)  # noqa: PT017
+            return
+        again.write_text(dump_config(config), encoding="utf-8")
+        assert load_config(again) == config
+
+    holds()

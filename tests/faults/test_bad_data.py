@@ -1,0 +1,443 @@
+"""Data as people have it: damaged, mislabelled, oddly named, hostile (D01 to D16)."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import yaml
+from harness import case, needs
+from hostile import CONTROL, MARKUP, is_inert, png_bomb, write_data, write_picture
+from PIL import Image
+from tiny_runs import segapp
+
+pytestmark = pytest.mark.faults
+
+TINY = {
+    "name": "data",
+    "data": {"format": "folder", "classes": ["ground", "box", "disc"], "crop_px": [32, 32], "workers": 0},
+    "model": {"library": "torchvision", "name": "fcn", "encoder": "mobilenet_v3_small", "aux": False},
+    "train": {"epochs": 1, "batch_size": 2},
+    "log": {"tensorboard": False},
+}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return write_data(tmp_path / "data")
+
+
+def run(command: str, root: Path, *words: str, **data: Any) -> subprocess.CompletedProcess[str]:
+    """A command of segapp on a data set; whatever happens is told in words, and inert."""
+    config = {**TINY, "data": {**TINY["data"], "root": str(root), **data}}
+    (root.parent / "data.yaml").write_text(yaml.safe_dump(config))
+    done = segapp(command, "--config", "data.yaml", *words, cwd=root.parent, timeout_s=60)
+    assert "Traceback" not in done.stdout + done.stderr
+    assert is_inert(done.stdout + done.stderr)
+    return done
+
+
+def check(root: Path, **data: Any) -> tuple[int, list[dict[str, Any]]]:
+    done = run("check", root, "--json", **data)
+    return done.returncode, json.loads(done.stdout)["findings"] if done.stdout else []
+
+
+def refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+    assert done.returncode == code, done.stdout + done.stderr
+    assert done.stderr.startswith("error: "), done.stderr
+    for word in words:
+        assert word in done.stderr, done.stderr
+
+
+def damages(data: bytes) -> dict[str, bytes]:
+    half = len(data) // 2
+    return {
+        "empty": b"",
+        "64 bytes": data[:64],
+        "30 %": data[: len(data) * 3 // 10],
+        "60 %": data[: len(data) * 6 // 10],
+        "99 %": data[: len(data) * 99 // 100],
+        "bit": data[:half] + bytes([data[half] ^ 16]) + data[half + 1 :],
+        "zeros": data[:half] + bytes(len(data) - half),
+        "html": b"<html>404</html>",
+        "elf": b"\x7fELF" + bytes(200),
+    }
+
+
+@case("D01", how="images cut, a bit flipped, zeroed, replaced; PNG and JPEG", passes="check lists each; train exits 3")
+@pytest.mark.parametrize("suffix", [".png", ".jpg"])
+def test_damaged_images(root: Path, suffix: str) -> None:
+    folder = root / "images" / "train"
+    whole = {name: data for i, path in enumerate(sorted(folder.iterdir())) for name, data in [(i, path.read_bytes())]}
+    names = list(damages(b"x" * 100))
+    for i, name in enumerate(names):
+        pixels = cv2.imdecode(np.frombuffer(whole[i % len(whole)], np.uint8), cv2.IMREAD_COLOR)
+        write_picture(folder / f"bad-{i}{suffix}", pixels)
+        path = folder / f"bad-{i}{suffix}"
+        path.write_bytes(damages(path.read_bytes())[name])
+        write_picture(root / "masks" / "train" / f"bad-{i}.png", np.zeros((48, 64), np.uint8))
+    code, findings = check(root)
+    assert code == 3
+    found = {Path(f["image"]).name for f in findings if f["kind"] == "unreadable"}
+    undetectable = {"bit", "zeros"} if suffix == ".jpg" else set()  # a JPEG has no checksums: see D03
+    assert found >= {f"bad-{i}{suffix}" for i, name in enumerate(names) if name not in undetectable}
+    refused(run("train", root, "--plain"), 3, "bad-0")
+
+
+@case("D02", how="masks damaged in the same ways", passes="each is listed, none gives wrong labels")
+def test_damaged_masks(root: Path) -> None:
+    folder = root / "masks" / "train"
+    for i, name in enumerate(damages(b"x" * 100)):
+        image = (root / "images" / "train" / "00.png").read_bytes()
+        (root / "images" / "train" / f"bad-{i}.png").write_bytes(image)
+        (folder / f"bad-{i}.png").write_bytes(damages((folder / "01.png").read_bytes())[name])
+    code, findings = check(root)
+    assert code == 3
+    found = {Path(f["mask"]).name for f in findings if f["kind"] == "mask"}
+    assert found == {f"bad-{i}.png" for i in range(len(damages(b"x" * 100)))}
+
+
+@case("D03", how="a bit of a JPEG flipped after --write-sums", passes="check --sums names the file, exit 3")
+def test_a_file_that_changed_since_its_sum(root: Path) -> None:
+    path = root / "images" / "train" / "00.png"
+    jpeg = path.with_suffix(".jpg")
+    write_picture(jpeg, cv2.imread(str(path)))
+    path.unlink()
+    assert run("check", root, "--write-sums", "sums").returncode == 0
+    data = bytearray(jpeg.read_bytes())
+    data[len(data) // 2] ^= 4
+    jpeg.write_bytes(bytes(data))
+    done = run("check", root, "--sums", "sums", "--json")
+    assert done.returncode == 3
+    assert [f["kind"] for f in json.loads(done.stdout)["findings"]] == ["sums"]
+
+
+@case("D04", how="400 mutated PNGs and JPEGs through check", passes="the process lives; no mask decodes to other ids")
+def test_mutated_pictures(root: Path) -> None:
+    rng = random.Random(0)
+    good = {}
+    for i in range(200):
+        for kind, suffix in (("images", rng.choice((".png", ".jpg"))), ("masks", ".png")):
+            pixels = cv2.imread(str(root / kind / "train" / f"{i % 6:02}.png"), cv2.IMREAD_UNCHANGED)
+            path = root / kind / "train" / f"m{i:03}{suffix}"
+            write_picture(path, pixels)
+            good[path] = pixels
+            data = bytearray(path.read_bytes())
+            for _ in range(rng.randint(1, 8)):
+                data[rng.randrange(len(data))] = rng.randrange(256)
+            path.write_bytes(data[: rng.randrange(len(data))] if rng.random() < 0.25 else data)
+    code, findings = check(root)
+    assert code == 3
+    named = {f["mask"] for f in findings if f["kind"] in {"mask", "ids", "size"}}
+    for path, pixels in good.items():
+        if path.parent.parent.name == "masks" and str(path) not in named:
+            assert np.array_equal(np.asarray(Image.open(path)), pixels), path
+
+
+@case("D05", how="ids = classes, 254, 255, one pixel of one mask", passes="exit 3 with file, value and count")
+@pytest.mark.parametrize(("value", "count"), [(3, 1), (254, 40), (255, 7)])
+def test_ids_outside_the_classes(root: Path, value: int, count: int) -> None:
+    path = root / "masks" / "train" / "04.png"
+    mask = cv2.imread(str(path), cv2.IMREAD_UNCHANGED)
+    mask[mask == 255] = 0
+    mask.flat[:count] = value
+    write_picture(path, mask)
+    options = {"ignore_index": 250} if value == 255 else {}
+    if value == 255:
+        for other in (root / "masks").rglob("*.png"):
+            if other != path:
+                pixels = cv2.imread(str(other), cv2.IMREAD_UNCHANGED)
+                write_picture(other, np.where(pixels == 255, 0, pixels).astype(np.uint8))
+    done = run("train", root, "--plain", "--run", "run", **options)
+    refused(done, 3, "04.png", f"{value} ({count} px)")
+    events = root.parent / "run" / "events.jsonl"
+    assert '"type":"step"' not in (events.read_text() if events.exists() else "")
+
+
+MODES: dict[str, tuple[Callable[[np.ndarray[Any, Any]], Image.Image], str, bool]] = {
+    "L": (Image.fromarray, ".png", True),
+    "P": (lambda a: Image.fromarray(a).convert("P", palette=Image.Palette.WEB), ".png", True),
+    "I;16": (lambda a: Image.fromarray(a.astype(np.uint16)), ".png", True),
+    "1": (lambda a: Image.fromarray((a > 0).astype(np.uint8) * 255).convert("1"), ".png", True),
+    "RGB": (lambda a: Image.fromarray(a).convert("RGB"), ".png", False),
+    "RGBA": (lambda a: Image.fromarray(a).convert("RGBA"), ".png", False),
+    "LA": (lambda a: Image.fromarray(a).convert("LA"), ".png", False),
+    "I;16 x 257": (lambda a: Image.fromarray(a.astype(np.uint16) * 257), ".png", False),
+    "JPEG": (Image.fromarray, ".jpg", False),
+    "float": (lambda a: Image.fromarray(a.astype(np.float32)), ".tif", False),
+}
+
+
+@case("D06", how="masks as P, I;16, 1-bit, RGB, RGBA, LA, x257, JPEG, float, pages", passes="ids exact, or refused")
+@pytest.mark.parametrize("mode", [*MODES, "pages", "animation"])
+def test_modes_of_masks(root: Path, mode: str) -> None:
+    ids = np.tile(np.arange(3, dtype=np.uint8), (48, 22))[:, :64]
+    old = root / "masks" / "train" / "00.png"
+    old.unlink()
+    if mode in {"pages", "animation"}:
+        suffix, is_fine = (".tif" if mode == "pages" else ".png"), False
+        frames = [Image.fromarray(ids), Image.fromarray(ids[::-1].copy() + 1)]
+        frames[0].save(old.with_suffix(suffix), save_all=True, append_images=frames[1:])
+    else:
+        make, suffix, is_fine = MODES[mode]
+        make(ids).save(old.with_suffix(suffix))
+        if mode == "P":  # web palettes number their colours anew: store the ids themselves
+            picture = Image.fromarray(ids, "P")
+            picture.putpalette([0, 0, 0, 255, 0, 0, 0, 255, 0])
+            picture.save(old)
+    code, findings = check(root)
+    if not is_fine:
+        assert code == 3
+        assert [Path(f["mask"]).stem for f in findings if f["severity"] == "error"] == ["00"]
+        return
+    assert code == 0, findings
+    done = run("check", root, "--json")
+    others = [cv2.imread(str(p), -1) for p in sorted(old.parent.iterdir()) if p.stem != "00"]
+    stored = (ids > 0).astype(np.uint8) if mode == "1" else ids
+    expected = [int(sum((m == c).sum() for m in [*others, stored])) for c in range(3)]
+    assert json.loads(done.stdout)["splits"]["train"]["pixels"] == expected
+
+
+def _peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+
+
+@case("D07", how="mask of another size, turned, 1x1, 7x5000, 16k x 16k, 20k x 20k of 12 KB", passes="named; < 2 GB")
+def test_sizes(root: Path) -> None:
+    masks, images = root / "masks" / "train", root / "images" / "train"
+    write_picture(masks / "00.png", np.zeros((20, 20), np.uint8))
+    write_picture(masks / "01.png", np.zeros((64, 48), np.uint8))
+    write_picture(images / "02.png", np.zeros((1, 1, 3), np.uint8))
+    write_picture(masks / "02.png", np.zeros((1, 1), np.uint8))
+    write_picture(images / "03.png", np.random.default_rng(0).integers(0, 255, (7, 5000, 3), np.uint8))
+    write_picture(masks / "03.png", np.zeros((7, 5000), np.uint8))
+    (images / "04.png").write_bytes(png_bomb(16_384, 16_384))
+    (masks / "05.png").write_bytes(png_bomb(20_000, 20_000))
+    code, findings = check(root)
+    assert code == 3
+    by_kind = {kind: {Path(f["image"]).stem for f in findings if f["kind"] == kind} for kind in ("size", "unreadable")}
+    assert by_kind == {"size": {"00", "01"}, "unreadable": {"04"}}
+    assert [Path(f["mask"]).stem for f in findings if f["kind"] == "mask"] == ["05"]
+    assert all("too large" in f["message"] for f in findings if f["kind"] in {"unreadable", "mask"})
+    assert "EXIF" in next(f["message"] for f in findings if f["kind"] == "size" and Path(f["image"]).stem == "01")
+    refused(run("train", root, "--plain"), 3, "04.png", "too large")
+
+
+@case("D08", how="images with EXIF orientation 1 to 8, masks upright", passes="fits; else the size is named")
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_orientations(root: Path, orientation: int) -> None:
+    upright = Image.open(root / "images" / "train" / "00.png")
+    back = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}  # the transposition that the viewer undoes
+    stored = upright.transpose(Image.Transpose(back[orientation])) if orientation > 1 else upright
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    (root / "images" / "train" / "00.png").unlink()
+    stored.save(root / "images" / "train" / "00.jpg", exif=exif, quality=95)
+    assert check(root) == (0, [])
+    bare = Image.open(root / "images" / "train" / "00.jpg")
+    bare.save(root / "images" / "train" / "00.jpg", exif=b"", quality=95)
+    code, findings = check(root)
+    assert (code, [f["kind"] for f in findings]) == ((3, ["size"]) if orientation >= 5 else (0, []))
+
+
+@case("D09", how="grey, LA, RGBA, P with transparency, CMYK, 16 bit, interlaced images", passes="a run trains on them")
+def test_modes_of_images(root: Path) -> None:
+    folder = root / "images" / "train"
+    forms = [("L", ".png"), ("LA", ".png"), ("RGBA", ".png"), ("P", ".png"), ("CMYK", ".jpg"), ("RGB", ".webp")]
+    for i, (mode, suffix) in enumerate(forms):
+        image = Image.open(folder / f"{i:02}.png").convert(mode)
+        (folder / f"{i:02}.png").unlink()
+        image.save(folder / f"{i:02}{suffix}", **({"transparency": 0} if mode == "P" else {}))
+    assert check(root)[0] == 0
+    done = run("train", root, "--plain")
+    assert done.returncode == 0, done.stderr
+
+
+@case("D10", how="no image; no val; one image; fewer than a batch; a last batch of one", passes="exit 3, or it works")
+def test_few_images(root: Path) -> None:
+    for i in range(1, 6):
+        (root / "images" / "train" / f"{i:02}.png").unlink()
+    assert run("train", root, "--plain", "--run", "one").returncode == 0
+    (root / "images" / "train" / "00.png").rename(root / "00.png")
+    refused(run("train", root, "--plain"), 3, "images/train")
+    (root / "00.png").rename(root / "images" / "train" / "00.png")
+    for path in (root / "images" / "val").iterdir():
+        path.unlink()
+    refused(run("train", root, "--plain"), 3, "images/val")
+
+
+@case("D11", how="unpaired, hidden, Thumbs.db, two of one stem, upper case, NFD", passes="each listed with its count")
+def test_partners(root: Path) -> None:
+    images, masks = root / "images" / "train", root / "masks" / "train"
+    (images / "00.png").rename(images / "00.PNG")
+    (images / "01.png").rename(images / "u\u0308.png")
+    (masks / "01.png").rename(masks / "\u00fc.png")
+    (images / "02.png").rename(images / "Two.png")
+    (masks / "02.png").rename(masks / "two.png")
+    (masks / "03.png").unlink()
+    write_picture(masks / "alone.png", np.zeros((48, 64), np.uint8))
+    for name in ("._a.png", "Thumbs.db"):
+        (images / name).write_bytes(b"x")
+    code, findings = check(root)
+    assert code == 3
+    pairs = [f["message"] for f in findings if f["kind"] == "pairs"]
+    assert len(pairs) == 1
+    assert pairs[0].startswith("1 of 6 images have no mask")
+    files = [f["message"] for f in findings if f["kind"] == "file"]
+    assert [m.split(": ")[1] for m in files] == [
+        "1 masks have no image",
+        "1 files among the images are none by their name",
+        "1 hidden files are left out",
+    ]
+    write_picture(images / "04.jpg", np.zeros((48, 64, 3), np.uint8))
+    assert "have the same name" in str(check(root)[1])
+
+
+NAMES = [b"a b", b"a\nb", b"a\tb", b"-rf", b"$(id)", b"\xff\xfe", b"x" * 250, "\u202egnp".encode()]
+
+
+@case("D12", how="names: newline, -rf, $(id), markup, escapes, RTL, 255 bytes, not UTF-8", passes="trained; inert")
+def test_names(root: Path) -> None:
+    names = [*NAMES, *(text.replace("/", "_").encode() for text in (*CONTROL, *MARKUP))]
+    for split in ("train", "val"):
+        for i, name in enumerate(names):
+            for kind in (b"images", b"masks"):
+                folder = os.path.join(os.fsencode(root), kind, split.encode())
+                with open(os.path.join(folder, b"00.png"), "rb") as file:
+                    data = file.read()
+                with open(os.path.join(folder, name[:250] + b".png"), "wb") as file:
+                    file.write(data if kind == b"masks" else data + bytes([i]))
+    done = run("check", root)
+    assert "counts double" in done.stdout
+    done = run("train", root, "--plain", "--run", "run", "--config", "data.yaml")
+    assert done.returncode == 0, done.stderr
+    assert is_inert((root.parent / "run" / "events.jsonl").read_text())
+    victim = os.path.join(os.fsencode(root), b"masks", b"train", CONTROL[0].encode() + b".png")
+    with open(victim, "r+b") as file:
+        file.truncate(40)
+    refused(run("train", root, "--plain"), 3, r"\x1b[2J")
+
+
+@case("D13", how="link loop, link away, broken link, FIFO, socket, device, folder x.png", passes="no hang; named")
+@pytest.mark.parametrize("what", ["loop", "broken", "fifo", "socket", "device", "folder"])
+def test_odd_files(root: Path, what: str) -> None:
+    path = root / "masks" / "train" / "03.png"
+    path.unlink()
+    if what == "loop":
+        path.symlink_to(path.name)
+        (root / "images" / "train" / "again").symlink_to(root / "images" / "train")
+    elif what == "broken":
+        path.symlink_to("nowhere")
+    elif what == "fifo":
+        os.mkfifo(path)
+    elif what == "socket":
+        here = os.getcwd()
+        os.chdir(path.parent)  # a socket's path is short
+        try:
+            socket.socket(socket.AF_UNIX).bind(path.name)
+        finally:
+            os.chdir(here)
+    elif what == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    code, findings = check(root)
+    assert code == 3
+    if what == "folder":
+        assert [f["kind"] for f in findings if f["severity"] == "error"] == ["pairs"]
+    else:
+        assert {Path(f["mask"]).name for f in findings if f["kind"] == "mask"} == {"03.png"}
+    refused(run("train", root, "--plain"), 3, "03.png")
+
+
+@case("D13", how="a file that leads out of the root; one without read permission", passes="told; exit 3 for uid 65534")
+def test_links_away_and_forbidden_files(root: Path) -> None:
+    away = root.parent / "away.png"
+    path = root / "images" / "train" / "03.png"
+    path.rename(away)
+    path.symlink_to(away)
+    code, findings = check(root)
+    assert (code, [f["kind"] for f in findings]) == (0, ["link"])
+    assert check(root, allow_outside_root=True) == (0, [])
+    needs("root")
+    (root / "masks" / "train" / "02.png").chmod(0)
+    code = f"""
+import os
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+from pathlib import Path
+from segapp.datasets.files import read_bytes
+read_bytes(Path({str(root / "masks" / "train" / "02.png")!r}))
+"""
+    for parent in (root, *root.parents):
+        if parent.stat().st_uid == os.getuid() and parent != Path("/"):
+            parent.chmod(parent.stat().st_mode | 0o011)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    if "No module named" in done.stderr or "Permission denied: '/root" in done.stderr:
+        pytest.skip("another user cannot read this Python")
+    assert "DataError" in done.stderr
+    assert "chmod +r" in done.stderr
+
+
+@case(
+    "D14",
+    how="lists: absolute, .., link out, NUL, CRLF, BOM, comments, 30000 lines",
+    passes="refused or read; bounded",
+)
+def test_lists(root: Path) -> None:
+    lines = [f"images/train/{i:02}.png masks/train/{i:02}.png" for i in range(6)]
+    (root / "val.txt").write_text("images/val/00.png masks/val/00.png\n")
+    (root / "train.txt").write_bytes(b"\xef\xbb\xbf# pairs\r\n\r\n" + "\r\n".join(lines).encode())
+    assert check(root, format="list") == (0, [])
+    (root / "out").symlink_to("/etc")
+    for bad in ("/etc/hostname masks/train/00.png", "../x.png masks/train/00.png", "out/hostname masks/train/00.png"):
+        (root / "train.txt").write_text("\n".join([*lines, bad]))
+        done = run("train", root, "--plain", format="list")
+        refused(done, 3, "outside data.root", "data.allow_outside_root")
+    (root / "train.txt").write_bytes(b"a\0b c\n")
+    refused(run("train", root, "--plain", format="list"), 3, "not a text file")
+    (root / "train.txt").write_text("\n".join(f"images/train/{i}.png masks/train/{i}.png" for i in range(30_000)))
+    refused(run("train", root, "--plain", format="list"), 3, "the file does not exist", "and 29995 more")
+    (root / "train.txt").write_text("\n".join([*lines, "images/val/00.png masks/val/00.png"]))
+    code, findings = check(root, format="list")
+    assert (code, [f["kind"] for f in findings]) == (3, ["leak"])
+
+
+@case("D15", how="one mask ignored; a class absent in train or val; all masks ignored", passes="finite; exit 3")
+def test_ignored_pixels(root: Path) -> None:
+    write_picture(root / "masks" / "train" / "00.png", np.full((48, 64), 255, np.uint8))
+    for path in (root / "masks" / "val").iterdir():
+        mask = cv2.imread(str(path), -1)
+        write_picture(path, np.where(mask == 2, 255, mask).astype(np.uint8))
+    done = run("train", root, "--plain", "--run", "run")
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in (root.parent / "run" / "events.jsonl").read_text().splitlines()]
+    (val,) = [event for event in events if event["type"] == "val"]
+    assert val["miou"] is not None
+    assert all(event["loss"] is not None for event in events if event["type"] == "step")
+    for path in (root / "masks" / "train").iterdir():
+        write_picture(path, np.full((48, 64), 255, np.uint8))
+    refused(run("train", root, "--plain"), 3, "nothing but ignored pixels")
+
+
+@case("D16", how="class weights: too few, 0, negative, NaN, inf, an unknown rule", passes="exit 2")
+@pytest.mark.parametrize("weights", ["[1, 2]", "[0, 0, 0]", "[1, -1, 1]", "[1, .nan, 1]", "[1, .inf, 1]", "best"])
+def test_class_weights(root: Path, weights: str) -> None:
+    refused(run("train", root, "--plain", f"loss.class_weights={weights}"), 2, "class_weights")
+
+
+def test_the_bomb_is_a_valid_picture() -> None:
+    data = png_bomb(300, 200)
+    assert np.array_equal(cv2.imdecode(np.frombuffer(data, np.uint8), -1), np.zeros((200, 300), np.uint8))
+    assert struct.unpack(">II", data[16:24]) == (300, 200)

@@ -1,0 +1,116 @@
+"""Kills at random moments, resumed each time, at the end compared with the uninterrupted run bit for bit (F02, R02).
+
+`SEGAPP_KILLS` says how many kills a variant gets (default 36: over 200 in all); the seed is in the test's name.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from harness import FaultRun, Invariants, case
+
+NUM_KILLS = int(os.environ.get("SEGAPP_KILLS", "36"))
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "workers": {"data": {"workers": 2}},
+    "amp-bf16": {"train": {"precision": "amp-bf16"}},
+    "fp16": {"train": {"precision": "fp16"}},
+    "three-devices": {
+        "parallel": {"mode": "dp", "devices": ["cpu", "cpu", "cpu"], "gpu0_bsz": 1},
+        "train": {"batch_size": 5},
+    },
+    "accumulate": {"train": {"accumulate": 2, "precise_bn": 2}, "data": {"workers": 1}},
+}
+
+PLACES = (
+    "train.step",
+    "train.backward",
+    "eval.batch",
+    "events.before_write",
+    "events.before_rewind_rename",
+    "command.answered",
+    "ckpt.opened",
+    "ckpt.write",
+    "ckpt.before_fsync",
+    "ckpt.before_rename",
+    "ckpt.after_rename",
+    "ckpt.manifest.before_rename",
+    "ckpt.committed",
+    "ckpt.before_link",
+    "ckpt.before_retire",
+    "ckpt.end",
+)
+
+
+def kill_somewhere(run: FaultRun, rng: random.Random) -> bool:
+    """One start and one kill: at a named place on a random visit, or after a random time; False if it came too late."""
+    if rng.random() < 0.5:
+        program = run.start(failpoints=f"{rng.choice(PLACES)}={rng.randint(1, 8)}:kill")
+        ask_for_something(run, rng)
+        run.ended(program)
+    else:
+        program = run.start()
+        run.wait_for(lambda: run.events("run_start") or program.returncode is not None)
+        ask_for_something(run, rng)
+        time.sleep(rng.uniform(0, 1.2))
+        program.send(signal.SIGKILL, to_group=rng.random() < 0.5)
+        run.ended(program)
+    return program.returncode == -signal.SIGKILL
+
+
+def ask_for_something(run: FaultRun, rng: random.Random) -> None:
+    """Sometimes a command that does not change the course is on its way."""
+    from segapp.errors import CommandError
+    from segapp.run.commands import parse_command, send_command
+
+    if rng.random() < 0.3 and (run.folder / "run.json").exists():
+        try:
+            send_command(run.folder, parse_command("checkpoint"), "campaign")
+        except CommandError:
+            return
+
+
+@case(
+    "F02",
+    how="SIGKILL at random moments and places (step, evaluation, save, command), to the process or its group",
+    passes="no promised checkpoint lost, every resumed run exact",
+)
+@pytest.mark.faults_long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_random_kills(
+    new_run: Callable[..., FaultRun],
+    invariants: Invariants,
+    variant: str,
+    record_property: Callable[[str, object], None],
+) -> None:
+    rng = random.Random(variant)
+    num_kills = num_runs = 0
+    while num_kills < NUM_KILLS:
+        num_runs += 1
+        run = new_run(f"run-{num_runs}", **VARIANTS[variant])
+        for _ in range(rng.randint(1, 8)):
+            if not kill_somewhere(run, rng):
+                break
+            num_kills += 1
+            invariants.assert_clean_processes(run, within_s=8)
+            invariants.assert_nothing_lost(run)
+        invariants.check(run)
+    record_property("figure", f"{variant}: {num_kills} kills in {num_runs} runs, 0 lost, 0 inexact")
+
+
+@case("R02", how="stopped by SIGTERM five times within one epoch", passes="exit 75 each time, exact at the end")
+@pytest.mark.faults
+def test_stopped_five_times_in_an_epoch(new_run: Callable[..., FaultRun], invariants: Invariants) -> None:
+    run = new_run(train={"epochs": 2}, data={"workers": 2})
+    for _ in range(4):
+        done = run.train(failpoints="train.step=2:term")
+        assert done.returncode == 75, done.stderr
+    invariants.check(run)

@@ -1,0 +1,243 @@
+"""Reports: what is in the page is what the run has written and what the model does, and nothing in it is alive."""
+
+from __future__ import annotations
+
+import base64
+import html.parser
+import json
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+from canned import CannedRun
+from tiny_runs import events, merged, segapp, train
+
+from segapp.errors import ConfigError, RunError, StorageError
+from segapp.report import charts, compare_runs, write_report
+from segapp.report.charts import Frame, Line
+from segapp.report.pictures import judge
+from segapp.report.story import Thinned, read_story
+from segapp.run.folder import RunFolder
+from segapp.train.apply import load_trained
+from segapp.train.build import build_dataset
+
+VOID = {"meta", "img", "br", "link", "hr"}
+SVG_LEAVES = {"line", "path", "rect", "circle"}
+
+
+class Page(html.parser.HTMLParser):
+    """Tags in balance, text, and addresses."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def read(path: Path) -> Page:
+    page = Page(path.read_text())
+    assert not [tag for tag, _ in page.tags if tag in ("script", "iframe", "link", "object")]
+    for _, attributes in page.tags:
+        for name, value in attributes.items():
+            assert not name.startswith("on")
+            if name in ("src", "href"):
+                assert value is not None
+                assert value.startswith("data:image/")
+    return page
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny_root: Path) -> Path:
+    config = merged(
+        {
+            "name": "tiny",
+            "data": {"format": "folder", "root": str(tiny_root), "classes": ["ground", "box", "disc"], "workers": 0},
+            "model": {
+                "library": "smp",
+                "name": "Linknet",
+                "encoder": "tu-test_resnet",
+                "options": {"encoder_depth": 3},
+            },
+        },
+        data={"crop_px": [32, 32]},
+        optim={"name": "adamw", "lr": 0.003},
+        train={"epochs": 2, "batch_size": 3, "ema": None},
+        parallel={"mode": "dp", "devices": ["cpu", "cpu"], "gpu0_bsz": 1},
+        log={"every_steps": 1, "tensorboard": False},
+    )
+    folder = tmp_path_factory.mktemp("report") / "run"
+    assert train(config, folder) == 0
+    return folder
+
+
+def test_a_report_says_what_the_run_and_the_model_say(trained: Path, tmp_path: Path) -> None:
+    out = write_report(str(trained), tmp_path / "page.html", num_worst=3)
+    page = read(out)
+    val = events(trained, "val")[-1]
+    assert f"{100 * val['miou']:.1f} %" in page.text
+    assert "2 of 2" in page.text
+    assert "model.options" not in page.text
+    assert "encoder_depth: 3" in page.text  # the config
+    for name in ("ground", "box", "disc"):
+        assert name in page.text
+    pictures = [attributes["src"] for tag, attributes in page.tags if tag == "img"]
+    assert len(pictures) == 3 * 4
+    for address in pictures:
+        data = base64.b64decode(str(address).split(",", 1)[1])
+        assert cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR).shape == (48, 64, 3)
+
+
+def test_the_judgement_is_the_evaluation(trained: Path) -> None:
+    model = load_trained(str(trained))
+    dataset = build_dataset(model.config.data, model.scheme, "val", is_training=False, seed=0)
+    judged = judge(model, dataset, "val", 2)
+    best = max(event["miou"] for event in events(trained, "val"))
+    assert judged.scores.miou == pytest.approx(best, abs=1e-6)
+    mious = [judge(model, build_one(dataset, i), "val", 1).worst[0].miou for i in range(len(dataset))]
+    assert [image.miou for image in judged.worst] == sorted(mious)[:2]
+    assert judged.matrix.sum() == judged.scores.num_valid_px
+
+
+def build_one(dataset: Any, index: int) -> Any:
+    return type(dataset)([dataset.pairs[index]], dataset.scheme)
+
+
+def test_without_the_model_the_rest_is_there_and_the_reason_too(trained: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for name in ("events.jsonl", "run.json", "config.yaml"):
+        (folder / name).write_bytes((trained / name).read_bytes())
+    page = read(write_report(str(folder)))
+    assert (folder / "report.html").is_file()
+    assert "No confusion matrix and no pictures" in page.text
+    assert "2 of 2" in page.text
+
+
+def test_names_from_outside_are_inert(tmp_path: Path) -> None:
+    nasty = "<script>alert(1)</script>\x1b[31m[/b]"
+    run = CannedRun(tmp_path / "run", classes=[nasty, '"><img src=x onerror=alert(1)>', "{{ 7 * 7 }}"])
+    run.epoch()
+    run.alert("oom", nasty)
+    run.end("failed", nasty)
+    text = write_report(str(run.folder.path), has_pictures=False).read_text()
+    assert "<script" not in text
+    assert "<img" not in text
+    assert "\x1b" not in text
+    page = Page(text)
+    assert "{{ 7 * 7 }}" in page.text
+    assert "alert(1)" in page.text
+
+
+def test_what_cannot_be_reported_is_one_clear_error(tmp_path: Path, trained: Path) -> None:
+    with pytest.raises(ConfigError, match="no such run"):
+        write_report(str(tmp_path / "nothing"))
+    RunFolder.create(path=tmp_path / "begun").write_info()
+    with pytest.raises(RunError, match="no events yet"):
+        write_report(str(tmp_path / "begun"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="choose another --out"):
+        write_report(str(trained), tmp_path / "file" / "page.html", has_pictures=False)
+
+
+def test_a_comparison_names_what_differs(trained: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("events.jsonl", "run.json"):
+        (other / name).write_bytes((trained / name).read_bytes())
+    text = (trained / "config.yaml").read_text()
+    (other / "config.yaml").write_text(re.sub(r"(?m)^(\s+)gpu0_bsz: 1$", r"\1gpu0_bsz: 2", text))
+    found = compare_runs([str(trained), str(other)], tmp_path / "page.html")
+    assert found["differences"] == {"parallel.gpu0_bsz": [1, 2]}
+    first, second = found["runs"]
+    assert {**first, "name": ""} == {**second, "name": ""}
+    assert first["best_miou"] == max(event["miou"] for event in events(trained, "val"))
+    assert "parallel.gpu0_bsz" in read(tmp_path / "page.html").text
+    with pytest.raises(ConfigError, match="two runs at least"):
+        compare_runs([str(trained)])
+
+
+def test_from_the_command_line(trained: Path, tmp_path: Path) -> None:
+    done = segapp("report", str(trained), "--out", "page.html", "--worst", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "written: page.html" in done.stdout
+    assert len([1 for tag, _ in read(tmp_path / "page.html").tags if tag == "img"]) == 4
+    done = segapp("compare", str(trained), str(trained), "--json", cwd=tmp_path)
+    assert len(json.loads(done.stdout)["runs"]) == 2
+    done = segapp("compare", str(trained), str(trained), cwd=tmp_path)
+    assert "best mIoU" in done.stdout
+    done = segapp("report", "nothing", cwd=tmp_path)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_line_goes_where_its_values_are() -> None:
+    chart = charts.line_chart([Line("a", [0, 10], [0.0, 1.0])], Frame("step", "y", bottom=0.0, top=1.0))
+    svg = ET.fromstring(re.sub(r"=(role|img|mark|grid|axis|chart)\b", r'="\1"', re.search(r"<svg.*</svg>", chart)[0]))  # type: ignore[index]
+    path = next(e for e in svg.iter() if e.get("class") == "line c0").get("d")
+    assert path is not None
+    (x0, y0), (x1, y1) = ([float(n) for n in point.split()] for point in re.split("[ML]", path)[1:])
+    ticks = {e.text: (float(e.get("x")), float(e.get("y"))) for e in svg.iter("text") if e.get("class") == "end"}  # type: ignore[arg-type]
+    assert (x0, x1) == (62, charts.WIDTH_PX - 14)
+    assert y0 - y1 == pytest.approx((260 - 34 - 12) / 1.03, rel=0.03)
+    assert ticks["0"][1] - 4 == pytest.approx(y0, abs=0.2)
+
+
+@pytest.mark.parametrize("values", [[], [float("nan")], [float("inf"), float("nan")]])
+def test_nothing_to_draw_is_a_word(values: list[float]) -> None:
+    assert "nothing was recorded" in charts.line_chart([Line("a", range(len(values)), values)], Frame("x", "y"))
+
+
+def test_gaps_stay_gaps() -> None:
+    chart = charts.line_chart([Line("a", [0, 1, 2, 3], [1.0, float("nan"), 2.0, 3.0])], Frame("x", "y"))
+    path = re.search(r'class="line c0" d="([^"]*)"', chart)
+    assert path is not None
+    assert path[1].count("M") == 2
+
+
+def test_a_long_curve_is_thinned_and_taken_back() -> None:
+    curve = Thinned()
+    for step in range(100_000):
+        curve.add(step, float(step))
+    assert 2000 <= len(curve.points) <= 4001
+    assert curve.points[-1][0] > 99_000
+    assert all(step == value for step, value in curve.points)
+    curve.drop_after(500)
+    assert curve.points[-1][0] <= 500
+
+
+def test_a_resumed_run_counts_once(tmp_path: Path) -> None:
+    run = CannedRun(tmp_path / "run")
+    run.epoch()
+    last = run.step
+    run.write_start(last - 20)
+    run.step = last - 20
+    run.train(30)
+    story = read_story(str(run.folder.path))
+    assert [step for step, _ in story.lr.points] == list(range(1, last + 11))
+    assert story.view.num_starts == 2
