@@ -224,20 +224,57 @@ def evaluate(
 @app.command()
 def predict(
     target: Annotated[
-        str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's name or folder, or a checkpoint file.")
+        str,
+        typer.Argument(
+            metavar="RUN|CHECKPOINT|FILE", help="A run's name or folder, a checkpoint, or an exported .onnx or .pt2."
+        ),
     ],
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Images, or folders of images.")],
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Images, videos, folders, or globs.")],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the pictures go.")],
+    save: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(
+            "--save",
+            metavar="KIND",
+            help="labels, color, overlay, probabilities; several with commas, or again. [default: all but the last]",
+        ),
+    ] = None,
     label_ids: Annotated[
         bool, typer.Option("--label-ids", help="Write the data set's own ids (Cityscapes labelIds).")
     ] = False,
     slide: Annotated[bool, typer.Option("--slide", help="Sliding window instead of the whole image.")] = False,
     tta: Annotated[bool, typer.Option("--tta", help="Average over a flip and several scales.")] = False,
+    batch: Annotated[str, typer.Option("--batch", metavar="N|auto", help="Images at once; auto: by memory.")] = "auto",
 ) -> None:
-    """Predict images: DIR/labels (class ids), DIR/color and DIR/overlay."""
-    from segapp.train.apply import predict_target
+    """Predict images and videos: DIR/labels (class ids), DIR/color, DIR/overlay, DIR/probabilities."""
+    from segapp.train.apply import PredictOptions, parse_batch, predict_target
+    from segapp.train.predict import parse_saved
 
-    predict_target(target, paths, out, label_ids=label_ids, slide=slide, tta=tta)
+    options = PredictOptions(parse_saved(save or []), label_ids, slide, tta, parse_batch(batch))
+    predict_target(target, paths, out, options)
+
+
+@app.command()
+def export(
+    target: Annotated[
+        str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's name or folder, or a checkpoint file.")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The file to write.")],
+    format: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--format", metavar="onnx|pt2", help="ONNX, or torch.export; else by the ending of --out."),
+    ] = None,
+    half: Annotated[bool, typer.Option("--half", help="Weights and arithmetic in float16.")] = False,
+    argmax: Annotated[bool, typer.Option("--argmax", help="Give class ids instead of logits.")] = False,
+) -> None:
+    """Write a network as a file that runs without segapp, and check its answers.
+
+    The file takes uint8 RGB images (batch, height, width, 3) of any size and gives float32 logits at that size;
+    normalisation, padding and upsampling are inside, class names and colours in its metadata.
+    """
+    from segapp.train.exporting import export_target
+
+    export_target(target, out, format=format, half=half, argmax=argmax)
 
 
 @app.command()

@@ -207,7 +207,7 @@ def _aligned(num_bytes: int) -> int:
 
 def _check_memory(num_bytes: int) -> None:
     """Refuse a cache that the free memory does not hold."""
-    available = _available_bytes()
+    available = available_bytes()
     if available is not None and num_bytes > available:
         raise DataError(
             f"data.cache=ram needs {num_bytes / 2**30:.1f} GiB for the decoded images, {available / 2**30:.1f} GiB of "
@@ -215,7 +215,7 @@ def _check_memory(num_bytes: int) -> None:
         )
 
 
-def _available_bytes() -> int | None:
+def available_bytes() -> int | None:
     """Memory that can be had without swapping, within the container's limit; None where the system does not say."""
     available: list[int] = []
     group = Path("/sys/fs/cgroup")

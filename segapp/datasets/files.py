@@ -138,32 +138,33 @@ def _os_reason(error: OSError) -> str:
     return f"the file cannot be read ({error.strerror or error}): check the disk, or copy the file again"
 
 
-def open_image(file: BinaryIO, path: Path) -> Image.Image:
+def open_image(file: BinaryIO, path: Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """A Pillow image whose pixels are not decoded yet, small enough to decode.
 
     Args:
         file: The file's bytes, at their beginning.
         path: Named in errors.
+        max_pixels: More are refused.
 
     Raises:
-        DataError: No known image format, a damaged header, or more than `MAX_PIXELS`.
+        DataError: No known image format, a damaged header, or more than `max_pixels`.
     """
     try:
         image = Image.open(file)
     except Image.DecompressionBombError as error:
-        raise _too_large(path, str(error)) from error
+        raise _too_large(path, str(error), max_pixels) from error
     except Exception as error:  # a damaged header is reported by Pillow as any of a dozen exception types
         raise DataError(
             f"{shown(path)}: no readable image ({_first_line(error)}): the file is damaged or of an unknown format; "
             "replace it, or take it out of the split"
         ) from error
-    if image.width * image.height > MAX_PIXELS:
-        raise _too_large(path, f"{image.width}x{image.height} pixels")
+    if image.width * image.height > max_pixels:
+        raise _too_large(path, f"{image.width}x{image.height} pixels", max_pixels)
     return image
 
 
-def _too_large(path: Path, what: str) -> DataError:
-    return DataError(f"{shown(path)}: too large ({what}; at most {MAX_PIXELS} pixels are read): cut it into tiles")
+def _too_large(path: Path, what: str, max_pixels: int) -> DataError:
+    return DataError(f"{shown(path)}: too large ({what}; at most {max_pixels} pixels are read): cut it into tiles")
 
 
 def _first_line(error: BaseException) -> str:
@@ -206,15 +207,19 @@ def _start_of_scan(data: bytes) -> int | None:
     return None
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path, *, max_pixels: int = MAX_PIXELS) -> Header:
     """A file's format, mode and upright size, and whether its end is there, at the price of a few kilobytes.
+
+    Args:
+        path: The file.
+        max_pixels: More are refused.
 
     Raises:
         DataError: The file is missing, empty, of no known format, too large, or ends before its last marker.
     """
     try:
         with open_regular(path) as file:
-            image = open_image(file, path)
+            image = open_image(file, path, max_pixels)
             height_px, width_px = _upright_size(image)
             header = Header(str(image.format), image.mode, height_px, width_px)
             if not _ends_as_it_should(file, header.format):
@@ -336,6 +341,6 @@ def check_same_size(pair: ImagePair, image_px: tuple[int, ...], mask_px: tuple[i
     )
 
 
-def open_bytes(data: bytes, path: Path) -> Image.Image:
+def open_bytes(data: bytes, path: Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """`open_image` over bytes in memory."""
-    return open_image(io.BytesIO(data), path)
+    return open_image(io.BytesIO(data), path, max_pixels)

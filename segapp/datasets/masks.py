@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from segapp.datasets.classes import Color
-from segapp.datasets.files import check_mask_format, damaged, is_complete, open_bytes, read_bytes, shown
+from segapp.datasets.files import MAX_PIXELS, check_mask_format, damaged, is_complete, open_bytes, read_bytes, shown
 from segapp.datasets.schemes import UNKNOWN_ID, ClassScheme
 from segapp.errors import DataError
 
@@ -44,17 +44,21 @@ class UnknownIdsError(DataError):
     unknown: Mapping[int, int] = MappingProxyType({})
 
 
-def read_image(path: Path) -> NDArray[np.uint8]:
+def read_image(path: Path, *, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]:
     """An image as RGB, shape (H, W, 3), uint8, upright by its EXIF orientation.
 
     Grey becomes RGB, 16 bits become 8 (the upper ones), alpha is dropped, palettes and CMYK are converted; of an
     animation the first frame is taken.
 
+    Args:
+        path: The file.
+        max_pixels: More are refused.
+
     Raises:
         DataError: The file cannot be read, is damaged, truncated or too large, or holds numbers that are no colours.
     """
     data = read_bytes(path)
-    image = open_bytes(data, path)
+    image = open_bytes(data, path, max_pixels)
     _check_complete(data, image, path)
     if image.format != "PNG" and image.mode in _FLOAT_MODES:
         raise DataError(
@@ -62,7 +66,7 @@ def read_image(path: Path) -> NDArray[np.uint8]:
         )
     pixels = _decode(data, cv2.IMREAD_COLOR)  # applies the orientation
     if pixels is None:
-        return _decode_rgb_with_pillow(data, path)
+        return _decode_rgb_with_pillow(data, path, max_pixels)
     return np.asarray(cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB, dst=pixels))
 
 
@@ -74,9 +78,9 @@ def _decode(data: bytes, flags: int) -> NDArray[Any] | None:
         return None
 
 
-def _decode_rgb_with_pillow(data: bytes, path: Path) -> NDArray[np.uint8]:
+def _decode_rgb_with_pillow(data: bytes, path: Path, max_pixels: int) -> NDArray[np.uint8]:
     """Pillow's decoding: for formats OpenCV does not know, and for the reason why a file cannot be decoded."""
-    image = open_bytes(data, path)
+    image = open_bytes(data, path, max_pixels)
     if image.mode not in _PLAIN_MODES:
         raise damaged(path, f"no decoder for {image.format} of mode {image.mode}")
     try:

@@ -349,7 +349,7 @@ def test_cached_pixels_cannot_be_written_to(write_pairs: WritePairs, scheme: Cla
 def test_a_cache_larger_than_the_memory_is_refused(
     dataset: SegmentationDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dataset_module, "_available_bytes", lambda: 1000)
+    monkeypatch.setattr(dataset_module, "available_bytes", lambda: 1000)
     with pytest.raises(DataError, match=r"data.cache=ram needs .* GiB of memory are free: set data.cache to none"):
         SegmentationDataset(dataset.pairs, dataset.scheme, cache="ram")
 
@@ -366,7 +366,7 @@ def test_an_image_that_changed_its_size_is_named(dataset: SegmentationDataset) -
 def test_the_free_memory_is_known_on_linux() -> None:
     if not os.path.exists("/proc/meminfo"):
         pytest.skip("no /proc/meminfo")
-    available = dataset_module._available_bytes()
+    available = dataset_module.available_bytes()
     assert available is not None
     assert 0 < available < 2**50
 

@@ -58,6 +58,18 @@ def test_predictions_keep_size_name_and_folders_and_the_rest_is_done_when_one_is
     assert np.abs(overlay.astype(int) - (image.astype(int) + color.astype(int)) / 2).max() <= 1
 
 
+def test_a_glob_names_files_and_keeps_the_folders_behind_its_first_wildcard(tmp_path: Path) -> None:
+    for name in ("in/a/x.png", "in/b/x.png", "in/b/deep/y.jpg", "in/b/notes.txt", "in/clip.mp4"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    assert [image.name for image in find_images([tmp_path / "in" / "*" / "x.png"])] == ["a/x", "b/x"]
+    everything = find_images([tmp_path / "in" / "**" / "*"])
+    assert {image.name for image in everything} == {"a/x", "b/x", "b/deep/y", "clip"}
+    assert [image.name for image in everything if image.is_video] == ["clip"]
+    with pytest.raises(DataError, match="names no image"):
+        find_images([tmp_path / "*.gif"])
+
+
 def test_two_images_with_one_stem_both_get_a_name(tmp_path: Path) -> None:
     for name in ("a.png", "a.jpg", "b.png"):
         (tmp_path / name).write_bytes(b"")
@@ -88,10 +100,29 @@ def test_a_checkpoint_file_works_without_its_run(trained: Path, tmp_path: Path) 
     copy = tmp_path / "copy.pt"
     copy.write_bytes((trained / "run" / "checkpoints" / "best.pt").read_bytes())
     cv2.imwrite(str(tmp_path / "x.png"), np.zeros((40, 40, 3), np.uint8))
-    result = segapp("predict", copy, tmp_path / "x.png", "--out", tmp_path / "out", "--tta", "--slide", cwd=tmp_path)
+    result = segapp(
+        *("predict", copy, tmp_path / "x.png", "--out", tmp_path / "out", "--tta", "--slide"),
+        *("--save", "labels,probabilities", "--batch", "2"),
+        cwd=tmp_path,
+    )
     assert result.returncode == 0, result.stderr
-    assert (tmp_path / "out" / "labels" / "x.png").exists()
+    assert "1 images of 1 files written" in result.stdout
+    assert "images/s" in result.stdout
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["labels", "probabilities"]
+    labels = cv2.imread(str(tmp_path / "out" / "labels" / "x.png"), cv2.IMREAD_UNCHANGED)
+    with np.load(tmp_path / "out" / "probabilities" / "x.npz") as stored:
+        assert stored["classes"].tolist() == ["ground", "box", "disc"]
+        assert stored["probabilities"].shape == (40, 40, 3)
+        assert np.array_equal(stored["probabilities"].argmax(-1), labels)
+        assert np.abs(stored["probabilities"].astype(int).sum(-1) - 65_535).max() <= 2
     assert "no manifest vouches" in result.stderr
+
+
+@pytest.mark.parametrize(("option", "value"), [("--save", "labels,colour"), ("--batch", "0"), ("--batch", "many")])
+def test_an_unknown_option_is_refused(trained: Path, option: str, value: str) -> None:
+    result = segapp("predict", "run", ".", "--out", "refused", option, value, cwd=trained)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"error: {option} ")
 
 
 def test_scheme_is_checked_against_the_checkpoint(trained: Path, tiny: dict[str, Any], tmp_path: Path) -> None:

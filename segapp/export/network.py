@@ -1,0 +1,132 @@
+"""A trained network as other programs want it: pictures in, one answer a pixel out, at any size.
+
+Shapes: N images, C classes, H x W pixels of an image.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from segapp.models import SegmentationModel
+
+
+class ExportNetwork(nn.Module):
+    """Normalisation, network, upsampling and, if wanted, argmax in one module.
+
+    Pads at the bottom and right with the mean colour where the network takes certain sizes only, as evaluation does,
+    and cuts that off again.
+
+    Args:
+        model: is copied; in float32.
+        mean: RGB in 0..1.
+        std: RGB in 0..1.
+        align_corners: of the upsampling, as in training.
+        argmax: give class ids instead of logits.
+        half: compute the network in float16; the upsampling stays in float32.
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(
+        self,
+        model: SegmentationModel,
+        mean: Sequence[float],
+        std: Sequence[float],
+        *,
+        align_corners: bool = True,
+        argmax: bool = False,
+        half: bool = False,
+    ) -> None:
+        super().__init__()
+        self.model = copy.deepcopy(model).float().cpu().eval()
+        self.model.requires_grad_(False)
+        replace_adaptive_pooling(self.model)
+        self.register_buffer("scale", torch.tensor([1 / (255 * s) for s in std]).view(1, 3, 1, 1))
+        self.register_buffer("shift", torch.tensor([m / s for m, s in zip(mean, std, strict=True)]).view(1, 3, 1, 1))
+        self.align_corners = align_corners
+        self.argmax = argmax
+        self.dtype = torch.float16 if half else torch.float32
+        if half:
+            self.model.half()
+
+    def forward(self, images: Tensor) -> Tensor:
+        """uint8 (N, H, W, 3), RGB -> float32 logits (N, C, H, W), or class ids (N, H, W).
+
+        Class ids are uint8, int32 for more than 256 classes.
+        """
+        planes = images.permute(0, 3, 1, 2).contiguous()
+        pixels = (planes.float() * self.scale - self.shift).to(self.dtype)
+        height, width = pixels.shape[-2], pixels.shape[-1]
+        pixels = self._padded(pixels)
+        low = self.model.compute_logits(pixels)[0].float()
+        logits = F.interpolate(low, pixels.shape[-2:], mode="bilinear", align_corners=self.align_corners)
+        if self._has_rule_of_sizes:
+            # A slice would be a view, and tracing would take its strides for a promise about the image's size.
+            rows, columns = torch.arange(height, device=low.device), torch.arange(width, device=low.device)
+            logits = logits.index_select(2, rows).index_select(3, columns)
+        if not self.argmax:
+            return logits
+        return logits.argmax(1).to(torch.uint8 if logits.shape[1] <= 256 else torch.int32)
+
+    @property
+    def _has_rule_of_sizes(self) -> bool:
+        model = self.model
+        return model.fixed_size_px is None and (model.size_divisor > 1 or model.min_size_px > 1)
+
+    def _padded(self, pixels: Tensor) -> Tensor:
+        if not self._has_rule_of_sizes:
+            return pixels
+        sides: list[int] = []
+        for side in (pixels.shape[-1], pixels.shape[-2]):
+            # An int here, a symbol in a trace.
+            least: Any = torch.sym_max(side, self.model.min_size_px) if self.model.min_size_px > 1 else side
+            sides += [0, least + -least % self.model.size_divisor - side]
+        return F.pad(pixels, sides)
+
+
+class SizedPooling(nn.Module):
+    """`nn.AdaptiveAvgPool2d` as two matrix products, which ONNX can say for images of any size.
+
+    Args:
+        size: rows and columns of the output.
+    """
+
+    def __init__(self, size: tuple[int, int]) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(N, C, H, W) -> (N, C, *size)."""
+        rows, columns = (
+            _bins(num_bins, side, features)
+            for num_bins, side in zip(self.size, (features.shape[-2], features.shape[-1]), strict=True)
+        )
+        return torch.matmul(rows, torch.matmul(features, columns.T))
+
+
+def _bins(num_bins: int, side: int, like: Tensor) -> Tensor:
+    """Weights (num_bins, side): bin i is the mean over floor(i side / n) .. ceil((i + 1) side / n), as in torch."""
+    bins = torch.arange(num_bins, device=like.device).view(-1, 1)
+    first, last = bins * side // num_bins, ((bins + 1) * side + num_bins - 1) // num_bins
+    places = torch.arange(side, device=like.device)
+    inside = (places >= first) & (places < last)
+    return inside.to(like.dtype) / (last - first).to(like.dtype)
+
+
+def replace_adaptive_pooling(module: nn.Module) -> None:
+    """Puts `SizedPooling` in place of every adaptive average pooling to more than one value."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.AdaptiveAvgPool2d):
+            size = child.output_size
+            rows, columns = size if isinstance(size, tuple) else (size, size)
+            if rows is not None and columns is not None and (rows, columns) != (1, 1):
+                setattr(module, name, SizedPooling((int(rows), int(columns))))
+        else:
+            replace_adaptive_pooling(child)

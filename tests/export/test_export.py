@@ -1,0 +1,252 @@
+"""Export: what a file answers is what segapp itself predicts, at odd sizes, in two formats."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import cv2
+import hypothesis
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_runs import merged, segapp, train
+from torch import nn
+
+from segapp.errors import CheckpointError, ConfigError, RunError
+from segapp.export import ExportedModel, ExportInfo, ExportNetwork, check_export, runner, write, write_export
+from segapp.export.network import SizedPooling
+from segapp.models import SegmentationModel, build_model
+from segapp.models.network import FamilyNote
+
+CLASSES = ("ground", "box", "disc")
+
+
+def info_of(model: SegmentationModel, **fields: Any) -> ExportInfo:
+    values: dict[str, Any] = {
+        "segapp_version": "0",
+        "run": "tiny",
+        "checkpoint": "best.pt",
+        "epoch": 1,
+        "step": 2,
+        "network": model.name,
+        "classes": CLASSES,
+        "palette": ((1, 2, 3), (4, 5, 6), (7, 8, 9)),
+        "file_ids": (0, 1, 2),
+        "ignore_index": 255,
+        "mean": (0.4, 0.5, 0.6),
+        "std": (0.2, 0.3, 0.25),
+        "align_corners": True,
+        "output": "logits",
+        "precision": "fp32",
+        "fixed_size_px": model.fixed_size_px,
+    }
+    return ExportInfo.model_validate(values | fields)
+
+
+def network(library: str, name: str, encoder: str, **options: Any) -> SegmentationModel:
+    torch.manual_seed(0)
+    model = build_model(library, name, len(CLASSES), encoder=encoder, aux=False, options=options).eval()
+    for module in model.modules():  # random statistics: freshly initialised ones would hide a wrong normalisation
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_(0, 0.1)
+            module.running_var.uniform_(0.5, 1.5)
+    return model
+
+
+@hypothesis.settings(max_examples=30)
+@given(st.integers(1, 7), st.integers(1, 7), st.integers(1, 40), st.integers(1, 40))
+def test_pooling_by_products_equals_adaptive_pooling(rows: int, columns: int, height: int, width: int) -> None:
+    features = torch.rand(2, 3, height, width, dtype=torch.float64)
+    expected = F.adaptive_avg_pool2d(features, (rows, columns))
+    torch.testing.assert_close(SizedPooling((rows, columns))(features), expected)
+
+
+@pytest.mark.parametrize("size", [(64, 96), (37, 53)])
+def test_the_module_equals_the_network_on_images_padded_by_hand(size: tuple[int, int]) -> None:
+    model = network("smp", "PSPNet", "resnet18")
+    info = info_of(model)
+    images = torch.randint(0, 256, (2, *size, 3), dtype=torch.uint8)
+    found = ExportNetwork(model, info.mean, info.std)(images)
+    mean, std = torch.tensor(info.mean).view(1, 3, 1, 1), torch.tensor(info.std).view(1, 3, 1, 1)
+    normalized = (images.permute(0, 3, 1, 2) / 255 - mean) / std
+    height, width = model.suitable_size(*size)
+    padded = F.pad(normalized, (0, width - size[1], 0, height - size[0]))
+    with torch.no_grad():
+        low = model(padded)[0]
+    expected = F.interpolate(low, (height, width), mode="bilinear", align_corners=True)[..., : size[0], : size[1]]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+class SmallNet(SegmentationModel):
+    """Traced in a second; takes multiples of 4, and pools as a pyramid does."""
+
+    def __init__(self, seed: int = 0) -> None:
+        note = FamilyNote(4, True, "nothing")
+        about = {"library": "test", "name": "small", "encoder_name": "none"}
+        super().__init__(**about, num_classes=len(CLASSES), note=note, size_divisor=4)
+        torch.manual_seed(seed)
+        self.stem = nn.Conv2d(3, 8, 5, stride=4, padding=2)
+        self.pool = nn.AdaptiveAvgPool2d((2, 3))
+        self.head = nn.Conv2d(16, len(CLASSES), 1)
+
+    def compute_logits(self, images_NCHW: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        features = self.stem(images_NCHW).relu()
+        pooled = F.interpolate(self.pool(features), features.shape[-2:], mode="bilinear", align_corners=False)
+        return (self.head(torch.cat([features, pooled], 1)),)
+
+
+def test_pt2_file_gives_the_labels_and_its_metadata(tmp_path: Path) -> None:
+    model = SmallNet()
+    info = info_of(model, output="labels", file_ids=(7, 8, 11))
+    found = write_export(model, info, tmp_path / "x.pt2", "pt2")
+    assert found.agreement >= 0.999
+    assert found.max_difference is None
+    exported = ExportedModel(tmp_path / "x.pt2")
+    assert exported.info == info
+    assert exported.info.scheme.file_ids == (7, 8, 11)
+    images = np.random.default_rng(0).integers(0, 256, (1, 41, 67, 3), dtype=np.uint8)
+    expected = ExportNetwork(model, info.mean, info.std)(torch.from_numpy(images)).argmax(1)
+    labels = exported(images)
+    assert labels.dtype == np.uint8
+    assert labels.shape == (1, 41, 67)
+    assert (labels == expected.numpy()).mean() > 0.999
+    assert [path.name for path in tmp_path.iterdir()] == ["x.pt2"]
+    assert check_export(exported, SmallNet(seed=1)).agreement < 0.99  # the check sees another network
+
+
+def test_a_file_that_answers_otherwise_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = SmallNet()
+    monkeypatch.setattr(write, "_write_pt2", lambda network, info, path: path.write_bytes(b""))
+    monkeypatch.setattr(write, "ExportedModel", lambda path: _Wrong(path, info_of(model)))
+    with pytest.raises(RunError, match="gives another class"):
+        write_export(model, info_of(model), tmp_path / "x.pt2", "pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
+class _Wrong:
+    """An exported file whose logits are not finite."""
+
+    def __init__(self, path: Path, info: ExportInfo) -> None:
+        self.path, self.info = path, info
+
+    def __call__(self, images: np.ndarray) -> np.ndarray:
+        return np.full((len(images), 3, *images.shape[1:3]), np.nan, np.float32)
+
+
+def test_a_missing_package_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = runner.importlib.util.find_spec
+    monkeypatch.setattr(runner.importlib.util, "find_spec", lambda name: None if "onnx" in name else find(name))
+    model = SmallNet()
+    with pytest.raises(ConfigError, match=r"onnx, onnxscript, onnxruntime: pip install 'segapp\[export\]'"):
+        write_export(model, info_of(model), tmp_path / "x.onnx", "onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["a.onnx", "a.pt2"])
+def test_files_that_are_none_of_ours_are_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    with pytest.raises(CheckpointError, match="does not exist"):
+        ExportedModel(path)
+    path.write_bytes(b"nonsense")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        ExportedModel(path)
+
+
+def test_an_onnx_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    value = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1])
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["x"], ["y"])], "g", [value], [])
+    graph.output.append(onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1]))
+    onnx.save(
+        onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=9),
+        tmp_path / "x.onnx",
+    )
+    with pytest.raises(CheckpointError, match="no class names"):
+        ExportedModel(tmp_path / "x.onnx")
+
+
+def test_export_of_a_run_agrees_with_predict_and_runs_without_segapp(
+    tiny: dict[str, Any], tiny_root: Path, tmp_path: Path
+) -> None:
+    config = merged(
+        {**tiny, "model": {"name": "fcn", "encoder": "resnet18", "aux": False}},
+        train={"epochs": 1, "batch_size": 2},
+    )
+    assert train(config, tmp_path / "run") == 0
+    result = segapp("export", "run", "--format", "onnx", "--out", "net.onnx", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "(3 validation images): largest difference" in result.stdout
+    assert "same class at" in result.stdout
+
+    session = onnxruntime.InferenceSession(str(tmp_path / "net.onnx"))
+    properties = session.get_modelmeta().custom_metadata_map
+    assert json.loads(properties["classes"]) == list(CLASSES)
+    assert json.loads(properties["run"]) == "tiny"
+    assert [entry.shape for entry in session.get_inputs()] == [["batch", "height", "width", 3]]
+    assert {entry.version for entry in onnx.load(tmp_path / "net.onnx").opset_import if not entry.domain} == {20}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["net.onnx", "run"]  # weights are inside
+
+    photo = cv2.resize(cv2.imread(str(next((tiny_root / "images" / "val").glob("*.png")))), (101, 77))
+    cv2.imwrite(str(tmp_path / "photo.png"), photo)
+    result = segapp("predict", "run", "photo.png", "--out", "own", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    own = cv2.imread(str(tmp_path / "own" / "labels" / "photo.png"), cv2.IMREAD_UNCHANGED)
+    logits = session.run(None, {"images": photo[None, :, :, ::-1].copy()})[0]
+    assert (logits[0].argmax(0) == own).mean() > 0.999
+
+    result = segapp("predict", "net.onnx", "photo.png", "--out", "exported", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    exported = cv2.imread(str(tmp_path / "exported" / "labels" / "photo.png"), cv2.IMREAD_UNCHANGED)
+    assert np.array_equal(exported, logits[0].argmax(0))
+    colors = [cv2.imread(str(tmp_path / name / "color" / "photo.png")) for name in ("own", "exported")]
+    assert (colors[0] == colors[1]).mean() > 0.999
+
+
+FAMILIES = [
+    ("torchvision", "lraspp", "mobilenet_v3_large"),
+    ("torchvision", "fcn", "resnet18"),
+    ("torchvision", "deeplabv3", "resnet18"),
+    ("smp", "Unet", "resnet18"),
+    ("smp", "FPN", "resnet18"),
+    ("smp", "PSPNet", "resnet18"),
+    ("smp", "DeepLabV3Plus", "mobilenet_v2"),
+    ("smp", "UPerNet", "resnet18"),
+    ("smp", "PAN", "resnet18"),
+    ("smp", "Segformer", "mit_b0"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["onnx", "pt2"])
+@pytest.mark.parametrize(("library", "name", "encoder"), FAMILIES)
+def test_every_family_exports_and_answers_at_odd_sizes(
+    library: str, name: str, encoder: str, format: Any, tmp_path: Path
+) -> None:
+    model = network(library, name, encoder)
+    found = write_export(model, info_of(model), tmp_path / f"x.{format}", format)
+    assert found.agreement >= 0.9999
+    assert found.max_difference is not None
+    assert found.max_difference < 1e-4 * max(1.0, found.max_logit)
+    for size in ((1, 61, 75), (3, 129, 64)):  # sizes that the check has not seen
+        images = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
+        info = info_of(model)
+        expected = ExportNetwork(model, info.mean, info.std)(torch.from_numpy(images)).numpy()
+        answer = ExportedModel(tmp_path / f"x.{format}")(images)
+        np.testing.assert_allclose(answer, expected, atol=1e-4 * max(1.0, found.max_logit))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("library", "name", "encoder"), FAMILIES[:1] + FAMILIES[3:6])
+def test_half_precision_keeps_the_classes(library: str, name: str, encoder: str, tmp_path: Path) -> None:
+    model = network(library, name, encoder)
+    info = info_of(model, precision="fp16")
+    found = write_export(model, info, tmp_path / "half.onnx", "onnx")
+    assert found.agreement >= 0.999
+    write_export(model, info_of(model), tmp_path / "whole.onnx", "onnx")
+    assert (tmp_path / "half.onnx").stat().st_size < 0.6 * (tmp_path / "whole.onnx").stat().st_size
