@@ -72,6 +72,18 @@ def test_damage_makes_no_event_that_the_full_parser_does_not_see(tmp_path_factor
     assert {row[:2] for row in skimmed if row[0] != "step"} == strict
 
 
+def test_a_step_glued_to_the_end_of_another_line_is_what_the_full_parser_says(tmp_path: Path) -> None:
+    path = tmp_path / "e.jsonl"
+    write_run(path, [1, 2, 0])
+    content = path.read_bytes()
+    second, third = (content.index(b'{"v":1,"seq":%d' % seq) for seq in (2, 3))
+    cut = content.index(b'"type"', third) - 1
+    path.write_bytes(content[: content.index(b',"lr"', second)] + content[cut:])
+    strict = flattened(EventReader(path).read_raw())
+    assert [row[0] for row in strict] == ["alert", "heartbeat"]
+    assert flattened(EventReader(path).read_skimmed()) == strict
+
+
 def test_the_last_step_of_a_run_is_there_in_full(tmp_path: Path) -> None:
     write_run(tmp_path / "e.jsonl", [2, 2, 2, 0, 2])
     items = EventReader(tmp_path / "e.jsonl").read_skimmed()

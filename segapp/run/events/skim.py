@@ -14,7 +14,7 @@ _STEP_LINE = re.compile(
     rb'(\{"v":1,"seq":\d+,"t":(-?\d[\d.eE+-]*+),"type":"step","epoch":\d+,"step":(\d{1,15}),"loss":'
     rb"(null|-?\d[\d.eE+-]*+),.*+)\n"
 )
-_FRAME = b'{"v":'
+_ONCE_A_LINE = (b'{"v":', b'"type":')
 
 
 class StepRun(NamedTuple):
@@ -52,8 +52,8 @@ def skim_block(block: bytes) -> Iterator[StepRun | bytes]:
     parts = _STEP_LINE.split(block)
     between, lines = parts[0::5], parts[1::5]
     others = [piece for piece in between if piece]
-    num_frames = len(lines) + sum(piece.count(_FRAME) for piece in others)
-    if block.count(_FRAME) != num_frames or not all(piece.endswith(b"\n") for piece in others):
+    is_whole = all(block.count(mark) == len(lines) + sum(p.count(mark) for p in others) for mark in _ONCE_A_LINE)
+    if not is_whole or not all(piece.endswith(b"\n") for piece in others):
         yield block  # a damage glued lines together: the full parser sorts the good from the bad
         return
     try:
