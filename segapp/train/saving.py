@@ -161,6 +161,11 @@ class Saving:
             self._begun = None
         return self._begun is not None
 
+    def let_finish(self) -> None:
+        """Waits for this rank's writer alone: a training that breaks off closes its journal next."""
+        while not self._wait(_EXCHANGE_S):
+            pass
+
     def begin_asked(self, position: Position) -> None:
         """Begins a save that somebody asked for, unless this very state is saved; every rank must call it."""
         if not (self._begun == position and self.settle()):

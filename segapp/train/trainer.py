@@ -175,10 +175,15 @@ class Trainer:
         except OutOfMemoryError:  # on every rank
             if self.engine.is_whole and not self._is_parted:
                 self.saving.finish(self.position, is_required=False)
+            self.saving.let_finish()
             raise
         except (DataError, WorkerError):
             if self.ranks.world_size == 1:  # the other ranks would not come to a save
                 self.saving.finish(self.position, is_required=False)
+            self.saving.let_finish()
+            raise
+        except Exception:
+            self.saving.let_finish()
             raise
         self.saving.finish(self.position, is_required=True)
         self.steering.end(self.standing(), f"the run has finished: {reason}", is_finished=True)

@@ -56,6 +56,7 @@ def test_half_precision_needs_about_half_of_the_activations():
     assert kinds("fp16", "step")["weights"] < 0.6 * weights
 
 
+@pytest.mark.slow
 def test_optimizer_average_and_masters_are_counted_as_copies_of_the_weights():
     weights = kinds("plain", "step")["weights"]
     assert kinds("plain", "step")["optimizer"] == pytest.approx(weights, rel=0.02)
@@ -65,6 +66,7 @@ def test_optimizer_average_and_masters_are_counted_as_copies_of_the_weights():
     assert peak("accumulate") - peak("plain") == pytest.approx(weights, rel=0.1)
 
 
+@pytest.mark.slow
 def test_no_criterion_needs_the_full_resolution_three_times():
     full_mib = 4 * 19 * 256 * 320 * 4 / 2**20
     assert peak("full") > peak("plain") + 1.5 * full_mib

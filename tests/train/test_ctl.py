@@ -88,6 +88,7 @@ def test_what_goes_wrong_before_a_detached_training_begins_is_told_here(tiny: di
     assert (busy.returncode, str(os.getpid()) in busy.stderr) == (9, True)
 
 
+@pytest.mark.slow
 def test_killed_with_a_wish_that_waits_and_with_one_that_is_applied(tiny: dict[str, Any], tmp_path: Path) -> None:
     config = three_devices(tiny)
     assert train(config, tmp_path / "whole") == 0

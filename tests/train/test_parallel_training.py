@@ -280,6 +280,7 @@ def test_a_wrong_torchrun_environment_is_one_error(
     assert message in result.stderr
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_from_dp_to_ddp_and_back_to_one_device(
     single: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:
