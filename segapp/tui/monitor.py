@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from segapp.tui.terminal import is_hung_up
 from segapp.tui.widgets import ClassesPane, EventsPane, Gpu0Pane, Lines, Pane, set_title
 
 TICK_S = 0.5
+LEAVE_S = 5.0
 _OTHER_PANES = {"loss": "1 Loss", "gpu": "2 GPU", "classes": "3 Classes", "events": "4 Events"}
 
 
@@ -110,7 +112,7 @@ class Monitor(App[None]):
         chart.focus()
         if not self.is_headless:
             for number in (signal.SIGHUP, signal.SIGTERM):
-                asyncio.get_running_loop().add_signal_handler(number, self.exit)
+                asyncio.get_running_loop().add_signal_handler(number, self._leave)
         self.apply_layout()
         self.call_after_refresh(self._tick)
         self.set_interval(TICK_S, self._tick)
@@ -125,9 +127,16 @@ class Monitor(App[None]):
         self._screen_size = event.size
         self.apply_layout()
 
+    def _leave(self) -> None:
+        """Leaves, also where a thread waits for a terminal that is gone: a screen never outlives its terminal."""
+        timer = threading.Timer(LEAVE_S, os._exit, (0,))
+        timer.daemon = True
+        timer.start()
+        self.exit()
+
     def _tick(self) -> None:
         if not self.is_headless and is_hung_up():
-            self.exit()
+            self._leave()
             return
         if not self._is_reading:
             self._read_on()
