@@ -14,7 +14,6 @@ import shutil
 import signal
 import stat
 import subprocess
-import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterator
@@ -96,13 +95,12 @@ def test_the_payloads_would_run_elsewhere(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     with open(tmp_path / "evil.pth", "wb") as file:
         torch.save({"x": Canary(canary)}, file)
-    code = f"import torch; torch.load({str(tmp_path / 'evil.pth')!r}, weights_only=False)"
-    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
+    torch.load(tmp_path / "evil.pth", weights_only=False)
     assert canary.exists()
 
 
 @pytest.mark.faults
-@case("S02", how="archives that unpack to gigabytes; 300 mutants of a checkpoint", passes="refused; memory bounded")
+@case("S02", how="archives that unpack to gigabytes; 60 mutants of a checkpoint", passes="refused; memory bounded")
 def test_bombs_and_mutants_of_checkpoints(finished: FaultRun) -> None:
     buffer = io.BytesIO()
     torch.save({"model": {"w": torch.zeros(2**26)}}, buffer)
@@ -115,7 +113,7 @@ def test_bombs_and_mutants_of_checkpoints(finished: FaultRun) -> None:
     for read in (read_weights_file, load_checkpoint):
         with pytest.raises(CheckpointError, match="packed"):
             read(bomb)
-    mutants(finished.newest().read_bytes(), finished.work / "mutant.pt", 300)
+    mutants(finished.newest().read_bytes(), finished.work / "mutant.pt", 60)
 
 
 @pytest.mark.faults_long

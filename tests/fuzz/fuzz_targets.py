@@ -7,10 +7,12 @@ mutation run the same targets in the tests.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import json
 import random
+import shutil
 import struct
 import tempfile
 import warnings
@@ -59,7 +61,9 @@ class Target:
 def _folder() -> Path:
     """A folder in memory where there is one: the targets write their input as the file that users have."""
     shm = Path("/dev/shm")
-    return Path(tempfile.mkdtemp(prefix="segapp-fuzz-", dir=shm if shm.is_dir() else None))
+    folder = tempfile.mkdtemp(prefix="segapp-fuzz-", dir=shm if shm.is_dir() else None)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 def _written(name: str, data: bytes) -> Path:
