@@ -30,6 +30,8 @@ class Tile:
         size: height and width in output pixels.
         frame: height and width that the logits stand for, at least `size`: what lies beyond is padding.
         skip: columns of padding at the left of the frame; the rest of it is at the right and at the bottom.
+        weights: (height,) and (width,) of `size`, whose products weight the tile's pixels where tiles overlap; None:
+            all alike.
     """
 
     logits: Tensor
@@ -38,6 +40,7 @@ class Tile:
     size: tuple[int, int]
     frame: tuple[int, int]
     skip: int = 0
+    weights: tuple[Tensor, Tensor] | None = None
 
 
 View = Tensor | Sequence[Tile]
@@ -128,9 +131,16 @@ class _Tile:
         first = self.tile.skip
         return BlockBand(self._sweep, images, rows).values[..., first : first + self.tile.size[1]]
 
+    def weight(self, rows: slice) -> Tensor | None:
+        """(R, width) weights of the tile's own rows, or None where all are 1."""
+        if self.tile.weights is None:
+            return None
+        vertical, horizontal = self.tile.weights
+        return vertical[rows].view(-1, 1) * horizontal
+
 
 class _Tiles:
-    """Overlapping tiles as a source of bands: the mean of their logits."""
+    """Overlapping tiles as a source of bands: the mean of their logits, weighted where they say so."""
 
     def __init__(self, tiles: Sequence[Tile], size: tuple[int, int], align_corners: bool, budget: int) -> None:
         self._width = size[1]
@@ -151,8 +161,9 @@ class _Tiles:
                 total = part.new_zeros(*part.shape[:2], R, self._width)
                 count = part.new_zeros(R, self._width)
             place = slice(start - rows.start, stop - rows.start), slice(tile.left, tile.left + tile.size[1])
-            total[:, :, *place] += part
-            count[place] += 1
+            weight = source.weight(slice(start - tile.top, stop - tile.top))
+            total[:, :, *place] += part if weight is None else part.mul_(weight)
+            count[place] += 1 if weight is None else weight
         if total is None or count is None:
             raise ValueError(f"no tile covers the output rows {rows.start} to {rows.stop - 1}: cover the whole output")
         return total.div_(count)
