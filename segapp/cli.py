@@ -214,11 +214,25 @@ def evaluate(
     slide: Annotated[bool, typer.Option("--slide", help="Sliding window instead of the whole image.")] = False,
     tta: Annotated[bool, typer.Option("--tta", help="Average over a flip and several scales.")] = False,
     data_root: Annotated[Optional[str], typer.Option(metavar="DIR", help="Data set folder, if it has moved.")] = None,  # noqa: UP045
+    boundary: Annotated[bool, typer.Option("--boundary", help="Give the boundary IoU too.")] = False,
+    per_image: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--per-image", metavar="FILE.csv", help="Write the scores of every image."),
+    ] = None,
+    confusion: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--confusion", metavar="FILE.png|.svg", help="Draw the confusion matrix."),
+    ] = None,
+    devices: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--devices", metavar="LIST", help="Share the images over devices, e.g. 0,1 or cpu,cpu."),
+    ] = None,
 ) -> None:
     """Evaluate a run's best checkpoint, or the one named."""
-    from segapp.train.apply import evaluate_target
+    from segapp.train.evaluating import EvalOptions, evaluate_target
 
-    evaluate_target(target, split=split, json_file=json_file, slide=slide, tta=tta, data_root=data_root)
+    files = {"json_file": json_file, "per_image": per_image, "confusion": confusion}
+    evaluate_target(target, EvalOptions(split, slide, tta, data_root, boundary, devices, **files))
 
 
 @app.command()

@@ -5,6 +5,7 @@ cityscapesscripts): pixels whose target is ignored count nowhere; IoU = TP / (TP
 neither targets nor predictions has none, and one that is only predicted has 0.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -167,6 +168,40 @@ class ConfusionMatrix:
             pixel_accuracy=_ratio(sum(hits), num_valid_px),
             num_valid_px=num_valid_px,
         )
+
+
+def group_matrix(matrix: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:
+    """The confusion matrix of groups of classes: a mistake within a group is none.
+
+    Equals the category scores of the Cityscapes evaluation for its categories.
+
+    Args:
+        matrix: int64 (C, C), rows the target's class.
+        groups: the class ids of each of the G groups.
+
+    Returns:
+        int64 (G + 1, G + 1); last are the classes of no group.
+    """
+    num_classes = matrix.shape[0]
+    member = torch.full((num_classes,), len(groups), dtype=torch.int64)
+    for number, classes in enumerate(groups):
+        member[list(classes)] = number
+    side = len(groups) + 1
+    places = member.view(-1, 1) * side + member
+    joined = torch.zeros(side * side, dtype=torch.int64)
+    return joined.scatter_add_(0, places.flatten(), matrix.cpu().flatten()).view(side, side)
+
+
+def group_iou(matrix: Tensor, groups: Sequence[Sequence[int]]) -> tuple[float | None, ...]:
+    """IoU of each group of classes; None for one that is in neither targets nor predictions. See `group_matrix`."""
+    joined = group_matrix(matrix, groups)
+    hits, in_target, in_prediction = joined.diagonal().tolist(), joined.sum(1).tolist(), joined.sum(0).tolist()
+    return tuple(_ratio(hits[g], in_target[g] + in_prediction[g] - hits[g]) for g in range(len(groups)))
+
+
+def mean_of_known(values: Iterable[float | None]) -> float | None:
+    """The mean of what is not None, or None."""
+    return _mean(list(values))
 
 
 def _count(places: Tensor, num_places: int) -> Tensor:

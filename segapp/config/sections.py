@@ -84,6 +84,8 @@ class DataConfig(Section):
     """One RGB colour a class, for pictures and for RGB masks."""
     rgb_masks: bool = False
     """Masks are RGB pictures whose colours stand in `palette`."""
+    groups: dict[str, list[str]] | None = None
+    """Name -> classes whose joint IoU evaluation gives too; null: the format's (the categories of Cityscapes)."""
     label_map: dict[int, int] | None = None
     """Value in the mask file -> class id; values not listed must be class ids or ignore_index."""
     ignore_index: int | None = None
@@ -266,6 +268,8 @@ class EvalConfig(Section):
     """Height and width of the window; null: data.crop_px."""
     slide_overlap: Annotated[float, Field(ge=0, lt=1)] = 1 / 3
     """Share of a window that the next one covers again."""
+    slide_weighting: Literal["uniform", "gaussian"] = "uniform"
+    """How windows count where they overlap: all alike, or most in their middle."""
     tta: bool = False
     """Average over a horizontal flip and `scales`."""
     scales: list[PositiveFloat] = [0.75, 1.0, 1.25]

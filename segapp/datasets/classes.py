@@ -62,6 +62,16 @@ CITYSCAPES_LABEL_MAP: Mapping[int, int | None] = {
     **{file_id: train_id for train_id, file_id in enumerate(CITYSCAPES_FILE_IDS)},
 }
 
+CITYSCAPES_CATEGORIES: Mapping[str, tuple[str, ...]] = {
+    "flat": parse_names("road, sidewalk"),
+    "construction": parse_names("building, wall, fence"),
+    "object": parse_names("pole, traffic light, traffic sign"),
+    "nature": parse_names("vegetation, terrain"),
+    "sky": parse_names("sky"),
+    "human": parse_names("person, rider"),
+    "vehicle": parse_names("car, truck, bus, train, motorcycle, bicycle"),
+}
+
 # CamVid with the 11 classes of SegNet (Badrinarayanan et al. 2017) and its colours; id 11 is void.
 CAMVID_NAMES = parse_names("sky, building, pole, road, pavement, tree, sign symbol, fence, car, pedestrian, bicyclist")
 CAMVID_COLORS = parse_colors("808080 800000 c0c080 804080 3c28de 808000 c08080 404080 400080 404000 0080c0")

@@ -30,6 +30,8 @@ class Tile:
         size: height and width in output pixels.
         frame: height and width that the logits stand for, at least `size`: what lies beyond is padding.
         skip: columns of padding at the left of the frame; the rest of it is at the right and at the bottom.
+        weights: (height,) and (width,) of `size`, whose products weight the tile's pixels where tiles overlap; None:
+            all alike.
     """
 
     logits: Tensor
@@ -38,6 +40,7 @@ class Tile:
     size: tuple[int, int]
     frame: tuple[int, int]
     skip: int = 0
+    weights: tuple[Tensor, Tensor] | None = None
 
 
 View = Tensor | Sequence[Tile]
@@ -121,38 +124,104 @@ class _Tile:
         logits = tile.logits.detach()
         low = (logits.shape[2], logits.shape[3])
         grid = grid_of(low, tile.frame, align_corners, compute_dtype(logits), logits.device)
-        self._sweep = BlockSweep(logits, grid, slice(0, tile.frame[0]), None, budget)
+        self.sweep = BlockSweep(logits, grid, slice(0, tile.frame[0]), None, budget)
 
     def values(self, images: slice, rows: slice) -> Tensor:
         """(m, C, R, width) of the tile's own rows."""
-        first = self.tile.skip
-        return BlockBand(self._sweep, images, rows).values[..., first : first + self.tile.size[1]]
+        return BlockBand(self.sweep, images, rows).values[..., self._columns]
+
+    def wide(self, images: slice) -> Tensor:
+        """(m, C, h, width): every source row, widened."""
+        return self.sweep.wide_rows(images, 0, self.tile.logits.shape[2])[..., self._columns]
+
+    @property
+    def _columns(self) -> slice:
+        return slice(self.tile.skip, self.tile.skip + self.tile.size[1])
+
+
+class _Row:
+    """Tiles side by side, with the same rows: they are joined once, before their rows are interpolated."""
+
+    def __init__(self, sources: Sequence[_Tile], width: int) -> None:
+        self._sources, self._width = sources, width
+        self._grid, self._first = sources[0].sweep.grid, sources[0].tile
+        self.top, self.bottom = self._first.top, self._first.top + self._first.size[0]
+        self._wide: tuple[slice, Tensor] | None = None
+        self._count = torch.stack([self._placed(source, self._weight(source)) for source in sources]).sum(0)
+
+    def add(self, images: slice, rows: slice, total: Tensor, count: Tensor) -> None:
+        """Adds the row's part of some output rows to sums (m, C, R, W) of logits and (R, W) of weights."""
+        start, stop = max(rows.start, self.top), min(rows.stop, self.bottom)
+        own, place = slice(start - self.top, stop - self.top), slice(start - rows.start, stop - rows.start)
+        wide, grid = self._joined(images), self._grid
+        ends = wide.index_select(2, grid.lower_rows[own]), wide.index_select(2, grid.upper_rows[own])
+        part = torch.lerp(*ends, grid.fractions[own])
+        if self._first.weights is None:
+            total[:, :, place] += part
+            count[place] += self._count
+        else:
+            vertical = self._first.weights[0][own].view(-1, 1)
+            total[:, :, place].addcmul_(part, vertical)
+            count[place] += vertical * self._count
+
+    @property
+    def logits(self) -> Tensor:
+        """Of one of its tiles: it tells C, dtype and device."""
+        return self._first.logits
+
+    def forget(self) -> None:
+        """Lets the joined tiles go."""
+        self._wide = None
+
+    def _joined(self, images: slice) -> Tensor:
+        """(m, C, h, W): the weighted sum of the tiles' widened source rows."""
+        if self._wide is None or self._wide[0] != images:
+            logits = self._first.logits
+            shape = (images.stop - images.start, *logits.shape[1:3], self._width)
+            total = torch.zeros(shape, dtype=compute_dtype(logits), device=logits.device)
+            for source in self._sources:
+                columns = slice(source.tile.left, source.tile.left + source.tile.size[1])
+                total[..., columns].addcmul_(source.wide(images), self._weight(source))
+            self._wide = images, total
+        return self._wide[1]
+
+    @staticmethod
+    def _weight(source: _Tile) -> Tensor:
+        weights, logits = source.tile.weights, source.tile.logits
+        if weights is None:
+            return torch.ones(source.tile.size[1], dtype=compute_dtype(logits), device=logits.device)
+        return weights[1]
+
+    def _placed(self, source: _Tile, weight: Tensor) -> Tensor:
+        """A tile's weights along the whole width."""
+        placed = weight.new_zeros(self._width)
+        placed[source.tile.left : source.tile.left + source.tile.size[1]] = weight
+        return placed
 
 
 class _Tiles:
-    """Overlapping tiles as a source of bands: the mean of their logits."""
+    """Overlapping tiles as a source of bands: the mean of their logits, weighted where they say so."""
 
     def __init__(self, tiles: Sequence[Tile], size: tuple[int, int], align_corners: bool, budget: int) -> None:
         self._width = size[1]
-        self._sources = [_Tile(tile, align_corners, budget) for tile in tiles]
+        rows: dict[tuple[int, ...], list[_Tile]] = {}
+        for tile in tiles:
+            key = (tile.top, tile.size[0], tile.frame[0], tile.logits.shape[2], id(tile.weights and tile.weights[0]))
+            rows.setdefault(key, []).append(_Tile(tile, align_corners, budget))
+        self._rows = [_Row(sources, size[1]) for sources in rows.values()]
 
     def values(self, images: slice, rows: slice) -> Tensor:
-        """(m, C, R, W); NaN where no tile is."""
-        total: Tensor | None = None
-        count: Tensor | None = None
-        for source in self._sources:
-            tile = source.tile
-            start, stop = max(rows.start, tile.top), min(rows.stop, tile.top + tile.size[0])
-            if start >= stop:
-                continue
-            part = source.values(images, slice(start - tile.top, stop - tile.top))
-            if total is None or count is None:
-                R = rows.stop - rows.start
-                total = part.new_zeros(*part.shape[:2], R, self._width)
-                count = part.new_zeros(R, self._width)
-            place = slice(start - rows.start, stop - rows.start), slice(tile.left, tile.left + tile.size[1])
-            total[:, :, *place] += part
-            count[place] += 1
-        if total is None or count is None:
+        """(m, C, R, W); NaN where no tile is. Asked from top to bottom, it holds few tiles at full width."""
+        for row in self._rows:
+            if row.bottom <= rows.start or row.top >= rows.stop:
+                row.forget()
+        covering = [row for row in self._rows if row.top < rows.stop and row.bottom > rows.start]
+        if not covering:
             raise ValueError(f"no tile covers the output rows {rows.start} to {rows.stop - 1}: cover the whole output")
+        first = covering[0].logits
+        shape = (images.stop - images.start, first.shape[1], rows.stop - rows.start, self._width)
+        total = torch.zeros(shape, dtype=compute_dtype(first), device=first.device)
+        count = total.new_zeros(shape[2:])
+        for row in covering:
+            row.add(images, rows, total, count)
         return total.div_(count)

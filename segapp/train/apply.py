@@ -7,32 +7,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from segapp.config import RunConfig, validate_config
 from segapp.datasets.formats import ClassScheme
-from segapp.datasets.loader import EvalLoader
-from segapp.errors import CheckpointError, ConfigError, DataError, StorageError
+from segapp.errors import CheckpointError, ConfigError, DataError
 from segapp.export import ExportedModel, is_exported
 from segapp.models import SegmentationModel
 from segapp.precision import Precision
-from segapp.run.files import write_json
 from segapp.run.folder import find_run
 from segapp.run.text import printable
 from segapp.train.build import (
-    build_criterion,
-    build_dataset,
     build_inference,
     build_network,
     build_scheme,
 )
 from segapp.train.checkpoint import LoadedCheckpoint, load_checkpoint
 from segapp.train.devices import choose_devices
-from segapp.train.evaluate import Evaluation, evaluate
 from segapp.train.inference import Inference
-from segapp.train.plain import iou_table
 from segapp.train.predict import (
     ExportedPredictor,
     OutputPlan,
@@ -104,67 +97,6 @@ def _find_checkpoint(target: str) -> LoadedCheckpoint:
         return load_checkpoint(folder.path, "best")
     except CheckpointError:
         return load_checkpoint(folder.path)
-
-
-def evaluate_target(
-    target: str, *, split: str, json_file: Path | None, slide: bool, tta: bool, data_root: str | None
-) -> None:
-    """`segapp eval`: prints the per-class table, and writes it as JSON where asked for."""
-    trained = load_trained(target, slide=slide, tta=tta)
-    config = trained.config
-    data = config.data if data_root is None else config.data.model_copy(update={"root": data_root})
-    dataset = build_dataset(data, trained.scheme, split, is_training=False, seed=config.seed)
-    num_classes = trained.scheme.num_classes
-    criterion = build_criterion(config.loss, num_classes, trained.scheme.ignore_index, lambda _: [1.0] * num_classes)
-    criterion.load_state_dict(trained.checkpoint.state["criterion"])  # holds the class weights of the training
-    loader = EvalLoader(dataset, workers=data.workers, timeout_s=data.timeout_s, batch_size=config.eval.batch_size)
-    with progress_bar(len(dataset), "evaluating") as progress:
-        found = evaluate(
-            trained.model,
-            loader,
-            trained.inference,
-            num_classes=num_classes,
-            ignore_index=trained.scheme.ignore_index,
-            device=trained.device,
-            criterion=criterion.to(trained.device),
-            progress=progress,
-        )
-    _show(found, trained, split)
-    if json_file is not None:
-        try:
-            write_json(json_file, _as_json(found, trained, split))
-        except OSError as error:
-            raise StorageError(f"{json_file} cannot be written: {error.strerror}: choose another --json") from None
-
-
-def _show(found: Evaluation, trained: TrainedModel, split: str) -> None:
-    for line in iou_table(trained.scheme.names, found.scores.iou):
-        print(line)
-    checkpoint = trained.checkpoint
-    print(
-        f"{printable(split)}: mIoU {_number(found.scores.miou)}  "
-        f"pixel accuracy {_number(found.scores.pixel_accuracy)}  loss {_number(found.loss)}  "
-        f"{found.num_images} images  ({printable(checkpoint.path.name)}, step {checkpoint.step})"
-    )
-
-
-def _number(value: float | None) -> str:
-    return "n/a" if value is None else f"{value:.4f}"
-
-
-def _as_json(found: Evaluation, trained: TrainedModel, split: str) -> dict[str, Any]:
-    return {
-        "split": split,
-        "checkpoint": str(trained.checkpoint.path),
-        "epoch": trained.checkpoint.epoch,
-        "step": trained.checkpoint.step,
-        "num_images": found.num_images,
-        "miou": found.scores.miou,
-        "pixel_accuracy": found.scores.pixel_accuracy,
-        "loss": found.loss,
-        "classes": list(trained.scheme.names),
-        "iou": list(found.scores.iou),
-    }
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import nn
 
 from segapp.config import DataConfig, EvalConfig, LiveSettings, LossConfig, LossTerm, ModelConfig, RunConfig
 from segapp.datasets.augment import EvalTransform, TrainTransform
+from segapp.datasets.classes import CITYSCAPES_CATEGORIES, CITYSCAPES_NAMES
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.doctor import check_masks
 from segapp.datasets.files import ImagePair, check_pairs
@@ -92,6 +93,23 @@ def build_pairs(data: DataConfig, split: str) -> tuple[ImagePair, ...]:
         mask_suffix=data.mask_suffix,
         allow_outside_root=data.allow_outside_root,
     )
+
+
+def build_groups(data: DataConfig, scheme: ClassScheme) -> dict[str, tuple[int, ...]]:
+    """Name -> class ids of the groups that are scored too: those of the config, or the format's; empty without.
+
+    Raises:
+        ConfigError: a group names a class that there is not.
+    """
+    groups: Mapping[str, Sequence[str]] = data.groups or {}
+    if data.groups is None and data.format == "cityscapes" and scheme.names == CITYSCAPES_NAMES:
+        groups = CITYSCAPES_CATEGORIES
+    ids = {name: number for number, name in enumerate(scheme.names)}
+    for group, names in groups.items():
+        unknown = [name for name in names if name not in ids]
+        if unknown:
+            raise ConfigError(f"data.groups: {group} names {unknown[0]!r}, which is no class: use {', '.join(ids)}")
+    return {group: tuple(ids[name] for name in names) for group, names in groups.items()}
 
 
 def build_dataset(
@@ -190,6 +208,7 @@ def build_inference(
         align_corners=align_corners,
         window_px=window,
         overlap=section.slide_overlap,
+        weighting=section.slide_weighting,
         scales=tuple(section.scales) if section.tta else (1.0,),
         flip=section.tta,
         autocast=precision.autocast,

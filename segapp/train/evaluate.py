@@ -82,7 +82,7 @@ def evaluate(
     was_training = model.training
     model.eval()
     matrix = ConfusionMatrix(num_classes, ignore_index, device)
-    totals = None if criterion is None else _no_statistics(criterion, num_classes, ignore_index, device)
+    totals = None if criterion is None else no_statistics(criterion, num_classes, ignore_index, device)
     num_images = num_batches = 0
     failure: torch.OutOfMemoryError | None = None
     try:
@@ -135,19 +135,32 @@ def _count(
     fail_for_want_of_memory("eval.forward")
     normalized = inference.normalizer(images.to(device, non_blocking=True))
     views, size = inference.views(model, normalized)
-    border = (0, size[1] - target.shape[-1], 0, size[0] - target.shape[-2])
-    padded = F.pad(target.to(device, non_blocking=True), border, value=ignore_index)
-    return _count_views(views, padded, ignore_index, inference.align_corners, criterion)
+    return count_views(views, size, target.to(device, non_blocking=True), ignore_index, inference, criterion)
 
 
-def _count_views(
+def count_views(
     views: Tensor | list[View],
+    size: tuple[int, int],
     target: Tensor,
     ignore_index: int,
-    align_corners: bool,
+    inference: Inference,
     criterion: AdditiveCriterion | None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The same of logits; one pass where the criterion is cross-entropy."""
+    """Counts of low-resolution logits; one pass where the criterion is cross-entropy.
+
+    Args:
+        views: what `Inference.views` gave, and the size it stands for.
+        size: (H', W'), at least that of the target.
+        target: (N, H, W), on the views' device.
+        ignore_index: target value that counts nowhere.
+        inference: how the logits were computed.
+        criterion: gives statistics; None: none.
+
+    Returns:
+        (C, C) int64, rows the target's class, and the criterion's statistics.
+    """
+    align_corners = inference.align_corners
+    target = F.pad(target, (0, size[1] - target.shape[-1], 0, size[0] - target.shape[-2]), value=ignore_index)
     is_one_pass = isinstance(criterion, CriterionCE)
     scores = upsample_confusion(
         views,
@@ -165,7 +178,7 @@ def _count_views(
     return scores.confusion, criterion.statistics((views,), target)
 
 
-def _no_statistics(
+def no_statistics(
     criterion: AdditiveCriterion, num_classes: int, ignore_index: int, device: torch.device
 ) -> tuple[Tensor, ...]:
     """The statistics of no image at all: zeros of the right shapes."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ class Inference:
         align_corners: of the upsampling, as in training.
         window_px: height and width of a sliding window; None: the whole image at once.
         overlap: share of a window that the next one covers again.
+        weighting: of windows where they overlap: uniform, or gaussian (the middle of a window counts most).
         scales: scales of the image whose predictions are averaged; (1.0,) for none.
         flip: average with the mirrored image too.
         autocast: context of the forward pass.
@@ -39,6 +40,7 @@ class Inference:
     align_corners: bool = True
     window_px: tuple[int, int] | None = None
     overlap: float = 1 / 3
+    weighting: Literal["uniform", "gaussian"] = "uniform"
     scales: tuple[float, ...] = (1.0,)
     flip: bool = False
     autocast: Callable[[], Any] = torch.no_grad
@@ -91,9 +93,12 @@ class Inference:
         height, width = images.shape[-2:]
         window = (min(window_px[0], height), min(window_px[1], width))
         frame = model.suitable_size(*window)
+        weights = None
+        if self.weighting == "gaussian":
+            weights = gaussian_weights(window[0], images.device), gaussian_weights(window[1], images.device)
         for top, left in window_corners((height, width), window, self.overlap):
             part = images[..., top : top + window[0], left : left + window[1]]
-            yield Tile(self._logits(model, _padded(part, frame)), top, left, window, frame)
+            yield Tile(self._logits(model, _padded(part, frame)), top, left, window, frame, weights=weights)
 
     def _joined(self, tiles: list[Tile], size: tuple[int, int], flip: bool) -> Tensor:
         """Tiles of a scaled image as one tensor of its size: their borders lie between the output's pixels."""
@@ -111,13 +116,24 @@ class Inference:
 def _mirrored(tile: Tile, width: int) -> Tile:
     """A tile of the mirrored image as one of the image; the padding at its right is then at its left."""
     left = width - tile.left - tile.size[1]
-    return Tile(tile.logits.flip(-1), tile.top, left, tile.size, tile.frame, skip=tile.frame[1] - tile.size[1])
+    skip = tile.frame[1] - tile.size[1]
+    return replace(tile, logits=tile.logits.flip(-1), left=left, skip=skip)  # the weights are symmetric
 
 
 def _padded(images: Tensor, size: tuple[int, int]) -> Tensor:
     """Images with the mean colour at the bottom and right."""
     height, width = images.shape[-2:]
     return images if (height, width) == size else F.pad(images, (0, size[1] - width, 0, size[0] - height))
+
+
+def gaussian_weights(side: int, device: torch.device) -> Tensor:
+    """Weights of a window's pixels along one axis, (side,): a Gaussian of an eighth of the side, at most 1.
+
+    As in nnU-Net (Isensee et al., Nature Methods 18, 2021), where the product over the axes weights a patch; the
+    smallest weight is bounded so that a pixel that only one window's corner covers keeps its digits.
+    """
+    at = torch.arange(side, dtype=torch.float32, device=device) - (side - 1) / 2
+    return torch.exp(-0.5 * (at / (side / 8)) ** 2).clamp_min_(1e-3)
 
 
 def window_corners(size: tuple[int, int], window: tuple[int, int], overlap: float) -> Iterator[tuple[int, int]]:

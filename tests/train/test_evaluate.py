@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import cv2
 import numpy as np
@@ -131,6 +135,21 @@ def test_a_mirrored_view_of_an_image_that_needs_padding_equals_the_mirrored_pred
     torch.testing.assert_close(found, (one + other) / 2, rtol=1e-4, atol=1e-6)
 
 
+def test_gaussian_windows_equal_the_weighted_mean_of_their_logits() -> None:
+    images = NORMALIZER(batch(16, 24, 0).images)
+    inference = Inference(NORMALIZER, window_px=(16, 16), overlap=0.5, weighting="gaussian")
+    found = full_probabilities(inference, ColorNet(), images)
+    at = torch.arange(16) - 7.5
+    weight = torch.exp(-(at**2) / (2 * 2.0**2)).clamp(min=1e-3)
+    left, right = naive(ColorNet(), images[..., :16]) * weight, naive(ColorNet(), images[..., 8:]) * weight
+    middle = (left[..., 8:] + right[..., :8]) / (weight[8:] + weight[:8])
+    expected = torch.cat([left[..., :8] / weight[:8], middle, right[..., 8:] / weight[8:]], -1).softmax(1)
+    torch.testing.assert_close(found, expected)
+    mirrored = full_probabilities(inference, ColorNet(), images.flip(-1)).flip(-1)
+    both = full_probabilities(replace(inference, flip=True), ColorNet(), images)
+    torch.testing.assert_close(both, (found + mirrored) / 2, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("window_px", [None, (16, 16)])
 def test_flip_average_is_symmetric(window_px: tuple[int, int] | None) -> None:
     images = NORMALIZER(batch(16, 24, 0).images)
@@ -200,9 +219,14 @@ def test_eval_equals_the_official_evaluator_on_the_written_predictions(
         optim={"name": "adamw", "lr": 0.003},
     )
     assert train(config, tmp_path / "run") == 0
-    result = segapp("eval", "run", "--json", "result.json", cwd=tmp_path)
+    files = ("--json", "result.json", "--per-image", "images.csv", "--confusion", "matrix.svg")
+    result = segapp("eval", "run", *files, "--boundary", "--devices", "cpu,cpu", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     ours = json.loads((tmp_path / "result.json").read_text())
+    assert len(ours["boundary_iou"]) == 19
+    check_rows((tmp_path / "images.csv").read_text(), ours)
+    texts = [node.text for node in ElementTree.fromstring((tmp_path / "matrix.svg").read_text()).iter() if node.text]
+    assert texts.count("traffic light") == 2
     images = cityscapes_root / "leftImg8bit" / "val"
     result = segapp("predict", "run", images, "--out", "predictions", "--label-ids", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
@@ -214,6 +238,24 @@ def test_eval_equals_the_official_evaluator_on_the_written_predictions(
         else:
             assert theirs == pytest.approx(iou, abs=1e-6)
     assert official["averageScoreClasses"] == pytest.approx(ours["miou"], abs=1e-6)
+    assert {*ours["groups"], "void"} == set(official["categoryScores"])  # theirs of void is not a number
+    for name, iou in ours["groups"].items():
+        theirs = official["categoryScores"][name]
+        assert np.isnan(theirs) if iou is None else theirs == pytest.approx(iou, abs=1e-6)
+    assert official["averageScoreCategories"] == pytest.approx(ours["groups_miou"], abs=1e-6)
+
+
+def check_rows(text: str, ours: dict[str, Any]) -> None:
+    """The images' scores against the whole: valid pixels and hits add up."""
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert [row["image"] for row in rows] == [f"town/town_000000_{i:06}_leftImg8bit" for i in range(3)]
+    total = sum(int(row["num_valid_px"]) for row in rows)
+    hits = sum(float(row["pixel_accuracy"]) * int(row["num_valid_px"]) for row in rows)
+    assert total == np.sum(ours["confusion"])
+    assert hits / total == pytest.approx(ours["pixel_accuracy"], abs=1e-5)
+    for row in rows:
+        known = [float(value) for key, value in row.items() if key.startswith("iou ") and value]
+        assert float(row["miou"]) == pytest.approx(np.mean(known), abs=1e-5)
 
 
 def official_scores(root: Path, predictions: Path, out: Path) -> dict[str, Any]:
