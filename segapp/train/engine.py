@@ -79,6 +79,7 @@ class BufferGuard:
     """Remembers a model's buffers (BatchNorm statistics) at the start of a step, to undo a bad step's traces."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._names = [name for name, _ in model.named_buffers()]
         self._live = list(model.buffers())
         self._kept = [b.clone() for b in self._live]
 
@@ -87,6 +88,10 @@ class BufferGuard:
         """Takes the buffers as they are now."""
         if self._live:
             torch._foreach_copy_(self._kept, self._live)
+
+    def kept_by_name(self, among: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The remembered buffers whose names are among those given."""
+        return {name: kept for name, kept in zip(self._names, self._kept, strict=True) if name in among}
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -158,6 +163,7 @@ class StepEngine:
         self.bad_in_row = torch.zeros((), dtype=torch.int64, device=device)
         self._summed = DataParallelCriterion(criterion) if isinstance(network, DataParallelModel) else criterion
         self._guard = BufferGuard(model)
+        self._rng_before_step: TorchRng | None = None
 
     def step(self, batches: Sequence[Batch], check: Callable[[], None] = lambda: None) -> StepResult:
         """One optimizer update from one or more micro-batches, with the mean over all of them and all ranks.
@@ -179,6 +185,8 @@ class StepEngine:
         self.watch.mark("step")
         with torch.no_grad():
             loss = self.criterion.finalize(self.ranks.sums(sums))
+        if failpoint("train.loss") == "inf":
+            loss = torch.full_like(loss, torch.inf)
         result = self._update(loss, self.split_of(batches[0]))
         self.watch.mark(IDLE)
         return result
@@ -192,6 +200,7 @@ class StepEngine:
     def _backward(self, batch: Batch, totals: Statistics | None) -> Statistics:
         with self.precision.autocast():
             statistics = self._statistics(batch)
+        failpoint("train.device")
         if failpoint("train.backward") == "oom":
             raise torch.OutOfMemoryError("a failpoint says so")
         self.watch.mark("backward")
@@ -277,6 +286,16 @@ class StepEngine:
             "bad_in_row": self.bad_in_row,
         }
 
+    def state_before_step(self) -> tuple[dict[str, Any], TorchRng | None]:
+        """`state_dict` as it was before the step that another thread is in, and the random numbers then.
+
+        Only for a step that has not come to its update; None where no step is going on.
+        """
+        state, rng = self.state_dict(), self._rng_before_step
+        if rng is not None:
+            state["model"].update(self._guard.kept_by_name(state["model"]))
+        return state, rng
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what `state_dict` gave."""
         self.model.load_state_dict(state["model"])
@@ -352,7 +371,7 @@ class StepEngine:
     @contextlib.contextmanager
     def _undone_if_left(self) -> Iterator[None]:
         """Undoes a step that is left half way: buffers, random numbers, gradients."""
-        rng = capture_torch_rng(self._rng_devices)
+        rng = self._rng_before_step = capture_torch_rng(self._rng_devices)
         try:
             yield
         except BaseException:
@@ -361,6 +380,8 @@ class StepEngine:
             self.model.zero_grad(set_to_none=True)
             self.optimizer.zero_grad(set_to_none=True)
             raise
+        finally:
+            self._rng_before_step = None
 
 
 def _added(a: Statistics, b: Statistics) -> Statistics:
@@ -392,3 +413,9 @@ def restore_torch_rng(state: TorchRng) -> None:
     torch.set_rng_state(state[0])
     for device, of_device in state[1]:
         torch.cuda.set_rng_state(of_device, device)
+
+
+def rng_fields(state: TorchRng) -> dict[str, Any]:
+    """The same, as the fields of `capture_rng` that it replaces; devices are in the order of their numbers."""
+    cuda = {device.index or 0: of_device for device, of_device in state[1]}
+    return {"torch": state[0], **({"cuda": [cuda[index] for index in sorted(cuda)]} if cuda else {})}
