@@ -129,7 +129,7 @@ class _Zygote:
             self._asked.append((words, out, err))
             self._process.stdin.write(json.dumps(command) + "\n")
             self._process.stdin.flush()
-            assert self._news.wait_for(lambda: self._begun, 60), "the zygote does not answer"
+            assert self._news.wait_for(lambda: self._begun, 240), "the zygote does not answer"
             return self._begun.pop()
 
     def _listen(self) -> None:
