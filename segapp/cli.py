@@ -38,10 +38,22 @@ Overrides = Annotated[Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]..
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs segapp with the process's arguments (or those given) and exits."""
+    _open_closed_streams()
     arguments = _with_resume_value(list(sys.argv[1:] if arguments is None else arguments))
     is_debug = "--debug" in arguments
     with _one_line_errors(is_debug):
         app([argument for argument in arguments if argument != "--debug"], standalone_mode=True)
+
+
+def _open_closed_streams() -> None:
+    """Standard streams that were closed (`>&-`) lead nowhere: else the next file opened would take their place."""
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(fd, "w" if fd else "r", closefd=False))  # noqa: SIM115
 
 
 def _with_resume_value(arguments: list[str]) -> list[str]:
@@ -160,8 +172,8 @@ def train(
 
 
 def _ignore_early_signals() -> None:
-    """A hang-up, or a wish for a checkpoint, must not end a training that still imports its libraries."""
-    for number in (signal.SIGHUP, signal.SIGUSR1):
+    """A hang-up, or a wish for a checkpoint or for stacks, must not end a training that still imports its libraries."""
+    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -4,9 +4,9 @@
 
 - `HIT` is the visit, counted from 1, at which it first acts (default 1);
 - `TIMES` is how many visits in a row it acts on (default: every one from `HIT` on; 1 when `HIT` is given);
-- `ACTION` is `kill` (SIGKILL to this process), `term` (SIGTERM), `exit:CODE` (leave at once), `raise:WHAT` (an errno
-  name such as `ENOSPC`, or a built-in exception such as `RuntimeError`), `sleep:SECONDS`, `hang`, or any other word,
-  which `failpoint` returns to the place that asked, for it to act on (`nan`, `oom`).
+- `ACTION` is `kill` (SIGKILL to this process), `segv`, `term`, `stop` (the signals), `exit:CODE` (leave at once),
+  `raise:WHAT` (an errno name such as `ENOSPC`, or a built-in exception such as `RuntimeError`), `sleep:SECONDS`,
+  `hang`, or any other word, which `failpoint` returns to the place that asked, for it to act on (`nan`, `oom`).
 
 Unarmed, a point costs one dictionary lookup. The method is etcd's gofail.
 """
@@ -93,12 +93,15 @@ def failpoint(name: str) -> str | None:
     return _act(name, point) if is_due else None
 
 
+_SIGNALS = {"segv": signal.SIGSEGV, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
+
+
 def _act(name: str, point: _Point) -> str | None:
     if point.action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)
-    elif point.action == "term":
-        os.kill(os.getpid(), signal.SIGTERM)
+    elif point.action in _SIGNALS:
+        os.kill(os.getpid(), _SIGNALS[point.action])
     elif point.action == "exit":
         os._exit(int(point.argument or 1))
     elif point.action == "sleep":

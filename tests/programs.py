@@ -129,7 +129,7 @@ class _Zygote:
             self._asked.append((words, out, err))
             self._process.stdin.write(json.dumps(command) + "\n")
             self._process.stdin.flush()
-            if not self._news.wait_for(lambda: self._begun, 200):  # its imports take that long on a busy machine
+            if not self._news.wait_for(lambda: self._begun, 240):  # its imports take that long on a busy machine
                 _zygote.cache_clear()
                 self._process.kill()
                 raise AssertionError("the zygote does not answer")

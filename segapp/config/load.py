@@ -147,7 +147,7 @@ def config_schema() -> dict[str, Any]:
 RESUME_MAY_CHANGE = (
     "name", "data.root", "data.workers", "data.cache", "data.timeout_s", "data.val_split", "data.allow_outside_root",
     "model.weights", "model.weights_backbone", "train.epochs", "train.max_bad_steps", "train.early_stop",
-    "train.cudnn_benchmark", "train.channels_last", "parallel", "eval", "checkpoint", "log",
+    "train.hang_timeout_s", "train.cudnn_benchmark", "train.channels_last", "parallel", "eval", "checkpoint", "log",
 )  # fmt: skip
 
 

@@ -224,6 +224,8 @@ class TrainConfig(Section):
     """Micro-batches to recompute BatchNorm statistics from before each evaluation; 0: use the running ones."""
     max_bad_steps: PositiveInt = 10
     """Stop after this many steps in a row without a finite loss and gradient."""
+    hang_timeout_s: NonNegativeFloat = 600.0
+    """Seconds without progress after which a training ends, with all stacks in RUN/stacks.log; 0: never."""
     early_stop: PositiveInt | None = None
     """Stop after this many evaluations without a better monitored value; null: never."""
     channels_last: bool = False

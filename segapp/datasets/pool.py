@@ -23,6 +23,8 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from segapp.datasets.dataset import Sample, SegmentationDataset
 from segapp.datasets.files import shown
 from segapp.errors import DataError, SegappError, WorkerError
+from segapp.failpoints import failpoint
+from segapp.parallel.launch import signal_when_parent_dies
 
 Key = tuple[int, int]
 """(epoch, index) of a sample."""
@@ -130,6 +132,7 @@ class _GuardedDataset(Dataset["Batch | _Failure"]):
             samples = []
             for key in keys:
                 self.slots[slot] = key[1] + 1
+                failpoint("data.item")
                 samples.append(self.dataset[key])
             return collate(samples, shared=info is not None) if samples else self._no_samples()
         except BaseException as error:  # whatever happens in a worker must reach the trainer in a form it can unpickle
@@ -173,6 +176,7 @@ def _start_worker(worker: int) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal_when_parent_dies(signal.SIGKILL)  # one that hangs in a file would outlive a trainer that was killed
 
 
 class BatchPool:

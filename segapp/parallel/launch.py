@@ -88,6 +88,13 @@ def _passing_signals_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def signal_when_parent_dies(number: int) -> None:
+    """Asks the kernel (of Linux) to send this process a signal when the thread that made it ends."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+
+
 def die_with_parent(poll_s: float = 1.0, grace_s: float = 30.0) -> None:
     """Ends this process when its parent has died: SIGTERM first, so that it may save, and SIGKILL after a while.
 
@@ -102,9 +109,7 @@ def die_with_parent(poll_s: float = 1.0, grace_s: float = 30.0) -> None:
     if agent != parent and not _is_alive(agent):
         parent = agent  # it died while this process started: the watch ends this one at once
     _watched.add(os.getpid())
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    signal_when_parent_dies(signal.SIGTERM)
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -153,7 +153,7 @@ class CheckpointFolder:
             with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
                 raw = from_json(file.read(_MAX_MANIFEST_BYTES + 1))
         except FileNotFoundError:
-            return Manifest(is_readable=not self._object_names())
+            return Manifest(is_readable=self.is_untouched())
         except (OSError, ValueError) as error:
             return Manifest(problems=[f"manifest.json cannot be read: {_reason(error)}"], is_readable=False)
         if not isinstance(raw, dict) or type(raw.get("format")) is not int or not isinstance(raw.get("entries"), list):
@@ -169,7 +169,11 @@ class CheckpointFolder:
 
         A crash in the very first save leaves a temporary file or an object, which nobody was promised.
         """
-        return all(path == self.objects or path.name.startswith(TEMPORARY_PREFIX) for path in self.path.iterdir())
+        try:
+            names = os.listdir(self.path)
+        except OSError:
+            return not self._object_names()
+        return all(name == self.objects.name or name.startswith(TEMPORARY_PREFIX) for name in names)
 
     def open_verified(self, entry: CheckpointEntry) -> BinaryIO:
         """An intact file of a checkpoint, opened at its start: size and sha256 were just compared.

@@ -182,7 +182,8 @@ class RunFolder:
             os.ftruncate(fd, 0)
             os.pwrite(fd, json.dumps(body).encode(), 0)
             self._make_subfolders()
-            for directory in (self.path, self.commands):
+            below = (self.commands, self.checkpoints, self.checkpoints / "objects", self.samples)
+            for directory in (self.path, *below):
                 remove_dead_temporaries(directory)
 
     def release(self) -> None:

@@ -1,5 +1,6 @@
 """Which process is it, and does it still run: a process id alone is not enough, ids come back."""
 
+import contextlib
 import os
 import socket
 from pathlib import Path
@@ -43,6 +44,15 @@ def is_alive(process: ProcessId) -> bool | None:
     if not is_pid_alive(process.pid) or _state(process.pid) == "Z":
         return False
     return process.start_ticks is None or _start_ticks(process.pid) in (None, process.start_ticks)
+
+
+def child_pids() -> list[int]:
+    """The children of this process, of all its threads; empty where the system does not say."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir("/proc/self/task"):
+            found += map(int, Path(f"/proc/self/task/{task}/children").read_text().split())
+    return found
 
 
 def _stat_fields(pid: int) -> list[str]:

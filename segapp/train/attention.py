@@ -94,6 +94,7 @@ class Attention:
                 self._asked_at_step = None
 
     def _hear(self) -> None:
+        self._watch.touch()
         self._tell_saved()
         is_stop, is_save, is_news, is_overdue = self.ranks.any_of(
             self.signals.is_set,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from segapp.failpoints import failpoint
 from segapp.losses import AdditiveCriterion, Statistics, surrogate
 from segapp.optim import WeightAverage
 from segapp.parallel import DataParallelCriterion, DataParallelModel
@@ -86,6 +87,7 @@ class BufferGuard:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self._names = [name for name, _ in model.named_buffers()]
         self._live = list(model.buffers())
         self.kept = [b.clone() for b in self._live]
 
@@ -94,6 +96,10 @@ class BufferGuard:
         """Takes the buffers as they are now."""
         if self._live:
             torch._foreach_copy_(self.kept, self._live)
+
+    def kept_by_name(self, among: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The remembered buffers whose names are among those given."""
+        return {name: kept for name, kept in zip(self._names, self.kept, strict=True) if name in among}
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -169,6 +175,7 @@ class StepEngine:
         """Samples that a busy device needs; more than 1 where BatchNorm is not synchronised."""
         self.is_whole = True
         """Whether the state is that of a step's boundary; False only where an update broke off in the middle."""
+        self._rng_before_step: TorchRng | None = None
 
     def step(
         self, batches: Sequence[Batch], check: Callable[[], None] = lambda: None, *, num_pieces: int = 1
@@ -199,6 +206,8 @@ class StepEngine:
             fail_for_want_of_memory("train.optimizer")
             with torch.no_grad():
                 loss = self.criterion.finalize(self.ranks.sums(sums))
+            if failpoint("train.value") == "inf":
+                loss = torch.full_like(loss, torch.inf)
             grad_norm, is_bad = self._finish_gradients(loss)
         self._apply(is_bad)
         self.watch.mark(IDLE)
@@ -245,6 +254,7 @@ class StepEngine:
     def _backward(self, batch: Batch, totals: Statistics | None) -> Statistics:
         with self.precision.autocast():
             statistics = self._statistics(batch)
+        failpoint("train.device")
         self.watch.mark("backward")
         fail_for_want_of_memory("train.backward")
         own = tuple(s.detach() for s in statistics)
@@ -330,6 +340,16 @@ class StepEngine:
             "bad_in_row": self.bad_in_row,
         }
 
+    def state_before_step(self) -> tuple[dict[str, Any], TorchRng | None]:
+        """`state_dict` as it was before the step that another thread is in, and the random numbers then.
+
+        Only for a step that has not come to its update; None where no step is going on.
+        """
+        state, rng = self.state_dict(), self._rng_before_step
+        if rng is not None:
+            state["model"].update(self.guard.kept_by_name(state["model"]))
+        return state, rng
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what `state_dict` gave."""
         self.model.load_state_dict(state["model"])
@@ -412,7 +432,7 @@ class StepEngine:
     @contextlib.contextmanager
     def _undone_if_left(self) -> Iterator[None]:
         """Undoes a step that is left half way: buffers, random numbers, gradients."""
-        rng = capture_torch_rng(self._rng_devices)
+        rng = self._rng_before_step = capture_torch_rng(self._rng_devices)
         try:
             yield
         except BaseException:
@@ -421,6 +441,8 @@ class StepEngine:
             self.model.zero_grad(set_to_none=True)
             self.optimizer.zero_grad(set_to_none=True)
             raise
+        finally:
+            self._rng_before_step = None
 
 
 def _added(a: Statistics, b: Statistics) -> Statistics:
@@ -469,3 +491,9 @@ def restore_torch_rng(state: TorchRng) -> None:
     torch.set_rng_state(state[0])
     for device, of_device in state[1]:
         torch.cuda.set_rng_state(of_device, device)
+
+
+def rng_fields(state: TorchRng) -> dict[str, Any]:
+    """The same, as the fields of `capture_rng` that it replaces; devices are in the order of their numbers."""
+    cuda = {device.index or 0: of_device for device, of_device in state[1]}
+    return {"torch": state[0], **({"cuda": [cuda[index] for index in sorted(cuda)]} if cuda else {})}

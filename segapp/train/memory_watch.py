@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -218,7 +219,8 @@ class MemoryWatch:
 
     def __init__(self, places: Sequence[Place] = (), probes: Sequence[Probe | None] | None = None) -> None:
         self.places = tuple(places)
-        self.phase = "start"
+        self.phase = self.place = "start"
+        self.touched_s = time.monotonic()
         keys = [(place.device, place.pid, place.slot) for place in self.places]
         self._first = [keys.index(key) for key in keys]
         made = probes if probes is not None else [probe_of(place) for place in self.places]
@@ -264,6 +266,16 @@ class MemoryWatch:
         else:
             self._is_phase_whole = False
         self.phase = phase
+        self.touch(phase)
+
+    def touch(self, place: str | None = None) -> None:
+        """Says that the training thread gets on, and where it is.
+
+        Args:
+            place: a phase, or `read`: a batch is waited for; None: where it was.
+        """
+        self.place = place or self.place
+        self.touched_s = time.monotonic()
 
     def observe(self) -> None:
         """Forgets the peaks seen so far: another split begins."""

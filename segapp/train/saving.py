@@ -178,6 +178,27 @@ class Saving:
             None if self._problem is None else f"it could not be saved: {self._problem}",
         )
 
+    def save_last_boundary(self, captured: Captured, is_still: Callable[[], bool]) -> str | None:
+        """Saves a state from another thread than the training's, which does not move any more.
+
+        Args:
+            captured: tensors may still be those of the model.
+            is_still: whether the training thread has not moved meanwhile: if it has, the copy may be torn.
+
+        Returns:
+            Why it could not be saved; None where it is, or was already.
+        """
+        state = snapshot(captured.state)
+        if not is_still():
+            return "the training moved on"
+        if not self._wait(_EXCHANGE_S):
+            return "another checkpoint is still being written"
+        if self._begun == captured.position and self._problem is None:
+            return None
+        self._problem = None
+        self._write(Captured(state, captured.position, captured.metric), None, False, 0.0)
+        return None if self._problem is None else str(self._problem)
+
     def _save(self, finished_epoch: int | None, is_best: bool, *, is_last: bool) -> None:
         phase = self._watch.phase
         self._watch.mark("save")
@@ -188,6 +209,8 @@ class Saving:
         self._is_put_off, self._retry_at_s, self._problem = False, None, None
         if self._ranks.is_main:
             state = captured.state if is_last else snapshot(captured.state)
+            if failpoint("ckpt.capture") == "nan":
+                next(iter(state["model"].values())).fill_(float("nan"))
             captured = Captured(state, self._begun, captured.metric)
             self._start_writer(captured, finished_epoch, is_best, time.perf_counter() - began_s)
         if is_last or failpoint("ckpt.background") == "sync":

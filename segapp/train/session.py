@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import platform
+import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from segapp import __version__
 from segapp.config import RunConfig, config_hash, dump_config, resume_differences
@@ -57,6 +59,11 @@ from segapp.train.ranks import Ranks
 from segapp.train.settle import planned_advice, settle_memory
 from segapp.train.trackers import make_trackers
 from segapp.train.trainer import Trainer
+from segapp.train.watchdog import Watchdog
+
+_OF_A_COLLECTIVE = re.compile(
+    r"gloo|nccl|ProcessGroup|Connection closed by peer|Connection reset by peer", re.IGNORECASE
+)
 
 logger = logging.getLogger("segapp")
 
@@ -194,12 +201,13 @@ def _run_in(folder: RunFolder, plan: Plan, devices: DevicePlan, ranks: Ranks, si
     places = _places(devices, ranks, plan.config.parallel.memory_budget_mib)
     watch = MemoryWatch(places)
     monitor = Monitor(journal, watch, blocked_s=plan.config.checkpoint.grace_s)
+    watchdog = _watchdog(folder, plan.config, journal, watch, ranks)
     is_saved = False
     try:
         config, outlook = _settled(folder, plan.config, devices, places, ranks)
         checkpoint = ranks.from_main(_checkpoint_to_resume(folder, plan) if ranks.is_main else None)
         is_saved = checkpoint is not None
-        with monitor if ranks.is_main else contextlib.nullcontext():
+        with watchdog, monitor if ranks.is_main else contextlib.nullcontext():
             inbox = Inbox(folder if ranks.is_main else None, journal)
             trainer = _build(folder, config, devices, ranks, checkpoint, journal, signals, inbox, watch, outlook)
             if trainer.is_complete:
@@ -207,7 +215,8 @@ def _run_in(folder: RunFolder, plan: Plan, devices: DevicePlan, ranks: Ranks, si
                     trainer.steering.end(trainer.standing(), "the run is complete", is_finished=True)
                     print(f"already complete: {config.train.epochs} epochs; raise train.epochs to train on")
                 return 0
-            monitor.step = lambda: trainer.position.step
+            monitor.step = watchdog.step = lambda: trainer.position.step
+            watchdog.save_last_boundary = trainer.save_last_boundary
             monitor.saving_s = trainer.saving.written_for_s
             is_saved = True  # from here on every way out saves first, or raises
             reason = trainer.fit()
@@ -228,6 +237,19 @@ def _run_in(folder: RunFolder, plan: Plan, devices: DevicePlan, ranks: Ranks, si
         raise type(known)(f"{known}\n(traceback in {folder.log})") from error
     finally:
         journal.close()
+
+
+def _watchdog(folder: RunFolder, config: RunConfig, journal: Journal, watch: MemoryWatch, ranks: Ranks) -> Watchdog:
+    return Watchdog(
+        folder.path,
+        journal,
+        watch,
+        timeout_s=config.train.hang_timeout_s,
+        data_timeout_s=config.data.timeout_s,
+        num_workers=config.data.workers,
+        rank=ranks.rank,
+        rank_pids=ranks.gather((socket.gethostname(), os.getpid())),
+    )
 
 
 def _build(
@@ -326,6 +348,8 @@ def as_segapp_error(error: Exception) -> SegappError:
         )
     if isinstance(error, ReplicaError):
         return DistributedError(first)
+    if isinstance(error, (dist.DistError, ConnectionError)) or _OF_A_COLLECTIVE.search(str(error)):
+        return DistributedError(f"another rank does not answer ({first}): look at its lines, and at stacks.log")
     return RunError(f"unexpected {type(error).__name__}: {first}")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from segapp.train.attention import Attention
 from segapp.train.budget import MemoryBudget
 from segapp.train.checkpoint import CheckpointStore, capture_rng, restore_rng
 from segapp.train.control import PauseRequest, StopRequest, StopSignals
-from segapp.train.engine import BatchNormMemoryError, StepEngine, StepResult, recompute_batchnorm
+from segapp.train.engine import BatchNormMemoryError, StepEngine, StepResult, recompute_batchnorm, rng_fields
 from segapp.train.evaluate import Evaluation, evaluate
 from segapp.train.inference import Inference
 from segapp.train.journal import Journal
@@ -467,8 +467,10 @@ class Trainer:
 
     def _next_group(self, batches: Iterable[Batch], size: int) -> list[Batch]:
         began = time.perf_counter()
+        self.watch.touch("read")
         iterator = iter(batches)
         group = [next(iterator) for _ in range(size)]
+        self.watch.touch(IDLE)
         self._clock.wait_s += time.perf_counter() - began
         return group
 
@@ -578,17 +580,35 @@ class Trainer:
     def _capture(self) -> Captured:
         return Captured(self.state_dict(), self.position, self.best.value)
 
+    def save_last_boundary(self, is_still: Callable[[], bool]) -> str | None:
+        """Saves the state of the last step boundary from another thread, while the training thread hangs in a step.
+
+        Args:
+            is_still: whether the training thread has not moved meanwhile.
+
+        Returns:
+            Why it could not be saved; None where it is.
+        """
+        if self.ranks.world_size > 1:
+            return "the state of the other ranks cannot be gathered"
+        engine_state, rng = self.engine.state_before_step()
+        state = self._state_with(engine_state, [capture_rng() if rng is None else {**capture_rng(), **rng_fields(rng)}])
+        return self.saving.save_last_boundary(Captured(state, replace(self.position), self.best.value), is_still)
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that a continuation needs, as tensors and plain values; every rank must ask."""
+        return self._state_with(self.engine.state_dict(), self.ranks.gather(capture_rng()))
+
+    def _state_with(self, engine_state: dict[str, Any], rng: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "format": STATE_FORMAT,
-            **self.engine.state_dict(),
+            **engine_state,
             "position": vars(self.position).copy(),
             "best": vars(self.best).copy(),
             "settings": self.settings.model_dump(),
             "lessons": self.lessons.to_json(),
             "memory": self.steering.knob.state_dict(),
-            "rng": self.ranks.gather(capture_rng()),
+            "rng": rng,
             "config": self.config.model_dump(mode="json"),
             "data": {"num_train": len(self.train_loader.dataset), "batches_per_epoch": self.batches_per_epoch},
             "classes": list(self.description["classes"]),

@@ -333,7 +333,8 @@ class Invariants:
         """I4: the exit code, and one error line that holds the words; no traceback."""
         assert done.returncode == code, f"exit code {done.returncode} instead of {code}\n{done.stdout}\n{done.stderr}"
         assert "Traceback" not in done.stdout + done.stderr
-        errors = [line for line in done.stderr.splitlines() if line.startswith("error")]
+        lines = done.stderr.replace("\0", "").splitlines()  # torch's own line about a crashed worker ends with a NUL
+        errors = [line for line in lines if line.startswith("error:")]
         assert len(errors) == 1, done.stderr
         for word in words:
             assert word in done.stderr, f"{word!r} is not in {done.stderr!r}"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import FaultRun, Invariants, case
+from harness import FaultRun, Invariants, case, course
 
 pytestmark = pytest.mark.faults
 
@@ -37,3 +41,147 @@ def test_a_truncated_newest_checkpoint(new_run: NewRun, invariants: Invariants, 
     assert any("is damaged" in message for message in messages), messages
     assert any(message.startswith("went back to") for message in messages), messages
     assert [path.name for path in run.folder.rglob("*.corrupt")]
+
+
+@case("F07", how="one bit flipped at 200 offsets of the newest", passes="every one noticed by ckpt verify's reader")
+@case("F08", how="each 4 KiB page zeroed once", passes="every one noticed")
+def test_every_flipped_bit_and_zeroed_page_is_noticed(new_run: NewRun) -> None:
+    from segapp.run.checkpoints import CheckpointFolder
+
+    run = killed_at(new_run(), 4)
+    newest, folder = run.newest(), CheckpointFolder(run.folder / "checkpoints")
+    whole = newest.read_bytes()
+    flips = [(len(whole) * i // 200, 1) for i in range(200)]
+    pages = [(start, 4096) for start in range(0, len(whole), 4096) if any(whole[start : start + 4096])]
+    missed = []
+    with newest.open("r+b") as file:
+        for start, length in flips + pages:
+            old = whole[start : start + length]
+            os.pwrite(file.fileno(), bytes([old[0] ^ 4]) if length == 1 else bytes(len(old)), start)
+            if folder.verify()[0].problem is None:
+                missed.append((start, length))
+            os.pwrite(file.fileno(), old, start)
+    assert missed == []
+    assert folder.verify()[0].problem is None
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@case("F09", how="a bit flipped in the newest two", passes="goes back to the third, names both, exact")
+def test_the_newest_two_damaged(new_run: NewRun, invariants: Invariants) -> None:
+    run = killed_at(new_run(), 8)  # step 7, step 6, and epoch 1
+    rows = run.committed()
+    assert len(rows) == 3
+    for row in rows[:2]:
+        damage(run.folder / "checkpoints" / "objects" / row["object"])
+    invariants.assert_exact(run)
+    messages = [alert["message"] for alert in run.events("alert")]
+    assert sum("is damaged" in message for message in messages) >= 2, messages
+
+
+@case("F10", how="a bit flipped in every checkpoint", passes="exit 4, lists all, nothing overwritten, no fresh start")
+def test_all_damaged(new_run: NewRun, invariants: Invariants) -> None:
+    run = killed_at(new_run(), 8)
+    objects = sorted((run.folder / "checkpoints" / "objects").iterdir())
+    for path in objects:
+        damage(path)
+    before, events = [path.read_bytes() for path in objects], course(run)
+    done = run.train()
+    invariants.assert_clear(done, 4, "none of the 3 checkpoints can be used")
+    assert [path.read_bytes() for path in objects] == before
+    assert course(run) == events
+
+
+@case(
+    "F11",
+    how="manifest removed, no JSON, wrong size, a path out of the folder",
+    passes="exit 4 or the next; no traversal",
+)
+@pytest.mark.parametrize("how", ["removed", "no-json", "size", "outside"])
+def test_a_manifest_that_is_not_to_be_believed(new_run: NewRun, invariants: Invariants, how: str) -> None:
+    run = killed_at(new_run(), 8)
+    path = run.folder / "checkpoints" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    if how == "removed":
+        path.unlink()
+    elif how == "no-json":
+        path.write_text('{"format": 1, "entr')
+    elif how == "size":
+        manifest["entries"][0]["size_bytes"] += 1
+        path.write_text(json.dumps(manifest))
+    else:
+        manifest["entries"][0]["object"] = "../../../config.yaml"
+        path.write_text(json.dumps(manifest))
+    done = run.train()
+    if how in ("removed", "no-json"):
+        invariants.assert_clear(done, 4, "manifest.json" if how == "no-json" else "no checkpoint to resume from")
+    else:
+        assert done.returncode == 0, done.stderr
+        invariants.assert_same(run)
+
+
+@case(
+    "F12",
+    how="temporary files of dead and living writers, a 0-byte object of the highest step",
+    passes="ignored, tidied",
+)
+def test_leftovers(new_run: NewRun, invariants: Invariants) -> None:
+    run = killed_at(new_run(), 8)
+    objects = run.folder / "checkpoints" / "objects"
+    host = subprocess.run(["hostname"], capture_output=True, text=True, check=True).stdout.strip()
+    dead = [objects / f".tmp-7-{pid}-0badcafe@{host}" for pid in (2**22 - 7, 2**22 - 9)]
+    alive = objects / f".tmp-7-{os.getpid()}-0badcafe@{host}"
+    for path in (*dead, alive, objects / "99999999-0123456789abcdef.pt"):
+        path.write_bytes(b"")
+    invariants.assert_exact(run)
+    assert [path.exists() for path in (*dead, alive)] == [False, False, True]
+    alive.unlink()
+    invariants.assert_clean_folder(run)
+
+
+@case(
+    "F18", how="12 saves, keep 2, resumed twice, a crash between publish and retire", passes="2 epochs, best, 2 newest"
+)
+def test_retention(new_run: NewRun, invariants: Invariants) -> None:
+    run = new_run(train={"epochs": 6}, checkpoint={"every_steps": 3, "keep": 2})
+    for failpoints in ("ckpt.before_retire=3:kill", "train.step=9:kill"):
+        run.train(failpoints=failpoints)
+    invariants.check(run)
+    names = {path.name for path in (run.folder / "checkpoints").glob("*.pt")}
+    assert names == {"last.pt", "best.pt", "epoch_0005.pt", "epoch_0006.pt"}
+    assert len(run.committed()) <= 4
+
+
+@case(
+    "F20",
+    how="every file written, loaded by torch alone with weights_only",
+    passes="all load, with the bare model in them",
+)
+def test_every_file_loads_in_a_bare_process(new_run: NewRun) -> None:
+    run = new_run(train={"epochs": 1})
+    assert run.train().returncode == 0
+    code = (
+        "import sys, torch\n"
+        "for p in sys.argv[1:]:\n"
+        "    m = torch.load(p, weights_only=True)['model']\n"
+        "    assert all(torch.is_tensor(t) for t in m.values()) and m"
+    )
+    files = [str(path) for path in (run.folder / "checkpoints").glob("*.pt")]
+    subprocess.run([sys.executable, "-c", code, *files], check=True, timeout=120)
+
+
+@case("F23", how="a manifest of a newer format; a checkpoint of other classes", passes="exit 4, says what differs")
+def test_a_checkpoint_of_another_program_or_task(new_run: NewRun, invariants: Invariants) -> None:
+    run = killed_at(new_run(), 4)
+    path = run.folder / "checkpoints" / "manifest.json"
+    text = path.read_text()
+    path.write_text(text.replace('"format": 1', '"format": 99'))
+    invariants.assert_clear(run.train(), 4, "newer segapp")
+    path.write_text(text)
+    done = run.train("data.classes=[ground,box,disc,sky]")
+    invariants.assert_clear(done, 4, "data.classes")
+    invariants.check(run)

@@ -1,0 +1,262 @@
+"""What goes wrong while a checkpoint is written: the old or the new one is there, and training goes on."""
+
+from __future__ import annotations
+
+import re
+import resource
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness import SYNCHRONOUS, FaultRun, Invariants, case, needs, small_disk, traced
+
+NewRun = Callable[..., FaultRun]
+
+CALLS = "openat,write,pwrite64,fsync,fdatasync,close,rename,renameat,renameat2,link,linkat,unlink,unlinkat,ftruncate"
+
+
+def one_save(new_run: NewRun, name: str = "work") -> FaultRun:
+    """A run that has made one epoch of two, so that one more start makes two saves."""
+    run = new_run(name, train={"epochs": 2}, checkpoint={"every_steps": 4})
+    run.train(failpoints=f"train.step=7:kill;{SYNCHRONOUS}")
+    return run
+
+
+def killed_at_call(new_run: NewRun, invariants: Invariants, number: int) -> bool:
+    """SIGKILL at the Nth system call of one save; False where the save has fewer."""
+    run = one_save(new_run, f"call-{number}")
+    program = run.start(failpoints=f"ckpt.start=1:stop;{SYNCHRONOUS}")
+    with traced(run, program, "-e", f"trace={CALLS}", "-e", f"inject={CALLS}:signal=KILL:when={number}"):
+        done = run.ended(program)
+    invariants.check(run)
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    return done.returncode != 0
+
+
+@case("F01", how="strace: SIGKILL at the Nth system call of a save", passes="old or new, nothing lost, exact")
+@pytest.mark.faults
+@pytest.mark.parametrize("number", [2, 8, 16])
+def test_killed_at_a_system_call(new_run: NewRun, invariants: Invariants, number: int) -> None:
+    needs("strace")
+    assert killed_at_call(new_run, invariants, number)
+
+
+@case("F01", how="strace: SIGKILL at every system call of a save, in turn", passes="old or new, nothing lost, exact")
+@pytest.mark.faults_long
+@pytest.mark.timeout(3600)
+def test_killed_at_every_system_call(
+    new_run: NewRun, invariants: Invariants, record_property: Callable[[str, object], None]
+) -> None:
+    needs("strace")
+    number = 1
+    while killed_at_call(new_run, invariants, number):
+        number += 1
+    assert number > 15, "fewer system calls than open, write, fsync, rename and their like"
+    record_property("figure", f"killed at each of the {number - 1} calls of a save")
+
+
+@case(
+    "F03",
+    how="strace: the order of one save's system calls",
+    passes="new file beside, fsync, rename, fsync, then the event",
+)
+@case("F05", how="the run folder on another file system than the temporary folder", passes="the same order holds")
+@pytest.mark.faults
+def test_the_order_of_a_save(new_run: NewRun, tmp_path: Path) -> None:
+    needs("strace")
+    run = one_save(new_run)
+    program = run.start(failpoints=f"ckpt.start=1:stop;{SYNCHRONOUS}", TMPDIR="/dev/shm")
+    with traced(run, program, "-s", "200", "-e", f"trace={CALLS}") as trace:
+        assert run.ended(program).returncode == 0, program.stderr
+    lines = [line for line in trace.read_text(errors="replace").splitlines() if "run/" in line]
+    order = []
+    for line in lines:
+        if match := re.search(r'openat\(.*objects/(\.tmp-8-[^"]+)", (\S+),', line):
+            assert "O_EXCL" in match[2]
+            order.append("open")
+        elif re.search(r"fsync\(\d+<[^>]*objects/\.tmp-8-", line):
+            order.append("fsync file")
+        elif re.search(r"rename\w*\(.*objects/\.tmp-8-[^,]+, .*objects/00000008-", line):
+            order.append("rename")
+        elif re.search(r"fsync\(\d+<[^>]*/objects>", line):
+            order.append("fsync directory")
+        elif re.search(r'rename\w*\(.*manifest\.json"', line):
+            order.append("manifest")
+        elif '\\"type\\":\\"checkpoint\\"' in line or '"type\\":\\"checkpoint' in line:
+            order.append("event")
+    first = ["open", "fsync file", "rename", "fsync directory", "manifest", "event"]
+    assert order[:6] == first, order
+    assert not [line for line in lines if "O_TRUNC" in line and ".pt" in line]
+
+
+@case("F13", how="EIO once while a checkpoint is written", passes="goes on, says so, the next save is good, exact")
+@pytest.mark.faults
+def test_one_error_and_then_a_healthy_disk(new_run: NewRun, invariants: Invariants) -> None:
+    run = new_run()
+    done = run.train(failpoints=f"ckpt.write=20:raise:EIO*1;{SYNCHRONOUS}")
+    assert done.returncode == 0, done.stderr
+    [alert] = run.events("alert")
+    assert alert["kind"] == "checkpoint"
+    assert "Input/output error" in alert["message"]
+    assert "tried again" in alert["message"]
+    invariants.assert_same(run)
+
+
+@case(
+    "F15",
+    how="rename: EACCES, fsync: EIO, manifest rename: EIO, every time",
+    passes="no promise, old intact, exit 10 at the end",
+)
+@case(
+    "F14",
+    how="every save refused (EROFS)",
+    passes="no false promise, an alert each time, exit 10 at the end, old ones kept",
+)
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    "point",
+    [
+        "ckpt.before_rename=raise:EACCES",
+        "ckpt.before_fsync=raise:EIO",
+        "ckpt.manifest.before_rename=raise:EIO",
+        "ckpt.opened=raise:EROFS",
+    ],
+)
+def test_a_disk_that_refuses_every_save(new_run: NewRun, invariants: Invariants, point: str) -> None:
+    run = one_save(new_run)
+    before = run.committed()
+    done = run.train(failpoints=f"{point};{SYNCHRONOUS}")
+    invariants.assert_clear(done, 10, "cannot write a checkpoint")
+    assert run.committed() == before
+    assert len([alert for alert in run.events("alert") if alert["kind"] == "checkpoint"]) >= 2
+    assert run.events("step")[-1]["step"] == 10, "training went on to its end"
+    invariants.check(run)
+
+
+@case(
+    "F16",
+    how="a write of 2 s while steps go on; SIGKILL, and SIGTERM, in the middle of it",
+    passes="one step's state; waits",
+)
+@pytest.mark.faults
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_training_goes_on_while_a_checkpoint_is_written(
+    new_run: NewRun, invariants: Invariants, number: signal.Signals
+) -> None:
+    run = new_run(train={"epochs": 30}, checkpoint={"every_steps": 3})
+    program = run.start(failpoints="ckpt.before_fsync=1:sleep:2;train.step=sleep:0.05")
+    run.wait_for_step(5, program)
+    assert run.events("checkpoint") == [], "steps 4 and 5 were made while step 3 was being written"
+    program.send(number)
+    done = run.ended(program)
+    assert done.returncode == (75 if number == signal.SIGTERM else -number)
+    if number == signal.SIGTERM:
+        assert run.acknowledged_step() >= 5
+    invariants.check(run, resume=False)
+
+
+@case("F22", how="a write that takes 4 s", passes="heartbeat and alert say so, steps go on, SIGTERM saves")
+@case("F36", how="a save slower than the grace period", passes="an alert names the grace period")
+@pytest.mark.faults
+def test_a_blocked_write_is_told(new_run: NewRun, invariants: Invariants) -> None:
+    run = new_run(train={"epochs": 40}, checkpoint={"every_steps": 3, "grace_s": 1.0})
+    program = run.start(failpoints="ckpt.before_fsync=1:sleep:4;train.step=sleep:0.02")
+    blocked = run.wait_for(
+        lambda: [e for e in run.events("alert") if "checkpoint write blocked" in e["message"]], program
+    )
+    assert run.events("checkpoint") == []
+    assert any((beat["saving_s"] or 0) >= 1 for beat in run.events("heartbeat") if "saving_s" in beat)
+    run.wait_for(lambda: [e for e in run.events("alert") if e["kind"] == "grace"], program)
+    program.send(signal.SIGTERM)
+    assert run.ended(program).returncode == 75
+    assert blocked[0]["kind"] == "storage"
+    invariants.check(run, resume=False)
+
+
+@case(
+    "F17",
+    how="a file system with room for one checkpoint and a half",
+    passes="old intact, space given back, says need and free",
+)
+@pytest.mark.faults
+def test_a_full_disk(new_run: NewRun, invariants: Invariants, tmp_path: Path) -> None:
+    run = new_run("disk/work", train={"epochs": 2}, checkpoint={"every_steps": None, "every_epochs": 1})
+    with small_disk(run.folder, 2000):
+        done = run.train()
+        free_kib = int(
+            subprocess.run(
+                ["df", "-k", "--output=avail", str(run.folder)], capture_output=True, text=True, check=True
+            ).stdout.split()[1]
+        )
+        if done.returncode == 0:
+            pytest.fail("the disk was large enough: make it smaller")
+        invariants.assert_clear(done, 10, "it needs", "are free")
+        assert run.committed()[0]["step"] == 5
+        assert free_kib > 200, "what could not be written was given back"
+        subprocess.run(["mount", "-o", "remount,size=64m", str(run.folder)], check=True)
+        invariants.check(run)
+
+
+@case(
+    "F17b",
+    how="only the event file cannot be written for a while",
+    passes="training goes on, the events come later, checkpoints good",
+)
+@pytest.mark.faults
+def test_events_that_cannot_be_written_for_a_while(new_run: NewRun, invariants: Invariants) -> None:
+    run = new_run()
+    done = run.train(failpoints="events.before_write=12:raise:ENOSPC*3;train.step=sleep:0.2", timeout_s=90)
+    assert done.returncode == 0, done.stderr
+    assert any("could not be written for a while" in alert["message"] for alert in run.events("alert"))
+    invariants.assert_same(run)
+
+
+@case("F17c", how="RLIMIT_FSIZE below the checkpoint's size", passes="no death by SIGXFSZ, exit 10, says ulimit")
+@pytest.mark.faults
+def test_a_file_size_limit(new_run: NewRun, invariants: Invariants) -> None:
+    run = new_run(train={"epochs": 1})
+    program = run.start(is_stopped=True)
+    run.wait_for(lambda: Path(f"/proc/{program.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+    resource.prlimit(program.pid, resource.RLIMIT_FSIZE, (400_000, 400_000))
+    program.send(signal.SIGCONT)
+    invariants.assert_clear(run.ended(program), 10, "ulimit -f")
+    invariants.check(run)
+
+
+@case("F24", how="a weight set to NaN before a save (failpoint)", passes="refused, the reason told, the old one stays")
+@pytest.mark.faults
+def test_a_state_that_is_not_finite_is_not_committed(new_run: NewRun, invariants: Invariants) -> None:
+    run = new_run(train={"epochs": 2})
+    done = run.train(failpoints=f"ckpt.capture=8:nan*1;{SYNCHRONOUS}")
+    assert done.returncode == 0, done.stderr
+    assert any("is not finite" in alert["message"] for alert in run.events("alert"))
+    invariants.assert_same(run)
+
+
+@case(
+    "W03",
+    how="a disk that takes 0.3 s longer for each checkpoint, a save every second step",
+    passes="p99 of a step < a copy more",
+)
+@pytest.mark.faults_long
+def test_a_step_waits_for_a_copy_at_most(new_run: NewRun, record_property: Callable[[str, object], None]) -> None:
+    def step_times_s(run: FaultRun) -> list[float]:
+        times = [event["t"] for event in run.events("step")]
+        epochs = [event["epoch"] for event in run.events("step")]
+        pairs = zip(times, times[1:], epochs, epochs[1:], strict=False)
+        return sorted(b - a for a, b, epoch, following in pairs if epoch == following)
+
+    found = {}
+    for name, every, failpoints in (("without", None, ""), ("with", 2, "ckpt.before_fsync=sleep:0.3")):
+        run = new_run(name, train={"epochs": 60}, checkpoint={"every_steps": every, "every_epochs": None})
+        assert run.train(failpoints=failpoints, timeout_s=280).returncode == 0
+        times_s = step_times_s(run)
+        copies = [event["copy_s"] for event in run.events("checkpoint") if event.get("copy_s")]
+        found[name] = times_s[int(0.99 * len(times_s))], max(copies, default=0.0)
+    p99_without, (p99_with, copy_s) = found["without"][0], found["with"]
+    p99_ms, copy_ms = (round(1000 * value) for value in (p99_with, copy_s))
+    figure = f"p99 of a step {1000 * p99_without:.0f} ms without saves, {p99_ms} ms with, longest copy {copy_ms} ms"
+    record_property("figure", figure)
+    assert p99_with < 0.25, "a step would take 0.3 s more if it waited for the disk"

@@ -1,0 +1,165 @@
+"""A resumed run is the run that was never interrupted: at every step, at every precision, with any workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import SYNCHRONOUS, FaultRun, Invariants, case, course
+from tiny_runs import differing
+
+NewRun = Callable[..., FaultRun]
+
+
+def state_of(run: FaultRun) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(run.newest(), weights_only=True)
+    return state
+
+
+@case("R01", how="stopped at a step, resumed to the end", passes="exact at every step, also the last")
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(n, marks=pytest.mark.faults if n in (1, 6, 11, 15) else pytest.mark.faults_long)
+        for n in range(1, 16)
+    ],
+)
+def test_stopped_at_a_step(new_run: NewRun, invariants: Invariants, step: int) -> None:
+    run = new_run(checkpoint={"every_steps": None})
+    assert run.train(failpoints=f"train.step={step}:term").returncode == 75
+    invariants.check(run)
+    done = run.train()
+    assert done.returncode == 0
+    assert "already complete" in done.stdout
+    invariants.assert_same(run)
+
+
+@case("R03", how="0, 1 and 2 workers, changed at each resume", passes="the same course, bit for bit")
+@pytest.mark.faults
+def test_workers_may_change(new_run: NewRun, invariants: Invariants) -> None:
+    run, reference = new_run(), new_run("reference")
+    assert reference.train().returncode == 0
+    for step, workers in ((4, 2), (3, 1)):
+        assert run.train(f"data.workers={workers}", failpoints=f"train.step={step}:kill").returncode == -signal.SIGKILL
+    assert run.train("data.workers=2").returncode == 0
+    assert course(run) == course(reference)
+    names = differing(state_of(run), state_of(reference))
+    assert all(name.startswith(("/config/data/workers", "/checkpoint/config_hash")) for name in names), names
+
+
+@case("R04", how="resumed and saved at once", passes="every component of the state equals what was saved")
+@case("R11", how="the run folder moved, its files' times set back", passes="exact")
+@pytest.mark.faults
+@pytest.mark.parametrize("precision", ["fp32", "amp-fp16"])
+def test_what_is_loaded_is_what_was_saved(new_run: NewRun, invariants: Invariants, precision: str) -> None:
+    run = new_run(train={"precision": precision})
+    assert run.train(failpoints="train.step=8:term").returncode == 75
+    before = state_of(run)
+    moved = run.work / "elsewhere"
+    run.folder.rename(moved)
+    moved.rename(run.folder)
+    for path in run.folder.rglob("*"):
+        os.utime(path, (1e9, 1e9))
+    assert run.train(failpoints="train.step=1:term").returncode == 75  # before a step is made
+    # The learning rate is set anew at the beginning of every step, also of one that a stop leaves.
+    assert [name for name in differing(state_of(run), before) if not name.endswith("/lr")] == []
+    done = new_run("copy", train={"precision": precision})
+    assert done.train(failpoints=f"train.step=8:kill;{SYNCHRONOUS}").returncode == -signal.SIGKILL
+    assert [name for name in differing(state_of(done), before) if not name.endswith("/lr")] == []
+    invariants.check(run)
+
+
+@case("R06", how="learning rates of a run killed twice", passes="the same floats")
+@case("R10", how="the epoch's sample order after kills, 2 workers", passes="the same losses, so the same crops")
+@pytest.mark.faults
+def test_learning_rates_and_samples_after_kills(new_run: NewRun, invariants: Invariants) -> None:
+    run = new_run(data={"workers": 2})
+    for step in (3, 5):
+        run.train(failpoints=f"train.step={step}:kill")
+    invariants.check(run)
+    reference = invariants.references.of(run.config)
+    assert [event["lr"] for event in run.events("step")] == [row[3] for row in reference.course if len(row) == 5][:15]
+
+
+@case(
+    "R07",
+    how="lr, epochs of the schedule, classes, batch size changed before a resume",
+    passes="refused with the keys; workers may",
+)
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    "key", ["optim.lr=0.5", "train.batch_size=4", "data.crop_px=[16,16]", "train.precision=amp-bf16"]
+)
+def test_a_changed_course_is_refused(new_run: NewRun, invariants: Invariants, key: str) -> None:
+    run = new_run()
+    run.train(failpoints=f"train.step=4:kill;{SYNCHRONOUS}")
+    invariants.assert_clear(run.train(key), 4, key.partition("=")[0], "->")
+
+
+@case(
+    "N01",
+    how="loss NaN from a step on (learning rate 1e30)",
+    passes="no such step taken, exit 5, the last commit finite",
+)
+@case("N06", how="a learning rate that diverges", passes="exit 5, checkpoint finite")
+@pytest.mark.faults
+def test_divergence(new_run: NewRun, invariants: Invariants) -> None:
+    run = new_run(
+        optim={"name": "sgd", "lr": 1e30}, schedule={"warmup_steps": 0}, train={"max_bad_steps": 3, "ema": None}
+    )
+    done = run.train()
+    invariants.assert_clear(done, 5, "3 steps in a row", "optim.lr")
+    model = state_of(run)["model"]
+    assert all(torch.isfinite(value).all() for value in model.values() if value.is_floating_point())
+    invariants.check(run, resume=False)
+
+
+@case(
+    "N02",
+    how="fp16: gradients infinite for 3 steps, and for 40",
+    passes="3: skipped and counted, goes on; 40: exit 5 before scale 1",
+)
+@pytest.mark.faults
+@pytest.mark.parametrize("count", [3, 40])
+def test_overflows(new_run: NewRun, invariants: Invariants, count: int) -> None:
+    run = new_run(train={"precision": "fp16", "epochs": 9})
+    done = run.train(failpoints=f"train.value=4:inf*{count}")
+    if count == 3:
+        assert done.returncode == 0, done.stderr
+        assert run.events("step")[-1]["skipped"] >= 3
+    else:
+        invariants.assert_clear(done, 5, "the loss scale fell below 1")
+        model = state_of(run)["model"]
+        assert all(torch.isfinite(value).all() for value in model.values() if value.is_floating_point())
+    invariants.assert_clean_processes(run)
+
+
+@case("F19", how="a worse, and no, metric after a resume", passes="best unchanged")
+@pytest.mark.faults
+def test_best_stays_the_best(new_run: NewRun, invariants: Invariants) -> None:
+    run = new_run(train={"epochs": 4})
+    run.train(failpoints="eval.batch=7:kill")
+    invariants.check(run)
+    best = max(run.events("val"), key=lambda event: event["miou"])
+    [event] = [event for event in run.events("checkpoint") if event["is_best"]][-1:]
+    assert event["epoch"] == best["epoch"]
+
+
+@case("G01", how="a fake nvidia-smi that hangs, fails, or is missing", passes="training unaffected")
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    "script", ["sleep 600", "echo 'Unable to determine the device handle: GPU is lost'; exit 15", None]
+)
+def test_nvidia_smi(new_run: NewRun, invariants: Invariants, script: str | None) -> None:
+    run = new_run()
+    tools = run.work / "tools"
+    tools.mkdir()
+    if script is not None:
+        (tools / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+        (tools / "nvidia-smi").chmod(0o755)
+    assert run.train(PATH=f"{tools}:{os.environ['PATH']}").returncode == 0
+    invariants.check(run)

@@ -1,0 +1,97 @@
+"""Ranks that die, raise, stall or are told to stop: every one ends, with a cause and nothing left (gloo, two ranks)."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness import FaultRun, Invariants, case
+
+NewRun = Callable[..., FaultRun]
+
+pytestmark = [pytest.mark.faults_long, pytest.mark.timeout(600)]
+
+DDP = {"parallel": {"mode": "ddp", "devices": ["cpu", "cpu"]}}
+
+
+def ranks_of(run: FaultRun) -> dict[int, int]:
+    """Process ids of the ranks, by rank."""
+    found = {}
+    for pid in run.left_behind():
+        environ = Path(f"/proc/{pid}/environ").read_bytes()
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        for rank in (0, 1):
+            if b"\0RANK=%d\0" % rank in environ and b"-m\0segapp\0train" in words:
+                parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+                if b"RANK=%d" % rank not in Path(f"/proc/{parent}/environ").read_bytes():
+                    found[rank] = pid
+    return found
+
+
+def begun(new_run: NewRun, **sections: object) -> tuple[FaultRun, object]:
+    run = new_run(**{**DDP, "train": {"epochs": 60, "hang_timeout_s": 6.0}, **sections})
+    program = run.start(failpoints="train.step=sleep:0.1")
+    run.wait_for_step(3, program, 180)
+    return run, program
+
+
+@case("X01", how="SIGKILL to rank 1", passes="all end, 137 or 8, the rank is named, no orphans, nothing lost")
+def test_a_killed_rank(new_run: NewRun, invariants: Invariants) -> None:
+    run, program = begun(new_run)
+    os.kill(ranks_of(run)[1], signal.SIGKILL)
+    done = run.ended(program, 120)  # type: ignore[arg-type]
+    assert done.returncode in (8, 137), done.stderr
+    assert "rank" in done.stderr
+    invariants.check(run, resume=False)
+
+
+@case("X01", how="SIGSTOP to rank 1 (it stalls)", passes="stacks, exit 8, no orphans, nothing lost")
+def test_a_stalled_rank(new_run: NewRun, invariants: Invariants) -> None:
+    run, program = begun(new_run)
+    os.kill(ranks_of(run)[1], signal.SIGSTOP)
+    done = run.ended(program, 180)  # type: ignore[arg-type]
+    assert done.returncode == 8, done.stderr
+    assert "rank 0 in" in (run.events("run_end")[-1]["reason"] or "")
+    assert (run.folder / "stacks.log").stat().st_size > 0
+    invariants.assert_clean_processes(run, within_s=10)
+    invariants.assert_nothing_lost(run)
+
+
+@case("X03", how="SIGTERM to one rank only; to the launcher", passes="both ranks stop at the same step, saved, 75")
+@pytest.mark.parametrize("whom", ["rank", "launcher"])
+def test_a_stopped_rank(new_run: NewRun, invariants: Invariants, whom: str) -> None:
+    run, program = begun(new_run)
+    if whom == "rank":
+        os.kill(ranks_of(run)[1], signal.SIGTERM)
+    else:
+        program.send(signal.SIGTERM)  # type: ignore[attr-defined]
+    done = run.ended(program, 120)  # type: ignore[arg-type]
+    assert done.returncode == 75, done.stderr
+    assert run.committed()[0]["step"] == run.events("step")[-1]["step"]
+    invariants.check(run, resume=False)
+
+
+@case("F37", how="SIGKILL to the launcher, and to torchrun's agent", passes="no rank left after 5 s, nothing lost")
+def test_a_killed_launcher(new_run: NewRun, invariants: Invariants) -> None:
+    run, program = begun(new_run)
+    program.send(signal.SIGKILL)  # type: ignore[attr-defined]
+    run.ended(program)  # type: ignore[arg-type]
+    invariants.assert_clean_processes(run, within_s=15)
+    invariants.assert_nothing_lost(run)
+
+
+@case("F02", how="ddp, two ranks: SIGKILL to a random one or the launcher, resumed", passes="exact")
+def test_kills_of_two_ranks(
+    new_run: NewRun, invariants: Invariants, record_property: Callable[[str, object], None]
+) -> None:
+    run = new_run(**DDP)
+    for step in (3, 4):
+        program = run.start(failpoints=f"train.step={step}:kill")
+        run.ended(program, 120)
+        invariants.assert_clean_processes(run, within_s=15)
+        invariants.assert_nothing_lost(run)
+    invariants.check(run, timeout_s=180)
+    record_property("figure", "ddp: 2 kills, 0 lost, 0 inexact")

@@ -1,0 +1,139 @@
+"""Signals, at any time, from anybody; and terminals that go away."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+from harness import FaultRun, Invariants, case
+
+NewRun = Callable[..., FaultRun]
+
+pytestmark = pytest.mark.faults
+
+
+def long_run(new_run: NewRun, **sections: object) -> FaultRun:
+    return new_run(**{"train": {"epochs": 30}, "data": {"workers": 2}, "checkpoint": {"every_steps": None}, **sections})
+
+
+@case("F30", how="SIGTERM, SIGINT in the middle of an epoch", passes="exit 75 within a step, a save and 5 s; resumable")
+@case("F31", how="SIGINT to the whole group, workers too", passes="the same, at most 3 lines on stderr, no traceback")
+@pytest.mark.parametrize(("number", "to_group"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
+def test_a_signal_in_an_epoch(new_run: NewRun, invariants: Invariants, number: signal.Signals, to_group: bool) -> None:
+    run = long_run(new_run)
+    program = run.start(failpoints="train.step=sleep:0.05")
+    run.wait_for_step(7, program)
+    program.send(number, to_group=to_group)
+    sent_s = time.monotonic()
+    done = run.ended(program, 30)
+    assert time.monotonic() - sent_s < 20
+    assert done.returncode == 75
+    assert "Traceback" not in done.stderr
+    assert len([line for line in done.stderr.splitlines() if line.strip()]) <= 3
+    assert run.events("run_end")[-1]["status"] == "stopped"
+    assert run.committed()[0]["step"] == run.events("step")[-1]["step"]
+    invariants.check(run, resume=False)
+
+
+@case("F30", how="SIGUSR1, SIGHUP in the middle of an epoch", passes="a checkpoint, or nothing; training goes on")
+def test_signals_that_stop_nothing(new_run: NewRun, invariants: Invariants) -> None:
+    run = new_run(checkpoint={"every_steps": None, "every_epochs": None})
+    program = run.start(failpoints="train.step=sleep:0.1")
+    run.wait_for_step(2, program)
+    program.send(signal.SIGHUP)
+    program.send(signal.SIGUSR1)
+    run.wait_for(lambda: run.events("checkpoint"), program)
+    assert run.ended(program).returncode == 0
+    invariants.assert_clean_processes(run)
+
+
+@case(
+    "F32",
+    how="SIGTERM while the program starts, and before the first step",
+    passes="75 or 143, nothing that blocks a restart",
+)
+@pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.15, 0.4])
+def test_a_signal_while_it_starts(new_run: NewRun, invariants: Invariants, delay_s: float) -> None:
+    run = new_run()
+    program = run.start()
+    time.sleep(delay_s)
+    program.send(signal.SIGTERM)
+    done = run.ended(program, 30)
+    assert done.returncode in (75, 143, -signal.SIGTERM), done.stderr
+    assert "Traceback" not in done.stderr
+    invariants.check(run)
+
+
+@case("F33", how="SIGTERM in an evaluation, and in a save", passes="exit 75, exact")
+@case("R09", how="SIGTERM and SIGKILL in an evaluation of averaged weights", passes="exact")
+@pytest.mark.parametrize("failpoints", ["eval.batch=6:term", "ckpt.before_fsync=3:term", "eval.batch=6:kill"])
+def test_a_signal_in_an_evaluation_or_a_save(new_run: NewRun, invariants: Invariants, failpoints: str) -> None:
+    run = new_run(train={"precise_bn": 2})
+    done = run.train(failpoints=failpoints)
+    assert done.returncode == (-signal.SIGKILL if "kill" in failpoints else 75), done.stderr
+    invariants.check(run)
+
+
+@case(
+    "F35", how="SIGINT twice in a slow save, and three times", passes="2: saved, 75; 3: 130 at once, the old one intact"
+)
+@pytest.mark.parametrize("times", [2, 3])
+def test_several_interrupts_in_a_slow_save(new_run: NewRun, invariants: Invariants, times: int) -> None:
+    run = new_run(checkpoint={"every_steps": 3})
+    program = run.start(failpoints="ckpt.before_fsync=2:sleep:3;train.step=sleep:0.1")
+    run.wait_for_step(6, program)
+    for _ in range(times):
+        program.send(signal.SIGINT)
+        time.sleep(0.3)
+    done = run.ended(program, 30)
+    assert done.returncode == (75 if times == 2 else 130), done.stderr
+    invariants.check(run)
+
+
+@case("F25", how="SIGKILL to the whole group", passes="nothing lost, exact")
+def test_the_whole_group_is_killed(new_run: NewRun, invariants: Invariants) -> None:
+    run = new_run(data={"workers": 2})
+    program = run.start(failpoints="train.step=sleep:0.05")
+    run.wait_for_step(6, program)
+    program.send(signal.SIGKILL, to_group=True)
+    run.ended(program)
+    invariants.check(run)
+
+
+@case(
+    "F21",
+    how="a second trainer on the run; the first killed; a lock file of a foreign process",
+    passes="exit 9; starts at once",
+)
+def test_one_trainer_at_a_time(new_run: NewRun, invariants: Invariants) -> None:
+    run = new_run()
+    program = run.start(failpoints="train.step=sleep:0.3")
+    run.wait_for_step(2, program)
+    invariants.assert_clear(run.train(), 9, f"process {program.pid} on ")
+    program.send(signal.SIGKILL)
+    run.ended(program)
+    lock = run.folder / "lock"
+    lock.write_text(lock.read_text().replace(str(program.pid), "1"))  # an id that another process has by now
+    invariants.check(run)
+
+
+@case(
+    "F39",
+    how="stdout and stderr closed; a reader that leaves after a line",
+    passes="the run completes, no BrokenPipe traceback",
+)
+@pytest.mark.parametrize("how", [">&- 2>&-", "2>err | head -1"])
+def test_nobody_reads_what_it_prints(new_run: NewRun, how: str) -> None:
+    run = new_run(train={"epochs": 1})
+    code = "from segapp.__main__ import main; main()"
+    words = f"{sys.executable} -c '{code}' train --plain --config config.yaml --run run {how}"
+    env = {**os.environ, "TERM": "dumb", "LANG": "C", "OMP_NUM_THREADS": "1"}
+    subprocess.run(["bash", "-c", words], cwd=run.work, env=env, timeout=120, check=False, capture_output=True)
+    run.wait_for(lambda: run.events("run_end"))
+    assert run.events("run_end")[-1]["status"] == "finished"
+    assert not (run.work / "err").exists() or "Traceback" not in (run.work / "err").read_text()

@@ -1,0 +1,137 @@
+"""An hour of training with a screen that comes and goes and commands at random: nothing grows.
+
+`SEGAPP_SOAK_MINUTES` sets the length (default 60).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import random
+import signal
+import statistics
+import struct
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from harness import FaultRun, Invariants, case
+
+from segapp.run.commands import parse_command, send_command
+
+MINUTES = float(os.environ.get("SEGAPP_SOAK_MINUTES", "60"))
+COMMANDS = ("checkpoint", "pause", "resume", "set lr_factor=0.9", "set lr_factor=1", "set gpu0_bsz=99", "cancel")
+
+
+@dataclass
+class Samples:
+    """What a process holds, sampled: resident KiB, threads, file descriptors."""
+
+    rss_kib: list[int] = field(default_factory=list)
+    threads: list[int] = field(default_factory=list)
+    fds: list[int] = field(default_factory=list)
+
+    def take(self, pid: int) -> None:
+        """One more sample; none where the process is gone."""
+        with contextlib.suppress(OSError, KeyError):
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+            facts = dict(line.split(":", 1) for line in lines)
+            self.rss_kib.append(int(facts["VmRSS"].split()[0]))
+            self.threads.append(int(facts["Threads"]))
+            self.fds.append(len(os.listdir(f"/proc/{pid}/fd")))
+
+    def growth(self) -> float:
+        """By which part the resident memory of the last third is above that of the middle one."""
+        third = len(self.rss_kib) // 3
+        return statistics.median(self.rss_kib[-third:]) / statistics.median(self.rss_kib[third : 2 * third]) - 1
+
+
+@contextlib.contextmanager
+def screen(run: FaultRun) -> Iterator[int]:
+    """The screen of a run in a terminal of its own; its process id."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(run.work)
+        os.environ.update(TERM="xterm-256color")
+        os.execv(sys.executable, [sys.executable, "-m", "segapp", "attach", "run"])
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+
+    def drain() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(terminal, 2**16):
+                pass
+
+    reader = threading.Thread(target=drain, daemon=True)
+    reader.start()
+    try:
+        yield pid
+    finally:
+        with contextlib.suppress(OSError):
+            os.write(terminal, b"q")
+        deadline_s = time.monotonic() + 20
+        while os.waitpid(pid, os.WNOHANG) == (0, 0):
+            if time.monotonic() > deadline_s:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                pytest.fail("the screen did not end when it was asked to")
+            time.sleep(0.1)
+        os.close(terminal)
+
+
+@case(
+    "W04",
+    how="training with a screen attached and detached every minute, commands at random",
+    passes="memory, threads, files flat",
+)
+@pytest.mark.faults_long
+@pytest.mark.timeout(MINUTES * 60 + 300)
+def test_soak(
+    new_run: Callable[..., FaultRun], invariants: Invariants, record_property: Callable[[str, object], None]
+) -> None:
+    rng = random.Random(0)
+    run = new_run(
+        train={"epochs": 100_000},
+        data={"workers": 1},
+        checkpoint={"every_steps": 50, "every_epochs": None},
+        log={"every_steps": 5},
+    )
+    program = run.start(failpoints="train.step=sleep:0.05")
+    run.wait_for_step(5, program)
+    trainer, screens, num_screens = Samples(), Samples(), 0
+    end_s = time.monotonic() + 60 * MINUTES
+    with contextlib.suppress(KeyboardInterrupt):
+        while time.monotonic() < end_s:
+            num_screens += 1
+            with screen(run) as pid:
+                for _ in range(20):
+                    time.sleep(1)
+                    trainer.take(program.pid)
+                    if rng.random() < 0.2:
+                        send_command(run.folder, parse_command(rng.choice(COMMANDS)), "soak")
+                screens.take(pid)
+            for _ in range(20 if MINUTES < 20 else 38):
+                time.sleep(1)
+                trainer.take(program.pid)
+            send_command(run.folder, parse_command("resume"), "soak")
+    program.send(signal.SIGTERM)
+    assert run.ended(program).returncode == 75, program.stderr
+    ram, ui = trainer.growth(), screens.growth() if len(screens.rss_kib) >= 6 else 0.0
+    record_property(
+        "figure",
+        f"{MINUTES:g} min, {num_screens} screens, trainer {trainer.rss_kib[-1] / 1024:.0f} MiB {100 * ram:+.2f} %, "
+        f"screen {screens.rss_kib[-1] / 1024:.0f} MiB {100 * ui:+.2f} %, "
+        f"threads {min(trainer.threads)}-{max(trainer.threads)}, files {min(trainer.fds)}-{max(trainer.fds)}",
+    )
+    assert abs(ram) < 0.01
+    assert abs(ui) < 0.01
+    assert max(trainer.threads[-20:]) <= max(trainer.threads[20:60]) + 1
+    assert max(trainer.fds[-20:]) <= max(trainer.fds[20:60]) + 2
+    invariants.assert_clean_processes(run)
+    invariants.assert_nothing_lost(run)

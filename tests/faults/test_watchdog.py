@@ -1,0 +1,139 @@
+"""What hangs or dies is noticed in time, says where it was, and leaves a checkpoint and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+from harness import FaultRun, Invariants, case
+
+from segapp.run.state import run_state
+
+NewRun = Callable[..., FaultRun]
+
+HANG = {"hang_timeout_s": 2.0}
+
+
+def workers_of(run: FaultRun, pid: int) -> list[int]:
+    """The data workers of a trainer: its children."""
+    return [child for child in run.left_behind() if child != pid]
+
+
+@case("W01", how="a device call that never returns (failpoint)", passes="stacks, event, exit 8, saved, exact")
+@pytest.mark.faults
+def test_a_device_call_that_never_returns(new_run: NewRun, invariants: Invariants) -> None:
+    run = new_run(train=HANG, data={"workers": 2}, checkpoint={"every_steps": None})
+    done = run.train(failpoints="train.device=8:hang", timeout_s=40)
+    invariants.assert_clear(done, 8, "no progress for 2 s in loss after step 7", "stacks.log", "saved at step 7")
+    stacks = (run.folder / "stacks.log").read_text()
+    assert "in _backward" in stacks
+    assert stacks.count("most recent call first") >= 3, "the workers' stacks are there too"
+    assert run.events("run_end")[-1]["exit_code"] == 8
+    assert any(alert["kind"] == "hang" for alert in run.events("alert"))
+    assert run.committed()[0]["step"] == 7
+    invariants.check(run)
+
+
+@case(
+    "W01", how="a reading without workers that never returns (failpoint)", passes="stacks, event, exit 7, saved, exact"
+)
+@pytest.mark.faults
+def test_a_reading_in_the_trainer_that_never_returns(new_run: NewRun, invariants: Invariants) -> None:
+    run = new_run(train=HANG)
+    done = run.train(failpoints="data.item=9:hang", timeout_s=40)
+    invariants.assert_clear(done, 7, "in read", "stacks.log")
+    invariants.check(run)
+
+
+@case("F38", how="SIGSTOP to the trainer for longer than every limit, SIGCONT", passes="goes on, no false alarm, exact")
+@pytest.mark.faults
+def test_a_stopped_trainer_that_goes_on(new_run: NewRun, invariants: Invariants) -> None:
+    run = new_run(train={**HANG, "epochs": 3}, data={"workers": 2, "timeout_s": 2.0})
+    program = run.start(failpoints="train.step=sleep:0.1")
+    run.wait_for_step(3, program)
+    program.send(signal.SIGSTOP)
+    time.sleep(5)
+    program.send(signal.SIGCONT)
+    assert run.ended(program).returncode == 0, program.stderr
+    assert run.events("alert") == []
+    invariants.check(run)
+
+
+@case("F34", how="SIGKILL to a data worker", passes="named with its file, exit 7, saved, exact")
+@case("F45", how="SIGKILL to a data worker", passes="named with its file, exit 7, saved, exact")
+@pytest.mark.faults
+def test_a_data_worker_is_killed(new_run: NewRun, invariants: Invariants) -> None:
+    run = new_run(data={"workers": 2}, checkpoint={"every_steps": None})
+    done = run.train(failpoints="data.item=9:kill")
+    invariants.assert_clear(done, 7, "died of SIGKILL while it read", ".png")
+    assert run.committed()[0]["step"] >= 1, "the last good step was saved"
+    invariants.check(run)
+
+
+@case("F34", how="SIGSTOP to every data worker", passes="data.timeout_s, exit 7, nothing left")
+@case("F41", how="an item that hangs in a worker", passes="exit 7 within data.timeout_s + 5 s, the file named")
+@pytest.mark.faults
+@pytest.mark.parametrize("how", ["stopped", "hangs"])
+def test_a_data_worker_does_not_answer(new_run: NewRun, invariants: Invariants, how: str) -> None:
+    run = new_run(data={"workers": 2, "timeout_s": 2.0})
+    program = run.start(failpoints="data.item=4:hang" if how == "hangs" else "train.step=sleep:0.2")
+    if how == "stopped":
+        run.wait_for_step(2, program)
+        for pid in workers_of(run, program.pid):
+            os.kill(pid, signal.SIGSTOP)
+    done = run.ended(program, 60)
+    # A stopped worker may hold the trainer in the middle of a hand-over, where only the watchdog sees it.
+    invariants.assert_clear(done, 7, *(() if how == "stopped" else ("gave no batch for 2 s", "data.timeout_s")))
+    invariants.check(run)
+
+
+@case(
+    "F40",
+    how="an item raises SystemExit, KeyboardInterrupt, MemoryError, RuntimeError",
+    passes="exit 3, the file named",
+)
+@pytest.mark.faults
+@pytest.mark.parametrize("what", ["SystemExit", "KeyboardInterrupt", "MemoryError", "RuntimeError"])
+def test_an_item_that_raises_anything(new_run: NewRun, invariants: Invariants, what: str) -> None:
+    run = new_run(data={"workers": 2})
+    done = run.train(failpoints=f"data.item=4:raise:{what}", timeout_s=30)
+    invariants.assert_clear(done, 3, ".png", what)
+    invariants.check(run)
+
+
+@case("F44", how="SIGSEGV in a worker at one file", passes="exit 7, the file named, saved")
+@pytest.mark.faults
+def test_a_worker_crashes_at_a_file(new_run: NewRun, invariants: Invariants) -> None:
+    run = new_run(data={"workers": 1})
+    done = run.train(failpoints="data.item=5:segv", timeout_s=30)
+    invariants.assert_clear(done, 7, "SIGSEGV", ".png")
+    invariants.check(run)
+
+
+@case("F37", how="SIGKILL to the trainer alone", passes="workers gone in 5 s, exact")
+@pytest.mark.faults
+def test_a_killed_trainer_leaves_no_workers(new_run: NewRun, invariants: Invariants) -> None:
+    run = new_run(data={"workers": 2})
+    program = run.start(failpoints="data.item=8:sleep:600")
+    run.wait_for_step(1, program)
+    assert len(workers_of(run, program.pid)) == 2
+    program.send(signal.SIGKILL)
+    run.ended(program)
+    invariants.check(run)
+
+
+@case("W02", how="SIGUSR2 to a running trainer", passes="stacks of trainer and workers in stacks.log, training goes on")
+@pytest.mark.faults
+def test_stacks_on_demand(new_run: NewRun, invariants: Invariants) -> None:
+    run = new_run(data={"workers": 1}, train={"epochs": 2})
+    program = run.start(failpoints="train.step=sleep:0.1")
+    run.wait_for_step(2, program)
+    for pid in run.left_behind():
+        os.kill(pid, signal.SIGUSR2)
+    assert run.ended(program).returncode == 0
+    assert (run.folder / "stacks.log").read_text().count("most recent call first") >= 3
+    assert run_state(run.folder) == "finished"
+    invariants.check(run)
