@@ -49,7 +49,8 @@ from segapp.train.checkpoint import CheckpointStore
 from segapp.train.class_weights import cached_frequencies, class_weights
 from segapp.train.control import StopSignals
 from segapp.train.devices import DevicePlan
-from segapp.train.engine import NormalizedInput, Normalizer, StepEngine
+from segapp.train.engine import StepEngine
+from segapp.train.normalize import NormalizedInput, Normalizer
 from segapp.train.inbox import Inbox
 from segapp.train.inference import Inference
 from segapp.train.journal import Journal

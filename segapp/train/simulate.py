@@ -55,7 +55,8 @@ from segapp.train.build import (
     set_batchnorm_momentum,
     split_names,
 )
-from segapp.train.engine import NormalizedInput, Normalizer, StepEngine
+from segapp.train.engine import StepEngine
+from segapp.train.normalize import NormalizedInput, Normalizer
 from segapp.train.evaluate import evaluate
 
 MIB = 2**20

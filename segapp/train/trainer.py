@@ -24,7 +24,9 @@ from segapp.train.attention import Attention
 from segapp.train.budget import MemoryBudget
 from segapp.train.checkpoint import CheckpointStore, capture_rng, restore_rng
 from segapp.train.control import PauseRequest, StopRequest, StopSignals
-from segapp.train.engine import BatchNormMemoryError, StepEngine, StepResult, recompute_batchnorm, rng_fields
+from segapp.train.engine import StepEngine, StepResult
+from segapp.train.precise_bn import BatchNormMemoryError, recompute_batchnorm
+from segapp.train.undo import rng_fields
 from segapp.train.evaluate import Evaluation, evaluate
 from segapp.train.inference import Inference
 from segapp.train.journal import Journal

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from segapp.datasets.loader import Batch
 from segapp.losses import CriterionCE, CriterionDice, CriterionLovasz, upsample_probabilities
 from segapp.metrics import ConfusionMatrix
-from segapp.train.engine import Normalizer
+from segapp.train.normalize import Normalizer
 from segapp.train.evaluate import evaluate
 from segapp.train.inference import Inference, window_corners
 
