@@ -10,13 +10,13 @@ Legend: N images, C classes, h and w the height and width of the student's logit
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from segapp.losses.additive import AdditiveCriterion, Outputs, Statistics, reciprocal_or_zero
+from segapp.losses.additive import AdditiveCriterion, Statistics, reciprocal_or_zero
 
 
 def pixel_wise_divergence(
@@ -55,14 +55,13 @@ def node_features(features: Tensor, grid: tuple[int, int]) -> Tensor:
 
     Args:
         features: (N, K, h, w).
-        grid: cells along height and width; no more than the map has pixels are made.
+        grid: cells along height and width; where the map has fewer pixels, they share them.
 
     Returns:
         (N, K, cells).
     """
-    height, width = (min(cells, size) for cells, size in zip(grid, features.shape[2:], strict=True))
     wide = features.to(torch.promote_types(features.dtype, torch.float32))
-    nodes = F.adaptive_max_pool2d(wide, (height, width)).flatten(2)
+    nodes = F.adaptive_max_pool2d(wide, grid).flatten(2)
     # The least that the square root can be differentiated at: a node whose features are all 0 stays 0.
     return nodes / (nodes.square().sum(1, keepdim=True) + 1e-16).sqrt()
 
@@ -92,7 +91,8 @@ def pair_wise_difference(student: Tensor, teacher: Tensor) -> Tensor:
 class CriterionDistilled(AdditiveCriterion):
     """A criterion of the target, plus weighted means over the images of what is learned from a teacher.
 
-    Its outputs are pairs: what the model returned for `task`, and the terms' values (N, terms), one row an image.
+    Its outputs are what the model returned for `task`, then the terms' values (N, terms), one row an image; what comes
+    after these is not looked at.
 
     Args:
         task: the criterion of the target.
@@ -122,9 +122,9 @@ class CriterionDistilled(AdditiveCriterion):
         """The criterion of the target."""
         return self._task
 
-    def statistics(self, outputs: Outputs, target: Tensor) -> Statistics:
+    def statistics(self, outputs: Any, target: Tensor) -> Statistics:
         """The task's statistics, the terms' sums (terms,) and the number of images."""
-        heads, values = cast(tuple[Outputs, Tensor], outputs)
+        heads, values = outputs[:2]
         count = torch.tensor(len(values), dtype=torch.float64, device=values.device)
         return (*self._task.statistics(heads, target), values.sum(0), count)
 
@@ -147,4 +147,3 @@ class CriterionDistilled(AdditiveCriterion):
 def _means(totals: Statistics) -> Tensor:
     sums, count = totals[-2:]
     return sums * reciprocal_or_zero(count)
-

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -45,22 +45,33 @@ from segapp.parallel import (
 from segapp.precision import Precision
 from segapp.run.folder import RunFolder
 from segapp.train.budget import build_budget
+from segapp.train.build_distill import (
+    build_critic_trainer,
+    build_distilled_input,
+    build_teacher,
+    distilled_criterion,
+    needs_sync_batchnorm,
+)
 from segapp.train.checkpoint import CheckpointStore
 from segapp.train.class_weights import cached_frequencies, class_weights
 from segapp.train.control import StopSignals
 from segapp.train.devices import DevicePlan
+from segapp.train.distill import Distillation
 from segapp.train.engine import StepEngine
-from segapp.train.normalize import NormalizedInput, Normalizer
 from segapp.train.inbox import Inbox
 from segapp.train.inference import Inference
 from segapp.train.journal import Journal
 from segapp.train.memory_watch import MemoryWatch
+from segapp.train.normalize import NormalizedInput, Normalizer
 from segapp.train.out_of_memory import Rescue
 from segapp.train.ranks import Ranks
 from segapp.train.samples import SamplePictures
 from segapp.train.split import SplitKnob
 from segapp.train.steering import Steering
 from segapp.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from segapp.train.trained import TrainedState
 
 
 def seed_everything(seed: int) -> None:
@@ -249,6 +260,7 @@ def build_trainer(
     folder: RunFolder | None = None,
     outlook: Outlook | None = None,
     advise: Callable[[], Sequence[str]] = tuple,
+    teacher: TrainedState | None = None,
 ) -> Trainer:
     """Everything a training needs, from its config.
 
@@ -265,6 +277,7 @@ def build_trainer(
         folder: for sample pictures and reports; None: there are none.
         outlook: the memory plan that the run began with.
         advise: says what would need less memory, the best first.
+        teacher: of `distill`; needed where the config has that section.
 
     Raises:
         ConfigError: a section does not fit the data, the model or this machine.
@@ -284,7 +297,7 @@ def build_trainer(
     model = build_network(config.model, scheme.num_classes, with_weights=with_weights)
     check_sizes(config, model)
     set_batchnorm_momentum(model, train.bn_momentum)
-    if config.parallel.sync_bn and (devices.mode == "ddp" or len(devices.devices) > 1) and devices.mode != "model":
+    if needs_sync_batchnorm(config, devices):
         convert_sync_batchnorm(model)
     precision = Precision(train.precision, device)
     precision.prepare(model.to(device))
@@ -292,15 +305,25 @@ def build_trainer(
         model.to(memory_format=torch.channels_last)
     normalizer = Normalizer(data.mean, data.std, precision.input_dtype).to(device)
     gpu0_bsz = first_gpu0_bsz(config, outlook)
-    network = build_parallel(
-        config, devices, ranks, model, NormalizedInput(model, normalizer, channels_last=train.channels_last), gpu0_bsz
-    )
-    criterion = build_criterion(
+    wrapped = NormalizedInput(model, normalizer, channels_last=train.channels_last)
+    distilled = None
+    if teacher is not None:
+        taught_by = build_teacher(config, teacher, scheme, devices, precision)
+        distilled = build_distilled_input(config, model, normalizer, taught_by, devices, scheme.num_classes)
+    network = build_parallel(config, devices, ranks, model, distilled or wrapped, gpu0_bsz)
+    distillation = None
+    if distilled is not None:
+        critic = distilled.critic
+        distillation = Distillation(
+            taught_by, None if critic is None else build_critic_trainer(config, critic, network, devices, ranks)
+        )
+    task = build_criterion(
         config.loss,
         scheme.num_classes,
         scheme.ignore_index,
         lambda rule: class_weights(rule, _frequencies(train_set, scheme)),
-    ).to(device)
+    )
+    criterion = distilled_criterion(config, task).to(device)
     engine = StepEngine(
         model,
         network,
@@ -312,9 +335,10 @@ def build_trainer(
         clip_grad_norm=config.optim.clip_grad_norm,
         ranks=ranks,
         watch=watch,
+        distillation=distillation,
     )
     if isinstance(network, DataParallelModel) and not config.parallel.sync_bn:
-        engine.smallest_chunk = smallest_chunk(network.module, torch.zeros(1, 3, *data.crop_px, dtype=torch.uint8))
+        engine.smallest_chunk = smallest_chunk(wrapped, torch.zeros(1, 3, *data.crop_px, dtype=torch.uint8))
     steering = build_steering(config, devices, engine, inbox or Inbox(None, journal), journal, watch, gpu0_bsz)
     steering.knob.outlook = outlook
     inference = build_inference(data, config.eval, model, precision, config.loss.align_corners)
@@ -404,12 +428,13 @@ def build_parallel(
         ConfigError: the split, the batch or a stage does not fit the model or the devices.
     """
     parallel, batch_size = config.parallel, config.train.batch_size
+    plain = NormalizedInput(model, network.normalizer)
     example = torch.zeros(1, 3, *config.data.crop_px, dtype=torch.uint8)
     try:
         if devices.mode == "ddp":
             if batch_size < ranks.world_size:
                 raise ValueError(f"{ranks.world_size} ranks cannot share train.batch_size = {batch_size}: use one each")
-            check_batchnorm(network, [batch_size // ranks.world_size], example)
+            check_batchnorm(plain, [batch_size // ranks.world_size], example)
             return wrap_ddp(network, devices.devices[0], gradient_as_bucket_view=parallel.gradient_as_bucket_view)
         if devices.mode == "model":
             stages = parallel.stages or balance_stages(model, devices.devices, example.float().expand(2, -1, -1, -1))
@@ -426,7 +451,7 @@ def build_parallel(
             full_batch=batch_size if parallel.shares is None else None,
             mode="threads" if is_distinct else "lockstep",
         )
-        check_batchnorm(network, wrapped.plan(batch_size), example)
+        check_batchnorm(plain, wrapped.plan(batch_size), example)
         return wrapped
     except (ValueError, TypeError) as error:
         raise ConfigError(f"parallel: {error}") from None

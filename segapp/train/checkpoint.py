@@ -51,7 +51,7 @@ __all__ = [
     "verify_checkpoints",
 ]
 
-FINITE_PARTS = ("model", "ema", "optimizer")
+FINITE_PARTS = ("model", "ema", "optimizer", "distillation")
 """The parts of a state in which a number that is not finite forbids the commit."""
 
 

@@ -7,8 +7,8 @@ division, so loss and gradient are those of the whole step on one big device.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +18,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from segapp.failpoints import failpoint
 from segapp.losses import AdditiveCriterion, Statistics, surrogate
-from segapp.optim import WeightAverage
+from segapp.optim import WeightAverage, set_lr
 from segapp.parallel import DataParallelCriterion, DataParallelModel
 from segapp.precision import Precision
 from segapp.train.budget import fail_for_want_of_memory
 from segapp.train.memory_watch import IDLE, MemoryWatch
 from segapp.train.ranks import Ranks
+from segapp.train.undo import BufferGuard, TorchRng, capture_torch_rng, restore_torch_rng
 
 if TYPE_CHECKING:
     from segapp.datasets.loader import Batch
     from segapp.models import SegmentationModel
+    from segapp.train.distill import Distillation
 
 
 @dataclass
@@ -38,6 +40,8 @@ class StepResult:
     grad_norm: Tensor
     is_bad: Tensor
     split: list[int]
+    terms: dict[str, Tensor] = field(default_factory=dict)
+    """Parts of the loss that are shown, by name."""
 
 
 class StepEngine:
@@ -55,6 +59,7 @@ class StepEngine:
         clip_grad_norm: largest norm of the whole gradient, or None.
         ranks: the processes that share every step.
         watch: is told of the phases of a step.
+        distillation: what the network and the criterion learn from a teacher; None: nothing.
     """
 
     def __init__(
@@ -70,8 +75,11 @@ class StepEngine:
         clip_grad_norm: float | None,
         ranks: Ranks | None = None,
         watch: MemoryWatch | None = None,
+        distillation: Distillation | None = None,
     ) -> None:
         self.model, self.network, self.criterion = model, network, criterion
+        self.distillation = distillation
+        self.critic = None if distillation is None else distillation.critic
         self.optimizer, self.precision, self.average = optimizer, precision, average
         self.device, self.clip_grad_norm = device, clip_grad_norm
         self.ranks = ranks or Ranks()
@@ -105,6 +113,9 @@ class StepEngine:
         if num_pieces > 1:
             batches = [piece for batch in batches for piece in self._cut(batch, num_pieces)]
         self.guard.remember()
+        if self.critic is not None:
+            self.critic.follow(self.network)
+            self.critic.begin()
         with self._undone_if_left():
             totals = self._totals(batches) if len(batches) > 1 else None
             sums: Statistics | None = None
@@ -114,16 +125,22 @@ class StepEngine:
                     statistics = self._backward(batch, totals)
                 sums = statistics if sums is None else _added(sums, statistics)
             assert sums is not None
+            if self.critic is not None:
+                self.critic.backward(batches)
             self.watch.mark("step")
             fail_for_want_of_memory("train.optimizer")
             with torch.no_grad():
-                loss = self.criterion.finalize(self.ranks.sums(sums))
+                sums = self.ranks.sums(sums)
+                loss = self.criterion.finalize(sums)
+                terms = self.criterion.terms(sums)
             if failpoint("train.value") == "inf":
                 loss = torch.full_like(loss, torch.inf)
             grad_norm, is_bad = self._finish_gradients(loss)
-        self._apply(is_bad)
+            is_critic_bad = None if self.critic is None else self.critic.finish_gradients()
+        self._apply(is_bad, is_critic_bad)
         self.watch.mark(IDLE)
-        return StepResult(loss.detach(), grad_norm, is_bad, split)
+        terms |= {} if self.critic is None else self.critic.terms
+        return StepResult(loss.detach(), grad_norm, is_bad, split, terms)
 
     def _cut(self, batch: Batch, num_pieces: int) -> list[Batch]:
         """A micro-batch in pieces; every rank makes as many, the other modes none that is too small for BatchNorm."""
@@ -147,7 +164,8 @@ class StepEngine:
         if self.average is not None:
             averaged = [*self.average.module.parameters(), *self.average.module.buffers()]
         own = [*self.model.parameters(), *self.model.buffers(), *self.guard.kept, *self.criterion.buffers()]
-        return [*own, *masters, *states, *averaged]
+        taught = [] if self.distillation is None else self.distillation.held_tensors()
+        return [*own, *masters, *states, *averaged, *taught]
 
     def can_train_on(self, num_samples: int) -> bool:
         """Whether BatchNorm has values enough in a micro-batch of so many samples."""
@@ -156,6 +174,12 @@ class StepEngine:
         if self.smallest_chunk == 1 or not isinstance(self.network, DataParallelModel):
             return True
         return all(size == 0 or size >= self.smallest_chunk for size in self.network.plan(num_samples))
+
+    def set_lr(self, lr: float) -> None:
+        """Sets the learning rate of the next steps, the critic's in proportion."""
+        set_lr(self.optimizer, lr)
+        if self.critic is not None:
+            set_lr(self.critic.optimizer, lr)
 
     def split_of(self, batch: Batch) -> list[int]:
         """Samples of a batch on each device of this process."""
@@ -196,6 +220,8 @@ class StepEngine:
         else:
             target = batch.target.to(self.device, non_blocking=True)
             outputs = self.network(batch.images.to(self.device, non_blocking=True))
+        if self.critic is not None:
+            self.critic.take(outputs)
         self.watch.mark("loss")
         fail_for_want_of_memory("train.loss")
         return self._summed.statistics(outputs, target)
@@ -219,6 +245,8 @@ class StepEngine:
         if rng is not None:
             restore_torch_rng(rng)
             self.guard.restore()
+            if self.critic is not None:
+                self.critic.undo()
         assert sums is not None
         return self.ranks.sums(sums)
 
@@ -229,6 +257,8 @@ class StepEngine:
             batch: a micro-batch of the last step.
             max_bad_steps: so many in a row are too many.
         """
+        if self.critic is not None and self.critic.is_hopeless(max_bad_steps):
+            return "the gradient of the distillation's critic not finite for too many steps in a row", ""
         in_row, scaler = int(self.bad_in_row), self.precision.scaler
         is_collapsed = scaler is not None and float(scaler.scale) < 1.0
         # A scale that is still falling explains bad steps by itself.
@@ -250,6 +280,7 @@ class StepEngine:
             "criterion": self.criterion.state_dict(),
             "bad_steps": self.bad_steps,
             "bad_in_row": self.bad_in_row,
+            "distillation": None if self.distillation is None else self.distillation.state_dict(),
         }
 
     def state_before_step(self) -> tuple[dict[str, Any], TorchRng | None]:
@@ -272,6 +303,8 @@ class StepEngine:
         self.criterion.load_state_dict(state["criterion"])
         self.bad_steps.copy_(state["bad_steps"])
         self.bad_in_row.copy_(state["bad_in_row"])
+        if self.distillation is not None:
+            self.distillation.load_state_dict(state.get("distillation"))
 
     def first_non_finite_layer(self, batch: Batch) -> str | None:
         """The layer of the model whose output, or whose gradient, is the first not to be finite; None if all are.
@@ -293,6 +326,8 @@ class StepEngine:
         named = [(name, m) for name, m in self.model.named_modules() if not list(m.children())]
         handles = [module.register_forward_hook(watch(name)) for name, module in named]
         self.guard.remember()
+        if self.critic is not None:
+            self.critic.begin()
         rng = capture_torch_rng(self._rng_devices)
         try:
             with self.precision.autocast():
@@ -309,6 +344,8 @@ class StepEngine:
             self.guard.restore()
             restore_torch_rng(rng)
             self.model.zero_grad(set_to_none=True)
+            if self.critic is not None:
+                self.critic.undo()
         return found[0] if found else None
 
     @torch.no_grad()
@@ -324,8 +361,8 @@ class StepEngine:
         return grad_norm, is_bad
 
     @torch.no_grad()
-    def _apply(self, is_bad: Tensor) -> None:
-        """Changes weights, average and counters; in place, so that nothing here needs memory to speak of."""
+    def _apply(self, is_bad: Tensor, is_critic_bad: Tensor | None) -> None:
+        """Changes weights, average, critic and counters; in place, so that nothing here needs memory to speak of."""
         self.is_whole = False
         # torch's fused optimizers leave everything as it is when found_inf is set, without asking the host.
         self.optimizer.found_inf = is_bad  # type: ignore[attr-defined]
@@ -336,6 +373,8 @@ class StepEngine:
         self.guard.restore_where(is_bad)
         if self.average is not None:
             self.average.update(is_bad)
+        if self.critic is not None and is_critic_bad is not None:
+            self.critic.apply(is_critic_bad, is_bad)
         bad = is_bad.long()
         self.bad_steps += bad
         self.bad_in_row = (self.bad_in_row + 1) * bad
@@ -352,6 +391,8 @@ class StepEngine:
             restore_torch_rng(rng)
             self.model.zero_grad(set_to_none=True)
             self.optimizer.zero_grad(set_to_none=True)
+            if self.critic is not None:
+                self.critic.undo()
             raise
         finally:
             self._rng_before_step = None

@@ -56,8 +56,8 @@ from segapp.train.build import (
     split_names,
 )
 from segapp.train.engine import StepEngine
-from segapp.train.normalize import NormalizedInput, Normalizer
 from segapp.train.evaluate import evaluate
+from segapp.train.normalize import NormalizedInput, Normalizer
 
 MIB = 2**20
 MAX_HEADERS = 500
@@ -318,7 +318,7 @@ class Simulator:
                 num_classes=self.scheme.num_classes,
                 ignore_index=self.scheme.ignore_index,
                 device=engine.device,
-                criterion=engine.criterion,
+                criterion=engine.criterion.task,
             )
         except _Done:
             return
