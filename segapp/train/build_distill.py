@@ -79,13 +79,14 @@ def build_distilled_input(
     """The student's network with its teacher, and a critic where the holistic term counts."""
     assert config.distill is not None
     factors, size = _factors(config), critic_size(config.data.crop_px)
-    critic = None
+    precision, critic = critic_precision(config, devices.devices[0]), None
     if HOLISTIC in factors:
         section = config.distill.critic
         critic = Critic(num_classes, size, width=section.width, has_batchnorm=section.batchnorm)
         if needs_sync_batchnorm(config, devices):
             convert_sync_batchnorm(critic)
-        critic.to(devices.devices[0]).requires_grad_(False)  # before DistributedDataParallel takes what learns
+        precision.prepare(critic.to(devices.devices[0]))
+        critic.requires_grad_(False)  # before DistributedDataParallel takes what learns
     settings = TermSettings(
         factors, config.distill.temperature, config.distill.pair_grid, config.loss.align_corners, size
     )
@@ -96,7 +97,7 @@ def build_distilled_input(
         critic,
         settings,
         channels_last=config.train.channels_last,
-        autocast=critic_precision(config, devices.devices[0]).autocast,
+        autocast=precision.autocast,
     )
 
 

@@ -237,20 +237,21 @@ class CriticTrainer:
         """
         own = torch.tensor([len(batch.indices) for batch in batches], dtype=torch.float64, device=self.device)
         (counts,) = self.ranks.sums((own,))
-        shares = (counts / counts.sum()).float()
-        per_image = (self.ranks.world_size / counts.sum()).float()
-        distance, penalty = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
+        per_image, shares = self.ranks.world_size / counts.sum(), counts / counts.sum()
+        distances, penalties = [], []
         with self._learning():
             for batch, (real, fake), share in zip(batches, self._seen, shares, strict=True):
-                gap = (self._scores(fake).sum() - self._scores(real).sum()) * per_image
-                part = self._penalty(batch, real, fake) * share
+                gap = self._scores(fake).sum() - self._scores(real).sum()
+                gap = gap * per_image.to(gap.dtype)
+                part = self._penalty(batch, real, fake)
+                part = part * share.to(part.dtype)
                 self.precision.scale(gap + self.penalty_factor * part).backward()  # type: ignore[no-untyped-call]
-                distance -= gap.detach() / self.ranks.world_size
-                penalty += part.detach()
+                distances.append(-gap.detach() / self.ranks.world_size)
+                penalties.append(part.detach())
             all_reduce_gradients(self.critic.parameters())
         self.forget()
-        (distance,) = self.ranks.sums((distance,))
-        self.terms = {"critic": distance, "penalty": penalty}
+        (distance,) = self.ranks.sums((torch.stack(distances).sum(),))
+        self.terms = {"critic": distance, "penalty": torch.stack(penalties).sum()}
 
     def _penalty(self, batch: Batch, real: Tensor, fake: Tensor) -> Tensor:
         noise = alpha = None
