@@ -46,9 +46,11 @@ from segapp.precision import Precision
 from segapp.run.folder import RunFolder
 from segapp.train.budget import build_budget
 from segapp.train.build_distill import (
-    build_critic_trainer,
+    build_critic,
+    build_distillation,
     build_distilled_input,
     build_teacher,
+    check_teacher,
     distilled_criterion,
     needs_sync_batchnorm,
 )
@@ -56,7 +58,6 @@ from segapp.train.checkpoint import CheckpointStore
 from segapp.train.class_weights import cached_frequencies, class_weights
 from segapp.train.control import StopSignals
 from segapp.train.devices import DevicePlan
-from segapp.train.distill import Distillation
 from segapp.train.engine import StepEngine
 from segapp.train.inbox import Inbox
 from segapp.train.inference import Inference
@@ -306,17 +307,20 @@ def build_trainer(
     normalizer = Normalizer(data.mean, data.std, precision.input_dtype).to(device)
     gpu0_bsz = first_gpu0_bsz(config, outlook)
     wrapped = NormalizedInput(model, normalizer, channels_last=train.channels_last)
-    distilled = None
+    taught = None
     if teacher is not None:
-        taught_by = build_teacher(config, teacher, scheme, devices, precision)
-        distilled = build_distilled_input(config, model, normalizer, taught_by, devices, scheme.num_classes)
-    network = build_parallel(config, devices, ranks, model, distilled or wrapped, gpu0_bsz)
-    distillation = None
-    if distilled is not None:
-        critic = distilled.critic
-        distillation = Distillation(
-            taught_by, None if critic is None else build_critic_trainer(config, critic, network, devices, ranks)
+        check_teacher(config, teacher, scheme)
+        precision.prepare(teacher.model)
+        critic = build_critic(config, scheme.num_classes, is_synced=needs_sync_batchnorm(config, devices))
+        taught = build_distilled_input(
+            config,
+            model,
+            normalizer,
+            build_teacher(teacher, devices.devices, precision.input_dtype),
+            None if critic is None else critic.to(device),
+            device,
         )
+    network = build_parallel(config, devices, ranks, model, taught or wrapped, gpu0_bsz)
     task = build_criterion(
         config.loss,
         scheme.num_classes,
@@ -335,7 +339,7 @@ def build_trainer(
         clip_grad_norm=config.optim.clip_grad_norm,
         ranks=ranks,
         watch=watch,
-        distillation=distillation,
+        distillation=None if taught is None else build_distillation(config, network, taught, device, ranks),
     )
     if isinstance(network, DataParallelModel) and not config.parallel.sync_bn:
         engine.smallest_chunk = smallest_chunk(wrapped, torch.zeros(1, 3, *data.crop_px, dtype=torch.uint8))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import copy
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,7 +17,16 @@ from segapp.models import Critic, SegmentationModel, critic_size
 from segapp.parallel import DataParallelModel, convert_sync_batchnorm
 from segapp.precision import Precision
 from segapp.train.devices import DevicePlan
-from segapp.train.distill import HOLISTIC, PAIR_WISE, PIXEL_WISE, CriticTrainer, DistilledInput, Teacher, TermSettings
+from segapp.train.distill import (
+    HOLISTIC,
+    PAIR_WISE,
+    PIXEL_WISE,
+    CriticTrainer,
+    Distillation,
+    DistilledInput,
+    Teacher,
+    TermSettings,
+)
 from segapp.train.normalize import Normalizer
 from segapp.train.ranks import Ranks
 
@@ -40,17 +51,13 @@ def _factors(config: RunConfig) -> dict[str, float]:
     return {name: factor for name, factor in factors.items() if factor}
 
 
-def build_teacher(
-    config: RunConfig, trained: TrainedState, scheme: ClassScheme, devices: DevicePlan, precision: Precision
-) -> Teacher:
-    """The teacher on all devices.
+def check_teacher(config: RunConfig, trained: TrainedState, scheme: ClassScheme) -> None:
+    """Refuses a teacher that cannot teach this student.
 
     Raises:
-        ConfigError: it cannot teach this student.
+        ConfigError: it knows other classes, or does not take crops of this size.
     """
     found = trained.checkpoint.path
-    if devices.mode == "model":
-        raise ConfigError("distill: is not for parallel.mode = model: use single, dp or ddp")
     if list(trained.scheme.names) != list(scheme.names):
         pairs = zip(trained.scheme.names, scheme.names, strict=False)
         other = next((f"{a!r} for {b!r}" for a, b in pairs if a != b), "more or fewer")
@@ -64,8 +71,49 @@ def build_teacher(
         raise ConfigError(
             f"data.crop_px = {list(crop)} does not suit the teacher {trained.config.model.name}: use {list(wanted)}"
         )
-    normalizer = Normalizer(trained.config.data.mean, trained.config.data.std)
-    return Teacher(trained.model, normalizer, devices.devices, precision, trained.checkpoint.sha256)
+
+
+def build_teacher(
+    trained: TrainedState,
+    devices: Sequence[torch.device],
+    input_dtype: torch.dtype,
+    put: Callable[[nn.Module, torch.device], Any] = lambda module, device: copy.deepcopy(module).to(device),
+) -> Teacher:
+    """The teacher on all devices; several logical ones share a copy.
+
+    Args:
+        trained: who it is; the model as the training's precision wants it.
+        devices: where it is needed.
+        input_dtype: of the training's precision.
+        put: makes a copy on a device.
+    """
+    model, data = trained.model.eval().requires_grad_(False), trained.config.data
+    return Teacher(
+        {
+            device: (put(model, device), Normalizer(data.mean, data.std, input_dtype).to(device))
+            for device in dict.fromkeys(devices)
+        },
+        trained.checkpoint.sha256,
+    )
+
+
+def build_critic(config: RunConfig, num_classes: int, *, is_synced: bool) -> Critic | None:
+    """The critic of the holistic term, on the CPU; None where the term does not count.
+
+    Args:
+        config: with a `distill` section.
+        num_classes: C.
+        is_synced: synchronise its BatchNorm.
+    """
+    assert config.distill is not None
+    if not config.distill.holistic:
+        return None
+    section = config.distill.critic
+    size = critic_size(config.data.crop_px)
+    critic = Critic(num_classes, size, width=section.width, has_batchnorm=section.batchnorm)
+    if is_synced:
+        convert_sync_batchnorm(critic)
+    return critic.requires_grad_(False)  # before DistributedDataParallel takes what learns
 
 
 def build_distilled_input(
@@ -73,54 +121,51 @@ def build_distilled_input(
     model: SegmentationModel,
     normalizer: Normalizer,
     teacher: Teacher,
-    devices: DevicePlan,
-    num_classes: int,
+    critic: Critic | None,
+    device: torch.device,
 ) -> DistilledInput:
-    """The student's network with its teacher, and a critic where the holistic term counts."""
+    """The student's network with its teacher and its critic."""
     assert config.distill is not None
-    factors, size = _factors(config), critic_size(config.data.crop_px)
-    precision, critic = critic_precision(config, devices.devices[0]), None
-    if HOLISTIC in factors:
-        section = config.distill.critic
-        critic = Critic(num_classes, size, width=section.width, has_batchnorm=section.batchnorm)
-        if needs_sync_batchnorm(config, devices):
-            convert_sync_batchnorm(critic)
-        precision.prepare(critic.to(devices.devices[0]))
-        critic.requires_grad_(False)  # before DistributedDataParallel takes what learns
-    settings = TermSettings(
-        factors, config.distill.temperature, config.distill.pair_grid, config.loss.align_corners, size
-    )
+    distill = config.distill
     return DistilledInput(
         model,
         normalizer,
         teacher,
         critic,
-        settings,
+        TermSettings(
+            _factors(config),
+            distill.temperature,
+            distill.pair_grid,
+            config.loss.align_corners,
+            critic_size(config.data.crop_px),
+        ),
         channels_last=config.train.channels_last,
-        autocast=precision.autocast,
+        autocast=_critic_precision(config, device).autocast,
     )
 
 
-def critic_precision(config: RunConfig, device: torch.device) -> Precision:
+def _critic_precision(config: RunConfig, device: torch.device) -> Precision:
     """The critic's weights are always fp32: half ones would lose its small updates; autocast is as for the student."""
     name = config.train.precision
     return Precision("amp-fp16" if name == "fp16" else name, device)
 
 
-def build_critic_trainer(
-    config: RunConfig, critic: Critic, network: nn.Module, devices: DevicePlan, ranks: Ranks
-) -> CriticTrainer:
-    """What trains the critic, over the same devices as the student's network.
+def build_distillation(
+    config: RunConfig, network: nn.Module, inner: DistilledInput, device: torch.device, ranks: Ranks
+) -> Distillation:
+    """What the step engine needs to know; trains the critic on the devices of the student's network.
 
     Args:
-        config: the complete config.
-        critic: of the network.
+        config: with a `distill` section.
         network: of the student, wrapped.
-        devices: of this process.
+        inner: the same, bare.
+        device: the first one.
         ranks: the processes that train together.
     """
     assert config.distill is not None
-    section = config.distill.critic
+    section, critic = config.distill.critic, inner.critic
+    if critic is None:
+        return Distillation(inner.teacher, None)
     own: nn.Module = critic
     if isinstance(network, DataParallelModel):
         own = DataParallelModel(
@@ -131,16 +176,17 @@ def build_critic_trainer(
             full_batch=network.full_batch,
             mode=network.mode,
         )
-    return CriticTrainer(
+    trainer = CriticTrainer(
         critic,
         own,
         _build_optimizer(section, critic, lr_factor=section.lr / config.optim.lr),
-        critic_precision(config, devices.devices[0]),
+        _critic_precision(config, device),
         kind=section.penalty,
         penalty_factor=section.penalty_weight,
         seed=config.seed,
         ranks=ranks,
     )
+    return Distillation(inner.teacher, trainer)
 
 
 def _build_optimizer(section: CriticConfig, critic: Critic, lr_factor: float) -> torch.optim.Optimizer:

@@ -9,7 +9,6 @@ runs as a bare module, over replicas by `DataParallelModel` and over ranks with 
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -41,29 +40,13 @@ class Teacher:
     No `nn.Module`: the copies are made once, not with the student's replicas in every step.
 
     Args:
-        model: on the CPU.
-        normalizer: what it was trained with.
-        devices: where it is needed; several logical devices share a copy.
-        precision: of the training.
+        on: device -> the network in evaluation mode and what it was normalised with, both there.
         sha256: of the checkpoint that it comes from.
     """
 
-    def __init__(
-        self,
-        model: SegmentationModel,
-        normalizer: Normalizer,
-        devices: Sequence[torch.device],
-        precision: Precision,
-        sha256: str = "",
-    ) -> None:
+    def __init__(self, on: Mapping[torch.device, tuple[SegmentationModel, Normalizer]], sha256: str = "") -> None:
         self.sha256 = sha256
-        model = model.eval().requires_grad_(False)
-        precision.prepare(model)
-        normalizer.dtype = precision.input_dtype
-        self._on = {
-            device: (copy.deepcopy(model).to(device), copy.deepcopy(normalizer).to(device))
-            for device in dict.fromkeys(devices)
-        }
+        self._on = dict(on)
 
     def __call__(self, images: Tensor, grid: tuple[int, int] | None) -> tuple[Tensor, Tensor | None]:
         """Logits (N, C, h, w), and the nodes of its features where a grid is given.
@@ -132,7 +115,7 @@ class DistilledInput(NormalizedInput):
     ) -> None:
         super().__init__(model, normalizer, channels_last=channels_last)
         self.critic = critic
-        self._teacher, self._settings, self._autocast = teacher, settings, autocast
+        self.teacher, self._settings, self._autocast = teacher, settings, autocast
 
     def forward(self, images: Tensor) -> tuple[Any, ...]:
         """uint8 images (N, 3, H, W) -> (outputs of the student, values (N, terms), the critic's real and fake maps)."""
@@ -140,7 +123,7 @@ class DistilledInput(NormalizedInput):
         normalized = self.normalized(images)
         heads, features = self.model.compute_with_features(normalized)
         grid = settings.grid if PAIR_WISE in settings.factors else None
-        told, told_nodes = self._teacher(images, grid)
+        told, told_nodes = self.teacher(images, grid)
         values: list[Tensor] = []
         maps: tuple[Tensor, ...] = ()
         if PIXEL_WISE in settings.factors:
