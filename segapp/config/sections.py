@@ -352,6 +352,7 @@ class DistillConfig(Section):
     holistic: NonNegativeFloat = 0.1
     """Factor of a critic's verdict on whole maps; 0: off."""
     critic: CriticConfig = CriticConfig()
+    """What judges whole maps (holistic)."""
 
 
 class RunConfig(Section):
