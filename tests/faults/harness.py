@@ -1,7 +1,7 @@
 """What the fault cases share: a tiny run, the uninterrupted run it is held against, and the invariants.
 
 A case is a test with `@case("F06", how=..., passes=...)`; `tests/faults/README.md` is made from what the cases did (see
-`table`). Most of them have three lines: make a run, do something to it, `invariants.check`.
+`fault_table`). Most of them have three lines: make a run, do something to it, `invariants.check`.
 
 The invariants, after any fault:
 
@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_table import case as case  # for the cases: `from harness import case`
 from programs import Program, start
 from tiny_runs import merged
 
@@ -47,17 +48,6 @@ MODEL = {
     "encoder": "tu-test_resnet",
     "options": {"encoder_depth": 3, "psp_out_channels": 32, "psp_dropout": 0.2},
 }
-
-
-def case(row: str, *, how: str, passes: str) -> Callable[[Any], Any]:
-    """Marks a test as a case of the matrix.
-
-    Args:
-        row: its row, such as `F06`.
-        how: how the fault is injected.
-        passes: what must hold.
-    """
-    return pytest.mark.case(row=row, how=how, passes=passes)
 
 
 def tiny_config(root: Path, **sections: Any) -> RunConfig:
