@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -80,6 +81,19 @@ def test_a_killed_launcher(new_run: NewRun, invariants: Invariants) -> None:
     program.send(signal.SIGKILL)  # type: ignore[attr-defined]
     run.ended(program)  # type: ignore[arg-type]
     invariants.assert_clean_processes(run, within_s=15)
+    invariants.assert_nothing_lost(run)
+
+
+@case("F37", how="SIGKILL to the launcher while agent and ranks start", passes="none of them left")
+@pytest.mark.parametrize("delay_s", [0.5, 2.0, 5.0])
+def test_a_launcher_killed_early(new_run: NewRun, invariants: Invariants, delay_s: float) -> None:
+    run = new_run(**DDP)
+    program = run.start()
+    run.wait_for(lambda: len(run.left_behind()) > 1, program, 120)
+    time.sleep(delay_s)
+    program.send(signal.SIGKILL)
+    run.ended(program)
+    invariants.assert_clean_processes(run, within_s=30)
     invariants.assert_nothing_lost(run)
 
 
