@@ -24,7 +24,7 @@ import secrets
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,14 @@ MODEL = {
     "encoder": "tu-test_resnet",
     "options": {"encoder_depth": 3, "psp_out_channels": 32, "psp_dropout": 0.2},
 }
+
+
+def some(values: Sequence[Any], *short: Any) -> list[Any]:
+    """Parameters of a test that is marked case by case: those of the short form, and the others for the long one."""
+    marks = {True: pytest.mark.faults, False: pytest.mark.faults_long}
+    return [
+        pytest.param(*(each if isinstance(each, tuple) else (each,)), marks=marks[each in short]) for each in values
+    ]
 
 
 def tiny_config(root: Path, **sections: Any) -> RunConfig:
