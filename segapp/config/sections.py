@@ -46,18 +46,23 @@ HeightWidth = tuple[PositiveInt, PositiveInt]
 AUTO_BATCH = 0
 """What `train.batch_size: auto` is until the training settles it."""
 
+MAX_BATCH = 2**16
+"""More than any device holds: a slip of the finger."""
+
 
 def _auto_as_number(value: object) -> object:
     if value == "auto":
         return AUTO_BATCH
-    if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-        raise ValueError("a whole number >= 1 is expected, or auto")
+    if isinstance(value, int) and not isinstance(value, bool) and not 1 <= value <= MAX_BATCH:
+        raise ValueError(f"a whole number from 1 to {MAX_BATCH} is expected, or auto")
     return _no_bool(value)
 
 
 BatchSize = Annotated[
     int,
-    BeforeValidator(_auto_as_number, json_schema_input_type=Annotated[int, Field(ge=1)] | Literal["auto"]),
+    BeforeValidator(
+        _auto_as_number, json_schema_input_type=Annotated[int, Field(ge=1, le=MAX_BATCH)] | Literal["auto"]
+    ),
     PlainSerializer(lambda value: "auto" if value == AUTO_BATCH else value, return_type=int | str),
 ]
 

@@ -1,7 +1,7 @@
 """What the fault cases share: a tiny run, the uninterrupted run it is held against, and the invariants.
 
 A case is a test with `@case("F06", how=..., passes=...)`; `tests/faults/README.md` is made from what the cases did (see
-`table`). Most of them have three lines: make a run, do something to it, `invariants.check`.
+`fault_table`). Most of them have three lines: make a run, do something to it, `invariants.check`.
 
 The invariants, after any fault:
 
@@ -24,12 +24,13 @@ import secrets
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_table import case as case  # for the cases: `from harness import case`
 from programs import Program, start
 from tiny_runs import merged
 
@@ -49,15 +50,12 @@ MODEL = {
 }
 
 
-def case(row: str, *, how: str, passes: str) -> Callable[[Any], Any]:
-    """Marks a test as a case of the matrix.
-
-    Args:
-        row: its row, such as `F06`.
-        how: how the fault is injected.
-        passes: what must hold.
-    """
-    return pytest.mark.case(row=row, how=how, passes=passes)
+def some(values: Sequence[Any], *short: Any) -> list[Any]:
+    """Parameters of a test that is marked case by case: those of the short form, and the others for the long one."""
+    marks = {True: pytest.mark.faults, False: pytest.mark.faults_long}
+    return [
+        pytest.param(*(each if isinstance(each, tuple) else (each,)), marks=marks[each in short]) for each in values
+    ]
 
 
 def tiny_config(root: Path, **sections: Any) -> RunConfig:
