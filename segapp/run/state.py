@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
-from segapp.run.events import EVENT_TYPES, parse_line
+from segapp.run.events import EVENT_TYPES, MAX_LINE_BYTES, parse_line
 from segapp.run.folder import RunFolder, run_folders
 from segapp.run.process import is_alive
 
@@ -280,16 +280,26 @@ def _read_sparsely(path: Path) -> Iterator[dict[str, Any]]:
     held: dict[bytes, bytes] = {}
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-            for line in file:
+            for line in _whole_lines(file):
                 kind = next((mark for mark in _FREQUENT if mark in line[:120]), None)
-                if kind is not None and line.endswith(b"\n"):
+                if kind is not None:
                     held[kind] = line
-                elif line.endswith(b"\n"):
+                else:
                     yield from _parsed([*held.values(), line])
                     held.clear()
     except OSError:
         return
     yield from _parsed(list(held.values()))
+
+
+def _whole_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Lines with their ends; a line longer than any event is passed over, and never whole in memory."""
+    is_within = False
+    while part := file.readline(MAX_LINE_BYTES):
+        is_whole = part.endswith(b"\n")
+        if is_whole and not is_within:
+            yield part
+        is_within = not is_whole
 
 
 _FREQUENT = (b'"type":"step"', b'"type":"memory"', b'"type":"heartbeat"')
