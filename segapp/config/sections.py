@@ -115,7 +115,7 @@ class DataConfig(Section):
     mask_suffix: str | None = None
     """Ending of mask names, e.g. "_mask.png"; null: .png."""
     allow_outside_root: bool = False
-    """Let a `list` file name files outside root."""
+    """Take files that lie outside root too: linked from it, or named by a `list` file. root itself may be a link."""
     workers: Annotated[Count, Field(le=512)] = 4
     """Processes that load data; 0 loads in the trainer itself."""
     cache: Literal["none", "ram"] = "none"
