@@ -80,6 +80,10 @@ class PlainReporter:
             f"on {', '.join(device['device'] for device in event['devices'])}{start}"
         )
 
+    def _show_weights(self, event: dict[str, Any]) -> None:
+        for line in event["message"].splitlines():
+            self._line(printable(line))
+
     def _show_epoch_start(self, event: dict[str, Any]) -> None:
         self._open_bar(event["epoch"])
 

@@ -533,6 +533,8 @@ class Trainer:
             is_auto=self.settings.gpu0_bsz_auto,
             split=self.steering.knob.current,
         )
+        for report in self.engine.model.load_reports:
+            self.journal.emit("weights", **report.as_event())
         self.watch.mark(IDLE)
 
     def _publish(self, result: StepResult, group: list[Batch]) -> None:
