@@ -94,7 +94,8 @@ class Critic(nn.Module):
                 stages.append(SelfAttention(wider))
             channels = wider
         self.stages = nn.Sequential(*stages)
-        self.score = nn.Conv2d(channels, 1, 1)
+        # Without bias: no difference of two scores depends on it, so that its gradient would be rounding alone.
+        self.score = nn.Conv2d(channels, 1, 1, bias=False)
 
     def forward(self, maps: Tensor) -> Tensor:
         """(N, 3 + C, h, w), from `critic_input` -> scores (N,): the mean over what is left of the map."""

@@ -311,13 +311,13 @@ def build_trainer(
     if teacher is not None:
         check_teacher(config, teacher, scheme)
         precision.prepare(teacher.model)
-        critic = build_critic(config, scheme.num_classes, is_synced=needs_sync_batchnorm(config, devices))
+        critic = build_critic(config, scheme.num_classes, device, is_synced=needs_sync_batchnorm(config, devices))
         taught = build_distilled_input(
             config,
             model,
             normalizer,
             build_teacher(teacher, devices.devices, precision.input_dtype),
-            None if critic is None else critic.to(device),
+            critic,
             device,
         )
     network = build_parallel(config, devices, ranks, model, taught or wrapped, gpu0_bsz)

@@ -97,12 +97,13 @@ def build_teacher(
     )
 
 
-def build_critic(config: RunConfig, num_classes: int, *, is_synced: bool) -> Critic | None:
-    """The critic of the holistic term, on the CPU; None where the term does not count.
+def build_critic(config: RunConfig, num_classes: int, device: torch.device, *, is_synced: bool) -> Critic | None:
+    """The critic of the holistic term; None where the term does not count.
 
     Args:
         config: with a `distill` section.
         num_classes: C.
+        device: where it lies.
         is_synced: synchronise its BatchNorm.
     """
     assert config.distill is not None
@@ -113,6 +114,7 @@ def build_critic(config: RunConfig, num_classes: int, *, is_synced: bool) -> Cri
     critic = Critic(num_classes, size, width=section.width, has_batchnorm=section.batchnorm)
     if is_synced:
         convert_sync_batchnorm(critic)
+    _critic_precision(config, device).prepare(critic.to(device))
     return critic.requires_grad_(False)  # before DistributedDataParallel takes what learns
 
 

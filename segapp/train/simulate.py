@@ -122,7 +122,7 @@ class Simulator:
             self._teacher = read_trained(config.distill.teacher)
             check_teacher(config, self._teacher, self.scheme)
             Precision(config.train.precision, torch.device("cpu")).prepare(self._teacher.model)
-            self._critic = build_critic(config, self.scheme.num_classes, is_synced=False)
+            self._critic = build_critic(config, self.scheme.num_classes, torch.device("cpu"), is_synced=False)
 
     @property
     def smaller_crop_px(self) -> tuple[int, int] | None:

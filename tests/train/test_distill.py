@@ -46,15 +46,15 @@ def terms(run: Path) -> list[dict[str, float]]:
     return [{"loss": event["loss"], **event["terms"]} for event in events(run, "step")]
 
 
-def assert_same_course(ours: Path, theirs: Path, rel: float = 1e-6, rel_of_terms: float = 1e-4) -> None:
-    """Every loss and term of ten steps; Adam divides the critic's smallest gradients by themselves."""
+def assert_same_course(ours: Path, theirs: Path, rel: float = 1e-5, rel_of_terms: float = 1e-4) -> None:
+    """Every loss and term of ten steps. In float32 no nearer: Adam divides gradients by their own size."""
     mine, other = terms(ours), terms(theirs)
     assert len(mine) == len(other) == 10
     for one, two in zip(mine, other, strict=True):
         assert one.keys() == two.keys()
         assert one["loss"] == pytest.approx(two["loss"], rel=rel)
         for name in one:
-            assert one[name] == pytest.approx(two[name], rel=rel_of_terms, abs=10 * rel), name
+            assert one[name] == pytest.approx(two[name], rel=rel_of_terms, abs=rel), name
 
 
 @pytest.fixture(scope="module")
