@@ -1,7 +1,7 @@
 """Pretrained weights: from a name to a file, from a file to tensors, from tensors into a network.
 
-A file is data and never code: pickles are read with `weights_only=True`. What a file did not cover is told by name
-in a `LoadReport`.
+A file is data and never code: pickles are read with `weights_only=True`. Which tensor goes where is decided in `keys`;
+what a file did not cover is told by name in a `LoadReport`.
 """
 
 import hashlib
@@ -11,8 +11,9 @@ import re
 import sys
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,10 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from segapp.errors import CheckpointError
+from segapp.models.keys import KeyMap, map_keys
 
 StateDict = dict[str, Tensor]
 
-_WRAPPERS = ("model", "state_dict", "model_state_dict")  # keys under which training scripts store a state dict
+_WRAPPERS = ("model", "state_dict", "model_state_dict", "model_state", "network", "net", "module")
+"""Keys under which training scripts store a state dict, the likeliest first."""
+MAX_NAMES = 100
+"""Names of each kind that an event holds."""
+_MAX_WRAPPERS = 4
+"""One inside the other."""
 _HASH_IN_NAME = re.compile(r"-([0-9a-f]{8,})\.")  # torch hub's convention: resnet50-0676ba61.pth
 
 
@@ -33,37 +40,52 @@ class LoadReport:
 
     Attributes:
         source: the file or the weights' name.
-        loaded: tensors copied into the network.
-        missing: tensors of the network that the file lacks; they keep their initialisation.
-        unexpected: tensors of the file that the network lacks; they were not used.
-        mismatched: tensors of another shape in the file, as a head for other classes has; they keep their
-            initialisation.
+        keys: which of its tensors were copied into the network, and why the others were not.
     """
 
     source: str
-    loaded: tuple[str, ...]
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    mismatched: tuple[str, ...]
+    keys: KeyMap
 
-    def summary(self) -> str:
-        """One line for the log.
+    def lines(self) -> tuple[str, str]:
+        r"""Two lines for a person.
 
-        >>> LoadReport("a.pt", ("conv.weight",), ("head.bias",), (), ("head.weight",)).summary()
-        'a.pt: 1 tensor loaded; left at initialisation: head.bias (not in the file), head.weight (other shape)'
+        >>> keys = KeyMap("its own names", {"conv.weight": "conv.weight"}, {"fc.bias": "of another head"}, {})
+        >>> print(*LoadReport("a.pt", keys).lines(), sep="\n")
+        weights a.pt: 1 of 1 tensors of the network taken (its own names)
+        weights a.pt: left out fc.bias (of another head); nothing left at initialisation
         """
-        plural = "" if len(self.loaded) == 1 else "s"
-        parts = [f"{self.source}: {len(self.loaded)} tensor{plural} loaded"]
-        fresh = [f"{name} (not in the file)" for name in self.missing]
-        fresh += [f"{name} (other shape)" for name in self.mismatched]
-        if fresh:
-            parts.append("left at initialisation: " + _listed(fresh))
-        if self.unexpected:
-            parts.append("not used: " + _listed(self.unexpected))
-        return "; ".join(parts)
+        keys = self.keys
+        num_wanted = len(keys.taken) + len(keys.missing)
+        left_out = f"left out {_by_reason(keys.left_out)}" if keys.left_out else "nothing left out"
+        missing = f"left at initialisation {_by_reason(keys.missing)}" if keys.missing else ""
+        return (
+            f"weights {self.source}: {len(keys.taken)} of {num_wanted} tensors of the network taken "
+            f"({keys.convention})",
+            f"weights {self.source}: {left_out}; {missing or 'nothing left at initialisation'}",
+        )
+
+    def as_event(self) -> dict[str, Any]:
+        """The fields of a `weights` event."""
+        keys = self.keys
+        return {
+            "source": self.source,
+            "message": "\n".join(self.lines()),
+            "num_taken": len(keys.taken),
+            "num_tensors": len(keys.taken) + len(keys.missing),
+            "left_out": dict(islice(keys.left_out.items(), MAX_NAMES)),
+            "missing": dict(islice(keys.missing.items(), MAX_NAMES)),
+        }
 
 
-def _listed(names: list[str] | tuple[str, ...], most: int = 6) -> str:
+def _by_reason(reasons: Mapping[str, str], most: int = 3) -> str:
+    groups: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        groups.setdefault(reason, []).append(name)
+    shown = [f"{_listed(names, 2)} ({reason})" for reason, names in groups.items()]
+    return "; ".join(shown[:most]) + (f"; and {len(shown) - most} more reasons" if len(shown) > most else "")
+
+
+def _listed(names: list[str], most: int) -> str:
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
 
@@ -143,22 +165,38 @@ def _sha256(path: Path, key: str) -> str:
 def read_weights_file(path: str | Path, key: str = "model.weights") -> StateDict:
     """The tensors of a weights file, on the CPU.
 
-    Takes a state dict or a dict that holds one under `model` (a checkpoint of this project) or `state_dict`, saved by
-    torch.save, or a `.safetensors` file. Prefixes that wrappers add (`module.`, `_orig_mod.`) are taken off.
+    Takes a state dict, or a dict that holds one under `model` (a checkpoint of this project), `state_dict` and other
+    usual keys, saved by torch.save; or a `.safetensors` file.
 
     Raises:
-        CheckpointError: the file is missing, damaged, holds no tensors, or holds objects that only code can make.
+        CheckpointError: the file is missing, damaged, holds no tensors or several state dicts, or holds objects that
+            only code can make.
     """
     path = Path(path)
     if not path.is_file():
         raise CheckpointError(f"{key}: no file {path}; give the path of a weights file")
     content: Any = _read_safetensors(path, key) if path.suffix == ".safetensors" else _read_torch(path, key)
-    if isinstance(content, Mapping):
-        content = next((content[w] for w in _WRAPPERS if isinstance(content.get(w), Mapping)), content)
-        state = {name: value for name, value in content.items() if isinstance(name, str) and isinstance(value, Tensor)}
-        if state:
-            return _without_wrapper_prefix(state)
+    for _ in range(_MAX_WRAPPERS):
+        if not isinstance(content, Mapping):
+            break
+        inner = [name for name in _WRAPPERS if isinstance(content.get(name), Mapping)]
+        if not inner and not _tensors_in(content):
+            inner = [name for name, value in content.items() if isinstance(value, Mapping) and _tensors_in(value)]
+            if len(inner) > 1:
+                names = _listed([str(name) for name in inner], 6)
+                raise CheckpointError(
+                    f"{key}: {path} holds several state dicts ({names}); save the one that is meant alone"
+                )
+        if not inner:
+            break
+        content = content[inner[0]]
+    if isinstance(content, Mapping) and (state := _tensors_in(content)):
+        return state
     raise CheckpointError(f"{key}: {path} holds no state dict; save one with torch.save(model.state_dict(), path)")
+
+
+def _tensors_in(content: Mapping[Any, Any]) -> StateDict:
+    return {name: value for name, value in content.items() if isinstance(name, str) and isinstance(value, Tensor)}
 
 
 def load_tensors(file: BinaryIO) -> Any:
@@ -216,13 +254,6 @@ def _read_safetensors(path: Path, key: str) -> StateDict:
         ) from error
 
 
-def _without_wrapper_prefix(state: StateDict) -> StateDict:
-    for prefix in ("module.", "_orig_mod.", "module."):  # DataParallel, torch.compile, and one inside the other
-        if all(name.startswith(prefix) for name in state):
-            state = {name.removeprefix(prefix): value for name, value in state.items()}
-    return state
-
-
 # From tensors into a network
 
 
@@ -232,7 +263,8 @@ def load_weights(network: nn.Module, backbone_prefix: str, state: StateDict, sou
     Args:
         network: the network; its tensors are overwritten in place.
         backbone_prefix: what the names of its backbone's tensors begin with.
-        state: tensors by name.
+        state: tensors by name; of the whole network in the naming of any library that `map_keys` knows, or of its
+            backbone alone.
         source: where they come from, for messages.
         key: the config key that asked for them.
 
@@ -240,80 +272,29 @@ def load_weights(network: nn.Module, backbone_prefix: str, state: StateDict, sou
         What was loaded and what was not. A head for other classes, or an absent one, stays at its initialisation.
 
     Raises:
-        CheckpointError: nothing fits, or the backbone is another one.
+        CheckpointError: too little fits, or the backbone is another one.
     """
-    report = _copy_matching(network, state, source, key, strips=("", "model.", "net."))
-    _check_backbone(report, network, backbone_prefix, key)
-    return report
+    return _copy(network, state, source, key, backbone_prefix)
 
 
 def load_backbone_weights(backbone: nn.Module, state: StateDict, source: str, key: str) -> LoadReport:
     """Copies `state`, as the backbone's own library publishes it, into a backbone.
 
-    Names are matched with and without the prefixes that libraries put before them. The classifier that such a file
-    also holds is not used.
+    The classifier that such a file also holds is not used.
 
     Raises:
         CheckpointError: the file's tensors are not those of this backbone.
     """
-    report = _copy_matching(
-        backbone,
-        state,
-        source,
-        key,
-        strips=("", "features.", "backbone.", "encoder.", "encoder.model.", "model."),
-        adds=("", "model."),  # timm's networks lie one level deeper inside smp's encoders
-    )
-    _check_backbone(report, backbone, "", key)
-    return report
+    return _copy(backbone, state, source, key, "")
 
 
-def _copy_matching(
-    module: nn.Module, state: StateDict, source: str, key: str, strips: tuple[str, ...], adds: tuple[str, ...] = ("",)
-) -> LoadReport:
+def _copy(module: nn.Module, state: StateDict, source: str, key: str, backbone_prefix: str) -> LoadReport:
     own = module.state_dict()
-    spellings = list(_spellings(state, strips, adds))
-    state = max(spellings, key=lambda spelled: _num_fitting(own, spelled))  # the first of the best
-    loaded = tuple(name for name in own if name in state and state[name].shape == own[name].shape)
-    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    if parameters.isdisjoint(loaded):
-        raise CheckpointError(
-            f"{key}: {source} holds no tensor of this model (it has {_listed(list(state), 2)}, the model "
-            f"{_listed(list(own), 2)}); give weights of this model, or a backbone's as model.weights_backbone"
-        )
-    module.load_state_dict({name: state[name] for name in loaded}, strict=False)
-    return LoadReport(
-        source=source,
-        loaded=loaded,
-        missing=tuple(name for name in own if name not in state),
-        unexpected=tuple(name for name in state if name not in own),
-        mismatched=tuple(name for name in own if name in state and state[name].shape != own[name].shape),
-    )
-
-
-def _spellings(state: StateDict, strips: tuple[str, ...], adds: tuple[str, ...]) -> Iterator[StateDict]:
-    """The same tensors under the names that other libraries would give them."""
-    for strip in strips:
-        kept = {n.removeprefix(strip): v for n, v in state.items() if n.startswith(strip)}
-        for add in adds:
-            yield {add + name: value for name, value in kept.items()}
-            if add:  # timm's feature extractors flatten `stages.0` to `stages_0`
-                yield {add + re.sub(r"^([a-z]+)\.(\d+)", r"\1_\2", name): value for name, value in kept.items()}
-
-
-def _num_fitting(own: Mapping[str, Tensor], state: StateDict) -> int:
-    return sum(name in own and own[name].shape == value.shape for name, value in state.items())
-
-
-def _check_backbone(report: LoadReport, module: nn.Module, prefix: str, key: str) -> None:
-    """Refuses weights that cover a part of the backbone: they are another model's, and half of them is worth nothing.
-
-    Weights without any tensor of the backbone's are somebody's head; that is fine.
-    """
-    names = [n for n, _ in module.named_parameters(remove_duplicate=False) if n.startswith(prefix)]
-    absent = [n for n in names if n not in set(report.loaded)]
-    if absent and (len(absent) < len(names) or not set(report.mismatched).isdisjoint(absent)):
-        raise CheckpointError(
-            f"{key}: {report.source} is of another backbone: {len(absent)} of {len(names)} tensors are missing or of "
-            f"another shape, such as {_listed(absent, 2)}; give weights of this backbone, or change the model"
-        )
+    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    found = {name: tuple(value.shape) for name, value in state.items()}
+    try:
+        keys = map_keys(found, {name: tuple(v.shape) for name, v in own.items()}, backbone_prefix, buffers)
+    except CheckpointError as error:
+        raise CheckpointError(f"{key}: {source} {error}") from None
+    module.load_state_dict({name: state[file_name] for name, file_name in keys.taken.items()}, strict=False)
+    return LoadReport(source, keys)

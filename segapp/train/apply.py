@@ -10,20 +10,17 @@ from pathlib import Path
 
 import torch
 
-from segapp.config import RunConfig, validate_config
+from segapp.config import RunConfig
 from segapp.datasets.formats import ClassScheme
-from segapp.errors import CheckpointError, ConfigError, DataError
+from segapp.errors import ConfigError, DataError
 from segapp.export import ExportedModel, is_exported
 from segapp.models import SegmentationModel
 from segapp.precision import Precision
-from segapp.run.folder import find_run
 from segapp.run.text import printable
 from segapp.train.build import (
     build_inference,
-    build_network,
-    build_scheme,
 )
-from segapp.train.checkpoint import LoadedCheckpoint, load_checkpoint
+from segapp.train.checkpoint import LoadedCheckpoint
 from segapp.train.devices import choose_devices
 from segapp.train.inference import Inference
 from segapp.train.predict import (
@@ -35,6 +32,7 @@ from segapp.train.predict import (
     find_images,
     predict_files,
 )
+from segapp.train.trained import read_trained
 
 
 @dataclass(frozen=True)
@@ -60,43 +58,17 @@ def load_trained(target: str, *, slide: bool = False, tta: bool = False) -> Trai
     Raises:
         CheckpointError: there is none, or it is of another program, config or model.
     """
-    checkpoint = _find_checkpoint(target)
+    trained = read_trained(target)
+    config, scheme, model, checkpoint = trained.config, trained.scheme, trained.model, trained.checkpoint
     for message in checkpoint.messages:
         print(f"note: {printable(message)}", file=sys.stderr)
-    state = checkpoint.state
-    if not isinstance(state.get("config"), dict):
-        raise CheckpointError(f"{checkpoint.path} holds no config: it was not written by segapp train")
-    try:
-        config = validate_config(state["config"])
-    except ConfigError as error:
-        raise CheckpointError(f"{checkpoint.path} holds a config that this version does not read: {error}") from None
     overrides = {key: True for key, is_on in (("slide", slide), ("tta", tta)) if is_on}
     evaluation = config.eval.model_copy(update=overrides)
-    scheme = build_scheme(config.data)
-    if list(scheme.names) != list(state["classes"]):
-        raise CheckpointError(f"{checkpoint.path} was trained on other classes than its config names: it was changed")
     device = choose_devices(config.parallel.devices)[0][0]
     precision = Precision(config.train.precision, device)
-    model = build_network(config.model, scheme.num_classes, with_weights=False)
-    average = state.get("ema")
-    try:
-        model.load_state_dict(average["module"] if average is not None else state["model"])
-    except (RuntimeError, KeyError) as error:
-        raise CheckpointError(f"{checkpoint.path} does not fit {config.model.name}: {error}") from None
     precision.prepare(model.to(device))
     inference = build_inference(config.data, evaluation, model, precision, config.loss.align_corners)
     return TrainedModel(model.eval(), config, scheme, inference, device, checkpoint)
-
-
-def _find_checkpoint(target: str) -> LoadedCheckpoint:
-    path = Path(target)
-    if path.is_file():
-        return load_checkpoint(path)
-    folder = find_run(target)
-    try:
-        return load_checkpoint(folder.path, "best")
-    except CheckpointError:
-        return load_checkpoint(folder.path)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,18 @@ from typing import NamedTuple
 
 from rich.cells import cell_len, set_cell_size
 
-from segapp.run.events import Alert, Checkpoint, CommandAnswer, EpochStart, Event, Gpu0Bsz, RunEnd, RunStart, Val
+from segapp.run.events import (
+    Alert,
+    Checkpoint,
+    CommandAnswer,
+    EpochStart,
+    Event,
+    Gpu0Bsz,
+    RunEnd,
+    RunStart,
+    Val,
+    Weights,
+)
 from segapp.run.text import printable
 
 
@@ -31,6 +42,8 @@ def log_line(event: Event, classes: Sequence[str], previous: Val | None) -> LogL
     """
     if isinstance(event, RunStart):
         return LogLine(event.t, "start", _start(event))
+    if isinstance(event, Weights):
+        return LogLine(event.t, "load", printable(event.message.partition("\n")[0]))
     if isinstance(event, EpochStart):
         split = f", split {dots(event.split)}" if event.split else ""
         return LogLine(event.t, "epoch", f"{event.epoch} begins, lr {learning_rate(event.lr)}{split}")

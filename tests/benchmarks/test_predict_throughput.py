@@ -15,8 +15,8 @@ import torch.nn.functional as F
 
 from segapp.datasets.schemes import ClassScheme
 from segapp.models import SegmentationModel, build_model
-from segapp.train.engine import Normalizer
 from segapp.train.inference import Inference
+from segapp.train.normalize import Normalizer
 from segapp.train.predict import OutputPlan, TrainedPredictor, find_images, predict_files
 
 pytestmark = pytest.mark.benchmark

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 
 from segapp.errors import CheckpointError, ConfigError
 from segapp.models import build_model
+from segapp.models.keys import KeyMap
 from segapp.models.weights import LoadReport, read_weights_file
 
 BACKBONE = "mobilenet_v3_small"
@@ -81,8 +82,8 @@ def test_every_usual_form_of_a_file_loads(tmp_path, state, form):
     assert_same_tensors(model, state)
     (report,) = model.load_reports
     assert report.source == str(file)
-    assert set(report.loaded) == set(state)
-    assert report.missing == report.unexpected == report.mismatched == ()
+    assert set(report.keys.taken) == set(state)
+    assert report.keys.missing == report.keys.left_out == {}
 
 
 def test_half_precision_weights_become_the_models_type(tmp_path, state):
@@ -125,10 +126,11 @@ def test_head_for_other_classes_stays_at_initialisation_and_is_named(tmp_path, s
     torch.manual_seed(0)
     model = build(7, weights=str(tmp_path / "weights.pt"))
     (report,) = model.load_reports
-    assert set(report.mismatched) == head
-    assert set(report.loaded) == set(state) - head
+    assert report.keys.missing == report.keys.left_out == dict.fromkeys(head, "for 3 classes there, 7 here")
+    assert set(report.keys.taken) == set(state) - head
     assert all(model.state_dict()[name].equal(fresh[name]) for name in head)
-    assert "classifier.low_classifier.weight (other shape)" in report.summary()
+    assert "left at initialisation classifier.low_classifier.weight, classifier" in report.lines()[1]
+    assert "and 2 more (for 3 classes there, 7 here)" in report.lines()[1]
 
 
 def test_missing_and_unexpected_tensors_are_named(tmp_path, state):
@@ -136,22 +138,26 @@ def test_missing_and_unexpected_tensors_are_named(tmp_path, state):
     changed |= {"ema.decay": torch.tensor(0.9)}
     torch.save(changed, tmp_path / "weights.pt")
     (report,) = build(weights=str(tmp_path / "weights.pt")).load_reports
-    assert report.missing == ("classifier.low_classifier.bias",)
-    assert report.unexpected == ("ema.decay",)
-    assert "classifier.low_classifier.bias (not in the file)" in report.summary()
-    assert "not used: ema.decay" in report.summary()
+    assert report.keys.missing == {"classifier.low_classifier.bias": "not in the file"}
+    assert report.keys.left_out == {"ema.decay": "this model has no such tensor"}
+    assert "classifier.low_classifier.bias (not in the file)" in report.lines()[1]
+    assert "left out ema.decay (this model has no such tensor)" in report.lines()[1]
 
 
 def test_summary_of_many_names_is_short():
-    report = LoadReport("f", ("a",), tuple(f"m{i}" for i in range(300)), (), ())
-    assert "and 294 more" in report.summary()
-    assert len(report.summary()) < 300
+    missing = {f"m{i}": f"reason {i // 60}" for i in range(300)}
+    report = LoadReport("f", KeyMap("its own names", {"a": "a"}, {}, missing))
+    assert "m0, m1 and 58 more (reason 0)" in report.lines()[1]
+    assert report.lines()[1].endswith("and 2 more reasons")
+    assert all(len(line) < 300 for line in report.lines())
+    event = report.as_event()
+    assert (event["num_taken"], event["num_tensors"], len(event["missing"])) == (1, 301, 100)
 
 
 def test_encoder_alone_in_a_file_for_the_whole_network_loads(tmp_path, state):
     torch.save({n: v for n, v in state.items() if n.startswith("backbone.")}, tmp_path / "weights.pt")
     (report,) = build(weights=str(tmp_path / "weights.pt")).load_reports
-    assert all(name.startswith("classifier.") for name in report.missing)
+    assert all(name.startswith("classifier.") for name in report.keys.missing)
 
 
 @pytest.mark.parametrize(
@@ -193,8 +199,8 @@ def test_backbone_file_as_torchvision_publishes_it_loads(tmp_path, library):
     name = "lraspp" if library == "torchvision" else "FPN"
     model = build_model(library, name, 3, encoder="resnet18", weights_backbone=str(tmp_path / "resnet18.pth"))
     (report,) = model.load_reports
-    assert report.missing == report.mismatched == ()
-    assert {"fc.weight", "fc.bias"} == set(report.unexpected)
+    assert report.keys.missing == {}
+    assert report.keys.left_out == dict.fromkeys(["fc.weight", "fc.bias"], "the backbone's own classifier")
     assert_same_tensors(model.backbone_module, published)
 
 
@@ -203,7 +209,7 @@ def test_backbone_file_of_mobilenet_loads_although_its_names_begin_with_features
 
     torch.save(torchvision.models.mobilenet_v3_small(weights=None).state_dict(), tmp_path / "m.pth")
     (report,) = build(weights_backbone=str(tmp_path / "m.pth")).load_reports
-    assert report.missing == report.mismatched == ()
+    assert report.keys.missing == {}
 
 
 @pytest.mark.parametrize("encoder", ["tu-resnet18", "tu-convnext_atto"])
@@ -215,7 +221,7 @@ def test_backbone_file_of_timm_loads_although_its_names_lie_deeper(tmp_path, enc
     torch.save(published, tmp_path / "timm.pth")
     model = build_model("smp", "FPN", 3, encoder=encoder, weights_backbone=str(tmp_path / "timm.pth"))
     (report,) = model.load_reports
-    assert report.missing == report.mismatched == ()
+    assert report.keys.missing == {}
     first = next(model.backbone_parameters())
     assert any(first.equal(value) for value in published.values())
 
@@ -359,7 +365,7 @@ def test_named_weights_are_downloaded_once_and_checked(hub, monkeypatch):
     monkeypatch.setattr(torch.hub, "download_url_to_file", download)
     model = build(weights_backbone="MobileNet_V3_Small_Weights.IMAGENET1K_V1")
     assert calls == [(torchvision_weights.url, "047dcff4")]
-    assert model.load_reports[0].missing == ()
+    assert model.load_reports[0].keys.missing == {}
     with pytest.raises(CheckpointError, match=r"is damaged \(its sha256 is not 047dcff4\.\.\.\); delete it"):
         build(weights_backbone="DEFAULT")  # the file made here has another hash
     file = hub / torchvision_weights.url.rsplit("/", 1)[-1]

@@ -30,6 +30,7 @@ from segapp.run.events import (
     RunStart,
     Step,
     Val,
+    Weights,
     parse_event,
     read_answers,
     wait_for_answer,
@@ -52,6 +53,7 @@ def write_steps(path: Path, count: int) -> None:
 
 EXAMPLES = [
     RunStart(classes=["road", "sky"], num_params=10, batch_size=4, epochs=2, steps_per_epoch=3, devices=["cuda:0"]),
+    Weights(source="a.pt", message="two\nlines", num_taken=3, num_tensors=4, missing={"fc.bias": "not in the file"}),
     EpochStart(epoch=1, lr=0.1, split=[1, 3]),
     step(1, split=[1, 3]),
     Memory(devices=[{"uuid": "GPU-1", "used_mib": 10.0, "phase": "forward"}]),
@@ -84,6 +86,7 @@ def test_lines_have_the_fields_of_the_contract_as_plain_json(tmp_path):
             writer.write(event)
     contract = {
         "run_start": "classes num_params batch_size epochs steps_per_epoch devices",
+        "weights": "source message num_taken num_tensors left_out missing",
         "epoch_start": "epoch lr split",
         "step": "epoch step loss lr images_per_s data_wait_frac grad_norm split",
         "memory": "devices",

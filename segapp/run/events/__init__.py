@@ -33,6 +33,7 @@ from segapp.run.events.types import (
     RunStart,
     Step,
     Val,
+    Weights,
     parse_event,
     parse_line,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "Step",
     "StepRun",
     "Val",
+    "Weights",
     "parse_event",
     "parse_line",
     "read_answers",

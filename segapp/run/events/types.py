@@ -84,6 +84,24 @@ class RunStart(_Event):
     num_val: int | None = None
 
 
+class Weights(_Event):
+    """What a file of pretrained weights gave to the network that the training begins with."""
+
+    type: Literal["weights"] = "weights"
+    source: Text
+    """The file, or the name of the weights."""
+    message: Text
+    """Two lines for a person."""
+    num_taken: int
+    """Tensors of the network that come from the file."""
+    num_tensors: int
+    """Tensors of the network, or of its backbone where the file is for that."""
+    left_out: dict[Text, Text] = {}
+    """Name in the file -> why it is not used; the first hundred."""
+    missing: dict[Text, Text] = {}
+    """Name in the network -> why it keeps its initialisation; the first hundred."""
+
+
 class EpochStart(_Event):
     """An epoch begins; after a resume in the middle of an epoch it is not written again."""
 
@@ -115,6 +133,8 @@ class Step(_Event):
     step_s: float | None = None
     eta_epoch_s: float | None = None
     eta_run_s: float | None = None
+    terms: dict[Text, float | None] | None = None
+    """Parts of the loss that are shown beside it, by name, such as a distillation's."""
 
 
 class DeviceMemory(_Model):
@@ -299,6 +319,7 @@ class RunEnd(_Event):
 
 Event = (
     RunStart
+    | Weights
     | EpochStart
     | Step
     | Memory
@@ -314,6 +335,7 @@ Event = (
 
 EVENT_TYPES: dict[str, type[BaseModel]] = {
     "run_start": RunStart,
+    "weights": Weights,
     "epoch_start": EpochStart,
     "step": Step,
     "memory": Memory,

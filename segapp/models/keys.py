@@ -1,0 +1,326 @@
+"""Which tensor of a weights file is which tensor of a network: decided by names and shapes alone, without any tensor.
+
+Libraries put other prefixes before the same names, and mmsegmentation has names of its own for torchvision's FCN heads
+and for the deep stem that timm has too. Every such renaming is tried, and the one that gives the network most is taken.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from segapp.errors import CheckpointError
+
+Shapes = Mapping[str, Sequence[int]]
+
+MIN_HEAD_SHARE = 0.5
+"""Where a file has nothing of the backbone, at least this share of the other tensors must be in it."""
+
+_WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+_CLASSIFIERS = ("fc", "classifier", "head", "heads", "last_linear", "head_drop", "head_norm")
+_OTHER_HEADS = ("classifier", "aux_classifier", "decoder", "segmentation_head", "decode_head", "auxiliary_head")
+_FCN_OF_MMSEG = {"convs.0.conv": "0", "convs.0.bn": "1", "conv_seg": "4"}
+_HEADS_OF_MMSEG = {"decode_head.": "classifier.", "auxiliary_head.": "aux_classifier."}
+
+
+@dataclass(frozen=True)
+class KeyMap:
+    """What a file gives to a network, by the names of the tensors.
+
+    Attributes:
+        convention: the naming under which they were found.
+        taken: name in the network -> name in the file.
+        left_out: name in the file -> why it is not used.
+        missing: name in the network -> why it keeps its initialisation.
+    """
+
+    convention: str
+    taken: Mapping[str, str]
+    left_out: Mapping[str, str]
+    missing: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _Renaming:
+    """A file's tensors under the names that a network may have for them.
+
+    Attributes:
+        convention: in words.
+        names: name in the network -> name in the file.
+        notes: name in the file -> why it has no place.
+    """
+
+    convention: str
+    names: Mapping[str, str]
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+
+def map_keys(found: Shapes, wanted: Shapes, backbone: str = "", optional: Collection[str] = ()) -> KeyMap:
+    """Pairs the tensors of a file with those of a network.
+
+    Args:
+        found: shape of each tensor of the file.
+        wanted: shape of each tensor of the network, or of its backbone alone.
+        backbone: what the backbone's names begin with in `wanted`, the dot included; "" where it is all backbone.
+        optional: names in `wanted` that older or other programs do not save (buffers).
+
+    Raises:
+        CheckpointError: nothing or too little fits, the backbone is another one, or the file has several networks that
+            fit equally well. The message goes behind the file's name.
+
+    Example:
+        >>> file = {"module.fc.weight": (9, 4), "module.conv1.weight": (4, 3, 7, 7)}
+        >>> mapped = map_keys(file, {"backbone.conv1.weight": (4, 3, 7, 7), "head.weight": (2, 4)}, "backbone.")
+        >>> mapped.taken, mapped.left_out
+        ({'backbone.conv1.weight': 'module.conv1.weight'}, {'module.fc.weight': "the backbone's own classifier"})
+    """
+    renaming = _best_renaming(found, wanted, backbone)
+    taken = _fitting(renaming, found, wanted)
+    if not any(name not in optional for name in taken):
+        raise CheckpointError(
+            f"holds no tensor of this model (it has {_some(found)}, the model {_some(wanted)}{_nearest(found, wanted)})"
+            "; give weights of this model, or a backbone's as model.weights_backbone"
+        )
+    _check_backbone(taken, found, wanted, backbone, optional)
+    _check_head(taken, found, wanted, backbone, optional)
+    shapes = _shape_reasons(renaming, found, wanted, backbone)
+    used = set(taken.values())
+    targets = {name: target for target, name in renaming.names.items()}
+    left_out = {
+        name: shapes.get(targets.get(name, ""))
+        or renaming.notes.get(name)
+        or _unused_reason(name, targets.get(name), backbone)
+        for name in found
+        if name not in used
+    }
+    missing = {name: shapes.get(name, "not in the file") for name in wanted if name not in taken}
+    return KeyMap(renaming.convention, taken, left_out, missing)
+
+
+# Renamings
+
+
+def _best_renaming(found: Shapes, wanted: Shapes, backbone: str) -> _Renaming:
+    """The first of those that give the network most.
+
+    Raises:
+        CheckpointError: another one gives as much, from other tensors.
+    """
+    best, best_taken = _Renaming("its own names", {}), dict[str, str]()
+    rival: Mapping[str, str] | None = None
+    for renaming in _renamings(found, wanted, backbone):
+        taken = _fitting(renaming, found, wanted)
+        if len(taken) > len(best_taken):
+            best, best_taken, rival = renaming, taken, None
+        elif taken and len(taken) == len(best_taken) and set(taken.values()).isdisjoint(best_taken.values()):
+            rival = taken
+    if rival is not None:
+        pair = " and ".join(next(iter(names.values())) for names in (best_taken, rival))
+        raise CheckpointError(
+            f"holds several networks that fit equally well (tensors such as {pair}): save the one that is meant alone, "
+            "with torch.save"
+        )
+    return best
+
+
+def _renamings(found: Shapes, wanted: Shapes, backbone: str) -> Iterator[_Renaming]:
+    deeper = backbone + "model."  # timm's networks lie one level deeper inside smp's encoders
+    adds = ["", *([backbone] if backbone else []), *([deeper] if any(n.startswith(deeper) for n in wanted) else [])]
+    for strip in _prefixes(found):
+        inner = {_WRAPPERS.sub("", n.removeprefix(strip)): n for n in found if n.startswith(strip)}
+        if any(name.startswith(tuple(_HEADS_OF_MMSEG)) for name in inner):
+            yield from (_of_mmseg(inner, wanted, add) for add in adds[1:] or adds)
+        for add in adds:
+            where = f"{strip or 'no prefix'} there, {add or 'no prefix'} here" if strip != add else "the same names"
+            yield _Renaming(where, {add + name: file_name for name, file_name in inner.items()})
+            for rename, what in ((_flattened, "numbers after an underscore"), (_deep_stem, "stem as conv1, bn1")):
+                renamed = {add + rename(name): file_name for name, file_name in inner.items()}
+                if renamed.keys() != {add + name for name in inner}:
+                    yield _Renaming(f"{where}, {what}", renamed)
+
+
+def _prefixes(found: Shapes) -> list[str]:
+    """What whole parts of the file begin with, nothing first: names of modules, no numbers, at most four deep."""
+    prefixes = dict.fromkeys([""])
+    for name in found:
+        parts = name.split(".")[:-1]
+        for depth in range(1, min(len(parts), 4) + 1):
+            if parts[depth - 1].isdecimal():
+                break
+            prefixes[".".join(parts[:depth]) + "."] = None
+    return list(prefixes)
+
+
+def _flattened(name: str) -> str:
+    """Timm's feature extractors call `stages.0` `stages_0`."""
+    return re.sub(r"^([a-z]+)\.(\d+)", r"\1_\2", name)
+
+
+def _deep_stem(name: str) -> str:
+    """The three 3x3 convolutions of mmsegmentation's ResNetV1c and V1d, as timm calls them in its resnet50c and 50d."""
+    return re.sub(r"^stem\.7\.", "bn1.", re.sub(r"^stem\.([0-6])\.", r"conv1.\1.", name))
+
+
+def _of_mmseg(inner: Mapping[str, str], wanted: Shapes, add: str) -> _Renaming:
+    """mmsegmentation: `backbone.*`, `decode_head.*`, `auxiliary_head.*`.
+
+    Its FCN head of one convolution is torchvision's. Its ASPP, PSP and other heads are built differently from those of
+    torchvision and smp that share their name (another order, other kernels), so they have no counterpart.
+
+    Args:
+        inner: mmsegmentation's name -> name in the file.
+        wanted: of the network.
+        add: what the backbone's names begin with there.
+    """
+    stem = _deep_stem if f"{add}conv1.0.weight" in wanted else str
+    names: dict[str, str] = {}
+    notes: dict[str, str] = {}
+    for name, file_name in inner.items():
+        if name.startswith("backbone."):
+            names[add + stem(name.removeprefix("backbone."))] = file_name
+    for theirs, ours in _HEADS_OF_MMSEG.items():
+        head = {name.removeprefix(theirs): file_name for name, file_name in inner.items() if name.startswith(theirs)}
+        renamed = {ours + part: file_name for name, file_name in head.items() if (part := _fcn_part(name))}
+        if len(renamed) == len(head) and renamed.keys() <= wanted.keys():
+            names |= renamed
+        else:
+            notes |= dict.fromkeys(head.values(), f"mmsegmentation's {theirs[:-1]}, this model has none that is alike")
+    return _Renaming("names of mmsegmentation", names, notes)
+
+
+def _fcn_part(name: str) -> str | None:
+    module, _, tensor = name.rpartition(".")
+    return f"{_FCN_OF_MMSEG[module]}.{tensor}" if module in _FCN_OF_MMSEG else None
+
+
+def _fitting(renaming: _Renaming, found: Shapes, wanted: Shapes) -> dict[str, str]:
+    names = renaming.names
+    return {name: names[name] for name in wanted if name in names and _same(found[names[name]], wanted[name])}
+
+
+def _same(a: Sequence[int], b: Sequence[int]) -> bool:
+    return tuple(a) == tuple(b)
+
+
+# What is too little
+
+
+def _check_backbone(
+    taken: Mapping[str, str], found: Shapes, wanted: Shapes, backbone: str, optional: Collection[str]
+) -> None:
+    """Refuses weights of another backbone: a part of one is worth nothing. None of it at all is somebody's head."""
+    own = [name for name in wanted if name.startswith(backbone) and name not in optional]
+    absent = [name for name in own if name not in taken]
+    if absent and len(absent) < len(own):
+        problem = f"{len(absent)} of {len(own)} tensors are missing or of another shape, such as {_some(absent)}"
+    elif not absent and (further := _further_blocks({n: taken[n] for n in own}, found)):
+        problem = f"it goes on where this one ends: {_some(further)}"
+    else:
+        return
+    raise CheckpointError(
+        f"is of another backbone: {problem}{_stem_hint(found, absent)}; give weights of this backbone, or change the "
+        "model"
+    )
+
+
+def _stem_hint(found: Shapes, absent: Sequence[str]) -> str:
+    has_deep_stem = any(re.search(r"(^|\.)stem\.0\.weight$", name) for name in found)
+    if not has_deep_stem or not any(name.endswith("conv1.weight") for name in absent):
+        return ""
+    return (
+        ". It is a ResNetV1c or V1d of mmsegmentation, with a stem of three 3x3 convolutions where this backbone has "
+        "one of 7x7: model.library=smp model.encoder=tu-resnet50c (V1d: tu-resnet50d) has the same stem"
+    )
+
+
+def _further_blocks(taken: Mapping[str, str], found: Shapes) -> list[str]:
+    """Blocks of the file that would stand between those taken: a ResNet-34 holds all names of a ResNet-18.
+
+    What only follows the last one taken is no sign: parts that a network never runs were taken out of it.
+    """
+    last_of_list: dict[str, int] = {}
+    last_of_kind: dict[str, tuple[int, ...]] = {}
+    for name in taken.values():
+        for list_name, kind, numbers in _places(name):
+            last_of_list[list_name] = max(numbers[-1], last_of_list.get(list_name, -1))
+            last_of_kind[kind] = max(numbers, last_of_kind.get(kind, ()))
+    used = set(taken.values())
+    return [
+        name
+        for name in found
+        if name not in used
+        and any(
+            list_name in last_of_list and numbers[-1] > last_of_list[list_name] and numbers < last_of_kind[kind]
+            for list_name, kind, numbers in _places(name)
+        )
+    ]
+
+
+def _places(name: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Each place in a list: `layer1.2.conv1.weight` -> ("layer1.", "layer#.#", (1, 2))."""
+    for at in re.finditer(r"(?<=\.)\d+(?=\.)", name):
+        head = name[: at.end()]
+        yield name[: at.start()], re.sub(r"\d+", "#", head), tuple(map(int, re.findall(r"\d+", head)))
+
+
+def _check_head(
+    taken: Mapping[str, str], found: Shapes, wanted: Shapes, backbone: str, optional: Collection[str]
+) -> None:
+    """Refuses a handful of tensors where the backbone is not in the file at all."""
+    own = [name for name in wanted if name not in optional and not (backbone and name.startswith(backbone))]
+    num_taken = sum(name not in optional for name in taken)
+    if any(name.startswith(backbone) for name in taken) or num_taken >= MIN_HEAD_SHARE * len(own):
+        return
+    raise CheckpointError(
+        f"gives {num_taken} of the {len(own)} tensors of this model's head and none of its backbone"
+        f"{_nearest(found, [n for n in wanted if n not in taken])}: that is too little to be meant; give weights of "
+        "this model, or a backbone's as model.weights_backbone"
+    )
+
+
+def _nearest(found: Shapes, names: Collection[str]) -> str:
+    """The tensor of the file whose name is most like one of the network's."""
+    for name in list(names)[:8]:
+        near = difflib.get_close_matches(name, list(found)[:2000], n=1, cutoff=0.5)
+        if near:
+            return f"; nearest: {near[0]} there, {name} here"
+    return ""
+
+
+# Reasons
+
+
+def _shape_reasons(renaming: _Renaming, found: Shapes, wanted: Shapes, backbone: str) -> dict[str, str]:
+    """Name in the network -> what the shape of its namesake says."""
+    pairs = {
+        name: (tuple(found[file_name]), tuple(wanted[name]))
+        for name, file_name in renaming.names.items()
+        if name in wanted and not _same(found[file_name], wanted[name])
+    }
+    counts = {(there[:1], here[:1]) for there, here in pairs.values() if there[1:] == here[1:]}
+    is_classes = len(counts) == 1 and all(there[1:] == here[1:] and there for there, here in pairs.values())
+    if is_classes and not any(backbone and name.startswith(backbone) for name in pairs):
+        return {name: f"for {there[0]} classes there, {here[0]} here" for name, (there, here) in pairs.items()}
+    return {name: f"{_by(there)} there, {_by(here)} here" for name, (there, here) in pairs.items()}
+
+
+def _by(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "a number"
+
+
+def _unused_reason(name: str, target: str | None, backbone: str) -> str:
+    first = (name if target is None else target.removeprefix(backbone).removeprefix("model.")).partition(".")[0]
+    if target is None:
+        return "of another part of the file"
+    if first in _CLASSIFIERS and (target.startswith(backbone) or not backbone):
+        return "the backbone's own classifier"
+    if first == "aux_classifier":
+        return "this model has no auxiliary head (model.aux)"
+    return "of another head" if first in _OTHER_HEADS else "this model has no such tensor"
+
+
+def _some(names: Collection[str], most: int = 2) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(list(names)[:most]) + rest
