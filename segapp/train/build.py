@@ -292,6 +292,10 @@ def build_trainer(
     scheme = build_scheme(data)
     train_split, val_split = split_names(data)
     train_set = build_dataset(data, scheme, train_split, is_training=True, seed=config.seed)
+    if len(train_set) < ranks.world_size:
+        raise ConfigError(
+            f"parallel: {ranks.world_size} ranks cannot share {len(train_set)} training images: use one each"
+        )
     val_set = build_dataset(data, scheme, val_split, is_training=False, seed=config.seed)
     signals.check()
 

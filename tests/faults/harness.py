@@ -391,7 +391,7 @@ def traced(run: FaultRun, program: Program, *options: str) -> Iterator[Path]:
     command = ["strace", "-f", "-qq", "-y", "-o", str(trace), *options, "-p", str(program.pid)]
     tracer = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
-        run.wait_for(lambda: _tracer_of(program.pid) == tracer.pid or tracer.poll() is not None)
+        run.wait_for(lambda: _tracers_of(program.pid) == {tracer.pid} or tracer.poll() is not None)
         if tracer.poll() is not None:
             assert tracer.stderr is not None
             pytest.skip(f"strace cannot attach: {tracer.stderr.read().strip()[:120]}")
@@ -412,9 +412,10 @@ def _state_of(pid: int) -> str:
     return ""
 
 
-def _tracer_of(pid: int) -> int:
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("TracerPid:"):
-                return int(line.split()[1])
-    return 0
+def _tracers_of(pid: int) -> set[int]:
+    """Who traces the threads of a process: strace takes hold of one after the other."""
+    found = set()
+    for path in Path(f"/proc/{pid}/task").glob("*/status"):
+        lines = path.read_text().splitlines()
+        found |= {int(line.split()[1]) for line in lines if line.startswith("TracerPid:")}
+    return found
