@@ -1,4 +1,4 @@
-"""What is done with a trained model: `segapp eval` and `segapp predict`."""
+"""`segapp predict`: from files to label maps, pictures and overlays, with a trained network or an exported file."""
 
 from __future__ import annotations
 
@@ -8,24 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
-from segapp.config import RunConfig, validate_config
-from segapp.datasets.formats import ClassScheme
-from segapp.errors import CheckpointError, ConfigError, DataError
+from segapp.errors import ConfigError, DataError
 from segapp.export import ExportedModel, is_exported
-from segapp.models import SegmentationModel
-from segapp.precision import Precision
-from segapp.run.folder import find_run
 from segapp.run.text import printable
-from segapp.train.build import (
-    build_inference,
-    build_network,
-    build_scheme,
-)
-from segapp.train.checkpoint import LoadedCheckpoint, load_checkpoint
 from segapp.train.devices import choose_devices
-from segapp.train.inference import Inference
 from segapp.train.predict import (
     ExportedPredictor,
     OutputPlan,
@@ -35,68 +21,7 @@ from segapp.train.predict import (
     find_images,
     predict_files,
 )
-
-
-@dataclass(frozen=True)
-class TrainedModel:
-    """A model out of a checkpoint, ready to judge images."""
-
-    model: SegmentationModel
-    config: RunConfig
-    scheme: ClassScheme
-    inference: Inference
-    device: torch.device
-    checkpoint: LoadedCheckpoint
-
-
-def load_trained(target: str, *, slide: bool = False, tta: bool = False) -> TrainedModel:
-    """The model of a run (its best checkpoint, else the last) or of a checkpoint file.
-
-    Args:
-        target: a run's name, its folder, or a checkpoint file.
-        slide: predict by sliding window.
-        tta: average over a flip and several scales.
-
-    Raises:
-        CheckpointError: there is none, or it is of another program, config or model.
-    """
-    checkpoint = _find_checkpoint(target)
-    for message in checkpoint.messages:
-        print(f"note: {printable(message)}", file=sys.stderr)
-    state = checkpoint.state
-    if not isinstance(state.get("config"), dict):
-        raise CheckpointError(f"{checkpoint.path} holds no config: it was not written by segapp train")
-    try:
-        config = validate_config(state["config"])
-    except ConfigError as error:
-        raise CheckpointError(f"{checkpoint.path} holds a config that this version does not read: {error}") from None
-    overrides = {key: True for key, is_on in (("slide", slide), ("tta", tta)) if is_on}
-    evaluation = config.eval.model_copy(update=overrides)
-    scheme = build_scheme(config.data)
-    if list(scheme.names) != list(state["classes"]):
-        raise CheckpointError(f"{checkpoint.path} was trained on other classes than its config names: it was changed")
-    device = choose_devices(config.parallel.devices)[0][0]
-    precision = Precision(config.train.precision, device)
-    model = build_network(config.model, scheme.num_classes, with_weights=False)
-    average = state.get("ema")
-    try:
-        model.load_state_dict(average["module"] if average is not None else state["model"])
-    except (RuntimeError, KeyError) as error:
-        raise CheckpointError(f"{checkpoint.path} does not fit {config.model.name}: {error}") from None
-    precision.prepare(model.to(device))
-    inference = build_inference(config.data, evaluation, model, precision, config.loss.align_corners)
-    return TrainedModel(model.eval(), config, scheme, inference, device, checkpoint)
-
-
-def _find_checkpoint(target: str) -> LoadedCheckpoint:
-    path = Path(target)
-    if path.is_file():
-        return load_checkpoint(path)
-    folder = find_run(target)
-    try:
-        return load_checkpoint(folder.path, "best")
-    except CheckpointError:
-        return load_checkpoint(folder.path)
+from segapp.train.trained import load_trained
 
 
 @dataclass(frozen=True)
@@ -109,6 +34,7 @@ class PredictOptions:
         slide: predict by sliding window.
         tta: average over a flip and several scales.
         batch: pictures at once; None: by memory.
+        config: for bare weights, which network they are of; None: the file says it.
     """
 
     save: tuple[Saved, ...] = ()
@@ -116,6 +42,7 @@ class PredictOptions:
     slide: bool = False
     tta: bool = False
     batch: int | None = None
+    config: str | None = None
 
 
 def predict_target(target: str, paths: Sequence[Path], out: Path, options: PredictOptions) -> None:
@@ -159,8 +86,10 @@ def parse_batch(word: str) -> int | None:
 def _predictor(target: str, options: PredictOptions) -> Predictor:
     """What answers, by the name it was given."""
     if not is_exported(target):
-        trained = load_trained(target, slide=options.slide, tta=options.tta)
+        trained = load_trained(target, options.config, slide=options.slide, tta=options.tta)
         return TrainedPredictor(trained.model, trained.inference, trained.scheme, trained.device)
+    if options.config is not None:
+        raise ConfigError(f"--config {options.config}: {target} is an exported network and needs none: leave it out")
     if options.slide or options.tta:
         raise ConfigError(
             f"{target}: an exported file has neither --slide nor --tta: leave them out, or predict with RUN"
