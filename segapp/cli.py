@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, NoReturn, Optional
 
 import typer
 
@@ -43,10 +43,23 @@ Overrides = Annotated[Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]..
 def main(arguments: list[str] | None = None) -> None:
     """Runs segapp with the process's arguments (or those given) and exits."""
     _open_closed_streams()
-    arguments = _with_resume_value(list(sys.argv[1:] if arguments is None else arguments))
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["__complete"]:
+        _complete(arguments[1:])
+    arguments = _with_resume_value(arguments)
     is_debug = "--debug" in arguments
     with _one_line_errors(is_debug):
         app([argument for argument in arguments if argument != "--debug"], standalone_mode=True)
+
+
+def _complete(asked: list[str]) -> NoReturn:
+    """Answers a shell's completion script; whatever goes wrong, a person at a prompt must not see it."""
+    from segapp.completion import answer
+
+    with contextlib.suppress(Exception):
+        for line in answer(typer.main.get_command(app), asked):
+            print(line)
+    sys.exit(0)
 
 
 def _open_closed_streams() -> None:
@@ -459,6 +472,16 @@ def schema(
         out.write_text(text)
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {os.strerror(error.errno or 0)}: choose another --out") from None
+
+
+@app.command()
+def completion(
+    shell: Annotated[str, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")],
+) -> None:
+    """Print the script that completes commands, options, config keys, runs and configs in a shell."""
+    from segapp.completion import completion_script
+
+    print(completion_script(shell), end="")
 
 
 @app.command()
