@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, NoReturn, Optional
 
 import typer
 
@@ -30,6 +30,10 @@ _STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFB
 _NAME_ERRNOS = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM}
 
 ConfigOption = Annotated[str | None, typer.Option("--config", metavar="FILE", help="A path, or the name of a config.")]
+WeightsConfigOption = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option("--config", metavar="FILE", help="For bare weights: the config of the network they are of."),
+]
 RunOption = Annotated[Optional[Path], typer.Option("--run", metavar="DIR", help="Folder of the run.")]  # noqa: UP045
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _COMMANDS = "set gpu0_bsz=3 | set shares=2,3,3 | set lr_factor=0.5 | pause | resume | checkpoint | stop | cancel [ID]"
@@ -39,10 +43,23 @@ Overrides = Annotated[Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]..
 def main(arguments: list[str] | None = None) -> None:
     """Runs segapp with the process's arguments (or those given) and exits."""
     _open_closed_streams()
-    arguments = _with_resume_value(list(sys.argv[1:] if arguments is None else arguments))
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["__complete"]:
+        _complete(arguments[1:])
+    arguments = _with_resume_value(arguments)
     is_debug = "--debug" in arguments
     with _one_line_errors(is_debug):
         app([argument for argument in arguments if argument != "--debug"], standalone_mode=True)
+
+
+def _complete(asked: list[str]) -> NoReturn:
+    """Answers a shell's completion script; whatever goes wrong, a person at a prompt must not see it."""
+    from segapp.completion import answer
+
+    with contextlib.suppress(Exception):
+        for line in answer(typer.main.get_command(app), asked):
+            print(line)
+    sys.exit(0)
 
 
 def _open_closed_streams() -> None:
@@ -219,7 +236,7 @@ def ctl(
 @app.command("eval")
 def evaluate(
     target: Annotated[
-        str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's name or folder, or a checkpoint file.")
+        str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's name or folder, a checkpoint, or weights.")
     ],
     split: Annotated[str, typer.Option(help="Split of the data set.")] = "val",
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")] = None,
@@ -239,12 +256,13 @@ def evaluate(
         Optional[str],  # noqa: UP045
         typer.Option("--devices", metavar="LIST", help="Share the images over devices, e.g. 0,1 or cpu,cpu."),
     ] = None,
+    config: WeightsConfigOption = None,
 ) -> None:
-    """Evaluate a run's best checkpoint, or the one named."""
+    """Evaluate a run's best checkpoint, or the one named, or with --config any file of weights."""
     from segapp.train.evaluating import EvalOptions, evaluate_target
 
     files = {"json_file": json_file, "per_image": per_image, "confusion": confusion}
-    evaluate_target(target, EvalOptions(split, slide, tta, data_root, boundary, devices, **files))
+    evaluate_target(target, EvalOptions(split, slide, tta, data_root, boundary, devices, **files, config=config))
 
 
 @app.command()
@@ -252,7 +270,7 @@ def predict(
     target: Annotated[
         str,
         typer.Argument(
-            metavar="RUN|CHECKPOINT|FILE", help="A run's name or folder, a checkpoint, or an exported .onnx or .pt2."
+            metavar="RUN|CHECKPOINT|FILE", help="A run's name or folder, a checkpoint, weights, or an exported file."
         ),
     ],
     paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Images, videos, folders, or globs.")],
@@ -271,36 +289,39 @@ def predict(
     slide: Annotated[bool, typer.Option("--slide", help="Sliding window instead of the whole image.")] = False,
     tta: Annotated[bool, typer.Option("--tta", help="Average over a flip and several scales.")] = False,
     batch: Annotated[str, typer.Option("--batch", metavar="N|auto", help="Images at once; auto: by memory.")] = "auto",
+    config: WeightsConfigOption = None,
 ) -> None:
     """Predict images and videos: DIR/labels (class ids), DIR/color, DIR/overlay, DIR/probabilities."""
     from segapp.train.apply import PredictOptions, parse_batch, predict_target
     from segapp.train.predict import parse_saved
 
-    options = PredictOptions(parse_saved(save or []), label_ids, slide, tta, parse_batch(batch))
+    options = PredictOptions(parse_saved(save or []), label_ids, slide, tta, parse_batch(batch), config)
     predict_target(target, paths, out, options)
 
 
 @app.command()
 def export(
     target: Annotated[
-        str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's name or folder, or a checkpoint file.")
+        str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's name or folder, a checkpoint, or weights.")
     ],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The file to write.")],
     format: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option("--format", metavar="onnx|pt2", help="ONNX, or torch.export; else by the ending of --out."),
+        typer.Option("--format", metavar="onnx|pt2|safetensors", help="Else by the ending of --out."),
     ] = None,
     half: Annotated[bool, typer.Option("--half", help="Weights and arithmetic in float16.")] = False,
     argmax: Annotated[bool, typer.Option("--argmax", help="Give class ids instead of logits.")] = False,
+    config: WeightsConfigOption = None,
 ) -> None:
-    """Write a network as a file that runs without segapp, and check its answers.
+    """Write a network as a file that runs without segapp, and check its answers; or its bare weights.
 
     The file takes uint8 RGB images (batch, height, width, 3) of any size and gives float32 logits at that size;
-    normalisation, padding and upsampling are inside, class names and colours in its metadata.
+    normalisation, padding and upsampling are inside, class names and colours in its metadata. safetensors holds the
+    weights alone, under the names of the network's own library, with the same metadata.
     """
     from segapp.train.exporting import export_target
 
-    export_target(target, out, format=format, half=half, argmax=argmax)
+    export_target(target, out, format=format, half=half, argmax=argmax, config=config)
 
 
 @app.command()
@@ -451,6 +472,16 @@ def schema(
         out.write_text(text)
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {os.strerror(error.errno or 0)}: choose another --out") from None
+
+
+@app.command()
+def completion(
+    shell: Annotated[str, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")],
+) -> None:
+    """Print the script that completes commands, options, config keys, runs and configs in a shell."""
+    from segapp.completion import completion_script
+
+    print(completion_script(shell), end="")
 
 
 @app.command()

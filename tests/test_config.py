@@ -4,6 +4,7 @@ import json
 import time
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 from hypothesis import given
@@ -164,6 +165,17 @@ def test_the_schema_describes_every_field() -> None:
     for name, definition in schema["$defs"].items():
         for key, field in definition.get("properties", {}).items():
             assert field.get("description"), f"{name}.{key} has no description"
+
+
+def test_the_schema_is_one_and_every_shipped_config_passes_it_as_an_editor_reads_it() -> None:
+    schema = config_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    for path in CONFIGS:
+        content = yaml.safe_load(path.read_text())
+        assert [f"{path.name}: {error.message}" for error in validator.iter_errors(content)] == []
+    broken = {**content, "train": {**content["train"], "batch_size": "many"}, "modell": {}}
+    assert {tuple(error.absolute_path) for error in validator.iter_errors(broken)} == {(), ("train", "batch_size")}
 
 
 def test_the_readme_has_the_reference_as_the_code_has_it() -> None:

@@ -3,6 +3,7 @@
 from segapp.export.info import ExportInfo
 from segapp.export.network import ExportNetwork
 from segapp.export.runner import EXPORT_SUFFIXES, ExportedModel, is_exported
+from segapp.export.weights import write_weights
 from segapp.export.write import MIN_AGREEMENT, CheckResult, Format, check_export, write_export
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "check_export",
     "is_exported",
     "write_export",
+    "write_weights",
 ]

@@ -175,7 +175,7 @@ def read_weights_file(path: str | Path, key: str = "model.weights") -> StateDict
     path = Path(path)
     if not path.is_file():
         raise CheckpointError(f"{key}: no file {path}; give the path of a weights file")
-    content: Any = _read_safetensors(path, key) if path.suffix == ".safetensors" else _read_torch(path, key)
+    content: Any = _read_safetensors(path, key) if path.suffix.lower() == ".safetensors" else _read_torch(path, key)
     for _ in range(_MAX_WRAPPERS):
         if not isinstance(content, Mapping):
             break
@@ -193,6 +193,23 @@ def read_weights_file(path: str | Path, key: str = "model.weights") -> StateDict
     if isinstance(content, Mapping) and (state := _tensors_in(content)):
         return state
     raise CheckpointError(f"{key}: {path} holds no state dict; save one with torch.save(model.state_dict(), path)")
+
+
+def read_metadata(path: Path, key: str = "model.weights") -> dict[str, str]:
+    """The metadata of a safetensors file, text by name.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    from safetensors import safe_open
+
+    if not path.is_file():
+        raise CheckpointError(f"{key}: no file {path}; give the path of a weights file")
+    try:
+        with safe_open(path, "pt") as file:
+            return dict(file.metadata() or {})
+    except Exception as error:  # as for its tensors
+        raise _no_safetensors(path, key, error) from error
 
 
 def _tensors_in(content: Mapping[Any, Any]) -> StateDict:
@@ -242,16 +259,18 @@ def _read_torch(path: Path, key: str) -> Any:
 
 
 def _read_safetensors(path: Path, key: str) -> StateDict:
-    try:
-        from safetensors.torch import load_file
-    except ImportError as error:
-        raise CheckpointError(f"{key}: {path} needs the package safetensors; install it, or give a .pt file") from error
+    from safetensors.torch import load_file
+
     try:
         return dict(load_file(path, device="cpu"))
     except Exception as error:  # as above
-        raise CheckpointError(
-            f"{key}: {path} is damaged or not a safetensors file ({type(error).__name__}); copy or download it again"
-        ) from error
+        raise _no_safetensors(path, key, error) from error
+
+
+def _no_safetensors(path: Path, key: str, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{key}: {path} is damaged or not a safetensors file ({type(error).__name__}); copy or download it again"
+    )
 
 
 # From tensors into a network

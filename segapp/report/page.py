@@ -20,8 +20,9 @@ from segapp.report.pictures import Judgement, judge
 from segapp.report.story import Story, read_story
 from segapp.run.files import write_atomic
 from segapp.run.text import printable
-from segapp.train.apply import load_trained, progress_bar
+from segapp.train.apply import progress_bar
 from segapp.train.build import build_dataset
+from segapp.train.trained import load_trained
 from segapp.tui import wording
 from segapp.tui.history import SMOOTHINGS
 

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.formats import ClassScheme
 from segapp.metrics import ConfusionMatrix, Scores
-from segapp.train.apply import TrainedModel
 from segapp.train.predict import colorize, predict_image
+from segapp.train.trained import TrainedModel
 
 PICTURE_PX = 480
 """Longer side of a picture."""

@@ -1,4 +1,4 @@
-"""What is done with a trained model: `segapp eval` and `segapp predict`."""
+"""`segapp predict`: from files to label maps, pictures and overlays, with a trained network or an exported file."""
 
 from __future__ import annotations
 
@@ -8,21 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
-from segapp.config import RunConfig
-from segapp.datasets.formats import ClassScheme
 from segapp.errors import ConfigError, DataError
 from segapp.export import ExportedModel, is_exported
-from segapp.models import SegmentationModel
-from segapp.precision import Precision
 from segapp.run.text import printable
-from segapp.train.build import (
-    build_inference,
-)
-from segapp.train.checkpoint import LoadedCheckpoint
 from segapp.train.devices import choose_devices
-from segapp.train.inference import Inference
 from segapp.train.predict import (
     ExportedPredictor,
     OutputPlan,
@@ -32,43 +21,7 @@ from segapp.train.predict import (
     find_images,
     predict_files,
 )
-from segapp.train.trained import read_trained
-
-
-@dataclass(frozen=True)
-class TrainedModel:
-    """A model out of a checkpoint, ready to judge images."""
-
-    model: SegmentationModel
-    config: RunConfig
-    scheme: ClassScheme
-    inference: Inference
-    device: torch.device
-    checkpoint: LoadedCheckpoint
-
-
-def load_trained(target: str, *, slide: bool = False, tta: bool = False) -> TrainedModel:
-    """The model of a run (its best checkpoint, else the last) or of a checkpoint file.
-
-    Args:
-        target: a run's name, its folder, or a checkpoint file.
-        slide: predict by sliding window.
-        tta: average over a flip and several scales.
-
-    Raises:
-        CheckpointError: there is none, or it is of another program, config or model.
-    """
-    trained = read_trained(target)
-    config, scheme, model, checkpoint = trained.config, trained.scheme, trained.model, trained.checkpoint
-    for message in checkpoint.messages:
-        print(f"note: {printable(message)}", file=sys.stderr)
-    overrides = {key: True for key, is_on in (("slide", slide), ("tta", tta)) if is_on}
-    evaluation = config.eval.model_copy(update=overrides)
-    device = choose_devices(config.parallel.devices)[0][0]
-    precision = Precision(config.train.precision, device)
-    precision.prepare(model.to(device))
-    inference = build_inference(config.data, evaluation, model, precision, config.loss.align_corners)
-    return TrainedModel(model.eval(), config, scheme, inference, device, checkpoint)
+from segapp.train.trained import load_trained
 
 
 @dataclass(frozen=True)
@@ -81,6 +34,7 @@ class PredictOptions:
         slide: predict by sliding window.
         tta: average over a flip and several scales.
         batch: pictures at once; None: by memory.
+        config: for bare weights, which network they are of; None: the file says it.
     """
 
     save: tuple[Saved, ...] = ()
@@ -88,6 +42,7 @@ class PredictOptions:
     slide: bool = False
     tta: bool = False
     batch: int | None = None
+    config: str | None = None
 
 
 def predict_target(target: str, paths: Sequence[Path], out: Path, options: PredictOptions) -> None:
@@ -131,8 +86,10 @@ def parse_batch(word: str) -> int | None:
 def _predictor(target: str, options: PredictOptions) -> Predictor:
     """What answers, by the name it was given."""
     if not is_exported(target):
-        trained = load_trained(target, slide=options.slide, tta=options.tta)
+        trained = load_trained(target, options.config, slide=options.slide, tta=options.tta)
         return TrainedPredictor(trained.model, trained.inference, trained.scheme, trained.device)
+    if options.config is not None:
+        raise ConfigError(f"--config {options.config}: {target} is an exported network and needs none: leave it out")
     if options.slide or options.tta:
         raise ConfigError(
             f"{target}: an exported file has neither --slide nor --tta: leave them out, or predict with RUN"

@@ -57,7 +57,7 @@ def check_teacher(config: RunConfig, trained: TrainedState, scheme: ClassScheme)
     Raises:
         ConfigError: it knows other classes, or does not take crops of this size.
     """
-    found = trained.checkpoint.path
+    found = trained.path
     if list(trained.scheme.names) != list(scheme.names):
         pairs = zip(trained.scheme.names, scheme.names, strict=False)
         other = next((f"{a!r} for {b!r}" for a, b in pairs if a != b), "more or fewer")
@@ -93,7 +93,7 @@ def build_teacher(
             device: (put(model, device), Normalizer(data.mean, data.std, input_dtype).to(device))
             for device in dict.fromkeys(devices)
         },
-        trained.checkpoint.sha256,
+        trained.sha256,
     )
 
 

@@ -349,7 +349,10 @@ def _read_state(file: BinaryIO, label: str) -> dict[str, Any]:
         raise CheckpointError(f"{label}: {_why_not_loaded(error)}") from error
     about = state.get("checkpoint") if isinstance(state, dict) else None
     if not isinstance(about, dict) or not isinstance(state.get("model"), dict):
-        raise CheckpointError(f"{label} is not a checkpoint of segapp (a dict with `model` and `checkpoint`)")
+        raise CheckpointError(
+            f"{label} is not a checkpoint of segapp (a dict with `model` and `checkpoint`): for bare weights, "
+            "say which network the weights are of with --config"
+        )
     if not isinstance(about.get("format"), int) or about["format"] > FORMAT:
         raise CheckpointError(
             f"{label} has format {about.get('format')}, this segapp reads up to {FORMAT}: install the newer"

@@ -17,7 +17,7 @@ from segapp.errors import ConfigError, StorageError
 from segapp.metrics import ConfusionMatrix, Scores, group_iou, mean_of_known
 from segapp.run.files import write_atomic, write_json
 from segapp.run.text import printable
-from segapp.train.apply import TrainedModel, load_trained, progress_bar
+from segapp.train.apply import progress_bar
 from segapp.train.build import build_criterion, build_dataset, build_groups
 from segapp.train.confusion import PICTURE_SUFFIXES, draw_confusion
 from segapp.train.devices import choose_devices
@@ -25,6 +25,7 @@ from segapp.train.judge import Findings, Judge, judge_all
 from segapp.train.plain import iou_table
 from segapp.train.predict import TrainedPredictor
 from segapp.train.predict.tiles import plan_workspace
+from segapp.train.trained import TrainedModel, load_trained
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class EvalOptions:
         json_file: where the result goes as JSON.
         per_image: where the scores of every image go as CSV.
         confusion: where the picture of the confusion matrix goes.
+        config: for bare weights, which network they are of; None: the file says it.
     """
 
     split: str = "val"
@@ -52,6 +54,7 @@ class EvalOptions:
     json_file: Path | None = None
     per_image: Path | None = None
     confusion: Path | None = None
+    config: str | None = None
 
 
 def evaluate_target(target: str, options: EvalOptions) -> None:
@@ -63,7 +66,7 @@ def evaluate_target(target: str, options: EvalOptions) -> None:
     """
     if options.confusion is not None and options.confusion.suffix.lower() not in PICTURE_SUFFIXES:
         raise ConfigError(f"--confusion {options.confusion} ends in none of {' '.join(PICTURE_SUFFIXES)}: change it")
-    trained = load_trained(target, slide=options.slide, tta=options.tta)
+    trained = load_trained(target, options.config, slide=options.slide, tta=options.tta)
     config, scheme = trained.config, trained.scheme
     data = config.data.model_copy(update={} if options.data_root is None else {"root": options.data_root})
     groups = build_groups(data, scheme)
@@ -89,7 +92,8 @@ def _judges(trained: TrainedModel, options: EvalOptions) -> list[Judge]:
     criterion = build_criterion(
         config.loss, scheme.num_classes, scheme.ignore_index, lambda _: [1.0] * len(scheme.names)
     )
-    criterion.load_state_dict(trained.checkpoint.state["criterion"])  # holds the class weights of the training
+    if trained.criterion is not None:
+        criterion.load_state_dict(trained.criterion)  # holds the class weights of the training
     devices = [trained.device]
     if options.devices is not None:
         words = [word.strip() for word in options.devices.split(",") if word.strip()]
@@ -112,7 +116,7 @@ def _judges(trained: TrainedModel, options: EvalOptions) -> list[Judge]:
 
 
 def _show(found: Findings, trained: TrainedModel, groups: dict[str, tuple[int, ...]], split: str) -> None:
-    evaluation, checkpoint = found.evaluation, trained.checkpoint
+    evaluation = found.evaluation
     for line in iou_table(trained.scheme.names, evaluation.scores.iou):
         print(line)
     if groups:
@@ -125,7 +129,7 @@ def _show(found: Findings, trained: TrainedModel, groups: dict[str, tuple[int, .
     print(
         f"{printable(split)}: mIoU {_number(evaluation.scores.miou)}  "
         f"pixel accuracy {_number(evaluation.scores.pixel_accuracy)}  loss {_number(evaluation.loss)}  "
-        f"{evaluation.num_images} images  ({printable(checkpoint.path.name)}, step {checkpoint.step})"
+        f"{evaluation.num_images} images  ({printable(trained.path.name)}, step {trained.step})"
     )
 
 
@@ -138,9 +142,9 @@ def as_json(found: Findings, trained: TrainedModel, groups: dict[str, tuple[int,
     evaluation = found.evaluation
     result: dict[str, Any] = {
         "split": split,
-        "checkpoint": str(trained.checkpoint.path),
-        "epoch": trained.checkpoint.epoch,
-        "step": trained.checkpoint.step,
+        "checkpoint": str(trained.path),
+        "epoch": trained.epoch,
+        "step": trained.step,
         "num_images": evaluation.num_images,
         "miou": evaluation.scores.miou,
         "pixel_accuracy": evaluation.scores.pixel_accuracy,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Final, Literal, get_args
 
 from numpy.typing import NDArray
 
@@ -11,53 +11,75 @@ from segapp import __version__
 from segapp.datasets.formats import find_pairs
 from segapp.datasets.masks import read_image
 from segapp.errors import ConfigError, SegappError
-from segapp.export import EXPORT_SUFFIXES, CheckResult, ExportInfo, Format, write_export
+from segapp.export import CheckResult, ExportInfo, Format, write_export, write_weights
 from segapp.run.text import printable
-from segapp.train.apply import TrainedModel, load_trained
 from segapp.train.build import split_names
+from segapp.train.trained import CONFIG_KEY, TrainedModel, load_trained
 
 NUM_PICTURES = 3
 """Validation images that the check looks at."""
 
 
-def export_target(target: str, out: Path, *, format: str | None, half: bool, argmax: bool) -> None:
+WEIGHTS: Final = "safetensors"
+"""The format that holds weights and no program."""
+
+
+def export_target(
+    target: str, out: Path, *, format: str | None, half: bool, argmax: bool, config: str | None = None
+) -> None:
     """`segapp export`: writes the file, and prints how well it agrees.
 
+    Args:
+        target: a run, a checkpoint, or with `config` a file of bare weights.
+        out: the file.
+        format: onnx, pt2 or safetensors; None: by the ending of `out`.
+        half: in float16.
+        argmax: class ids instead of logits.
+        config: for bare weights, which network they are of.
+
     Raises:
-        ConfigError: an unknown format, or a package is missing.
+        ConfigError: an unknown format, an option that it does not have, or a package is missing.
         RunError: the network cannot be exported, or the file's answers differ.
     """
     chosen = _format(out, format)
-    trained = load_trained(target)
+    if chosen == WEIGHTS and argmax:
+        raise ConfigError("--argmax is a part of a program, and safetensors holds weights only: leave it out")
+    trained = load_trained(target, config)
     info = _info(trained, half=half, argmax=argmax)
+    if chosen == WEIGHTS:
+        text = trained.config.model_dump_json()
+        num_tensors = write_weights(trained.model, info, out, {CONFIG_KEY: text})
+        print(
+            f"{printable(str(out))}: safetensors, {info.precision}, {out.stat().st_size / 2**20:.1f} MiB, "
+            f"{num_tensors} tensors of {info.network}, read back and compared"
+        )
+        return
     pictures = _pictures(trained)
     found = write_export(trained.model, info, out, chosen, pictures)
     for line in _report(found, out, chosen, info, num_pictures=len(pictures)):
         print(line)
 
 
-def _format(out: Path, format: str | None) -> Format:
+def _format(out: Path, format: str | None) -> Format | Literal["safetensors"]:
     """What `--format` says, else the ending of the file."""
-    known = get_args(Format)
-    ending = out.suffix.lower().removeprefix(".")
-    wanted = ending if format is None else format
-    for name in known:
-        if wanted == name:
-            chosen: Format = name
-            return chosen
+    known: tuple[Format | Literal["safetensors"], ...] = (*get_args(Format), WEIGHTS)
+    wanted = out.suffix.lower().removeprefix(".") if format is None else format
+    chosen = next((name for name in known if name == wanted), None)
+    if chosen is not None:
+        return chosen
     if format is None:
-        raise ConfigError(f"--out {out} ends in none of {' '.join(EXPORT_SUFFIXES)}: change it, or add --format")
+        raise ConfigError(f"--out {out} ends in none of .{' .'.join(known)}: change it, or add --format")
     raise ConfigError(f"--format {format} is not known: use one of {', '.join(known)}")
 
 
 def _info(trained: TrainedModel, *, half: bool, argmax: bool) -> ExportInfo:
-    model, config, scheme, checkpoint = trained.model, trained.config, trained.scheme, trained.checkpoint
+    model, config, scheme = trained.model, trained.config, trained.scheme
     return ExportInfo(
         segapp_version=__version__,
         run=config.name,
-        checkpoint=checkpoint.path.name,
-        epoch=checkpoint.epoch,
-        step=checkpoint.step,
+        checkpoint=trained.path.name,
+        epoch=trained.epoch,
+        step=trained.step,
         network=f"{model.library} {model.name} {model.encoder_name}",
         classes=scheme.names,
         palette=scheme.palette[: scheme.num_classes],

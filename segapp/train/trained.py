@@ -1,63 +1,167 @@
-"""A trained model out of a run or a checkpoint file, before it is put to any use."""
+"""A trained network, ready to judge images: from a run, a checkpoint, or a file of bare weights."""
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from segapp.config import RunConfig, validate_config
+import torch
+
+from segapp.config import RunConfig, load_config, validate_config
 from segapp.datasets.formats import ClassScheme
 from segapp.errors import CheckpointError, ConfigError
 from segapp.models import SegmentationModel
+from segapp.models.weights import load_weights, read_metadata, read_weights_file
+from segapp.precision import Precision
+from segapp.run.files import hash_file
 from segapp.run.folder import find_run
-from segapp.train.build import build_network, build_scheme
+from segapp.run.text import printable
+from segapp.train.build import build_inference, build_network, build_scheme
 from segapp.train.checkpoint import LoadedCheckpoint, load_checkpoint
+from segapp.train.devices import choose_devices
+from segapp.train.inference import Inference
+
+CONFIG_KEY = "config"
+"""Of a safetensors file's metadata: the complete config as JSON."""
 
 
 @dataclass(frozen=True)
 class TrainedState:
-    """What a checkpoint says of its model.
+    """What a file says of a trained network.
 
     Attributes:
         model: on the CPU in fp32; the weights' average where there is one.
-        config: that it was trained with.
+        config: what it was trained with, or is said to be.
         scheme: its classes.
-        checkpoint: where it comes from.
+        path: the file.
+        sha256: of the file.
+        epoch: epochs that it was trained for; 0 where the file does not say.
+        step: steps that it was trained for; 0 where the file does not say.
+        criterion: state of the criterion; None where the file has none.
+        messages: what was noticed on the way.
     """
 
     model: SegmentationModel
     config: RunConfig
     scheme: ClassScheme
-    checkpoint: LoadedCheckpoint
+    path: Path
+    sha256: str
+    epoch: int = 0
+    step: int = 0
+    criterion: Mapping[str, Any] | None = None
+    messages: tuple[str, ...] = ()
 
 
-def read_trained(target: str) -> TrainedState:
-    """The model of a run (its best checkpoint, else the last) or of a checkpoint file.
+@dataclass(frozen=True)
+class TrainedModel:
+    """A network with the weights of a file.
+
+    Attributes:
+        model: in evaluation mode, on `device`.
+        config: what it was trained with, or is said to be.
+        scheme: classes and colours.
+        inference: how whole images are judged.
+        device: where.
+        path: the file.
+        epoch: epochs that it was trained for; 0 where the file does not say.
+        step: steps that it was trained for; 0 where the file does not say.
+        criterion: state of the criterion, with the class weights of the training; None where the file has none.
+    """
+
+    model: SegmentationModel
+    config: RunConfig
+    scheme: ClassScheme
+    inference: Inference
+    device: torch.device
+    path: Path
+    epoch: int = 0
+    step: int = 0
+    criterion: Mapping[str, Any] | None = None
+
+
+def load_trained(target: str, config: str | None = None, *, slide: bool = False, tta: bool = False) -> TrainedModel:
+    """The model of a run, of a checkpoint, or of a file of bare weights, as `read_trained` finds it, made ready.
 
     Args:
-        target: a run's name, its folder, or a checkpoint file.
+        target: see `read_trained`.
+        config: see `read_trained`.
+        slide: predict by sliding window.
+        tta: average over a flip and several scales.
 
     Raises:
         CheckpointError: there is none, or it is of another program, config or model.
+        ConfigError: the config cannot be used.
     """
+    found = read_trained(target, config)
+    for message in found.messages:
+        print(f"note: {printable(message)}", file=sys.stderr)
+    overrides = {key: True for key, is_on in (("slide", slide), ("tta", tta)) if is_on}
+    evaluation = found.config.eval.model_copy(update=overrides)
+    device = choose_devices(found.config.parallel.devices)[0][0]
+    precision = Precision(found.config.train.precision, device)
+    model = found.model
+    precision.prepare(model.to(device))
+    inference = build_inference(found.config.data, evaluation, model, precision, found.config.loss.align_corners)
+    return TrainedModel(
+        model.eval(),
+        found.config,
+        found.scheme,
+        inference,
+        device,
+        found.path,
+        epoch=found.epoch,
+        step=found.step,
+        criterion=found.criterion,
+    )
+
+
+def read_trained(target: str, config: str | None = None) -> TrainedState:
+    """The model of a run (its best checkpoint, else the last), of a checkpoint, or of a file of bare weights.
+
+    Args:
+        target: a run's name, its folder, a checkpoint, or with `config` any file that `model.weights` takes. A
+            safetensors file of `segapp export` holds its config.
+        config: says which network the weights are of: a path or a name.
+
+    Raises:
+        CheckpointError: there is none, or it is of another program, config or model.
+        ConfigError: the config cannot be used.
+    """
+    if config is not None or Path(target).suffix.lower() == ".safetensors":
+        path = Path(target)
+        return _from_weights(path, _config_of(path) if config is None else load_config(config))
     checkpoint = _find_checkpoint(target)
     state = checkpoint.state
     if not isinstance(state.get("config"), dict):
         raise CheckpointError(f"{checkpoint.path} holds no config: it was not written by segapp train")
     try:
-        config = validate_config(state["config"])
+        saved = validate_config(state["config"])
     except ConfigError as error:
         raise CheckpointError(f"{checkpoint.path} holds a config that this version does not read: {error}") from None
-    scheme = build_scheme(config.data)
+    scheme = build_scheme(saved.data)
     if list(scheme.names) != list(state["classes"]):
         raise CheckpointError(f"{checkpoint.path} was trained on other classes than its config names: it was changed")
-    model = build_network(config.model, scheme.num_classes, with_weights=False)
+    model = build_network(saved.model, scheme.num_classes, with_weights=False)
     average = state.get("ema")
     try:
         model.load_state_dict(average["module"] if average is not None else state["model"])
     except (RuntimeError, KeyError) as error:
-        raise CheckpointError(f"{checkpoint.path} does not fit {config.model.name}: {error}") from None
-    return TrainedState(model, config, scheme, checkpoint)
+        raise CheckpointError(f"{checkpoint.path} does not fit {saved.model.name}: {error}") from None
+    return TrainedState(
+        model,
+        saved,
+        scheme,
+        checkpoint.path,
+        checkpoint.sha256,
+        epoch=checkpoint.epoch,
+        step=checkpoint.step,
+        criterion=state.get("criterion"),
+        messages=checkpoint.messages,
+    )
 
 
 def _find_checkpoint(target: str) -> LoadedCheckpoint:
@@ -69,3 +173,43 @@ def _find_checkpoint(target: str) -> LoadedCheckpoint:
         return load_checkpoint(folder.path, "best")
     except CheckpointError:
         return load_checkpoint(folder.path)
+
+
+def _from_weights(path: Path, config: RunConfig) -> TrainedState:
+    scheme = build_scheme(config.data)
+    model = build_network(config.model, scheme.num_classes, with_weights=False)
+    state = read_weights_file(path, "weights")
+    keys = load_weights(model, model.backbone_prefix, state, str(path), "weights").keys
+    # Without statistics a BatchNorm judges by those of random weights; the auxiliary head is not asked.
+    needed = [
+        (name, reason)
+        for name, reason in keys.missing.items()
+        if not name.endswith("num_batches_tracked") and not name.startswith("aux_classifier.")
+    ]
+    if needed:
+        raise CheckpointError(
+            f"{path} leaves {len(needed)} tensors of {config.model.name} without a value, such as {needed[0][0]} "
+            f"({needed[0][1]}): give weights of the whole network for these classes, or train them first with "
+            "model.weights"
+        )
+    return TrainedState(model, config, scheme, path, hash_file(path)[0])
+
+
+def _config_of(path: Path) -> RunConfig:
+    """The config in the metadata of a safetensors file.
+
+    Raises:
+        CheckpointError: it holds none, or the file cannot be read.
+    """
+    text = read_metadata(path, "weights").get(CONFIG_KEY)
+    if text is None:
+        raise CheckpointError(f"{path} holds no config: say which network the weights are of with --config")
+    try:
+        raw = json.loads(text)
+        if not isinstance(raw, dict):
+            raise ValueError("not a mapping")
+        return validate_config(raw)
+    except (ValueError, RecursionError, ConfigError) as error:
+        raise CheckpointError(
+            f"{path} holds a config that this version does not read ({error}): give one with --config"
+        ) from None

@@ -22,8 +22,8 @@ from segapp.report.charts import Frame, Line
 from segapp.report.pictures import judge
 from segapp.report.story import Thinned, read_story
 from segapp.run.folder import RunFolder
-from segapp.train.apply import load_trained
 from segapp.train.build import build_dataset
+from segapp.train.trained import load_trained
 
 VOID = {"meta", "img", "br", "link", "hr"}
 SVG_LEAVES = {"line", "path", "rect", "circle"}

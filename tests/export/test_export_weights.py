@@ -1,0 +1,144 @@
+"""Weights out and in again: the library's own network takes them, and segapp predicts with them as with the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny_runs import events, merged, segapp, train
+from torchvision.models.segmentation import lraspp_mobilenet_v3_large
+
+from segapp.config import dump_config
+from segapp.train.trained import load_trained
+
+CLASSES = ["ground", "box", "disc"]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained run, and its config beside it."""
+    folder = tmp_path_factory.mktemp("weights")
+    config = merged(
+        {
+            "name": "tiny",
+            "data": {"format": "folder", "root": str(tiny_root), "classes": CLASSES, "crop_px": [32, 32], "workers": 0},
+            "model": {"name": "lraspp_mobilenet_v3_large"},
+            "optim": {"name": "adamw", "lr": 0.001},
+            "log": {"tensorboard": False},
+        },
+        train={"epochs": 1, "batch_size": 2, "ema": 0.9},
+    )
+    assert train(config, folder / "run") == 0
+    (folder / "tiny.yaml").write_text(dump_config(config))
+    return folder
+
+
+def test_safetensors_of_a_run_is_torchvisions_own_network_and_predicts_the_same(
+    folder: Path, tiny_root: Path, tmp_path: Path
+) -> None:
+    result = segapp("export", folder / "run", "--out", "net.safetensors", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "tensors of torchvision lraspp_mobilenet_v3_large mobilenet_v3_large, read back" in result.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["net.safetensors"]
+
+    with safe_open(tmp_path / "net.safetensors", "pt") as file:
+        about = file.metadata()
+    assert about["format"] == "pt"
+    assert json.loads(about["classes"]) == CLASSES
+    assert json.loads(about["mean"]) == [0.485, 0.456, 0.406]
+    assert len(json.loads(about["palette"])) == 3
+    assert json.loads(about["segapp_version"])
+    assert json.loads(about["config"])["model"]["name"] == "lraspp_mobilenet_v3_large"
+    assert not {"input", "output", "opset"} & about.keys()
+
+    theirs = lraspp_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=3)
+    theirs.load_state_dict(load_file(tmp_path / "net.safetensors"))
+    ours = load_trained(str(folder / "run")).model
+    images = torch.rand(1, 3, 48, 64)
+    with torch.no_grad():
+        low = torch.nn.functional.interpolate(ours(images)[0], (48, 64), mode="bilinear", align_corners=False)
+        torch.testing.assert_close(theirs.eval()(images)["out"], low)
+
+    photo = tiny_root / "images" / "val" / "00.png"
+    torch.save({"module." + name: value for name, value in theirs.state_dict().items()}, tmp_path / "bare.pth")
+    labels = []
+    for target in (
+        [folder / "run"],
+        ["net.safetensors"],
+        ["bare.pth", "--config", folder / "tiny.yaml"],
+    ):
+        out = tmp_path / f"out{len(labels)}"
+        result = segapp("predict", *target[:1], photo, "--out", out, *target[1:], cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+        labels.append(cv2.imread(str(out / "labels" / "00.png"), cv2.IMREAD_UNCHANGED))
+    assert np.array_equal(labels[0], labels[1])
+    assert np.array_equal(labels[0], labels[2])
+
+
+def test_bare_weights_are_evaluated_and_exported_with_a_config(folder: Path, tmp_path: Path) -> None:
+    trained = load_trained(str(folder / "run"))
+    save_file(trained.model.state_dict(), tmp_path / "bare.safetensors")
+    scores = []
+    for target in ([folder / "run"], ["bare.safetensors", "--config", folder / "tiny.yaml"]):
+        result = segapp("eval", *target, "--json", "out.json", cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+        scores.append(json.loads((tmp_path / "out.json").read_text()))
+    assert scores[0]["confusion"] == scores[1]["confusion"]
+    words = ("export", "bare.safetensors", "--config", folder / "tiny.yaml", "--half", "--out", "half.safetensors")
+    result = segapp(*words, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    halved = load_file(tmp_path / "half.safetensors")
+    own = trained.model.state_dict()
+    assert halved.keys() == own.keys()
+    assert all(halved[n].equal(v.half() if v.is_floating_point() else v) for n, v in own.items())
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("predict", "bare.safetensors", "x.png", "--out", "o"), 4, "holds no config: say which network"),
+        (("predict", "bare.pth", "x.png", "--out", "o"), 4, "say which network the weights are of with --config"),
+        (("predict", "head.pth", "x.png", "--out", "o", "--config", "T"), 4, "without a value, such as backbone"),
+        (("export", "run", "--out", "a.safetensors", "--argmax"), 2, "--argmax is a part of a program"),
+        (("export", "run", "--out", "a.zip"), 2, "ends in none of .onnx .pt2 .safetensors"),
+        (("predict", "gone.safetensors", "x.png", "--out", "o"), 4, "no file gone.safetensors"),
+    ],
+)
+def test_what_cannot_be_used_is_one_sentence(
+    folder: Path, tmp_path: Path, words: tuple[str, ...], code: int, message: str
+) -> None:
+    own = load_trained(str(folder / "run")).model.state_dict()
+    save_file(own, tmp_path / "bare.safetensors")
+    torch.save(own, tmp_path / "bare.pth")
+    torch.save({n: v for n, v in own.items() if n.startswith("classifier.")}, tmp_path / "head.pth")
+    (tmp_path / "x.png").write_bytes(cv2.imencode(".png", np.zeros((48, 64, 3), np.uint8))[1].tobytes())
+    known = {"run": folder / "run", "T": folder / "tiny.yaml"}
+    result = segapp(*(known.get(word, word) for word in words), cwd=tmp_path)
+    assert result.returncode == code, result.stderr
+    assert message in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert "Traceback" not in result.stderr
+
+
+def test_a_training_says_in_two_lines_and_an_event_what_a_file_gave(
+    tiny: dict[str, Any], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = load_trained(str(folder / "run")).model.state_dict()
+    save_file(own, tmp_path / "three.safetensors")
+    data = {"classes": [*CLASSES, "none"]}
+    model = {"name": "lraspp_mobilenet_v3_large", "weights": str(tmp_path / "three.safetensors"), "encoder": None}
+    assert train(merged(tiny, data=data, model=model, train={"epochs": 1}), tmp_path / "run") == 0
+    (event,) = events(tmp_path / "run", "weights")
+    assert event["num_taken"] == len(own) - 4
+    assert event["num_tensors"] == len(own)
+    assert event["missing"]["classifier.low_classifier.bias"] == "for 3 classes there, 4 here"
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("weights ")]
+    assert shown == event["message"].splitlines()
+    assert f"{len(own) - 4} of {len(own)} tensors of the network taken (the same names)" in shown[0]
