@@ -109,6 +109,11 @@ def test_twenty_steps(path: Path, tmp_path: Path) -> None:
     config = small(path, tmp_path / "data")
     for split, count in (("train", 10), ("val", 2)):
         DRAW[config.data.format](tmp_path / "data", split, count)
+    if config.distill is not None:
+        alone = config.model_copy(update={"distill": None, "train": config.train.model_copy(update={"epochs": 1})})
+        assert train(alone, tmp_path / "teacher") == 0
+        taught = config.distill.model_copy(update={"teacher": str(tmp_path / "teacher")})
+        config = config.model_copy(update={"distill": taught})
     assert train(config, tmp_path / "run") == 0
     steps = events(tmp_path / "run", "step")
     assert [step["step"] for step in steps] == list(range(1, NUM_STEPS + 1))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +112,37 @@ def test_bombs(tmp_path: Path, what: str) -> None:
     with pytest.raises(ConfigError):
         load_config(path)
     assert time.process_time() - start_s < 2 * _slowness()
+
+
+@case("C03", how="the same in one process that reads nothing else", passes="the most it holds, < 500 MB")
+def test_memory_of_bombs(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    for name, data in BOMBS.items():
+        (tmp_path / f"{name}.yaml").write_bytes(data)
+    code = """
+import sys
+from segapp.config import load_config
+from segapp.errors import ConfigError
+for path in sys.argv[1:]:
+    try:
+        load_config(path)
+    except ConfigError:
+        continue
+    sys.exit(path)
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM:")))
+"""
+    names = [f"{name}.yaml" for name in BOMBS]
+    words = [sys.executable, "-c", code, *names]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    peak = int(done.stdout) / 1024
+    record_property("figure", f"{peak:.0f} MiB")
+    assert peak < 500
+
+
+@case("F23", how="a key of a later segapp in a run's own config", passes="exit 2, file, line and key; checkpoints stay")
+def test_a_config_of_a_newer_version(tmp_path: Path) -> None:
+    done = run(tmp_path, BASE + "train: {epochs: 3, tomorrow: 1}\nversion: 99\n")
+    refused(done, "c.yaml:3", "train.tomorrow", "c.yaml:4", "version", "unknown key")
 
 
 def _slowness() -> float:

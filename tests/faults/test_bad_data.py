@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
 import socket
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ import yaml
 from harness import case, needs
 from hostile import CONTROL, MARKUP, is_inert, png_bomb, write_data, write_picture
 from PIL import Image
+from programs import start
+from terminals import peak_mib
 from tiny_runs import segapp
 
 pytestmark = pytest.mark.faults
@@ -210,12 +212,8 @@ def test_modes_of_masks(root: Path, mode: str) -> None:
     assert json.loads(done.stdout)["splits"]["train"]["pixels"] == expected
 
 
-def _peak_mib() -> float:
-    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-
-
 @case("D07", how="mask of another size, turned, 1x1, 7x5000, 16k x 16k, 20k x 20k of 12 KB", passes="named; < 2 GB")
-def test_sizes(root: Path) -> None:
+def test_sizes(root: Path, record_property: Callable[[str, object], None]) -> None:
     masks, images = root / "masks" / "train", root / "images" / "train"
     write_picture(masks / "00.png", np.zeros((20, 20), np.uint8))
     write_picture(masks / "01.png", np.zeros((64, 48), np.uint8))
@@ -225,14 +223,20 @@ def test_sizes(root: Path) -> None:
     write_picture(masks / "03.png", np.zeros((7, 5000), np.uint8))
     (images / "04.png").write_bytes(png_bomb(16_384, 16_384))
     (masks / "05.png").write_bytes(png_bomb(20_000, 20_000))
-    code, findings = check(root)
-    assert code == 3
+    refused(run("train", root, "--plain"), 3, "04.png", "too large")
+    program, peak = start("check", "--config", "data.yaml", "--json", cwd=root.parent, logs=root.parent), 0.0
+    while program.returncode is None:
+        peak = max(peak, peak_mib(program.pid))
+        time.sleep(0.01)
+    findings = json.loads(program.stdout)["findings"]
+    assert program.returncode == 3
     by_kind = {kind: {Path(f["image"]).stem for f in findings if f["kind"] == kind} for kind in ("size", "unreadable")}
     assert by_kind == {"size": {"00", "01"}, "unreadable": {"04"}}
     assert [Path(f["mask"]).stem for f in findings if f["kind"] == "mask"] == ["05"]
     assert all("too large" in f["message"] for f in findings if f["kind"] in {"unreadable", "mask"})
     assert "EXIF" in next(f["message"] for f in findings if f["kind"] == "size" and Path(f["image"]).stem == "01")
-    refused(run("train", root, "--plain"), 3, "04.png", "too large")
+    record_property("figure", f"check {peak:.0f} MiB")
+    assert peak < 2048
 
 
 @case("D08", how="images with EXIF orientation 1 to 8, masks upright", passes="fits; else the size is named")
@@ -263,6 +267,19 @@ def test_modes_of_images(root: Path) -> None:
     assert check(root)[0] == 0
     done = run("train", root, "--plain")
     assert done.returncode == 0, done.stderr
+
+
+@case("D10", how="a last batch of one image through a BatchNorm of one pixel", passes="it trains, all steps finite")
+def test_a_last_batch_of_one(root: Path) -> None:
+    (root / "images" / "train" / "05.png").unlink()
+    model = ["library=smp", "name=PSPNet", "encoder=tu-test_resnet", "options={encoder_depth: 3, psp_out_channels: 32}"]
+    words = [f"model.{word}" for word in model]
+    done = run("train", root, "--plain", "--run", "run", "log.every_steps=1", *words)
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in (root.parent / "run" / "events.jsonl").read_text().splitlines()]
+    steps = [event for event in events if event["type"] == "step"]
+    assert [sum(event["split"]) for event in steps][-1] in (1, 2)
+    assert all(event["loss"] is not None for event in steps)
 
 
 @case("D10", how="no image; no val; one image; fewer than a batch; a last batch of one", passes="exit 3, or it works")

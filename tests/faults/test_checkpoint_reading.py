@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from harness import FaultRun, Invariants, case, course, some
 
 NewRun = Callable[..., FaultRun]
@@ -188,6 +189,15 @@ def test_a_checkpoint_of_another_program_or_task(new_run: NewRun, invariants: In
     path.write_text(text.replace('"format": 1', '"format": 99'))
     invariants.assert_clear(run.train(), 4, "newer segapp")
     path.write_text(text)
+    with run.newest().open("rb") as file:
+        content = torch.load(file, weights_only=True)
+    content["checkpoint"]["format"] = 99
+    torch.save(content, run.work / "later.pt")
+    for words in (
+        ("eval", "later.pt"),
+        ("train", "--plain", "--config", "config.yaml", "--run", "b", "--resume", "later.pt"),
+    ):
+        invariants.assert_clear(run.command(*words), 4, "format 99", "this segapp reads up to 1", "install the newer")
     done = run.train("data.classes=[ground,box,disc,sky]")
     invariants.assert_clear(done, 4, "data.classes")
     invariants.check(run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import io
+import itertools
 import json
 import os
 import random
@@ -13,6 +14,7 @@ import resource
 import shutil
 import signal
 import stat
+import statistics
 import subprocess
 import time
 import zipfile
@@ -303,6 +305,34 @@ def _junk_in_the_inbox(training: tuple[FaultRun, Program], count: int) -> None:
     stops = [e["status"] for e in run.events("command") if e["command"] == "stop" and e["status"] != "accepted"]
     assert len(stops) == 2
     assert "applied" in stops
+
+
+@pytest.mark.faults_long
+@case(
+    "S06", how="junk files at 100 a second, in turns with quiet, 8 turns of 3 s", passes="steps as fast, within noise"
+)
+def test_junk_does_not_slow_the_steps(
+    training: tuple[FaultRun, Program], record_property: Callable[[str, object], None]
+) -> None:
+    run, program = training
+    inbox, rng = run.folder / "commands", random.Random(2)
+    times_s: dict[bool, list[float]] = {True: [], False: []}
+    for turn in range(8):
+        is_noisy = turn % 2 == 1
+        begin_s, end_s = time.time(), time.monotonic() + 3
+        while time.monotonic() < end_s:
+            if is_noisy:
+                name = f"{rng.getrandbits(48):020d}-{rng.getrandbits(48):012x}.json"
+                (inbox / f".tmp-{name}").write_bytes(b"[" * rng.randrange(5000))
+                (inbox / f".tmp-{name}").rename(inbox / name)
+            time.sleep(0.01)
+        found = [e["t"] for e in run.events("step") if e["t"] > begin_s]
+        times_s[is_noisy] += [later - earlier for earlier, later in itertools.pairwise(found)]
+    ratio = statistics.median(times_s[True]) / statistics.median(times_s[False])
+    record_property("figure", f"step time x {ratio:.3f} ({len(times_s[True])} and {len(times_s[False])} steps)")
+    print(f"step time under junk x {ratio:.3f}")
+    assert ratio < 2
+    assert program.returncode is None
 
 
 @pytest.mark.faults
