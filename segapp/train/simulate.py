@@ -296,7 +296,8 @@ class Simulator:
             distillation=None if taught is None else build_distillation(config, network, taught, device, Ranks()),
         )
         recorder.tag(engine.guard.kept, "buffers")
-        states = optimizer.state.values()
+        optimizers = [optimizer, *([] if engine.critic is None else [engine.critic.optimizer])]
+        states = [state for each in optimizers for state in each.state.values()]
         recorder.tag((t for state in states for t in state.values() if isinstance(t, Tensor)), "optimizer")
         return engine, _nothing if buckets is None else buckets.end_backward
 

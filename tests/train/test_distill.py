@@ -17,11 +17,14 @@ from tiny_runs import differing, events, merged, segapp, train
 from segapp.config import RunConfig, dump_config
 from segapp.errors import CheckpointError, ConfigError
 from segapp.losses import node_features, pair_wise_difference, pixel_wise_divergence
+from segapp.memory.jobs import SimulationJob
+from segapp.models import Critic, critic_size
 from segapp.precision import Precision
 from segapp.run.folder import RunFolder
 from segapp.train.checkpoint import load_checkpoint
 from segapp.train.plan import Plan
 from segapp.train.session import run_session
+from segapp.train.simulate import Simulator
 
 PENALTIES = ("wgan-gp", "wgan-lp", "dragan")
 
@@ -252,6 +255,22 @@ def test_another_teacher_is_noticed_and_a_moved_one_is_not_minded(
         run_session(Plan(other, RunFolder(tmp_path / "run")))
     moved = merged(config.model_dump(mode="json"), distill={"teacher": str(tmp_path / "moved")})
     assert run_session(Plan(moved, RunFolder(tmp_path / "run"))) == 0
+
+
+def test_the_plan_counts_teacher_and_critic(plain: dict[str, Any], teacher: Path) -> None:
+    config = student(plain, teacher, train={"batch_size": 2}, distill={"teacher": str(teacher)})
+    alone = merged({**config.model_dump(mode="json"), "distill": None})
+    job = SimulationJob("dp", (1, 1))
+    taught, plainly = (Simulator(each).run(job) for each in (config, alone))
+    state = torch.load(teacher / "checkpoints" / "last.pt", weights_only=True)["model"]
+    teacher_mib = sum(t.nbytes for t in state.values()) / 2**20
+    critic = Critic(3, critic_size(config.data.crop_px))
+    critic_mib = sum(p.nbytes for p in critic.parameters()) / 2**20
+    for with_teacher, without in zip(taught.devices, plainly.devices, strict=True):
+        grown = with_teacher["backward"].mib - without["backward"].mib
+        assert grown > teacher_mib
+    more = taught.devices[0]["backward"].by_kind["optimizer"] - plainly.devices[0]["backward"].by_kind["optimizer"]
+    assert more == pytest.approx(2 * critic_mib, rel=0.05)
 
 
 def largest(maps: torch.Tensor, cell: int) -> torch.Tensor:

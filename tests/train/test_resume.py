@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tiny_runs import differing, events, merged, segapp, train
 
 from segapp.config import RunConfig, dump_config
@@ -92,6 +94,31 @@ def test_stopped_at_any_look_and_resumed_is_bitwise_the_same(
     assert stopped_at < final_state(uninterrupted)["position"]["step"]
     assert resume(config, folder) == 0
     assert_same_run(folder, uninterrupted)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    visit=st.integers(1, 30),
+    seed=st.integers(0, 2**31 - 1),
+    parallel=st.sampled_from([{"mode": "single"}, {"mode": "dp", "devices": ["cpu", "cpu"], "gpu0_bsz": 0}]),
+)
+def test_any_seed_stopped_anywhere_in_any_mode_and_resumed_is_bitwise_the_same(
+    reference: tuple[RunConfig, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    visit: int,
+    seed: int,
+    parallel: dict[str, Any],
+) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    config = merged(reference[0].model_dump(mode="json"), seed=seed, parallel=parallel, train={"epochs": 2})
+    assert train(config, folder / "whole") == 0
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, visit)
+        assert train(config, folder / "run") in (0, control.EXIT_STOPPED_AND_SAVED)
+    assert resume(config, folder / "run") == 0
+    assert_same_run(folder / "run", folder / "whole")
 
 
 def resume(config: RunConfig, folder: Path) -> int:
