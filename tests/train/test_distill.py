@@ -258,7 +258,7 @@ def test_another_teacher_is_noticed_and_a_moved_one_is_not_minded(
 
 
 def test_the_plan_counts_teacher_and_critic(plain: dict[str, Any], teacher: Path) -> None:
-    config = student(plain, teacher, train={"batch_size": 2}, distill={"teacher": str(teacher)})
+    config = student(plain, teacher, train={"batch_size": 2}, distill={"critic": {}})
     alone = merged({**config.model_dump(mode="json"), "distill": None})
     job = SimulationJob("dp", (1, 1))
     taught, plainly = (Simulator(each).run(job) for each in (config, alone))
