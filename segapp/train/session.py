@@ -54,7 +54,7 @@ from segapp.train.memory_watch import MemoryWatch, Place, place_of
 from segapp.train.monitor import Monitor
 from segapp.train.out_of_memory import is_out_of_memory, learned_after
 from segapp.train.plain import PlainReporter
-from segapp.train.plan import Plan
+from segapp.train.plan import ImageLimit, Plan
 from segapp.train.ranks import Ranks
 from segapp.train.settle import planned_advice, settle_memory
 from segapp.train.trackers import make_trackers
@@ -209,7 +209,9 @@ def _run_in(folder: RunFolder, plan: Plan, devices: DevicePlan, ranks: Ranks, si
         is_saved = checkpoint is not None
         with watchdog, monitor if ranks.is_main else contextlib.nullcontext():
             inbox = Inbox(folder if ranks.is_main else None, journal)
-            trainer = _build(folder, config, devices, ranks, checkpoint, journal, signals, inbox, watch, outlook)
+            trainer = _build(
+                folder, config, devices, ranks, checkpoint, journal, signals, inbox, watch, outlook, plan.limit
+            )
             if trainer.is_complete:
                 if ranks.is_main:
                     trainer.steering.end(trainer.standing(), "the run is complete", is_finished=True)
@@ -263,6 +265,7 @@ def _build(
     inbox: Inbox,
     watch: MemoryWatch,
     outlook: Outlook | None,
+    limit: ImageLimit | None,
 ) -> Trainer:
     trainer = build_trainer(
         config,
@@ -277,6 +280,7 @@ def _build(
         folder=folder,
         outlook=outlook,
         advise=lambda: planned_advice(config, devices, watch.places, outlook),
+        limit=limit,
     )
     step = 0 if checkpoint is None else checkpoint.step
     trainer.steering.replay = ranks.from_main(applied_after(folder.events, step) if ranks.is_main else None)
