@@ -93,7 +93,7 @@ def failpoint(name: str) -> str | None:
     return _act(name, point) if is_due else None
 
 
-_SIGNALS = {"segv": signal.SIGSEGV, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
+_SIGNALS = {"segv": signal.SIGSEGV, "term": signal.SIGTERM}
 
 
 def _act(name: str, point: _Point) -> str | None:
@@ -102,6 +102,8 @@ def _act(name: str, point: _Point) -> str | None:
         time.sleep(60)
     elif point.action in _SIGNALS:
         os.kill(os.getpid(), _SIGNALS[point.action])
+    elif point.action == "stop":
+        signal.raise_signal(signal.SIGSTOP)  # to this thread: one to the process would let it run on for a while
     elif point.action == "exit":
         os._exit(int(point.argument or 1))
     elif point.action == "sleep":

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import fault_table
 import hypothesis
 import pytest
 import torch
@@ -18,6 +19,22 @@ torch.set_num_threads(1)
 
 ROOT = Path(__file__).resolve().parent.parent
 CAMVID = ROOT.parent / "shared" / "camvid"
+
+_outcomes: list[fault_table.Outcome] = []
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    fault_table.note_cases(items)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _outcomes.extend(fault_table.outcomes_of(report))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    is_controller = not hasattr(session.config, "workerinput")
+    if is_controller and fault_table.is_asked_for() and _outcomes:
+        fault_table.write_table(_outcomes)
 
 
 @pytest.fixture(scope="session")

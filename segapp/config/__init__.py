@@ -12,7 +12,9 @@ from segapp.config.load import (
 )
 from segapp.config.sections import (
     CheckpointConfig,
+    CriticConfig,
     DataConfig,
+    DistillConfig,
     EvalConfig,
     LiveSettings,
     LogConfig,
@@ -28,7 +30,9 @@ from segapp.config.sections import (
 
 __all__ = [
     "CheckpointConfig",
+    "CriticConfig",
     "DataConfig",
+    "DistillConfig",
     "EvalConfig",
     "LiveSettings",
     "LogConfig",

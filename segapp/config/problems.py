@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from segapp.config.sections import DataConfig, LossTerm, ParallelConfig, RunConfig
+from segapp.config.sections import DataConfig, LossTerm, ParallelConfig, RunConfig, section_of
 
 
 @dataclass(frozen=True)
@@ -145,11 +145,11 @@ def _describe(loc: Sequence[str]) -> str:
 
 def known_keys(model: type[BaseModel] = RunConfig, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Every dotted key of the config, sections included."""
-    for name, field in model.model_fields.items():
+    for name in model.model_fields:
         yield (*prefix, name)
-        annotation = field.annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            yield from known_keys(annotation, (*prefix, name))
+        section = section_of(model, name)
+        if section is not None:
+            yield from known_keys(section, (*prefix, name))
 
 
 def _nearest(loc: tuple[str, ...]) -> str:
@@ -207,6 +207,11 @@ def combination_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], s
         )
     if isinstance(parallel.devices, list) and not parallel.devices:
         yield ("parallel", "devices"), "is empty: name at least one device, or auto"
+    if (distill := config.distill) is not None:
+        if parallel.mode == "model":
+            yield ("distill",), "is not for parallel.mode: model: use single, dp or ddp, or leave it out"
+        if not (distill.pixel_wise or distill.pair_wise or distill.holistic):
+            yield ("distill",), "has no term: give pixel_wise, pair_wise or holistic a factor above 0, or leave it out"
     num_classes = len(data.classes) if data.classes is not None else None
     for index, term in enumerate([config.loss, *config.loss.plus]):
         path = ("loss",) if index == 0 else ("loss", "plus", str(index - 1))

@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BaseModel
 
-from segapp.config.sections import LossTerm, RunConfig
+from segapp.config.sections import LossTerm, RunConfig, section_of
 
 
 def config_reference() -> str:
     """Every key with its default and meaning, as Markdown tables."""
-    parts = [_table("", RunConfig, {name for name in RunConfig.model_fields if _section(RunConfig, name) is None})]
-    for name in RunConfig.model_fields:
-        section = _section(RunConfig, name)
-        if section is not None:
-            parts.append(_table(f"{name}.", section, set(section.model_fields)))
+    parts = [_table("", RunConfig), *_sections("", RunConfig)]
     parts.append(f"An entry of `loss.plus` has the keys of `loss` down to `{list(LossTerm.model_fields)[-1]}`.")
     return "\n\n".join(parts)
 
 
-def _section(model: type[BaseModel], name: str) -> type[BaseModel] | None:
-    annotation = model.model_fields[name].annotation
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+def _sections(prefix: str, model: type[BaseModel]) -> Iterator[str]:
+    for name in model.model_fields:
+        section = section_of(model, name)
+        if section is not None:
+            yield _table(f"{prefix}{name}.", section)
+            yield from _sections(f"{prefix}{name}.", section)
 
 
-def _table(prefix: str, model: type[BaseModel], names: set[str]) -> str:
+def _table(prefix: str, model: type[BaseModel]) -> str:
     rows = ["| key | default | meaning |", "|---|---|---|"]
     for name, field in model.model_fields.items():
-        if name in names:
+        if section_of(model, name) is None or field.default is None:
             default = "*needed*" if field.is_required() else f"`{_shown(field.default)}`"
             rows.append(f"| `{prefix}{name}` | {default} | {(field.description or '').replace('|', chr(92) + '|')} |")
     return "\n".join(rows)

@@ -6,7 +6,8 @@ run is going on is not in the config but in `LiveSettings`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from types import UnionType
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
@@ -15,6 +16,16 @@ class Section(BaseModel):
     """A frozen part of the config; unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
+
+
+def section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
+    """The section that a field holds, optional or not; None where it holds a value."""
+    annotation = model.model_fields[name].annotation
+    members = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    for kind in members:
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
 
 
 def _no_bool(value: object) -> object:
@@ -35,18 +46,23 @@ HeightWidth = tuple[PositiveInt, PositiveInt]
 AUTO_BATCH = 0
 """What `train.batch_size: auto` is until the training settles it."""
 
+MAX_BATCH = 2**16
+"""More than any device holds: a slip of the finger."""
+
 
 def _auto_as_number(value: object) -> object:
     if value == "auto":
         return AUTO_BATCH
-    if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-        raise ValueError("a whole number >= 1 is expected, or auto")
+    if isinstance(value, int) and not isinstance(value, bool) and not 1 <= value <= MAX_BATCH:
+        raise ValueError(f"a whole number from 1 to {MAX_BATCH} is expected, or auto")
     return _no_bool(value)
 
 
 BatchSize = Annotated[
     int,
-    BeforeValidator(_auto_as_number, json_schema_input_type=Annotated[int, Field(ge=1)] | Literal["auto"]),
+    BeforeValidator(
+        _auto_as_number, json_schema_input_type=Annotated[int, Field(ge=1, le=MAX_BATCH)] | Literal["auto"]
+    ),
     PlainSerializer(lambda value: "auto" if value == AUTO_BATCH else value, return_type=int | str),
 ]
 
@@ -99,7 +115,7 @@ class DataConfig(Section):
     mask_suffix: str | None = None
     """Ending of mask names, e.g. "_mask.png"; null: .png."""
     allow_outside_root: bool = False
-    """Let a `list` file name files outside root."""
+    """Take files that lie outside root too: linked from it, or named by a `list` file. root itself may be a link."""
     workers: Annotated[Count, Field(le=512)] = 4
     """Processes that load data; 0 loads in the trainer itself."""
     cache: Literal["none", "ram"] = "none"
@@ -308,6 +324,42 @@ class LogConfig(Section):
     """Tracking address of MLflow, e.g. sqlite:///mlflow.db; needs the package mlflow-skinny (or mlflow)."""
 
 
+class CriticConfig(Section):
+    """`distill.critic:` what judges the student's maps in the holistic term, and how it learns."""
+
+    penalty: Literal["wgan-gp", "wgan-lp", "dragan"] = "wgan-gp"
+    """Which gradient penalty keeps it smooth."""
+    penalty_weight: NonNegativeFloat = 10.0
+    """Factor of the penalty."""
+    width: PositiveInt = 64
+    """Channels of its first stage."""
+    batchnorm: bool = True
+    """Normalise its input over the whole batch."""
+    lr: PositiveFloat = 0.0004
+    """Learning rate (Adam) at the start; it follows the schedule."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.99)
+    """Moment decay."""
+
+
+class DistillConfig(Section):
+    """`distill:` learn from a trained model too; modes single, dp and ddp."""
+
+    teacher: Annotated[str, Field(min_length=1)]
+    """A run (its name or folder: the best checkpoint) or a checkpoint file, of the same classes."""
+    pixel_wise: NonNegativeFloat = 10.0
+    """Factor of the divergence of the class probabilities, pixel by pixel; 0: off."""
+    temperature: PositiveFloat = 1.0
+    """What the logits are divided by for it."""
+    pair_wise: NonNegativeFloat = 10.0
+    """Factor of the difference in how alike pairs of image regions are; 0: off."""
+    pair_grid: HeightWidth = (8, 8)
+    """Regions along height and width."""
+    holistic: NonNegativeFloat = 0.1
+    """Factor of a critic's verdict on whole maps; 0: off."""
+    critic: CriticConfig = CriticConfig()
+    """What judges whole maps (holistic)."""
+
+
 class RunConfig(Section):
     """Everything that is fixed for a run."""
 
@@ -325,6 +377,8 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    distill: DistillConfig | None = None
+    """Null: nobody is learned from."""
 
 
 class LiveSettings(BaseModel):

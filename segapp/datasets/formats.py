@@ -11,6 +11,7 @@ from pathlib import Path
 
 from segapp.datasets import classes as published
 from segapp.datasets.classes import Color, bit_palette
+from segapp.datasets.fence import Fence
 from segapp.datasets.files import ImagePair, shown
 from segapp.datasets.pairing import (
     Layout,
@@ -216,11 +217,11 @@ def find_pairs(
         mask_suffix: Ending of mask names, in place of the format's.
         split_file: File that lists the split, below root, in place of the format's; may hold `{split}`.
         with_masks: Whether every image needs a mask; without, no mask is looked for.
-        allow_outside_root: Let a `list` file name files outside root.
+        allow_outside_root: Take files that lie outside root too: linked from it, or named by a `list` file.
 
     Raises:
-        DataError: The root, the split or a mask is missing; the message says what layout is expected and where to get
-            the data.
+        DataError: The root, the split or a mask is missing: the message says what layout is expected and where to get
+            the data. Or a file or folder leads out of the root; the root itself may be a link.
         ConfigError: The format is not known.
     """
     known = _format(format)
@@ -232,11 +233,13 @@ def find_pairs(
         raise DataError(f"data root {shown(folder)} {what}: {how_to_get}")
     if not known.layouts:
         list_file = folder / (split_file or "{split}.txt").replace("{split}", split)
-        return listed_pairs(list_file, folder, None if allow_outside_root else folder, with_masks, how_to_get)
+        return listed_pairs(list_file, folder, not allow_outside_root, with_masks, how_to_get)
     given = Layout(image_dir or "", mask_dir or "", image_suffix, (mask_suffix,) if mask_suffix else (), split_file)
     base, layout = _choose_layout(known, folder, split, given)
-    images = find_images(base, layout, how_to_get)
-    pairs = match_masks(base, layout, images, how_to_get) if with_masks else without_masks(base, layout, images)
+    fence = Fence(None if allow_outside_root else folder)
+    images = find_images(base, layout, fence, how_to_get)
+    pairs = match_masks(base, layout, images, fence, how_to_get) if with_masks else without_masks(base, layout, images)
+    fence.check_all(pairs)
     return tuple(sorted(pairs, key=lambda pair: os.fsencode(pair.name)))
 
 
@@ -249,13 +252,15 @@ def leftovers(
     mask_dir: str | None = None,
     image_suffix: str | None = None,
     mask_suffix: str | None = None,
+    allow_outside_root: bool = False,
 ) -> Leftovers:
     """Files in a split's folders that belong to no pair; the arguments are those of `find_pairs`."""
     known = _format(format)
     if not known.layouts:
         return Leftovers()
     given = Layout(image_dir or "", mask_dir or "", image_suffix, (mask_suffix,) if mask_suffix else ())
-    return find_leftovers(*_choose_layout(known, Path(root), known.splits.get(split, split), given))
+    fence = Fence(None if allow_outside_root else Path(root))
+    return find_leftovers(*_choose_layout(known, Path(root), known.splits.get(split, split), given), fence)
 
 
 def _choose_layout(known: DatasetFormat, folder: Path, split: str, given: Layout) -> tuple[Path, Layout]:

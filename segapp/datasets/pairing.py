@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from segapp.datasets.fence import Fence, PartialError, is_below
 from segapp.datasets.files import ImagePair, open_regular, shown
 from segapp.errors import DataError
 
@@ -20,14 +21,8 @@ IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp", ".p
 _MAX_NAMED = 5
 
 
-class UnpairedError(DataError):
-    """Images without a mask.
-
-    Attributes:
-        pairs: Those that have one.
-    """
-
-    pairs: tuple[ImagePair, ...] = ()
+class UnpairedError(PartialError):
+    """Images without a mask."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +44,16 @@ class Layout:
     split_file: str | None = None
 
 
-def find_images(base: Path, layout: Layout, how_to_get: str) -> dict[str, Path]:
+def find_images(base: Path, layout: Layout, fence: Fence, how_to_get: str) -> dict[str, Path]:
     """The images of the split by their key (path below the image folder without its ending)."""
     folder = _existing(base / layout.image_dir, how_to_get)
-    files = list(_walk(folder))
+    files = list(_walk(folder, fence))
     suffixes = (layout.image_suffix,) if layout.image_suffix else IMAGE_SUFFIXES
     found = _by_key(folder, files, suffixes)
     if layout.split_file is None:
         return _only_ones(folder, found, files, suffixes, how_to_get)
     list_file = base / layout.split_file
+    fence.check(list_file)
     keys = _Keys(found)
     images: dict[str, Path] = {}
     missing: list[str] = []
@@ -112,7 +108,9 @@ def _only_one(paths: Sequence[Path]) -> Path:
     return paths[0]
 
 
-def match_masks(base: Path, layout: Layout, images: Mapping[str, Path], how_to_get: str) -> list[ImagePair]:
+def match_masks(
+    base: Path, layout: Layout, images: Mapping[str, Path], fence: Fence, how_to_get: str
+) -> list[ImagePair]:
     """Every image with its mask.
 
     Raises:
@@ -120,7 +118,7 @@ def match_masks(base: Path, layout: Layout, images: Mapping[str, Path], how_to_g
         DataError: The folder of the masks is missing, or an image would be its own mask.
     """
     folder = _existing(base / layout.mask_dir, how_to_get)
-    masks = _by_key(folder, list(_walk(folder)), layout.mask_suffixes or IMAGE_SUFFIXES)
+    masks = _by_key(folder, list(_walk(folder, fence)), layout.mask_suffixes or IMAGE_SUFFIXES)
     keys = _Keys(masks)
     matches = {key: keys.find(key) for key in images}
     pairs = []
@@ -134,12 +132,11 @@ def match_masks(base: Path, layout: Layout, images: Mapping[str, Path], how_to_g
         unused = sorted(set(masks) - set(matches.values()))
         others = f"; {len(unused)} masks have no image ({_some(unused)})" if unused else ""
         endings = " or ".join(layout.mask_suffixes) or "the image's stem and an image extension"
-        error = UnpairedError(
+        raise UnpairedError(
             f"{len(missing)} of {len(images)} images have no mask below {shown(folder)} ({_some(missing)}{others}): "
-            f"masks are looked for by {endings}; {how_to_get}"
+            f"masks are looked for by {endings}; {how_to_get}",
+            pairs,
         )
-        error.pairs = tuple(pairs)
-        raise error
     return pairs
 
 
@@ -163,30 +160,24 @@ class Leftovers:
     hidden: tuple[Path, ...] = ()
 
 
-def find_leftovers(base: Path, layout: Layout) -> Leftovers:
+def find_leftovers(base: Path, layout: Layout, fence: Fence) -> Leftovers:
     """What lies in a split's folders and belongs to no pair; of folders that several splits share, nothing is said."""
     if layout.split_file is not None or not (base / layout.image_dir).is_dir():
         return Leftovers()
     folder = base / layout.image_dir
     suffixes = (layout.image_suffix,) if layout.image_suffix else IMAGE_SUFFIXES
-    files, hidden = list(_walk(folder)), list(_walk(folder, is_hidden=True))
+    files, hidden = list(_walk(folder, fence)), list(_walk(folder, fence, is_hidden=True))
     images = _by_key(folder, files, suffixes)
     taken = {path for paths in images.values() for path in paths}
     masks: list[Path] = []
     if layout.mask_dir != layout.image_dir and (base / layout.mask_dir).is_dir():
         keys = _Keys(images)
-        found = _by_key(base / layout.mask_dir, _walk(base / layout.mask_dir), layout.mask_suffixes or IMAGE_SUFFIXES)
+        files_of_masks = _walk(base / layout.mask_dir, fence)
+        found = _by_key(base / layout.mask_dir, files_of_masks, layout.mask_suffixes or IMAGE_SUFFIXES)
         masks = [paths[0] for key, paths in found.items() if keys.find(key) is None]
-        hidden += _walk(base / layout.mask_dir, is_hidden=True)
+        hidden += _walk(base / layout.mask_dir, fence, is_hidden=True)
     others = [path for path in files if path not in taken]
     return Leftovers(tuple(masks), tuple(others) if layout.mask_dir != layout.image_dir else (), tuple(hidden))
-
-
-def links_outside(pairs: Iterable[ImagePair], root: Path) -> list[Path]:
-    """The files of some pairs that lie, links followed, outside the root."""
-    place = _Place(root, root, root)
-    files = (path for pair in pairs for path in (pair.image, pair.mask) if path is not None)
-    return [path for path in files if not place.holds(path)]
 
 
 def _name(image: Path, folder: Path) -> str:
@@ -231,15 +222,20 @@ class _Keys:
         return unicodedata.normalize("NFC", key).casefold()
 
 
-def _walk(folder: Path, *, is_hidden: bool = False) -> Iterator[Path]:
+def _walk(folder: Path, fence: Fence, *, is_hidden: bool = False) -> Iterator[Path]:
     """All files below a folder in a fixed order; links to folders are followed once, hidden folders left out.
 
     Args:
         folder: Where to begin.
+        fence: No folder beyond it is looked into.
         is_hidden: Give the hidden files, and not the others.
+
+    Raises:
+        OutsideError: A folder lies beyond the fence.
     """
     seen: set[str] = set()
     for place, folders, names in os.walk(folder, followlinks=True):
+        fence.check(Path(place))
         real = os.path.realpath(place)
         if real in seen:
             folders.clear()
@@ -270,11 +266,13 @@ def _some(names: Sequence[str]) -> str:
 
 
 def listed_pairs(
-    list_file: Path, root: Path, jail: Path | None, with_masks: bool, how_to_get: str
+    list_file: Path, root: Path, is_confined: bool, with_masks: bool, how_to_get: str
 ) -> tuple[ImagePair, ...]:
     """The pairs a text file lists; their names are the images' paths below root."""
     pairs: dict[str, ImagePair] = {}
-    place = _Place(root, jail, list_file)
+    fence = Fence(root if is_confined else None)
+    fence.check(list_file)
+    place = _Place(root, fence, list_file)
     for line in _lines(list_file, how_to_get):
         parts = [part.strip() for part in line.split("\t")] if "\t" in line else line.split()
         if len(parts) != 2 and (with_masks or len(parts) != 1):
@@ -293,20 +291,17 @@ def listed_pairs(
 
 
 class _Place:
-    """Where a list's names lead: below root, and where they are confined to a folder, nowhere else.
+    """Where a list's names lead: below root, and where they are confined to it, nowhere else.
 
     Args:
         root: What the names are relative to.
-        jail: The folder in which the files must lie, links followed; None: they may lie anywhere.
+        fence: Where the files must lie.
         list_file: Named in errors.
     """
 
-    def __init__(self, root: Path, jail: Path | None, list_file: Path) -> None:
-        self._root, self._jail, self._list_file = os.fspath(root), jail, list_file
+    def __init__(self, root: Path, fence: Fence, list_file: Path) -> None:
+        self._root, self._fence, self._list_file = os.fspath(root), fence, list_file
         self._clean_root = os.path.abspath(root)
-        self._clean_jail = None if jail is None else os.path.abspath(jail)
-        self._real_jail = None if jail is None else os.path.realpath(jail)
-        self._real_parents: dict[str, str] = {}
 
     def file(self, name: str) -> Path:
         """A listed path.
@@ -318,37 +313,20 @@ class _Place:
         clean = os.path.abspath(path)
         if clean == self._clean_root:
             raise DataError(f"{shown(self._list_file)}: {shown(name)} is a folder: name an image in it")
-        if self._clean_jail is not None:
-            if not _is_below(clean, self._clean_jail):
+        if self._fence.is_closed:
+            if not is_below(clean, self._clean_root):
                 raise self._outside(name, "lies outside")
-            if not self.holds(path):
+            if not self._fence.holds(path):
                 raise self._outside(name, "leads by a link outside")
         return Path(path)
 
     def name_of(self, image: Path) -> str:
         """The image's path below root without its extension; outside of it, its path from the anchor."""
         clean = os.path.splitext(os.path.abspath(image))[0]
-        return clean[len(self._clean_root) :].lstrip(os.sep) if _is_below(clean, self._clean_root) else clean[1:]
-
-    def holds(self, path: str | os.PathLike[str]) -> bool:
-        """Whether a path lies in the folder that files are confined to, links followed."""
-        return self._real_jail is None or _is_below(self._resolved(os.fspath(path)), self._real_jail)
-
-    def _resolved(self, path: str) -> str:
-        """The path without links; of the many files of a folder, the folder is resolved once."""
-        parent, name = os.path.split(path)
-        if name in ("", ".", "..") or os.path.islink(path):
-            return os.path.realpath(path)
-        if parent not in self._real_parents:
-            self._real_parents[parent] = os.path.realpath(parent)
-        return os.path.join(self._real_parents[parent], name)
+        return clean[len(self._clean_root) :].lstrip(os.sep) if is_below(clean, self._clean_root) else clean[1:]
 
     def _outside(self, name: str, how: str) -> DataError:
         return DataError(
-            f"{shown(self._list_file)}: {shown(name)} {how} data.root {shown(self._jail or '')}: "
-            "use a root that holds all files, or set data.allow_outside_root"
+            f"{shown(self._list_file)}: {shown(name)} {how} data.root {shown(self._root)}: "
+            "use a root that holds all files, or set data.allow_outside_root: true"
         )
-
-
-def _is_below(path: str, folder: str) -> bool:
-    return path.startswith(folder.rstrip(os.sep) + os.sep)

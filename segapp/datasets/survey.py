@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -38,6 +39,7 @@ class Found:
         splits: their names on disk by their usual ones; "val" may be missing.
         pairs: the training split's.
         num_val: pairs of the validation split.
+        leads_outside: links below the root lead out of it.
     """
 
     format: str
@@ -45,6 +47,7 @@ class Found:
     splits: dict[str, str]
     pairs: tuple[ImagePair, ...]
     num_val: int
+    leads_outside: bool = False
 
 
 @dataclass
@@ -82,16 +85,16 @@ def find_layout(root: Path) -> Found:
     if not root.is_dir():
         raise ConfigError(f"{shown(root)} is no folder: name the folder that holds the images and the masks")
     reasons: list[str] = []
-    for format, folders in _candidates(root):
-        train = _first_split(format, root, "train", folders, reasons)
+    for leads_outside, (format, folders) in product((False, True), list(_candidates(root))):
+        train = _first_split(format, root, "train", folders, reasons, allow_outside_root=leads_outside)
         if train is None:
             continue
         name, pairs = train
         found = {"train": name}
-        val = _first_split(format, root, "val", folders, reasons)
+        val = _first_split(format, root, "val", folders, reasons, allow_outside_root=leads_outside)
         if val is not None:
             found["val"] = val[0]
-        return Found(format, folders, found, pairs, 0 if val is None else len(val[1]))
+        return Found(format, folders, found, pairs, 0 if val is None else len(val[1]), leads_outside)
     raise DataError(_no_layout(root, reasons))
 
 
@@ -108,11 +111,14 @@ def _candidates(root: Path) -> Iterable[tuple[str, dict[str, str]]]:
 
 
 def _first_split(
-    format: str, root: Path, kind: str, folders: dict[str, str], reasons: list[str]
+    format: str, root: Path, kind: str, folders: dict[str, str], reasons: list[str], *, allow_outside_root: bool
 ) -> tuple[str, tuple[ImagePair, ...]] | None:
     for name in SPLITS[kind]:
         try:
-            pairs = find_pairs(format, root, name, image_dir=folders.get("image_dir"), mask_dir=folders.get("mask_dir"))
+            image_dir, mask_dir = folders.get("image_dir"), folders.get("mask_dir")
+            pairs = find_pairs(
+                format, root, name, image_dir=image_dir, mask_dir=mask_dir, allow_outside_root=allow_outside_root
+            )
         except DataError as error:
             if kind == "train" and (root / folders.get("image_dir", "images")).is_dir():
                 reasons.append(str(error).split(": format", 1)[0])

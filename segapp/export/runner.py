@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from segapp.errors import CheckpointError, ConfigError, RunError
+from segapp.export.archive import open_archive
 from segapp.export.info import ExportInfo
 
 EXPORT_SUFFIXES = (".onnx", ".pt2")
-INFO_FILE = "segapp.json"
-"""Name of the metadata inside a pt2 file."""
-
 Run = Callable[[NDArray[Any]], NDArray[Any]]
 
 
@@ -99,10 +96,9 @@ def _open_onnx(path: Path, device: torch.device) -> tuple[dict[str, str], Run]:
 
 
 def _open_pt2(path: Path, device: torch.device) -> tuple[dict[str, str], Run]:
-    extra = {INFO_FILE: ""}
+    archive, properties = open_archive(path)
     try:
-        program = torch.export.load(path, extra_files=extra)
-        properties = json.loads(extra[INFO_FILE] or "{}")
+        program = torch.export.load(archive)
         if device.type != "cpu":
             from torch.export.passes import move_to_device_pass
 

@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from torch.fx.experimental import _config as symbolic_config
 
 from segapp.errors import RunError, StorageError
+from segapp.export.archive import INFO_FILE
 from segapp.export.info import ExportInfo
 from segapp.export.network import ExportNetwork
-from segapp.export.runner import INFO_FILE, ExportedModel, needed
+from segapp.export.runner import ExportedModel, needed
 from segapp.models import SegmentationModel
 from segapp.run.files import remove_quietly, temporary_name
 

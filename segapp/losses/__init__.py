@@ -6,6 +6,7 @@ Needs torch and the standard library, nothing else of segapp.
 from segapp.losses.additive import AdditiveCriterion, CriterionSum, Outputs, Statistics, surrogate
 from segapp.losses.cross_entropy import CriterionCE, plain_reason, upsample_cross_entropy
 from segapp.losses.dice import CriterionDice
+from segapp.losses.distillation import CriterionDistilled, node_features, pair_wise_difference, pixel_wise_divergence
 from segapp.losses.focal import CriterionFocal
 from segapp.losses.inference import Scores, upsample_argmax, upsample_confusion, upsample_logits, upsample_probabilities
 from segapp.losses.lovasz import CriterionLovasz
@@ -26,6 +27,7 @@ __all__ = [
     "AdditiveCriterion",
     "CriterionCE",
     "CriterionDice",
+    "CriterionDistilled",
     "CriterionFocal",
     "CriterionLovasz",
     "CriterionOHEM",
@@ -35,6 +37,9 @@ __all__ = [
     "Statistics",
     "Tile",
     "View",
+    "node_features",
+    "pair_wise_difference",
+    "pixel_wise_divergence",
     "plain_reason",
     "surrogate",
     "upsample_argmax",

@@ -66,6 +66,15 @@ class AdditiveCriterion(nn.Module):
         """
         raise NotImplementedError
 
+    @property
+    def task(self) -> AdditiveCriterion:
+        """The part that needs a target and the model's outputs alone: what an evaluation reports."""
+        return self
+
+    def terms(self, totals: Statistics) -> dict[str, Tensor]:
+        """Parts of the loss that are worth being shown, by name; not weighted."""
+        return {}
+
     def target_statistics(self, target: Tensor) -> Statistics:
         """`statistics` with the numerators 0, from the target alone.
 

@@ -5,7 +5,18 @@ its auxiliary head. Nothing is upsampled to the input size here; the criterion a
 """
 
 from segapp.models.build import build_model, known_models
+from segapp.models.critic import Critic, critic_input, critic_size
 from segapp.models.network import FAMILY_NOTES, FamilyNote, SegmentationModel
 from segapp.models.weights import LoadReport
 
-__all__ = ["FAMILY_NOTES", "FamilyNote", "LoadReport", "SegmentationModel", "build_model", "known_models"]
+__all__ = [
+    "FAMILY_NOTES",
+    "Critic",
+    "FamilyNote",
+    "LoadReport",
+    "SegmentationModel",
+    "build_model",
+    "critic_input",
+    "critic_size",
+    "known_models",
+]

@@ -47,10 +47,14 @@ class SmpModel(SegmentationModel):
 
     def compute_logits(self, images_NCHW: Tensor) -> tuple[Tensor, ...]:
         """Logits of the segmentation head."""
+        return self.compute_with_features(images_NCHW)[0]
+
+    def compute_with_features(self, images_NCHW: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The logits, and what the decoder gives to the segmentation head."""
         features = self.encoder(images_NCHW)
         # DPT's encoder gives (features, prefix tokens) and its decoder takes both.
-        decoded = self.decoder(*features) if isinstance(features, tuple) else self.decoder(features)
-        return (self.segmentation_head(decoded),)
+        decoded: Tensor = self.decoder(*features) if isinstance(features, tuple) else self.decoder(features)
+        return (self.segmentation_head(decoded),), decoded
 
 
 def smp_names() -> tuple[str, ...]:

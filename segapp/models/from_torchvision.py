@@ -47,11 +47,24 @@ class TorchvisionModel(SegmentationModel):
 
     def compute_logits(self, images_NCHW: Tensor) -> tuple[Tensor, ...]:
         """Logits of the classifier, then those of the auxiliary one in training mode."""
-        features = self.backbone(images_NCHW)
-        logits = self.classifier(features if "low" in features else features["out"])
+        maps = self.backbone(images_NCHW)
+        return self._with_aux(self.classifier(maps if "low" in maps else maps["out"]), maps)
+
+    def compute_with_features(self, images_NCHW: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The logits, and what the classifier's last layer takes; of LR-ASPP the backbone's deepest map."""
+        maps = self.backbone(images_NCHW)
+        if "low" in maps:
+            return self._with_aux(self.classifier(maps), maps), maps["high"]
+        *layers, last = self.classifier.children()
+        features = maps["out"]
+        for layer in layers:
+            features = layer(features)
+        return self._with_aux(last(features), maps), features
+
+    def _with_aux(self, logits: Tensor, maps: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         if self.aux_classifier is None or not self.training:
             return (logits,)
-        return logits, self.aux_classifier(features["aux"])
+        return logits, self.aux_classifier(maps["aux"])
 
 
 def torchvision_names() -> tuple[str, ...]:

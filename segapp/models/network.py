@@ -118,6 +118,10 @@ class SegmentationModel(nn.Module):
     def compute_logits(self, images_NCHW: Tensor) -> tuple[Tensor, ...]:
         """`forward` without the check of the size."""
 
+    @abstractmethod
+    def compute_with_features(self, images_NCHW: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """What `compute_logits` gives, and the features (N, K, h, w) that the main logits are made of."""
+
     def forward(self, images_NCHW: Tensor) -> tuple[Tensor, ...]:
         """Logits of a batch of images.
 

@@ -18,8 +18,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 
-_AGENT_PID = "SEGAPP_AGENT_PID"
-"""Tells a rank who its parent should be, in case that one dies while the rank still imports torch."""
+_PARENT_PID = "SEGAPP_PARENT_PID"
+"""Tells the agent, and each rank, who its parent should be, in case that one dies while Python still starts."""
 
 _PR_SET_PDEATHSIG = 1
 _watched: set[int] = set()
@@ -54,7 +54,7 @@ def launch_local(
     if not command:
         raise ValueError('command is empty: give ["-m", package, ...] or [script, ...]')
     environ = {**os.environ, **(env or {})}
-    environ.pop(_AGENT_PID, None)
+    environ[_PARENT_PID] = str(os.getpid())
     environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(shutdown_s))
     # The loopback address, because a machine's own name need not resolve.
@@ -105,9 +105,9 @@ def die_with_parent(poll_s: float = 1.0, grace_s: float = 30.0) -> None:
     if os.getpid() in _watched:
         return
     parent = os.getppid()
-    agent = int(os.environ.get(_AGENT_PID, parent))
-    if agent != parent and not _is_alive(agent):
-        parent = agent  # it died while this process started: the watch ends this one at once
+    maker = int(os.environ.get(_PARENT_PID, parent))
+    if maker != parent and not _is_alive(maker):
+        parent = maker  # it died while this process started: the watch ends this one at once
     _watched.add(os.getpid())
     signal_when_parent_dies(signal.SIGTERM)
 
@@ -142,13 +142,14 @@ def run_agent(arguments: Sequence[str]) -> int:
     Returns:
         The exit status for this process.
     """
+    # Before the imports, which take seconds.
+    die_with_parent(grace_s=float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")) + 5)
+    os.environ[_PARENT_PID] = str(os.getpid())
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     logging.disable(logging.ERROR)  # the ranks say themselves what happened
-    die_with_parent(grace_s=float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")) + 5)
-    os.environ[_AGENT_PID] = str(os.getpid())
     options = run.parse_args(list(arguments))  # type: ignore[no-untyped-call]
     if sys.platform == "linux" and hasattr(options, "signals_to_handle"):
         # torchrun's own handling forgets with which status the ranks end: here a rank that was stopped and has saved

@@ -127,6 +127,7 @@ def report_parts(story: Story, judgement: Judgement | None, why_not: str) -> dic
         "miou": _miou_chart(story),
         "lr": _small_chart("learning rate", story.lr.points, "learning rate"),
         "rate": _small_chart("images/s", story.rate.points, "images a second"),
+        "terms": [(name, _term_chart(name, curve.points)) for name, curve in story.terms.items()],
         "classes": class_rows(story, judgement),
         "judgement": judgement,
         "why_not": why_not,
@@ -182,6 +183,11 @@ def _miou_chart(story: Story) -> Markup:
     return charts.line_chart(
         lines if vals else [], Frame("step", "share", bottom=0.0, top=1.0, width_px=charts.HALF_PX)
     )
+
+
+def _term_chart(name: str, points: list[tuple[int, float]]) -> Markup:
+    line = Line(name, [step for step, _ in points], [value for _, value in points], 3)
+    return charts.line_chart([line], Frame("step", name.replace("_", " "), width_px=charts.HALF_PX))
 
 
 def _small_chart(label: str, points: list[tuple[int, float]], y_label: str) -> Markup:

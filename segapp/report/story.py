@@ -18,6 +18,8 @@ from segapp.tui.view import View, fold_events
 _BLOCK_BYTES = 8 << 20
 _MAX_POINTS = 2000
 
+_MAX_TERMS = 16
+
 
 @dataclass
 class Thinned:
@@ -64,6 +66,7 @@ class Story:
     config_text: str = ""
     lr: Thinned = field(default_factory=Thinned)
     rate: Thinned = field(default_factory=Thinned)
+    terms: dict[str, Thinned] = field(default_factory=dict)
     gpu0: list[Gpu0Bsz] = field(default_factory=list)
     alerts: list[Alert] = field(default_factory=list)
 
@@ -119,9 +122,13 @@ def _take(story: Story, raw: dict[str, Any]) -> None:
         for curve, name in ((story.lr, "lr"), (story.rate, "images_per_s")):
             if isinstance(raw.get(name), (int, float)) and isinstance(raw.get("step"), int):
                 curve.add(raw["step"], float(raw[name]))
+        terms = raw.get("terms")
+        for name, value in list(terms.items())[:_MAX_TERMS] if isinstance(terms, dict) else ():
+            if isinstance(value, (int, float)) and isinstance(raw.get("step"), int) and len(story.terms) < _MAX_TERMS:
+                story.terms.setdefault(name, Thinned()).add(raw["step"], float(value))
     elif kind == "run_start" and isinstance(raw.get("resumed_from_step"), int):
-        story.lr.drop_after(raw["resumed_from_step"])
-        story.rate.drop_after(raw["resumed_from_step"])
+        for curve in (story.lr, story.rate, *story.terms.values()):
+            curve.drop_after(raw["resumed_from_step"])
     elif kind in ("gpu0_bsz", "alert"):
         try:
             event = parse_event(raw)

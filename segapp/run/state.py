@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
-from segapp.run.events import EVENT_TYPES, parse_line
+from segapp.run.events import EVENT_TYPES, MAX_LINE_BYTES, parse_line
 from segapp.run.folder import RunFolder, run_folders
 from segapp.run.process import is_alive
 
@@ -19,6 +19,8 @@ FRESH_S = 15.0
 """Silence for longer than this, or than five steps, is worth a word."""
 
 _TAIL_BYTES = 256 * 2**10
+_MAX_TAIL_BYTES = 16 * 2**20
+"""Where so much holds no event, what lies before it is not looked for."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def read_facts(path: Path | str, now_s: float | None = None) -> RunFacts:
     """
     now_s = time.time() if now_s is None else now_s
     folder = RunFolder(path)
-    events = list(_read_tail(folder.events))
+    events = _read_tail(folder.events)
     last_start = max((index for index, raw in enumerate(events) if raw["type"] == "run_start"), default=-1)
     ends = [raw for raw in events[last_start + 1 :] if raw["type"] == "run_end"]
     steps_s = [float(raw["t"]) for raw in events[last_start + 1 :] if raw["type"] == "step"]
@@ -250,18 +252,27 @@ def _interval_s(times_s: list[float]) -> float:
     return max(0.0, median(intervals)) if intervals else 0.0
 
 
-def _read_tail(path: Path) -> Iterator[dict[str, Any]]:
-    """The last events of a file, whole lines only."""
+def _read_tail(path: Path) -> list[dict[str, Any]]:
+    """The last events of a file, whole lines only; looks further back where the end is damaged and holds none."""
+    num_bytes = _TAIL_BYTES
+    while True:
+        block, is_whole = _read_end(path, num_bytes)
+        lines = block.split(b"\n")[:-1]
+        events = list(_parsed(lines if is_whole else lines[1:]))
+        if events or is_whole or num_bytes >= _MAX_TAIL_BYTES:
+            return events
+        num_bytes *= 4
+
+
+def _read_end(path: Path, num_bytes: int) -> tuple[bytes, bool]:
+    """The last bytes of a file, and whether that is all of it; one that cannot be read is empty."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            start = max(0, size - _TAIL_BYTES)
+            start = max(0, os.fstat(file.fileno()).st_size - num_bytes)
             file.seek(start)
-            block = file.read(_TAIL_BYTES)
+            return file.read(num_bytes), start == 0
     except OSError:
-        return
-    lines = block.split(b"\n")[:-1]
-    yield from _parsed(lines if start == 0 else lines[1:])
+        return b"", True
 
 
 def _read_sparsely(path: Path) -> Iterator[dict[str, Any]]:
@@ -269,16 +280,26 @@ def _read_sparsely(path: Path) -> Iterator[dict[str, Any]]:
     held: dict[bytes, bytes] = {}
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-            for line in file:
+            for line in _whole_lines(file):
                 kind = next((mark for mark in _FREQUENT if mark in line[:120]), None)
-                if kind is not None and line.endswith(b"\n"):
+                if kind is not None:
                     held[kind] = line
-                elif line.endswith(b"\n"):
+                else:
                     yield from _parsed([*held.values(), line])
                     held.clear()
     except OSError:
         return
     yield from _parsed(list(held.values()))
+
+
+def _whole_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Lines with their ends; a line longer than any event is passed over, and never whole in memory."""
+    is_within = False
+    while part := file.readline(MAX_LINE_BYTES):
+        is_whole = part.endswith(b"\n")
+        if is_whole and not is_within:
+            yield part
+        is_within = not is_whole
 
 
 _FREQUENT = (b'"type":"step"', b'"type":"memory"', b'"type":"heartbeat"')

@@ -245,7 +245,8 @@ def build_budget(
 
     budget = MemoryBudget(limits, [str(device) for device in devices], busy)
     budget.phase = lambda: watch.phase
-    budget.hold(engine.held_tensors(), replicated_bytes=sum(p.nbytes for p in model.parameters()))
+    taught = 0 if engine.distillation is None else engine.distillation.replicated_bytes()
+    budget.hold(engine.held_tensors(), replicated_bytes=sum(p.nbytes for p in model.parameters()) + taught)
     for parameter in model.parameters():
         if parameter.requires_grad:
             hook: Any = parameter.register_post_accumulate_grad_hook

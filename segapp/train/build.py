@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -45,15 +45,25 @@ from segapp.parallel import (
 from segapp.precision import Precision
 from segapp.run.folder import RunFolder
 from segapp.train.budget import build_budget
+from segapp.train.build_distill import (
+    build_critic,
+    build_distillation,
+    build_distilled_input,
+    build_teacher,
+    check_teacher,
+    distilled_criterion,
+    needs_sync_batchnorm,
+)
 from segapp.train.checkpoint import CheckpointStore
 from segapp.train.class_weights import cached_frequencies, class_weights
 from segapp.train.control import StopSignals
 from segapp.train.devices import DevicePlan
-from segapp.train.engine import NormalizedInput, Normalizer, StepEngine
+from segapp.train.engine import StepEngine
 from segapp.train.inbox import Inbox
 from segapp.train.inference import Inference
 from segapp.train.journal import Journal
 from segapp.train.memory_watch import MemoryWatch
+from segapp.train.normalize import NormalizedInput, Normalizer
 from segapp.train.out_of_memory import Rescue
 from segapp.train.plan import ImageLimit
 from segapp.train.ranks import Ranks
@@ -61,6 +71,9 @@ from segapp.train.samples import SamplePictures
 from segapp.train.split import SplitKnob
 from segapp.train.steering import Steering
 from segapp.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from segapp.train.trained import TrainedState
 
 
 def seed_everything(seed: int) -> None:
@@ -261,6 +274,7 @@ def build_trainer(
     outlook: Outlook | None = None,
     advise: Callable[[], Sequence[str]] = tuple,
     limit: ImageLimit | None = None,
+    teacher: TrainedState | None = None,
 ) -> Trainer:
     """Everything a training needs, from its config.
 
@@ -278,6 +292,7 @@ def build_trainer(
         outlook: the memory plan that the run began with.
         advise: says what would need less memory, the best first.
         limit: use only so many images; None: all.
+        teacher: of `distill`; needed where the config has that section.
 
     Raises:
         ConfigError: a section does not fit the data, the model or this machine.
@@ -293,13 +308,17 @@ def build_trainer(
     num_train = None if limit is None else limit.num_batches * train.batch_size
     num_val = None if limit is None else limit.num_val
     train_set = build_dataset(data, scheme, train_split, is_training=True, seed=config.seed, most=num_train)
+    if len(train_set) < ranks.world_size:
+        raise ConfigError(
+            f"parallel: {ranks.world_size} ranks cannot share {len(train_set)} training images: use one each"
+        )
     val_set = build_dataset(data, scheme, val_split, is_training=False, seed=config.seed, most=num_val)
     signals.check()
 
     model = build_network(config.model, scheme.num_classes, with_weights=with_weights)
     check_sizes(config, model)
     set_batchnorm_momentum(model, train.bn_momentum)
-    if config.parallel.sync_bn and (devices.mode == "ddp" or len(devices.devices) > 1) and devices.mode != "model":
+    if needs_sync_batchnorm(config, devices):
         convert_sync_batchnorm(model)
     precision = Precision(train.precision, device)
     precision.prepare(model.to(device))
@@ -307,15 +326,28 @@ def build_trainer(
         model.to(memory_format=torch.channels_last)
     normalizer = Normalizer(data.mean, data.std, precision.input_dtype).to(device)
     gpu0_bsz = first_gpu0_bsz(config, outlook)
-    network = build_parallel(
-        config, devices, ranks, model, NormalizedInput(model, normalizer, channels_last=train.channels_last), gpu0_bsz
-    )
-    criterion = build_criterion(
+    wrapped = NormalizedInput(model, normalizer, channels_last=train.channels_last)
+    taught = None
+    if teacher is not None:
+        check_teacher(config, teacher, scheme)
+        precision.prepare(teacher.model)
+        critic = build_critic(config, scheme.num_classes, device, is_synced=needs_sync_batchnorm(config, devices))
+        taught = build_distilled_input(
+            config,
+            model,
+            normalizer,
+            build_teacher(teacher, devices.devices, precision.input_dtype),
+            critic,
+            device,
+        )
+    network = build_parallel(config, devices, ranks, model, taught or wrapped, gpu0_bsz)
+    task = build_criterion(
         config.loss,
         scheme.num_classes,
         scheme.ignore_index,
         lambda rule: class_weights(rule, _frequencies(train_set, scheme)),
-    ).to(device)
+    )
+    criterion = distilled_criterion(config, task).to(device)
     engine = StepEngine(
         model,
         network,
@@ -327,9 +359,10 @@ def build_trainer(
         clip_grad_norm=config.optim.clip_grad_norm,
         ranks=ranks,
         watch=watch,
+        distillation=None if taught is None else build_distillation(config, network, taught, device, ranks),
     )
     if isinstance(network, DataParallelModel) and not config.parallel.sync_bn:
-        engine.smallest_chunk = smallest_chunk(network.module, torch.zeros(1, 3, *data.crop_px, dtype=torch.uint8))
+        engine.smallest_chunk = smallest_chunk(wrapped, torch.zeros(1, 3, *data.crop_px, dtype=torch.uint8))
     steering = build_steering(config, devices, engine, inbox or Inbox(None, journal), journal, watch, gpu0_bsz)
     steering.knob.outlook = outlook
     inference = build_inference(data, config.eval, model, precision, config.loss.align_corners)
@@ -419,12 +452,13 @@ def build_parallel(
         ConfigError: the split, the batch or a stage does not fit the model or the devices.
     """
     parallel, batch_size = config.parallel, config.train.batch_size
+    plain = NormalizedInput(model, network.normalizer)
     example = torch.zeros(1, 3, *config.data.crop_px, dtype=torch.uint8)
     try:
         if devices.mode == "ddp":
             if batch_size < ranks.world_size:
                 raise ValueError(f"{ranks.world_size} ranks cannot share train.batch_size = {batch_size}: use one each")
-            check_batchnorm(network, [batch_size // ranks.world_size], example)
+            check_batchnorm(plain, [batch_size // ranks.world_size], example)
             return wrap_ddp(network, devices.devices[0], gradient_as_bucket_view=parallel.gradient_as_bucket_view)
         if devices.mode == "model":
             stages = parallel.stages or balance_stages(model, devices.devices, example.float().expand(2, -1, -1, -1))
@@ -441,7 +475,7 @@ def build_parallel(
             full_batch=batch_size if parallel.shares is None else None,
             mode="threads" if is_distinct else "lockstep",
         )
-        check_batchnorm(network, wrapped.plan(batch_size), example)
+        check_batchnorm(plain, wrapped.plan(batch_size), example)
         return wrapped
     except (ValueError, TypeError) as error:
         raise ConfigError(f"parallel: {error}") from None

@@ -16,9 +16,9 @@ from rich.text import Text
 
 from segapp.config import DataConfig, RunConfig
 from segapp.datasets.doctor import Finding, SplitReport, examine, summary_of_ids
+from segapp.datasets.fence import OutsideError, PartialError
 from segapp.datasets.files import ImagePair, shown
 from segapp.datasets.formats import ClassScheme, leftovers
-from segapp.datasets.pairing import UnpairedError, links_outside
 from segapp.datasets.sums import check_sums, write_sums
 from segapp.errors import DataError, StorageError
 from segapp.run.text import printable
@@ -124,17 +124,19 @@ def _collect(data: DataConfig) -> tuple[dict[str, Sequence[ImagePair]], list[Fin
         try:
             splits[name] = build_pairs(data, name)
         except DataError as error:
-            splits[name] = error.pairs if isinstance(error, UnpairedError) else ()
+            splits[name] = error.pairs if isinstance(error, PartialError) else ()
             errors.append(error)
-            findings.append(Finding("error", "pairs", name, str(error)))
-        findings += _beside(data, name, splits[name])
+            kind = "link" if isinstance(error, OutsideError) else "pairs"
+            findings.append(Finding("error", kind, name, str(error)))
+        if splits[name]:
+            findings += _beside(data, name)
     if not any(splits.values()):
         raise errors[0]
     return splits, findings
 
 
-def _beside(data: DataConfig, split: str, pairs: Sequence[ImagePair]) -> Iterator[Finding]:
-    """What lies beside the pairs or leads away from them: worth a look."""
+def _beside(data: DataConfig, split: str) -> Iterator[Finding]:
+    """What lies beside the pairs: worth a look."""
     left = leftovers(
         data.format,
         data.root,
@@ -143,6 +145,7 @@ def _beside(data: DataConfig, split: str, pairs: Sequence[ImagePair]) -> Iterato
         mask_dir=data.mask_dir,
         image_suffix=data.image_suffix,
         mask_suffix=data.mask_suffix,
+        allow_outside_root=data.allow_outside_root,
     )
     for paths, what in (
         (left.masks, "masks have no image"),
@@ -151,8 +154,6 @@ def _beside(data: DataConfig, split: str, pairs: Sequence[ImagePair]) -> Iterato
     ):
         if paths:
             yield Finding("warning", "file", split, f"{split}: {len(paths)} {what}: {_some(paths)}")
-    if not data.allow_outside_root and (away := links_outside(pairs, Path(data.root))):
-        yield Finding("warning", "link", split, f"{split}: {len(away)} files lie outside data.root: {_some(away)}")
 
 
 def _some(paths: Sequence[Path]) -> str:

@@ -51,7 +51,7 @@ __all__ = [
     "verify_checkpoints",
 ]
 
-FINITE_PARTS = ("model", "ema", "optimizer")
+FINITE_PARTS = ("model", "ema", "optimizer", "distillation")
 """The parts of a state in which a number that is not finite forbids the commit."""
 
 
@@ -354,7 +354,9 @@ def _read_state(file: BinaryIO, label: str) -> dict[str, Any]:
             "say which network the weights are of with --config"
         )
     if not isinstance(about.get("format"), int) or about["format"] > FORMAT:
-        raise CheckpointError(f"{label} has format {about.get('format')}, this segapp reads up to {FORMAT}")
+        raise CheckpointError(
+            f"{label} has format {about.get('format')}, this segapp reads up to {FORMAT}: install the newer"
+        )
     if not all(isinstance(about.get(key), int) for key in ("step", "epoch", "position")):
         raise CheckpointError(f"{label} does not say its step, epoch and position")
     return dict(state)

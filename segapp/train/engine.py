@@ -7,8 +7,8 @@ division, so loss and gradient are those of the whole step on one big device.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -18,104 +18,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from segapp.failpoints import failpoint
 from segapp.losses import AdditiveCriterion, Statistics, surrogate
-from segapp.optim import WeightAverage
+from segapp.optim import WeightAverage, set_lr
 from segapp.parallel import DataParallelCriterion, DataParallelModel
 from segapp.precision import Precision
 from segapp.train.budget import fail_for_want_of_memory
 from segapp.train.memory_watch import IDLE, MemoryWatch
 from segapp.train.ranks import Ranks
+from segapp.train.undo import BufferGuard, TorchRng, capture_torch_rng, restore_torch_rng
 
 if TYPE_CHECKING:
     from segapp.datasets.loader import Batch
     from segapp.models import SegmentationModel
-
-
-class Normalizer(nn.Module):
-    """uint8 images -> normalised floats, on the device that they are on.
-
-    Args:
-        mean: RGB, in 0..1.
-        std: RGB, in 0..1.
-        dtype: of the result.
-    """
-
-    scale: Tensor
-    shift: Tensor
-
-    def __init__(self, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.dtype = dtype
-        scale = torch.tensor([1 / (255 * s) for s in std]).view(1, 3, 1, 1)
-        shift = torch.tensor([m / s for m, s in zip(mean, std, strict=True)]).view(1, 3, 1, 1)
-        self.register_buffer("scale", scale, persistent=False)
-        self.register_buffer("shift", shift, persistent=False)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """uint8 (N, 3, H, W) -> floats of the same shape."""
-        return images.float().mul_(self.scale).sub_(self.shift).to(self.dtype)
-
-
-class NormalizedInput(nn.Module):
-    """A model that takes uint8 images: they travel to the device, and between devices, at a quarter of the size.
-
-    Args:
-        model: takes normalised images (N, 3, H, W), returns a tuple, logits first.
-        normalizer: makes them.
-        channels_last: give the model NHWC memory.
-    """
-
-    def __init__(self, model: nn.Module, normalizer: Normalizer, *, channels_last: bool = False) -> None:
-        super().__init__()
-        self.model = model
-        self.normalizer = normalizer
-        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
-
-    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """uint8 images (N, 3, H, W) -> (logits, *auxiliary logits)."""
-        if self.training:
-            fail_for_want_of_memory("train.forward")
-        normalized = self.normalizer(images).contiguous(memory_format=self.memory_format)
-        outputs: tuple[Tensor, ...] = self.model(normalized)
-        return outputs
-
-
-class BufferGuard:
-    """Remembers a model's buffers (BatchNorm statistics) at the start of a step, to undo a bad step's traces.
-
-    Attributes:
-        kept: the remembered ones.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._names = [name for name, _ in model.named_buffers()]
-        self._live = list(model.buffers())
-        self.kept = [b.clone() for b in self._live]
-
-    @torch.no_grad()
-    def remember(self) -> None:
-        """Takes the buffers as they are now."""
-        if self._live:
-            torch._foreach_copy_(self.kept, self._live)
-
-    def kept_by_name(self, among: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The remembered buffers whose names are among those given."""
-        return {name: kept for name, kept in zip(self._names, self.kept, strict=True) if name in among}
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Puts the remembered buffers back."""
-        if self._live:
-            torch._foreach_copy_(self._live, self.kept)
-
-    @torch.no_grad()
-    def restore_where(self, is_bad: Tensor) -> None:
-        """Puts them back if `is_bad` (0-dim) is nonzero; on a GPU without waiting for it."""
-        if is_bad.device.type == "cpu":
-            if is_bad.item():
-                self.restore()
-            return
-        for live, kept in zip(self._live, self.kept, strict=True):
-            live.copy_(torch.where(is_bad.to(live.device) != 0, kept, live))
+    from segapp.train.distill import Distillation
 
 
 @dataclass
@@ -126,6 +40,8 @@ class StepResult:
     grad_norm: Tensor
     is_bad: Tensor
     split: list[int]
+    terms: dict[str, Tensor] = field(default_factory=dict)
+    """Parts of the loss that are shown, by name."""
 
 
 class StepEngine:
@@ -143,6 +59,7 @@ class StepEngine:
         clip_grad_norm: largest norm of the whole gradient, or None.
         ranks: the processes that share every step.
         watch: is told of the phases of a step.
+        distillation: what the network and the criterion learn from a teacher; None: nothing.
     """
 
     def __init__(
@@ -158,8 +75,11 @@ class StepEngine:
         clip_grad_norm: float | None,
         ranks: Ranks | None = None,
         watch: MemoryWatch | None = None,
+        distillation: Distillation | None = None,
     ) -> None:
         self.model, self.network, self.criterion = model, network, criterion
+        self.distillation = distillation
+        self.critic = None if distillation is None else distillation.critic
         self.optimizer, self.precision, self.average = optimizer, precision, average
         self.device, self.clip_grad_norm = device, clip_grad_norm
         self.ranks = ranks or Ranks()
@@ -193,6 +113,9 @@ class StepEngine:
         if num_pieces > 1:
             batches = [piece for batch in batches for piece in self._cut(batch, num_pieces)]
         self.guard.remember()
+        if self.critic is not None:
+            self.critic.follow(self.network)
+            self.critic.begin()
         with self._undone_if_left():
             totals = self._totals(batches) if len(batches) > 1 else None
             sums: Statistics | None = None
@@ -202,16 +125,22 @@ class StepEngine:
                     statistics = self._backward(batch, totals)
                 sums = statistics if sums is None else _added(sums, statistics)
             assert sums is not None
+            if self.critic is not None:
+                self.critic.backward(batches)
             self.watch.mark("step")
             fail_for_want_of_memory("train.optimizer")
             with torch.no_grad():
-                loss = self.criterion.finalize(self.ranks.sums(sums))
+                sums = self.ranks.sums(sums)
+                loss = self.criterion.finalize(sums)
+                terms = self.criterion.terms(sums)
             if failpoint("train.value") == "inf":
                 loss = torch.full_like(loss, torch.inf)
             grad_norm, is_bad = self._finish_gradients(loss)
-        self._apply(is_bad)
+            is_critic_bad = None if self.critic is None else self.critic.finish_gradients()
+        self._apply(is_bad, is_critic_bad)
         self.watch.mark(IDLE)
-        return StepResult(loss.detach(), grad_norm, is_bad, split)
+        terms |= {} if self.critic is None else self.critic.terms
+        return StepResult(loss.detach(), grad_norm, is_bad, split, terms)
 
     def _cut(self, batch: Batch, num_pieces: int) -> list[Batch]:
         """A micro-batch in pieces; every rank makes as many, the other modes none that is too small for BatchNorm."""
@@ -235,7 +164,8 @@ class StepEngine:
         if self.average is not None:
             averaged = [*self.average.module.parameters(), *self.average.module.buffers()]
         own = [*self.model.parameters(), *self.model.buffers(), *self.guard.kept, *self.criterion.buffers()]
-        return [*own, *masters, *states, *averaged]
+        taught = [] if self.distillation is None else self.distillation.held_tensors()
+        return [*own, *masters, *states, *averaged, *taught]
 
     def can_train_on(self, num_samples: int) -> bool:
         """Whether BatchNorm has values enough in a micro-batch of so many samples."""
@@ -244,6 +174,12 @@ class StepEngine:
         if self.smallest_chunk == 1 or not isinstance(self.network, DataParallelModel):
             return True
         return all(size == 0 or size >= self.smallest_chunk for size in self.network.plan(num_samples))
+
+    def set_lr(self, lr: float) -> None:
+        """Sets the learning rate of the next steps, the critic's in proportion."""
+        set_lr(self.optimizer, lr)
+        if self.critic is not None:
+            set_lr(self.critic.optimizer, lr)
 
     def split_of(self, batch: Batch) -> list[int]:
         """Samples of a batch on each device of this process."""
@@ -284,6 +220,8 @@ class StepEngine:
         else:
             target = batch.target.to(self.device, non_blocking=True)
             outputs = self.network(batch.images.to(self.device, non_blocking=True))
+        if self.critic is not None:
+            self.critic.take(outputs)
         self.watch.mark("loss")
         fail_for_want_of_memory("train.loss")
         return self._summed.statistics(outputs, target)
@@ -307,6 +245,8 @@ class StepEngine:
         if rng is not None:
             restore_torch_rng(rng)
             self.guard.restore()
+            if self.critic is not None:
+                self.critic.undo()
         assert sums is not None
         return self.ranks.sums(sums)
 
@@ -317,6 +257,8 @@ class StepEngine:
             batch: a micro-batch of the last step.
             max_bad_steps: so many in a row are too many.
         """
+        if self.critic is not None and self.critic.is_hopeless(max_bad_steps):
+            return "the gradient of the distillation's critic not finite for too many steps in a row", ""
         in_row, scaler = int(self.bad_in_row), self.precision.scaler
         is_collapsed = scaler is not None and float(scaler.scale) < 1.0
         # A scale that is still falling explains bad steps by itself.
@@ -338,6 +280,7 @@ class StepEngine:
             "criterion": self.criterion.state_dict(),
             "bad_steps": self.bad_steps,
             "bad_in_row": self.bad_in_row,
+            "distillation": None if self.distillation is None else self.distillation.state_dict(),
         }
 
     def state_before_step(self) -> tuple[dict[str, Any], TorchRng | None]:
@@ -360,6 +303,8 @@ class StepEngine:
         self.criterion.load_state_dict(state["criterion"])
         self.bad_steps.copy_(state["bad_steps"])
         self.bad_in_row.copy_(state["bad_in_row"])
+        if self.distillation is not None:
+            self.distillation.load_state_dict(state.get("distillation"))
 
     def first_non_finite_layer(self, batch: Batch) -> str | None:
         """The layer of the model whose output, or whose gradient, is the first not to be finite; None if all are.
@@ -381,6 +326,8 @@ class StepEngine:
         named = [(name, m) for name, m in self.model.named_modules() if not list(m.children())]
         handles = [module.register_forward_hook(watch(name)) for name, module in named]
         self.guard.remember()
+        if self.critic is not None:
+            self.critic.begin()
         rng = capture_torch_rng(self._rng_devices)
         try:
             with self.precision.autocast():
@@ -397,6 +344,8 @@ class StepEngine:
             self.guard.restore()
             restore_torch_rng(rng)
             self.model.zero_grad(set_to_none=True)
+            if self.critic is not None:
+                self.critic.undo()
         return found[0] if found else None
 
     @torch.no_grad()
@@ -412,8 +361,8 @@ class StepEngine:
         return grad_norm, is_bad
 
     @torch.no_grad()
-    def _apply(self, is_bad: Tensor) -> None:
-        """Changes weights, average and counters; in place, so that nothing here needs memory to speak of."""
+    def _apply(self, is_bad: Tensor, is_critic_bad: Tensor | None) -> None:
+        """Changes weights, average, critic and counters; in place, so that nothing here needs memory to speak of."""
         self.is_whole = False
         # torch's fused optimizers leave everything as it is when found_inf is set, without asking the host.
         self.optimizer.found_inf = is_bad  # type: ignore[attr-defined]
@@ -424,6 +373,8 @@ class StepEngine:
         self.guard.restore_where(is_bad)
         if self.average is not None:
             self.average.update(is_bad)
+        if self.critic is not None and is_critic_bad is not None:
+            self.critic.apply(is_critic_bad, is_bad)
         bad = is_bad.long()
         self.bad_steps += bad
         self.bad_in_row = (self.bad_in_row + 1) * bad
@@ -440,6 +391,8 @@ class StepEngine:
             restore_torch_rng(rng)
             self.model.zero_grad(set_to_none=True)
             self.optimizer.zero_grad(set_to_none=True)
+            if self.critic is not None:
+                self.critic.undo()
             raise
         finally:
             self._rng_before_step = None
@@ -447,53 +400,3 @@ class StepEngine:
 
 def _added(a: Statistics, b: Statistics) -> Statistics:
     return tuple(x + y for x, y in zip(a, b, strict=True))
-
-
-class BatchNormMemoryError(torch.OutOfMemoryError):
-    """There was not memory enough to recompute BatchNorm's statistics."""
-
-
-def recompute_batchnorm(model: nn.Module, inputs: Iterable[Tensor], device: torch.device) -> None:
-    """Replaces BatchNorm's running statistics by those of the inputs; dropout's random numbers are put back.
-
-    Args:
-        model: on `device`.
-        inputs: normalised images (N, 3, H, W).
-        device: where they are.
-
-    Raises:
-        BatchNormMemoryError: there was not memory enough; the statistics are as they were.
-    """
-    guard = BufferGuard(model)
-    momenta = {m: m.momentum for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.optim.swa_utils.update_bn(inputs, model)
-    except BaseException as error:
-        guard.restore()
-        for module, momentum in momenta.items():
-            module.momentum = momentum
-        if isinstance(error, torch.OutOfMemoryError):
-            raise BatchNormMemoryError(str(error)) from error
-        raise
-
-
-TorchRng = tuple[Tensor, list[tuple[torch.device, Tensor]]]
-
-
-def capture_torch_rng(devices: Sequence[torch.device] = ()) -> TorchRng:
-    """State of torch's generators that a forward pass draws from: the CPU's, and those of the GPUs given."""
-    return torch.get_rng_state(), [(device, torch.cuda.get_rng_state(device)) for device in devices]
-
-
-def restore_torch_rng(state: TorchRng) -> None:
-    """Restores what `capture_torch_rng` gave."""
-    torch.set_rng_state(state[0])
-    for device, of_device in state[1]:
-        torch.cuda.set_rng_state(of_device, device)
-
-
-def rng_fields(state: TorchRng) -> dict[str, Any]:
-    """The same, as the fields of `capture_rng` that it replaces; devices are in the order of their numbers."""
-    cuda = {device.index or 0: of_device for device, of_device in state[1]}
-    return {"torch": state[0], **({"cuda": [cuda[index] for index in sorted(cuda)]} if cuda else {})}

@@ -181,7 +181,10 @@ def count_views(
 def no_statistics(
     criterion: AdditiveCriterion, num_classes: int, ignore_index: int, device: torch.device
 ) -> tuple[Tensor, ...]:
-    """The statistics of no image at all: zeros of the right shapes."""
+    """The statistics of no image at all: zeros of the right shapes, in float64 as all sums over an evaluation.
+
+    A rank without images takes part in the sum over the ranks, for which every rank needs one type.
+    """
     logits = torch.zeros(1, num_classes, 1, 1, device=device)
     target = torch.full((1, 1, 1), ignore_index, dtype=torch.int16, device=device)
-    return tuple(torch.zeros_like(s) for s in criterion.statistics((logits,), target))
+    return tuple(torch.zeros_like(s, dtype=torch.float64) for s in criterion.statistics((logits,), target))

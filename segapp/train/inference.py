@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segapp.losses import Tile, View, upsample_logits
-from segapp.train.engine import Normalizer
+from segapp.train.normalize import Normalizer
 
 if TYPE_CHECKING:
     from segapp.models import SegmentationModel

@@ -28,6 +28,11 @@ def iou_table(classes: Sequence[str], iou: Sequence[float | None]) -> list[str]:
     ]
 
 
+def shown(value: float | None) -> str:
+    """A part of the loss."""
+    return "n/a" if value is None else f"{value:.4g}"
+
+
 class PlainReporter:
     """Prints a run's events.
 
@@ -109,12 +114,13 @@ class PlainReporter:
             return
         self._last_line_s = now
         loss = "n/a" if event["loss"] is None else f"{event['loss']:.4f}"
-        skipped = f"  skipped {event['skipped']}" if event.get("skipped") else ""
+        more = "".join(f"  {printable(name)} {shown(value)}" for name, value in (event.get("terms") or {}).items())
+        more += f"  skipped {event['skipped']}" if event.get("skipped") else ""
         self._line(
             f"epoch {event['epoch']}/{self._start['epochs']}  step {in_epoch}/{per_epoch}  loss {loss}  "
             f"lr {event['lr']:.2e}  {event['images_per_s'] or 0:.1f} images/s  "
             f"data wait {100 * (event['data_wait_frac'] or 0):.0f} %  "
-            f"eta {format_duration(event['eta_epoch_s'])} epoch, {format_duration(event['eta_run_s'])} run{skipped}"
+            f"eta {format_duration(event['eta_epoch_s'])} epoch, {format_duration(event['eta_run_s'])} run{more}"
         )
 
     def _show_val(self, event: dict[str, Any]) -> None:

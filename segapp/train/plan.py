@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from segapp.config import RunConfig, load_config
-from segapp.errors import ConfigError
+from segapp.errors import ConfigError, SegappError
 from segapp.run.folder import RunFolder, find_run, is_run, run_folders
 
 
@@ -58,6 +58,21 @@ def plan_session(config: str | None, overrides: Sequence[str], run: Path | None,
     Raises:
         ConfigError: the config, or what was named, is not there or not valid.
     """
+    plan = _plan(config, overrides, run, resume)
+    _check_teacher(plan.config)
+    return plan
+
+
+def _check_teacher(config: RunConfig) -> None:
+    if config.distill is None or Path(config.distill.teacher).is_file():
+        return
+    try:
+        find_run(config.distill.teacher)
+    except SegappError as error:
+        raise type(error)(f"distill.teacher: {error}; train the teacher first, or name its checkpoint file") from None
+
+
+def _plan(config: str | None, overrides: Sequence[str], run: Path | None, resume: str | None) -> Plan:
     if resume is None or resume == "auto":
         folder = None
         if resume == "auto":

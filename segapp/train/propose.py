@@ -116,6 +116,8 @@ def _lines(name: str, root: Path, found: Found, content: MaskContent) -> Iterato
     yield Line("data:")
     yield Line(f"  format: {found.format}")
     yield Line(f"  root: {json.dumps(str(root), ensure_ascii=False)}")
+    if found.leads_outside:
+        yield Line("  allow_outside_root: true", "links in it lead elsewhere: take this out if you do not trust them")
     for key, value in found.folders.items():
         yield Line(f"  {key}: {json.dumps(value, ensure_ascii=False)}")
     for usual, own in found.splits.items():

@@ -222,8 +222,12 @@ class Saving:
     def _start_writer(self, captured: Captured, finished_epoch: int | None, is_best: bool, copy_s: float) -> None:
         self._written_since_s = time.monotonic()
         arguments = (captured, finished_epoch, is_best, copy_s)
-        self._writer = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
-        self._writer.start()
+        writer = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
+        try:
+            writer.start()
+            self._writer = writer
+        except RuntimeError:  # no memory for another thread: what ends for want of memory is saved all the same
+            self._write(*arguments)
 
     def _wait(self, timeout_s: float) -> bool:
         """Whether the writer is done, after at most so many seconds; signals are heard meanwhile."""

@@ -58,6 +58,7 @@ from segapp.train.plan import ImageLimit, Plan
 from segapp.train.ranks import Ranks
 from segapp.train.settle import planned_advice, settle_memory
 from segapp.train.trackers import make_trackers
+from segapp.train.trained import read_trained
 from segapp.train.trainer import Trainer
 from segapp.train.watchdog import Watchdog
 
@@ -281,6 +282,7 @@ def _build(
         outlook=outlook,
         advise=lambda: planned_advice(config, devices, watch.places, outlook),
         limit=limit,
+        teacher=None if config.distill is None else read_trained(config.distill.teacher),
     )
     step = 0 if checkpoint is None else checkpoint.step
     trainer.steering.replay = ranks.from_main(applied_after(folder.events, step) if ranks.is_main else None)

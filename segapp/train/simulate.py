@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes
 
 from segapp.config import RunConfig, validate_config
 from segapp.datasets.dataset import image_sizes
@@ -33,7 +34,7 @@ from segapp.memory.buckets import Buckets
 from segapp.memory.jobs import EVAL, PHASES, LossStyle, PhasePeak, SimulationJob, SimulationResult
 from segapp.memory.recorder import CUDA_GRANULE_BYTES, PeakMoment, PhaseMarks, Recorder
 from segapp.memory.simulated import BACKEND, CHANGE_IN_PLACE, place, simulation, skeleton
-from segapp.models import SegmentationModel
+from segapp.models import Critic, SegmentationModel
 from segapp.optim import WeightAverage, build_optimizer
 from segapp.parallel import (
     BalancedDataParallel,
@@ -55,8 +56,19 @@ from segapp.train.build import (
     set_batchnorm_momentum,
     split_names,
 )
-from segapp.train.engine import NormalizedInput, Normalizer, StepEngine
+from segapp.train.build_distill import (
+    build_critic,
+    build_distillation,
+    build_distilled_input,
+    build_teacher,
+    check_teacher,
+    distilled_criterion,
+)
+from segapp.train.engine import StepEngine
 from segapp.train.evaluate import evaluate
+from segapp.train.normalize import NormalizedInput, Normalizer
+from segapp.train.ranks import Ranks
+from segapp.train.trained import TrainedState, read_trained
 
 MIB = 2**20
 MAX_HEADERS = 500
@@ -104,6 +116,13 @@ class Simulator:
         self.min_train_batch = model.min_train_batch
         self.num_params = sum(p.numel() for p in model.parameters())
         self._plain = skeleton(model)
+        self._teacher: TrainedState | None = None
+        self._critic: Critic | None = None
+        if config.distill is not None:
+            self._teacher = read_trained(config.distill.teacher)
+            check_teacher(config, self._teacher, self.scheme)
+            Precision(config.train.precision, torch.device("cpu")).prepare(self._teacher.model)
+            self._critic = build_critic(config, self.scheme.num_classes, torch.device("cpu"), is_synced=False)
 
     @property
     def smaller_crop_px(self) -> tuple[int, int] | None:
@@ -159,7 +178,7 @@ class Simulator:
             warnings.simplefilter("ignore")
             with simulation(recorder):
                 model = _placed(source, stages, recorder)
-                engine, end_backward = self.build_engine(job, model, devices, stages, recorder)
+                engine, end_backward = self.build_engine(job, model, devices, stages, recorder, _put(recorder))
                 batches = [
                     self.batch(sum(job.split), device="cpu" if is_host_batch else devices[0])
                     for _ in range(min(job.accumulate, 2))
@@ -211,6 +230,7 @@ class Simulator:
         devices: Sequence[str],
         stages: Mapping[str, str],
         recorder: Recorder,
+        put: Callable[[nn.Module, torch.device], Any] = lambda module, device: copy.deepcopy(module).to(device),
     ) -> tuple[StepEngine, Callable[[], None]]:
         """The engine that the trainer would use, and what is to be called after a step.
 
@@ -220,12 +240,18 @@ class Simulator:
             devices: simulated or real ones, in the order of the split.
             stages: part of the model -> device, in mode model.
             recorder: is told what the tensors are for.
+            put: makes a copy of a module on a device.
         """
         config, device = self.config, torch.device(devices[0])
         precision = Precision(config.train.precision, device)
         normalizer = Normalizer(config.data.mean, config.data.std, precision.input_dtype).to(device)
         inner: Any = model if job.loss in ("small", "full") else Upsampled(model)
         wrapped = NormalizedInput(inner, normalizer, channels_last=config.train.channels_last)
+        taught = None
+        if self._teacher is not None and job.loss == "small":
+            critic = None if self._critic is None else put(self._critic, device)
+            teacher = build_teacher(self._teacher, [torch.device(each) for each in devices], precision.input_dtype, put)
+            wrapped = taught = build_distilled_input(config, model, normalizer, teacher, critic, device)
         network: nn.Module = wrapped
         if job.mode == "dp":
             options: Any = {"shares": job.split, "mode": "lockstep"}
@@ -257,15 +283,17 @@ class Simulator:
         if config.train.ema is not None:
             average = WeightAverage(model, config.train.ema)
             recorder.tag((*average.module.parameters(), *average.module.buffers()), "average")
+        task = self._criterion(job.loss)
         engine = StepEngine(
             model,
             network,
-            self._criterion(job.loss).to(device),
+            (distilled_criterion(config, task) if taught is not None else task).to(device),
             optimizer,
             precision,
             average=average,
             device=device,
             clip_grad_norm=config.optim.clip_grad_norm,
+            distillation=None if taught is None else build_distillation(config, network, taught, device, Ranks()),
         )
         recorder.tag(engine.guard.kept, "buffers")
         states = optimizer.state.values()
@@ -317,10 +345,23 @@ class Simulator:
                 num_classes=self.scheme.num_classes,
                 ignore_index=self.scheme.ignore_index,
                 device=engine.device,
-                criterion=engine.criterion,
+                criterion=engine.criterion.task,
             )
         except _Done:
             return
+
+
+def _put(recorder: Recorder) -> Callable[[nn.Module, torch.device], nn.Module]:
+    """What puts copies of modules on simulated devices."""
+
+    def put(module: nn.Module, device: torch.device) -> nn.Module:
+        with _disable_current_modes():
+            plain = skeleton(copy.deepcopy(module))
+        placed = place(plain, lambda _: str(device))
+        recorder.tag((*placed.parameters(), *placed.buffers()), "weights")
+        return placed
+
+    return put
 
 
 def _nothing() -> None:

@@ -62,6 +62,7 @@ class TrackerListener:
         if kind == "step":
             self._step = event["step"]
             self._scalars({f"train/{key}": event.get(key) for key in STEP_KEYS})
+            self._scalars({f"train/{name}": value for name, value in (event.get("terms") or {}).items()})
         elif kind == "val":
             self._step = event["step"]
             values = {f"val/{key}": event.get(key) for key in VAL_KEYS}

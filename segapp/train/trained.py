@@ -1,11 +1,11 @@
-"""A trained network, ready to judge images: from a run, a checkpoint, or a file of bare weights."""
+"""A trained network out of a run, a checkpoint, or a file of bare weights."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from segapp.config import RunConfig, load_config, validate_config
 from segapp.datasets.formats import ClassScheme
 from segapp.errors import CheckpointError, ConfigError
 from segapp.models import SegmentationModel
-from segapp.models.weights import load_weights, read_metadata, read_weights_file
+from segapp.models.weights import load_weights, read_metadata, read_weights_file, sha256_of
 from segapp.precision import Precision
 from segapp.run.folder import find_run
 from segapp.run.text import printable
@@ -29,41 +29,76 @@ CONFIG_KEY = "config"
 
 
 @dataclass(frozen=True)
-class TrainedModel:
+class TrainedState:
     """A network with the weights of a file.
 
     Attributes:
-        model: in evaluation mode, on `device`.
+        model: on the CPU in fp32; the weights' average where there is one.
         config: what it was trained with, or is said to be.
         scheme: classes and colours.
-        inference: how whole images are judged.
-        device: where.
         path: the file.
+        sha256: of its bytes.
         epoch: epochs that it was trained for; 0 where the file does not say.
         step: steps that it was trained for; 0 where the file does not say.
         criterion: state of the criterion, with the class weights of the training; None where the file has none.
+        messages: what a person should be told.
     """
 
     model: SegmentationModel
     config: RunConfig
     scheme: ClassScheme
-    inference: Inference
-    device: torch.device
     path: Path
+    sha256: str
     epoch: int = 0
     step: int = 0
     criterion: Mapping[str, Any] | None = None
+    messages: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TrainedModel(TrainedState):
+    """A trained network, ready to judge images.
+
+    Attributes:
+        model: in evaluation mode, on `device`, in the precision of its training.
+        inference: how whole images are judged.
+        device: where.
+    """
+
+    inference: Inference = field(kw_only=True)
+    device: torch.device = field(kw_only=True)
 
 
 def load_trained(target: str, config: str | None = None, *, slide: bool = False, tta: bool = False) -> TrainedModel:
+    """What `read_trained` gives, on its device.
+
+    Args:
+        target: a run's name, its folder, a checkpoint, or a file of weights.
+        config: for bare weights, which network they are of.
+        slide: predict by sliding window.
+        tta: average over a flip and several scales.
+    """
+    trained = read_trained(target, config)
+    for message in trained.messages:
+        print(f"note: {printable(message)}", file=sys.stderr)
+    model, own = trained.model, trained.config
+    overrides = {key: True for key, is_on in (("slide", slide), ("tta", tta)) if is_on}
+    evaluation = own.eval.model_copy(update=overrides)
+    device = choose_devices(own.parallel.devices)[0][0]
+    precision = Precision(own.train.precision, device)
+    precision.prepare(model.to(device))
+    inference = build_inference(own.data, evaluation, model, precision, own.loss.align_corners)
+    model.eval()
+    return TrainedModel(**vars(trained), inference=inference, device=device)
+
+
+def read_trained(target: str, config: str | None = None) -> TrainedState:
     """The model of a run (its best checkpoint, else the last), of a checkpoint, or of a file of bare weights.
 
     Args:
         target: a run's name, its folder, a checkpoint, or with `config` any file that `model.weights` takes. A
             safetensors file of `segapp export` holds its config.
         config: says which network the weights are of: a path or a name.
-        slide: predict by sliding window.
-        tta: average over a flip and several scales.
 
     Raises:
         CheckpointError: there is none, or it is of another program, config or model.
@@ -71,10 +106,8 @@ def load_trained(target: str, config: str | None = None, *, slide: bool = False,
     """
     if config is not None or Path(target).suffix.lower() == ".safetensors":
         path = Path(target)
-        return _from_weights(path, _config_of(path) if config is None else load_config(config), slide=slide, tta=tta)
+        return _from_weights(path, _config_of(path) if config is None else load_config(config))
     checkpoint = _find_checkpoint(target)
-    for message in checkpoint.messages:
-        print(f"note: {printable(message)}", file=sys.stderr)
     state = checkpoint.state
     if not isinstance(state.get("config"), dict):
         raise CheckpointError(f"{checkpoint.path} holds no config: it was not written by segapp train")
@@ -91,8 +124,17 @@ def load_trained(target: str, config: str | None = None, *, slide: bool = False,
         model.load_state_dict(average["module"] if average is not None else state["model"])
     except (RuntimeError, KeyError) as error:
         raise CheckpointError(f"{checkpoint.path} does not fit {saved.model.name}: {error}") from None
-    about = {"epoch": checkpoint.epoch, "step": checkpoint.step, "criterion": state.get("criterion")}
-    return _ready(model, saved, scheme, checkpoint.path, slide=slide, tta=tta, **about)
+    return TrainedState(
+        model,
+        saved,
+        scheme,
+        checkpoint.path,
+        checkpoint.sha256,
+        checkpoint.epoch,
+        checkpoint.step,
+        state.get("criterion"),
+        tuple(checkpoint.messages),
+    )
 
 
 def _find_checkpoint(target: str) -> LoadedCheckpoint:
@@ -106,7 +148,7 @@ def _find_checkpoint(target: str) -> LoadedCheckpoint:
         return load_checkpoint(folder.path)
 
 
-def _from_weights(path: Path, config: RunConfig, *, slide: bool, tta: bool) -> TrainedModel:
+def _from_weights(path: Path, config: RunConfig) -> TrainedState:
     scheme = build_scheme(config.data)
     model = build_network(config.model, scheme.num_classes, with_weights=False)
     state = read_weights_file(path, "weights")
@@ -123,7 +165,7 @@ def _from_weights(path: Path, config: RunConfig, *, slide: bool, tta: bool) -> T
             f"({needed[0][1]}): give weights of the whole network for these classes, or train them first with "
             "model.weights"
         )
-    return _ready(model, config, scheme, path, slide=slide, tta=tta)
+    return TrainedState(model, config, scheme, path, sha256_of(path, "weights"))
 
 
 def _config_of(path: Path) -> RunConfig:
@@ -144,22 +186,3 @@ def _config_of(path: Path) -> RunConfig:
         raise CheckpointError(
             f"{path} holds a config that this version does not read ({error}): give one with --config"
         ) from None
-
-
-def _ready(
-    model: SegmentationModel,
-    config: RunConfig,
-    scheme: ClassScheme,
-    path: Path,
-    *,
-    slide: bool,
-    tta: bool,
-    **about: Any,
-) -> TrainedModel:
-    overrides = {key: True for key, is_on in (("slide", slide), ("tta", tta)) if is_on}
-    evaluation = config.eval.model_copy(update=overrides)
-    device = choose_devices(config.parallel.devices)[0][0]
-    precision = Precision(config.train.precision, device)
-    precision.prepare(model.to(device))
-    inference = build_inference(config.data, evaluation, model, precision, config.loss.align_corners)
-    return TrainedModel(model.eval(), config, scheme, inference, device, path, **about)

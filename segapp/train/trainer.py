@@ -19,12 +19,12 @@ from segapp.config import LiveSettings, RunConfig
 from segapp.errors import DataError, NonFiniteError, OutOfMemoryError, WorkerError
 from segapp.failpoints import failpoint
 from segapp.memory.scene import OomReport, Scene
-from segapp.optim import lr_at, set_lr
+from segapp.optim import lr_at
 from segapp.train.attention import Attention
 from segapp.train.budget import MemoryBudget
 from segapp.train.checkpoint import CheckpointStore, capture_rng, restore_rng
 from segapp.train.control import PauseRequest, StopRequest, StopSignals
-from segapp.train.engine import BatchNormMemoryError, StepEngine, StepResult, recompute_batchnorm, rng_fields
+from segapp.train.engine import StepEngine, StepResult
 from segapp.train.evaluate import Evaluation, evaluate
 from segapp.train.inference import Inference
 from segapp.train.journal import Journal
@@ -38,11 +38,13 @@ from segapp.train.out_of_memory import (
     is_out_of_memory,
     next_eval_lesson,
 )
+from segapp.train.precise_bn import BatchNormMemoryError, recompute_batchnorm
 from segapp.train.progress import Best, Clock, Position, images_in
 from segapp.train.ranks import PeerOutOfMemoryError
 from segapp.train.samples import SamplePictures
 from segapp.train.saving import Captured, Saving
 from segapp.train.steering import Standing, Steering
+from segapp.train.undo import rng_fields
 
 if TYPE_CHECKING:
     from segapp.datasets.loader import Batch, EvalLoader, TrainLoader
@@ -252,7 +254,7 @@ class Trainer:
         Raises:
             OutOfMemoryError: there was not memory enough in smaller pieces either.
         """
-        set_lr(self.engine.optimizer, self._lr(self.position.step + 1))
+        self.engine.set_lr(self._lr(self.position.step + 1))
         self._recall_lessons()
         num_failures = 0
         while True:
@@ -418,7 +420,7 @@ class Trainer:
             num_classes=self.num_classes,
             ignore_index=self.ignore_index,
             device=self.engine.device,
-            criterion=self.engine.criterion,
+            criterion=self.engine.criterion.task,
             check=self.attention.check,
             ranks=self.ranks,
             num_checks=self._num_val_checks,
@@ -557,6 +559,7 @@ class Trainer:
             step_s=step_s,
             eta_epoch_s=eta_epoch_s,
             eta_run_s=eta_run_s,
+            terms={name: float(value) for name, value in result.terms.items()} or None,
         )
         self._clock.restart()
         self._stop_if_hopeless(group)

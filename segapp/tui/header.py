@@ -162,6 +162,7 @@ def throughput_line(view: View, width: int, glyphs: Glyphs) -> Content:
     step = view.step
     if step is None:
         return Content.styled("no step yet", "$text-muted")
+    terms = list((step.terms or {}).items())
     wait = step.data_wait_frac
     wait_style = "$text-warning bold" if wait is not None and wait > 0.2 else ""
     parts = [
@@ -172,6 +173,7 @@ def throughput_line(view: View, width: int, glyphs: Glyphs) -> Content:
         Part(3, Content(f"grad {number(step.grad_norm)}")) if step.grad_norm is not None else None,
         Part(3, Content.styled(f"skipped {step.skipped}", "$text-error")) if step.skipped else None,
         Part(5, Content(f"scale {step.loss_scale:g}")) if step.loss_scale is not None else None,
+        *(Part(6 + i, Content(f"{name} {number(value)}")) for i, (name, value) in enumerate(terms)),
     ]
     return fit_parts(parts, width)
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from segapp.run.events import Val
 
 Floats = NDArray[np.float64]
 
@@ -14,6 +17,24 @@ SMOOTHINGS = (0.6, 0.9, 0.98)
 """Factors of the averages that are kept beside the raw curve."""
 
 _BLOCK = 64
+
+
+class PastVal(NamedTuple):
+    """What is kept of an evaluation of long ago: a quarter of the event's memory, and nothing of its classes."""
+
+    epoch: int
+    step: int
+    loss: float | None
+    miou: float | None
+    pixel_accuracy: float | None
+    num_images: int | None
+    val_s: float | None
+    iou: Sequence[float | None] = ()
+
+    @classmethod
+    def of(cls, val: Val | PastVal) -> PastVal:
+        """The same evaluation without its classes."""
+        return cls(val.epoch, val.step, val.loss, val.miou, val.pixel_accuracy, val.num_images, val.val_s)
 
 
 class History:

@@ -16,6 +16,7 @@ from textual.content import Content
 from textual.geometry import Size
 from textual.widget import Widget
 
+from segapp.failpoints import failpoint
 from segapp.run.text import printable
 from segapp.tui import header, keys, layout, themes
 from segapp.tui.chart import LossChart
@@ -135,6 +136,7 @@ class Monitor(App[None]):
         self.exit()
 
     def _tick(self) -> None:
+        failpoint("tui.tick")
         if not self.is_headless and is_hung_up():
             self._leave()
             return

@@ -30,7 +30,7 @@ from segapp.run.events import (
 )
 from segapp.run.text import printable
 from segapp.run.verdict import MemoryFit, fit_memory
-from segapp.tui.history import History
+from segapp.tui.history import History, PastVal
 from segapp.tui.wording import LogLine, log_line
 
 STICKY_ALERTS = frozenset({"oom", "reverted", "non_finite", "storage"})
@@ -82,8 +82,8 @@ class View:
     devices: list[DeviceMemory] = field(default_factory=list)
     peaks_mib: dict[tuple[int, ...], list[float | None]] = field(default_factory=dict)
     """Highest allocation of each device under each split."""
-    vals: list[Val] = field(default_factory=list)
-    best: Val | None = None
+    vals: list[Val | PastVal] = field(default_factory=list)
+    best: Val | PastVal | None = None
     """The evaluation with the highest mIoU."""
     checkpoint: Checkpoint | None = None
     marks: list[Mark] = field(default_factory=list)
@@ -302,14 +302,14 @@ def _take_back(view: View, step: int) -> None:
         view.step = None
 
 
-def _miou(val: Val) -> float:
+def _miou(val: Val | PastVal) -> float:
     return val.miou if val.miou is not None and math.isfinite(val.miou) else -1.0
 
 
 def _fold_val(view: View, event: Val) -> None:
     view.vals.append(event)
     if len(view.vals) > 64 and view.vals[-65].iou:  # old ones keep their sums, not their classes
-        view.vals[-65] = view.vals[-65].model_copy(update={"iou": []})
+        view.vals[-65] = PastVal.of(view.vals[-65])
     if event.miou is not None and (view.best is None or _miou(event) > _miou(view.best)):
         view.best = event
 

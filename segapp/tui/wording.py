@@ -21,6 +21,7 @@ from segapp.run.events import (
     Weights,
 )
 from segapp.run.text import printable
+from segapp.tui.history import PastVal
 
 
 class LogLine(NamedTuple):
@@ -32,7 +33,7 @@ class LogLine(NamedTuple):
     text: str
 
 
-def log_line(event: Event, classes: Sequence[str], previous: Val | None) -> LogLine | None:
+def log_line(event: Event, classes: Sequence[str], previous: Val | PastVal | None) -> LogLine | None:
     """The line that tells an event; None for events that are no news.
 
     Args:
@@ -158,7 +159,7 @@ def _start(event: RunStart) -> str:
     return what if event.resumed_from_step is None else f"resumed at step {event.resumed_from_step}: {what}"
 
 
-def _val(event: Val, classes: Sequence[str], previous: Val | None) -> str:
+def _val(event: Val, classes: Sequence[str], previous: Val | PastVal | None) -> str:
     parts = [f"e{event.epoch} mIoU {number(event.miou)}"]
     if previous is not None and previous.miou is not None and event.miou is not None:
         parts[0] += f" ({event.miou - previous.miou:+.3f})"

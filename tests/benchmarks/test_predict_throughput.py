@@ -16,8 +16,8 @@ from PIL import Image
 
 from segapp.datasets.schemes import ClassScheme
 from segapp.models import SegmentationModel, build_model
-from segapp.train.engine import Normalizer
 from segapp.train.inference import Inference
+from segapp.train.normalize import Normalizer
 from segapp.train.predict import OutputPlan, TrainedPredictor, find_images, predict_files
 
 pytestmark = pytest.mark.benchmark

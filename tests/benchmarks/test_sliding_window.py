@@ -15,9 +15,9 @@ from torch import Tensor
 from segapp.datasets.loader import Batch
 from segapp.metrics import ConfusionMatrix
 from segapp.models import SegmentationModel, build_model
-from segapp.train.engine import Normalizer
 from segapp.train.evaluate import evaluate
 from segapp.train.inference import Inference, window_corners
+from segapp.train.normalize import Normalizer
 
 pytestmark = pytest.mark.benchmark
 

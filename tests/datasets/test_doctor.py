@@ -252,8 +252,8 @@ def test_what_has_no_partner_is_told_and_the_rest_is_examined(root: Path, tmp_pa
     found = [(f["severity"], f["kind"], f["split"]) for f in report["findings"]]
     assert found.count(("error", "pairs", "val")) == 1
     assert found.count(("warning", "file", "train")) == 3
-    assert found.count(("warning", "link", "train")) == 1
-    assert (report["splits"]["train"]["pairs"], report["splits"]["val"]["pairs"]) == (8, 3)
+    assert found.count(("error", "link", "train")) == 1
+    assert (report["splits"]["train"]["pairs"], report["splits"]["val"]["pairs"]) == (7, 3)
 
 
 def test_sums_find_what_decoding_does_not(root: Path, tmp_path: Path) -> None:

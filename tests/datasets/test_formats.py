@@ -141,6 +141,42 @@ def test_links_to_folders_are_followed_and_loops_end(tmp_path: Path) -> None:
     assert [p.name for p in find_pairs("folder", tmp_path, "train")] == ["city/1"]
 
 
+LAYOUTS = {
+    "cityscapes": ("leftImg8bit/train/a/1_leftImg8bit.png", "gtFine/train/a/1_gtFine_labelIds.png"),
+    "camvid": ("train/1.png", "trainannot/1.png"),
+    "voc": ("JPEGImages/1.jpg", "SegmentationClass/1.png", "ImageSets/Segmentation/train.txt"),
+    "ade20k": ("ADEChallengeData2016/images/training/1.jpg", "ADEChallengeData2016/annotations/training/1.png"),
+    "folder": ("images/train/a/1.jpg", "masks/train/a/1.png"),
+    "list": ("all/1.jpg", "all/1.png", "train.txt"),
+}
+
+
+@pytest.mark.parametrize("format", LAYOUTS)
+def test_the_root_may_be_a_link_and_nothing_in_it_leads_away(tmp_path: Path, format: str) -> None:
+    root, disk = tmp_path / "root", tmp_path / "disk"
+    touch(disk, *LAYOUTS[format])
+    for name in LAYOUTS[format][2:]:
+        (disk / name).write_text("1\n" if format == "voc" else "all/1.jpg all/1.png\n")
+    root.symlink_to(disk)
+    assert len(find_pairs(format, root, "train")) == 1
+    for name in LAYOUTS[format]:
+        for leaving in (Path(name), *Path(name).parents[:-1]):  # the file, and every folder above it
+            (disk / leaving).rename(tmp_path / "away")
+            (disk / leaving).symlink_to(tmp_path / "away")
+            with pytest.raises(DataError, match=r"allow_outside_root: true"):
+                find_pairs(format, root, "train")
+            assert len(find_pairs(format, root, "train", allow_outside_root=True)) == 1
+            (disk / leaving).unlink()
+            (tmp_path / "away").rename(disk / leaving)
+
+
+def test_a_link_to_a_large_disk_is_named_before_it_is_searched(tmp_path: Path) -> None:
+    touch(tmp_path, "root/images/train/1.jpg", "root/masks/train/1.png")
+    (tmp_path / "root/images/train/all").symlink_to("/")
+    with pytest.raises(DataError, match=r"images/train/all leads out of data.root .*, to /: "):
+        find_pairs("folder", tmp_path / "root", "train")
+
+
 def test_masks_are_not_looked_for_where_they_are_not_needed(tmp_path: Path) -> None:
     touch(tmp_path, "leftImg8bit/test/a/a_0_0_leftImg8bit.png")
     pairs = find_pairs("cityscapes", tmp_path, "test", with_masks=False)

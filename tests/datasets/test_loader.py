@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from drawn import draw_image, draw_mask
+from fault_table import case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -141,6 +142,7 @@ def test_impossible_numbers_are_refused(dataset: SegmentationDataset) -> None:
 # --- the same batches whatever loads them
 
 
+@case("R10", how="0, 1 and 2 workers", passes="the same batches")
 def test_workers_do_not_change_the_batches(dataset: SegmentationDataset) -> None:
     streams = {}
     for workers in (0, 2, 3):
@@ -202,6 +204,7 @@ def test_no_global_generator_is_used(workers: int, dataset: SegmentationDataset)
     evaluation.close()
 
 
+@case("R10", how="every sample of two epochs", passes="no two crops alike")
 def test_every_sample_is_augmented_anew_in_every_epoch(write_pairs: WritePairs, scheme: ClassScheme) -> None:
     """Workers that share one stream of augmentations, or repeat it each epoch, are a known fault elsewhere."""
     (pair,) = write_pairs([(60, 60)])
@@ -212,6 +215,7 @@ def test_every_sample_is_augmented_anew_in_every_epoch(write_pairs: WritePairs, 
     assert len(set(images)) == len(images) == 36
 
 
+@case("R10", how="any sample asked for twice", passes="the same pixels")
 def test_a_sample_is_a_function_of_seed_epoch_and_index(dataset: SegmentationDataset) -> None:
     copy = pickle.loads(pickle.dumps(dataset))
     other = SegmentationDataset(dataset.pairs, dataset.scheme, dataset.transform, seed=6)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from drawn import draw_mask
+from fault_table import case
 from PIL import Image
 
 from segapp.datasets.augment import TrainTransform
@@ -127,6 +128,7 @@ def test_ids_outside_the_classes_are_named_before_any_device_sees_them(
     assert "006_mask.png: the mask holds ids outside the 5 classes: 5 (800 px)" in str(consume(dataset, workers))
 
 
+@case("F40", how="an item raises an exception that cannot be pickled", passes="exit 3 naming the item, no hang")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_of_a_local_class_arrives(workers: int, misbehave: Callable[..., SegmentationDataset]) -> None:
     error = consume(misbehave(raise_local_error), workers)
@@ -134,6 +136,7 @@ def test_an_error_of_a_local_class_arrives(workers: int, misbehave: Callable[...
     assert "003.png: the augmentation failed (LocalError: local)" in str(error)
 
 
+@case("F40", how="an item leaves the worker", passes="an error that names the file, no hang")
 @pytest.mark.parametrize("exception", [SystemExit(3), KeyboardInterrupt(), MemoryError("no memory")])
 def test_leaving_a_worker_is_an_error_that_names_the_file(
     exception: BaseException, misbehave: Callable[..., SegmentationDataset]
@@ -199,6 +202,7 @@ def test_evaluation_fails_in_the_same_way(misbehave: Callable[..., SegmentationD
     assert_no_children()
 
 
+@case("F43", how="shared memory refused", passes="says /dev/shm")
 def test_a_full_shared_memory_is_explained(
     misbehave: Callable[..., SegmentationDataset], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,10 +266,14 @@ def test_workers_run_on_one_thread(write_pairs: WritePairs, scheme: ClassScheme)
     loader.close()
 
 
-def test_many_starts_and_stops_leave_nothing_behind(write_pairs: WritePairs, scheme: ClassScheme) -> None:
+@case(
+    "F42", how="8 and 50 starts and stops of workers that use OpenCV", passes="no hang, no process, no descriptor left"
+)
+@pytest.mark.parametrize("times", [8, pytest.param(50, marks=pytest.mark.slow)])
+def test_many_starts_and_stops_leave_nothing_behind(write_pairs: WritePairs, scheme: ClassScheme, times: int) -> None:
     dataset = SegmentationDataset(write_pairs([(40, 50)] * 4), scheme, TrainTransform((16, 16)))
     num_files = len(os.listdir("/proc/self/fd"))
-    for _ in range(8):
+    for _ in range(times):
         loader = TrainLoader(dataset, 2, workers=2)
         next(loader.epoch(0))
         loader.close()

@@ -11,6 +11,7 @@ import cv2
 import numpy as np
 import pytest
 from drawn import draw_image, draw_mask
+from fault_table import case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
@@ -194,6 +195,7 @@ def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
         read_image(path)
 
 
+@case("F47", how="EIO at the first read of a mask", passes="tried again")
 def test_a_transient_storage_error_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(draw_image(0, 4, 4), tmp_path / "a.png")
     calls = []

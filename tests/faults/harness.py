@@ -1,7 +1,7 @@
 """What the fault cases share: a tiny run, the uninterrupted run it is held against, and the invariants.
 
 A case is a test with `@case("F06", how=..., passes=...)`; `tests/faults/README.md` is made from what the cases did (see
-`table`). Most of them have three lines: make a run, do something to it, `invariants.check`.
+`fault_table`). Most of them have three lines: make a run, do something to it, `invariants.check`.
 
 The invariants, after any fault:
 
@@ -24,12 +24,13 @@ import secrets
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_table import case as case  # for the cases: `from harness import case`
 from programs import Program, start
 from tiny_runs import merged
 
@@ -49,15 +50,12 @@ MODEL = {
 }
 
 
-def case(row: str, *, how: str, passes: str) -> Callable[[Any], Any]:
-    """Marks a test as a case of the matrix.
-
-    Args:
-        row: its row, such as `F06`.
-        how: how the fault is injected.
-        passes: what must hold.
-    """
-    return pytest.mark.case(row=row, how=how, passes=passes)
+def some(values: Sequence[Any], *short: Any) -> list[Any]:
+    """Parameters of a test that is marked case by case: those of the short form, and the others for the long one."""
+    marks = {True: pytest.mark.faults, False: pytest.mark.faults_long}
+    return [
+        pytest.param(*(each if isinstance(each, tuple) else (each,)), marks=marks[each in short]) for each in values
+    ]
 
 
 def tiny_config(root: Path, **sections: Any) -> RunConfig:
@@ -393,7 +391,7 @@ def traced(run: FaultRun, program: Program, *options: str) -> Iterator[Path]:
     command = ["strace", "-f", "-qq", "-y", "-o", str(trace), *options, "-p", str(program.pid)]
     tracer = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
-        run.wait_for(lambda: _tracer_of(program.pid) == tracer.pid or tracer.poll() is not None)
+        run.wait_for(lambda: _tracers_of(program.pid) == {tracer.pid} or tracer.poll() is not None)
         if tracer.poll() is not None:
             assert tracer.stderr is not None
             pytest.skip(f"strace cannot attach: {tracer.stderr.read().strip()[:120]}")
@@ -414,9 +412,10 @@ def _state_of(pid: int) -> str:
     return ""
 
 
-def _tracer_of(pid: int) -> int:
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("TracerPid:"):
-                return int(line.split()[1])
-    return 0
+def _tracers_of(pid: int) -> set[int]:
+    """Who traces the threads of a process: strace takes hold of one after the other."""
+    found = set()
+    for path in Path(f"/proc/{pid}/task").glob("*/status"):
+        lines = path.read_text().splitlines()
+        found |= {int(line.split()[1]) for line in lines if line.startswith("TracerPid:")}
+    return found

@@ -364,11 +364,13 @@ def test_secrets_stay_out_of_logs(new_run: NewRun) -> None:
 def test_hostile_events(finished: FaultRun) -> None:
     events = finished.folder / "events.jsonl"
     whole = events.read_bytes()
-    for junk_bytes in (b"\0" * 1000 + b"\n", b'{"v":1,"seq":NaN}\n', b"x" * 2**26 + b"\n", b'{"v":1,"seq":9,"t":1e999'):
+    junk = [b"\0" * 1000 + b"\n", b'{"v":1,"seq":NaN}\n', b'{"v":1,"seq":9,"t":1e999', b"x" * 2**26 + b"\n"]
+    junk += [b"\0" * 300_000, b"\xff" * 2**22 + b"\n", b"{}\n" * 2**21]
+    for junk_bytes in junk:
         events.write_bytes(whole + junk_bytes)
         done = finished.command("status", "run", "--json")
         assert done.returncode == 0, done.stderr
-        is_long = len(junk_bytes) > 2**20  # of the end only so much is read: what a run said before it is not seen
+        is_long = len(junk_bytes) > 2**24  # of the end only so much is read: what a run said before it is not seen
         assert json.loads(done.stdout)["state"] in ({"finished", "crashed"} if is_long else {"finished"})
     events.rename(events.with_suffix(".1"))
     assert finished.command("status", "run", "--json").returncode == 0

@@ -10,11 +10,9 @@ import time
 from collections.abc import Callable
 
 import pytest
-from harness import FaultRun, Invariants, case
+from harness import FaultRun, Invariants, case, some
 
 NewRun = Callable[..., FaultRun]
-
-pytestmark = pytest.mark.faults
 
 
 def long_run(new_run: NewRun, **sections: object) -> FaultRun:
@@ -23,6 +21,7 @@ def long_run(new_run: NewRun, **sections: object) -> FaultRun:
 
 @case("F30", how="SIGTERM, SIGINT in the middle of an epoch", passes="exit 75 within a step, a save and 5 s; resumable")
 @case("F31", how="SIGINT to the whole group, workers too", passes="the same, at most 3 lines on stderr, no traceback")
+@pytest.mark.faults
 @pytest.mark.parametrize(("number", "to_group"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
 def test_a_signal_in_an_epoch(new_run: NewRun, invariants: Invariants, number: signal.Signals, to_group: bool) -> None:
     run = long_run(new_run)
@@ -41,6 +40,7 @@ def test_a_signal_in_an_epoch(new_run: NewRun, invariants: Invariants, number: s
 
 
 @case("F30", how="SIGUSR1, SIGHUP in the middle of an epoch", passes="a checkpoint, or nothing; training goes on")
+@pytest.mark.faults
 def test_signals_that_stop_nothing(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(checkpoint={"every_steps": None, "every_epochs": None})
     program = run.start(failpoints="train.step=sleep:0.1")
@@ -57,7 +57,7 @@ def test_signals_that_stop_nothing(new_run: NewRun, invariants: Invariants) -> N
     how="SIGTERM while the program starts, and before the first step",
     passes="75 or 143, nothing that blocks a restart",
 )
-@pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.15, 0.4])
+@pytest.mark.parametrize("delay_s", some([0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.8], 0.05, 0.4))
 def test_a_signal_while_it_starts(new_run: NewRun, invariants: Invariants, delay_s: float) -> None:
     run = new_run()
     program = run.start()
@@ -71,6 +71,7 @@ def test_a_signal_while_it_starts(new_run: NewRun, invariants: Invariants, delay
 
 @case("F33", how="SIGTERM in an evaluation, and in a save", passes="exit 75, exact")
 @case("R09", how="SIGTERM and SIGKILL in an evaluation of averaged weights", passes="exact")
+@pytest.mark.faults
 @pytest.mark.parametrize("failpoints", ["eval.batch=6:term", "ckpt.before_fsync=3:term", "eval.batch=6:kill"])
 def test_a_signal_in_an_evaluation_or_a_save(new_run: NewRun, invariants: Invariants, failpoints: str) -> None:
     run = new_run(train={"precise_bn": 2})
@@ -82,6 +83,7 @@ def test_a_signal_in_an_evaluation_or_a_save(new_run: NewRun, invariants: Invari
 @case(
     "F35", how="SIGINT twice in a slow save, and three times", passes="2: saved, 75; 3: 130 at once, the old one intact"
 )
+@pytest.mark.faults
 @pytest.mark.parametrize("times", [2, 3])
 def test_several_interrupts_in_a_slow_save(new_run: NewRun, invariants: Invariants, times: int) -> None:
     run = new_run(checkpoint={"every_steps": 3})
@@ -96,6 +98,7 @@ def test_several_interrupts_in_a_slow_save(new_run: NewRun, invariants: Invarian
 
 
 @case("F25", how="SIGKILL to the whole group", passes="nothing lost, exact")
+@pytest.mark.faults
 def test_the_whole_group_is_killed(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(data={"workers": 2})
     program = run.start(failpoints="train.step=sleep:0.05")
@@ -110,6 +113,7 @@ def test_the_whole_group_is_killed(new_run: NewRun, invariants: Invariants) -> N
     how="a second trainer on the run; the first killed; a lock file of a foreign process",
     passes="exit 9; starts at once",
 )
+@pytest.mark.faults
 def test_one_trainer_at_a_time(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run()
     program = run.start(failpoints="train.step=sleep:0.3")
@@ -127,6 +131,7 @@ def test_one_trainer_at_a_time(new_run: NewRun, invariants: Invariants) -> None:
     how="stdout and stderr closed; a reader that leaves after a line",
     passes="the run completes, no BrokenPipe traceback",
 )
+@pytest.mark.faults_long
 @pytest.mark.parametrize("how", [">&- 2>&-", "2>err | head -1"])
 def test_nobody_reads_what_it_prints(new_run: NewRun, how: str) -> None:
     run = new_run(train={"epochs": 1})

@@ -17,7 +17,7 @@ from pathlib import Path
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("target", help="config, events, command, mask, weights or list")
+    parser.add_argument("target", help="config, events, command, mask, weights, archive or list")
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--corpus", type=Path, help="kept between runs; a temporary folder if left out")
     parser.add_argument("--findings", type=Path, default=Path(tempfile.gettempdir()) / "segapp-findings")
@@ -55,7 +55,7 @@ def fuzz(name: str, minutes: float, corpus: Path | None, findings: Path) -> None
         return with_checksums(changed)[:max_size] if rng.random() < 0.7 else changed
 
     options = [f"-max_total_time={round(60 * minutes)}", f"-artifact_prefix={findings}/{name}-", "-timeout=900"]
-    options += ["-rss_limit_mb=4096", "-print_final_stats=1", "-max_len=8192"]
+    options += ["-rss_limit_mb=4096", "-print_final_stats=1", "-max_len=32768"]
     atheris.Setup([sys.argv[0], *options, str(corpus)], target.run, custom_mutator=mutator)
     atheris.Fuzz()
 

@@ -16,7 +16,8 @@ from segapp.losses import AdditiveCriterion, CriterionCE, CriterionDice, Criteri
 from segapp.optim import WeightAverage, build_optimizer
 from segapp.precision import Precision
 from segapp.train.build import build_criterion
-from segapp.train.engine import NormalizedInput, Normalizer, StepEngine
+from segapp.train.engine import StepEngine
+from segapp.train.normalize import NormalizedInput, Normalizer
 
 CPU = torch.device("cpu")
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)

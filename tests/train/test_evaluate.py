@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from segapp.datasets.loader import Batch
 from segapp.losses import CriterionCE, CriterionDice, CriterionLovasz, upsample_probabilities
 from segapp.metrics import ConfusionMatrix
-from segapp.train.engine import Normalizer
 from segapp.train.evaluate import evaluate
 from segapp.train.inference import Inference, window_corners
+from segapp.train.normalize import Normalizer
 
 CPU = torch.device("cpu")
 NORMALIZER = Normalizer((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from fault_table import case
 
 from segapp.train.gpus import GpuStatus, bare_uuid, order_by_free_memory, query_gpus
 
@@ -25,6 +26,7 @@ def fake_nvidia_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
 
+@case("G01", how="nvidia-smi says [N/A]", passes="nothing known of that number")
 def test_three_gpus_one_without_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "out").write_text(LINES)
     fake_nvidia_smi(tmp_path, f"cat {tmp_path / 'out'}", monkeypatch)
@@ -37,6 +39,7 @@ def test_three_gpus_one_without_numbers(tmp_path: Path, monkeypatch: pytest.Monk
     assert "cuda:0" in reason.partition("in use by others")[2]
 
 
+@case("G01", how="nvidia-smi: no devices, NVML error, exit 1", passes="nothing known")
 @pytest.mark.parametrize(
     "script", ["echo 'No devices were found'", "echo 'Failed to initialize NVML: Unknown Error'; exit 255", "exit 1"]
 )
@@ -45,6 +48,7 @@ def test_a_failing_nvidia_smi_is_nothing_known(tmp_path: Path, monkeypatch: pyte
     assert query_gpus() == []
 
 
+@case("G01", how="nvidia-smi hangs", passes="not waited for")
 def test_a_hanging_nvidia_smi_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_nvidia_smi(tmp_path, "sleep 20", monkeypatch)
     began = time.monotonic()

@@ -22,10 +22,10 @@ from segapp.losses import CriterionCE
 from segapp.metrics import ConfusionMatrix, group_iou, group_matrix
 from segapp.train.boundary import BoundaryIoU, boundary
 from segapp.train.confusion import draw_confusion
-from segapp.train.engine import Normalizer
 from segapp.train.evaluate import evaluate
 from segapp.train.inference import Inference
 from segapp.train.judge import Judge, judge_all
+from segapp.train.normalize import Normalizer
 
 CPU = torch.device("cpu")
 NORMALIZER = Normalizer((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fault_table import case
 from tiny_runs import events
 
 from segapp.run.events import EventWriter
@@ -166,6 +167,7 @@ def samples(run: RunFolder) -> list[dict[str, Any]]:
     return events(run.path, "memory") if run.events.exists() else []
 
 
+@case("G01", how="nvidia-smi fails or hangs under a monitor", passes="its numbers are missing, one call, no storm")
 @pytest.mark.parametrize("script", ["echo 'No devices were found'", "exit 9", "sleep 30"])
 def test_a_failing_or_hanging_nvidia_smi_costs_its_numbers_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fault_table import case
 from steer import small, three_devices
 from tiny_runs import differing, events, merged, train
 from torch import nn
@@ -76,6 +77,7 @@ def budgeted(plain: dict[str, Any], *budgets_mib: float, gpu0_bsz: int | None = 
     return merged(three_devices(plain, 2).model_dump(mode="json"), parallel=parallel, train=train, **sections)
 
 
+@case("N03", how="a memory budget below the peak of the first step", passes="the same losses, in pieces, remembered")
 @pytest.mark.usefixtures("_without_batchnorm")
 def test_a_device_over_its_budget_makes_the_step_in_pieces_with_the_same_mean(
     plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -111,6 +113,7 @@ def test_the_replica_that_is_over_its_budget_is_named(plain: dict[str, Any], tmp
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
 
 
+@case("N03", how="a memory budget that no piece fits", passes="saved, exit 6")
 @pytest.mark.slow
 def test_what_fits_in_no_piece_is_saved_and_stops_with_the_planners_advice(
     plain: dict[str, Any], tmp_path: Path
@@ -126,6 +129,7 @@ def test_what_fits_in_no_piece_is_saved_and_stops_with_the_planners_advice(
     assert saved(folder)["position"]["step"] == 0
 
 
+@case("N05", how="out of memory, a crash before the next save, a resume", passes="the same course as without the crash")
 def test_a_lesson_outlives_a_crash_before_the_next_checkpoint(plain: dict[str, Any], tmp_path: Path) -> None:
     config = small(plain, 2, train={"batch_size": 4})
     failpoints.arm("train.backward=2:oom")
@@ -143,6 +147,7 @@ def test_a_lesson_outlives_a_crash_before_the_next_checkpoint(plain: dict[str, A
     assert len(events(folder, "oom")) == 1
 
 
+@case("N03", how="out of memory in an evaluation", passes="image by image, then in windows; training untouched")
 def test_evaluation_goes_on_image_by_image_and_then_in_windows_and_training_is_untouched(
     plain: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -192,6 +197,11 @@ def check_fault(plain: dict[str, Any], reference: Path, folder: Path, seed: int)
     return str(oom["phase"])
 
 
+@case(
+    "N03",
+    how="out of memory at random places of a step or an evaluation, stopped and resumed",
+    passes="no loss and no checkpoint changes",
+)
 @pytest.mark.usefixtures("_without_batchnorm")
 @pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 50), marks=pytest.mark.slow)])
 def test_faults_at_random_phases_change_no_loss_and_no_checkpoint(

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from fault_table import case
 from tiny_runs import differing, events, merged, segapp, train
 
 from segapp.config import RunConfig, dump_config
@@ -102,6 +103,7 @@ def test_in_float64_every_split_takes_the_course_of_one_device(
         assert each == pytest.approx(found[0], rel=1e-10)
 
 
+@case("R08", how="saved by two ranks, resumed by one process", passes="bare names; the course of one device")
 def test_ddp_with_two_processes_equals_one_device_and_its_checkpoint_goes_on_alone(
     single: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:
@@ -180,6 +182,7 @@ def ddp_file(tiny: dict[str, Any], tmp_path: Path, **train: Any) -> None:
     (tmp_path / "ddp.yaml").write_text(dump_config(config))
 
 
+@case("X03", how="SIGTERM or SIGINT to the launcher", passes="saved, 75")
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_ranks_that_are_stopped_save_and_the_launcher_says_75(
     tiny: dict[str, Any], tmp_path: Path, number: signal.Signals
@@ -210,6 +213,7 @@ def test_ranks_that_are_stopped_save_and_the_launcher_says_75(
     assert len(state["rng"]) == 2
 
 
+@case("X02", how="a batch of 1 for two ranks", passes="exit 2, told once")
 def test_a_mistake_is_told_once_by_all_ranks(tiny: dict[str, Any], tmp_path: Path) -> None:
     ddp_file(tiny, tmp_path, batch_size=1)
     result = segapp("train", "--config", "ddp.yaml", "--run", "run", cwd=tmp_path)
@@ -217,6 +221,7 @@ def test_a_mistake_is_told_once_by_all_ranks(tiny: dict[str, Any], tmp_path: Pat
     assert result.stderr.splitlines() == ["error: parallel: 2 ranks cannot share train.batch_size = 1: use one each"]
 
 
+@case("X01", how="SIGKILL in both ranks at a step", passes="137, the rank is named")
 def test_a_killed_rank_ends_the_others_and_is_named(tiny: dict[str, Any], tmp_path: Path) -> None:
     ddp_file(tiny, tmp_path, epochs=3000)
     result = segapp(
@@ -280,6 +285,7 @@ def test_a_wrong_torchrun_environment_is_one_error(
     assert message in result.stderr
 
 
+@case("R08", how="three logical devices, then two ranks, then one device", passes="the course of one device")
 @pytest.mark.slow
 def test_a_checkpoint_goes_from_dp_to_ddp_and_back_to_one_device(
     single: tuple[dict[str, Any], Path], tmp_path: Path
@@ -300,6 +306,7 @@ def test_a_checkpoint_goes_from_dp_to_ddp_and_back_to_one_device(
     assert_same_course(run, reference)
 
 
+@case("N03", how="out of memory on rank 1", passes="all ranks end, a resume goes on in pieces")
 @pytest.mark.slow
 def test_a_rank_out_of_memory_ends_all_and_a_resume_goes_on_in_pieces(tiny: dict[str, Any], tmp_path: Path) -> None:
     ddp_file(tiny, tmp_path, batch_size=6)  # 10 images: one step an epoch, five steps

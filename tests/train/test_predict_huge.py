@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from segapp.datasets.schemes import ClassScheme
 from segapp.models import build_model
-from segapp.train.engine import Normalizer
+from segapp.train.normalize import Normalizer
 from segapp.train.inference import Inference
 from segapp.train.predict import OutputPlan, TrainedPredictor, find_images, predict_files
 

@@ -94,6 +94,16 @@ def test_no_splits_are_split_by_name_alone(tmp_path: Path) -> None:
         write_split_lists(root, {"image_dir": "images", "mask_dir": "masks"}, 0.3)
 
 
+def test_images_on_another_disk_are_allowed_in_the_config_with_a_word_of_warning(tmp_path: Path) -> None:
+    both(tmp_path / "d", "images", "masks", np.array([0, 1], np.uint8))
+    assert not proposed(tmp_path / "d", tmp_path).data.allow_outside_root
+    (tmp_path / "d" / "images").rename(tmp_path / "disk")
+    (tmp_path / "d" / "images").symlink_to(tmp_path / "disk")
+    (tmp_path / "made.yaml").unlink()
+    assert proposed(tmp_path / "d", tmp_path).data.allow_outside_root
+    assert "if you do not trust them" in (tmp_path / "made.yaml").read_text()
+
+
 def test_the_demo_is_recognised_as_cityscapes(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2] / "data" / "demo"
     found = find_layout(root)

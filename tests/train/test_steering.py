@@ -256,7 +256,7 @@ def test_a_replica_that_runs_out_of_memory_is_taken_back_too(
     even: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny, reference = even
-    from segapp.train.engine import NormalizedInput
+    from segapp.train.normalize import NormalizedInput
 
     forward = NormalizedInput.forward
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -104,20 +105,31 @@ def level_db_records(log: bytes) -> Iterator[bytes]:
             waiting = b""
 
 
-def test_wandb_offline_has_the_whole_run(tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
+def finished_history(file: Path) -> list[dict[str, str]]:
+    """The history of an offline run, by key; wandb's own process writes the end of the file when it comes to it."""
     from wandb.proto import wandb_internal_pb2
 
+    for _ in range(300):
+        history, is_finished = [], False
+        for data in level_db_records(file.read_bytes()[7:]):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            is_finished |= record.WhichOneof("record_type") == "exit"
+            if record.history.item:
+                history.append({item.key or "/".join(item.nested_key): item.value_json for item in record.history.item})
+        if is_finished:
+            return history
+        time.sleep(0.1)
+    raise AssertionError(f"{file} has no end")
+
+
+def test_wandb_offline_has_the_whole_run(tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = tmp_path / "run"
     assert train(merged(tiny, train={"epochs": 1}, log={"wandb": "tests", "tensorboard": False}), run) == 0
     (file,) = run.glob("wandb/offline-run-*/*.wandb")
-    history: list[dict[str, str]] = []
-    for data in level_db_records(file.read_bytes()[7:]):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        if record.history.item:
-            history.append({item.key or "/".join(item.nested_key): item.value_json for item in record.history.item})
+    history = finished_history(file)
     losses = [float(line["train/loss"]) for line in history if "train/loss" in line]
     assert losses == pytest.approx([e["loss"] for e in events(run, "step")])
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -198,3 +200,33 @@ def test_no_changed_field_of_a_good_run_breaks_the_fold(
     view = View()
     fold_events(view, raws)
     assert view.num_events == len(raws)
+
+
+def test_an_evaluation_of_long_ago_weighs_little() -> None:
+    """An evaluation every few seconds, for hours: a soak found a kilobyte for each."""
+    vals = [
+        {
+            "v": 1,
+            "seq": n,
+            "t": float(n),
+            "type": "val",
+            "epoch": n,
+            "step": n,
+            "loss": n / 7,
+            "miou": n / 1e5,
+            "iou": [0.5],
+        }
+        for n in range(1, 3001)
+    ]
+    view = View()
+    fold_events(view, vals[:2000])  # the log is full by then
+    gc.collect()
+    tracemalloc.start()
+    fold_events(view, [dict(val) for val in vals[2000:]])
+    gc.collect()
+    grown_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(view.vals) == 3000
+    assert view.best is not None
+    assert view.best.epoch == 3000
+    assert grown_bytes < 400 * 1000

@@ -133,6 +133,8 @@ class Step(_Event):
     step_s: float | None = None
     eta_epoch_s: float | None = None
     eta_run_s: float | None = None
+    terms: dict[Text, float | None] | None = None
+    """Parts of the loss that are shown beside it, by name, such as a distillation's."""
 
 
 class DeviceMemory(_Model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,12 +60,27 @@ def _below(folder: Path) -> list[ImageFile]:
 
 
 def _matching(pattern: Path) -> list[ImageFile]:
-    """What a glob names; folders in their names begin where the pattern has its first wildcard."""
+    """What a glob names; folders in their names begin where the pattern has its first wildcard.
+
+    As in a shell, `*` and `**` leave hidden files out; `**` enters no linked folder, so that rings of them have an end.
+    """
     fixed = Path(*_until_magic(pattern))
-    files = sorted(path for path in map(Path, glob.glob(str(pattern), recursive=True)) if _is_picture(path))
+    parts = [part if part == "**" else re.sub(r"\*{2,}", "*", part) for part in pattern.relative_to(fixed).parts]
+    if parts[-1] == "**":
+        parts.append("*")
+    wants_hidden = any(part.startswith(".") for part in parts)
+    files = sorted(
+        path
+        for path in fixed.glob("/".join(parts))
+        if _is_picture(path) and (wants_hidden or not _is_hidden(path.relative_to(fixed)))
+    )
     if not files:
         raise DataError(f"{shown(pattern)} names no image or video that ends in one of {_endings()}: check the pattern")
     return [ImageFile(path, str(path.relative_to(fixed).with_suffix(""))) for path in files]
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _until_magic(pattern: Path) -> Iterator[str]:

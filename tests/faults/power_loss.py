@@ -1,0 +1,196 @@
+"""What a power cut may leave of a folder: a model of a disk, fed with a trace of system calls.
+
+After the method of ALICE (OSDI'14). A file's bytes are durable once the file was synced; a name (made, renamed, linked,
+removed) once its directory was. What was not synced may be there or not, in any combination: here nothing, all, each
+alone and all but each of the names, with the bytes that were not synced there or lost.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_LINE = re.compile(r"(?P<pid>\d+) +(?P<rest>.*)")
+_UNFINISHED = re.compile(r"(?P<begin>.*) <unfinished \.\.\.>")
+_RESUMED = re.compile(r"<\.\.\. \w+ resumed>(?P<end>.*)")
+_CALL = re.compile(r"(?P<name>\w+)\((?P<arguments>.*)\) += (?P<result>-?\d+)(?:<(?P<path>[^>]*)>)?.*", re.DOTALL)
+_STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
+_FD = re.compile(r"^(\d+)<")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A system call that succeeded: its name, arguments as strace prints them, and what it gave."""
+
+    name: str
+    arguments: str
+    result: int
+
+    @property
+    def strings(self) -> list[bytes]:
+        """Its arguments in quotes: paths, or what is written."""
+        return [ast.literal_eval(f'b"{text}"') for text in _STRING.findall(self.arguments)]
+
+    @property
+    def fd(self) -> int:
+        """Its first argument."""
+        match = _FD.match(self.arguments)
+        assert match, self.arguments
+        return int(match[1])
+
+
+def read_trace(path: Path) -> Iterator[Call]:
+    """The calls of a trace that succeeded, in order of their ends."""
+    begun: dict[str, str] = {}
+    for line in path.read_text(errors="replace").splitlines():
+        if (match := _LINE.fullmatch(line)) is None:
+            continue
+        pid, rest = match["pid"], match["rest"]
+        if unfinished := _UNFINISHED.fullmatch(rest):
+            begun[pid] = unfinished["begin"]
+            continue
+        if resumed := _RESUMED.fullmatch(rest):
+            rest = begun.pop(pid, "") + resumed["end"]
+        if (call := _CALL.fullmatch(rest)) and int(call["result"]) >= 0:
+            yield Call(call["name"], call["arguments"], int(call["result"]))
+
+
+@dataclass
+class _File:
+    content: bytearray = field(default_factory=bytearray)
+    durable: bytes = b""
+
+
+@dataclass(frozen=True)
+class _NameChange:
+    """Names of one directory operation: what each stands for afterwards; None where it is gone."""
+
+    directory: str
+    names: tuple[tuple[str, _File | None], ...]
+
+
+class Disk:
+    """The files below a folder, as they are and as a power cut may leave them.
+
+    Args:
+        root: the folder; what lies in it now is durable.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._names: dict[str, _File] = {}
+        for path in root.rglob("*"):
+            if path.is_file():
+                known = next((f for n, f in self._names.items() if (root / n).samefile(path)), None)
+                content = path.read_bytes()
+                self._names[str(path.relative_to(root))] = known or _File(bytearray(content), content)
+        self._durable = dict(self._names)
+        self._pending: list[_NameChange] = []
+        self._fds: dict[int, _File | str] = {}
+
+    def apply(self, call: Call, cwd: Path) -> bool:
+        """Lets one call happen; whether it changed anything here."""
+        apply = getattr(self, f"_on_{call.name.removesuffix('2').removesuffix('at')}", None)
+        return bool(apply and apply(call, cwd))
+
+    def states(self) -> Iterator[dict[str, bytes]]:
+        """What may be found after a power cut now: the content of each name."""
+        pending = self._pending
+        kept = [
+            [],
+            pending,
+            *([each] for each in pending),
+            *([e for e in pending if e is not each] for each in pending),
+        ]
+        for changes in kept:
+            names = dict(self._durable)
+            for change in changes:
+                _rename(names, change)
+            yield {name: bytes(file.content) for name, file in names.items()}
+            yield {name: file.durable for name, file in names.items()}
+
+    def names(self) -> set[str]:
+        """The names that are there now."""
+        return set(self._names)
+
+    def _on_open(self, call: Call, cwd: Path) -> bool:
+        name = self._inside(call.strings[0], cwd)
+        self._fds.pop(call.result, None)
+        if name is None:
+            return False
+        if "O_DIRECTORY" in call.arguments:
+            self._fds[call.result] = name
+            return False
+        if name not in self._names:
+            if "O_CREAT" not in call.arguments:
+                return False
+            self._change((name, _File()))
+        self._fds[call.result] = self._names[name]
+        if "O_TRUNC" in call.arguments:
+            self._names[name].content.clear()
+        return True
+
+    def _on_write(self, call: Call, cwd: Path) -> bool:
+        file = self._fds.get(call.fd)
+        if not isinstance(file, _File):
+            return False
+        file.content += call.strings[0][: call.result]  # every file here is written from its start, or appended to
+        return True
+
+    def _on_fsync(self, call: Call, cwd: Path) -> bool:
+        opened = self._fds.get(call.fd)
+        if isinstance(opened, _File):
+            opened.durable = bytes(opened.content)
+        elif opened is not None:
+            for change in self._pending:
+                if change.directory == opened:
+                    _rename(self._durable, change)
+            self._pending = [change for change in self._pending if change.directory != opened]
+        return opened is not None
+
+    _on_fdatasync = _on_fsync
+
+    def _on_close(self, call: Call, cwd: Path) -> bool:
+        self._fds.pop(call.fd, None)
+        return False
+
+    def _on_rename(self, call: Call, cwd: Path) -> bool:
+        old, new = (self._inside(path, cwd) for path in call.strings)
+        if old is None or new is None:
+            return False
+        self._change((new, self._names[old]), (old, None))
+        return True
+
+    def _on_link(self, call: Call, cwd: Path) -> bool:
+        old, new = (self._inside(path, cwd) for path in call.strings)
+        if old is None or new is None:
+            return False
+        self._change((new, self._names[old]))
+        return True
+
+    def _on_unlink(self, call: Call, cwd: Path) -> bool:
+        name = self._inside(call.strings[0], cwd)
+        if name is None:
+            return False
+        self._change((name, None))
+        return True
+
+    def _change(self, *names: tuple[str, _File | None]) -> None:
+        change = _NameChange(str(Path(names[0][0]).parent), names)
+        _rename(self._names, change)
+        self._pending.append(change)
+
+    def _inside(self, path: bytes, cwd: Path) -> str | None:
+        whole = cwd / path.decode(errors="surrogateescape")
+        return str(whole.relative_to(self.root)) if whole.is_relative_to(self.root) else None
+
+
+def _rename(names: dict[str, _File], change: _NameChange) -> None:
+    for name, file in change.names:
+        if file is None:
+            names.pop(name, None)
+        else:
+            names[name] = file

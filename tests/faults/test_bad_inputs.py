@@ -1,0 +1,154 @@
+"""What `predict`, `eval`, `export`, `report`, `compare` and `init` are given: one clear error, or it works (S13)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness import FaultRun, Invariants, case
+from hostile import CONTROL, MARKUP, is_inert, pickles, png_bomb, write_picture
+
+pytestmark = pytest.mark.faults
+NewRun = Callable[..., FaultRun]
+
+
+@pytest.fixture(scope="module")
+def run(references: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultRun]:
+    """A finished run, which the cases only read."""
+    made = FaultRun(tmp_path_factory.mktemp("inputs") / "work", references.config(train={"epochs": 1}))  # type: ignore[attr-defined]
+    assert made.train().returncode == 0
+    yield made
+    made.kill_all()
+
+
+def refused(run: FaultRun, code: int, *words: str, says: tuple[str, ...] = ()) -> None:
+    done = run.command(*words, timeout_s=60)
+    Invariants.assert_clear(done, code, *says)
+    assert is_inert(done.stdout + done.stderr)
+
+
+@case("S13", how="predict: odd paths, globs, links in a ring, damaged pictures and videos", passes="exit 3, one error")
+def test_predict_is_given_what_is_no_picture(run: FaultRun, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name, data in (("empty.png", b""), ("cut.png", png_bomb(64, 64)[:60]), ("html.jpg", b"<html>")):
+        (folder / name).write_bytes(data)
+        refused(run, 3, "predict", "run", str(folder / name), "--out", str(tmp_path / "out"), says=(name,))
+    videos = (b"", b"\0" * 5000, b"RIFF\xff\xff\xff\xffAVI LIST" + b"\xff" * 4000)
+    for name, data in zip(("v.mp4", "v.mkv", "v.avi"), videos, strict=True):
+        (folder / name).write_bytes(data)
+        refused(run, 3, "predict", "run", str(folder / name), "--out", str(tmp_path / "out"), says=(name,))
+    os.mkfifo(folder / "pipe.png")
+    (folder / "ring.png").symlink_to("ring.png")
+    for path in ("pipe.png", "ring.png", "nothing.png", "*.tiff", "[.png", "**/**/**/x.png"):
+        refused(run, 3, "predict", "run", str(folder / path), "--out", str(tmp_path / "out"))
+    for text in (CONTROL[1], CONTROL[4], MARKUP[2]):
+        refused(run, 3, "predict", "run", text, "--out", str(tmp_path / "out"))
+
+
+@case("S13", how="predict: folders linked in rings, hostile names, a glob over them", passes="each picture once; inert")
+def test_predict_follows_no_ring(run: FaultRun, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    (folder / "a").mkdir(parents=True)
+    for name in ("one", "two", "three"):
+        (folder / "a" / name).symlink_to("..")
+    pictures = [CONTROL[0].replace("/", ""), "[@click=app.quit]x[", "-rf", "$(id)"]
+    for name in pictures:
+        write_picture(folder / f"{name}.png", np.zeros((32, 32, 3), np.uint8))
+    done = run.command("predict", "run", str(folder), "--out", str(tmp_path / "out"), "--save", "labels")
+    assert done.returncode == 0, done.stderr
+    assert is_inert(done.stdout + done.stderr)
+    assert len(list((tmp_path / "out" / "labels").iterdir())) == len(pictures)
+    done = run.command("predict", "run", str(folder / "**" / "*.png"), "--out", str(tmp_path / "b"), timeout_s=30)
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "b" / "labels").iterdir())) == len(pictures)
+
+
+@case("S13", how="predict, eval, export on checkpoints and exported files that are none", passes="exit 4; inert")
+def test_hostile_networks(run: FaultRun, tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    evil = dict(pickles(canary))
+    picture = tmp_path / "x.png"
+    write_picture(picture, np.zeros((32, 32, 3), np.uint8))
+    files = {"a.pt": evil["archive of torch.save"], "b.pt": b"", "c.pt": b"PK\x03\x04" + b"\xff" * 99}
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+        refused(run, 4, "export", str(tmp_path / name), "--out", str(tmp_path / "o.pt2"), says=(name,))
+        refused(run, 4, "eval", str(tmp_path / name), says=(name,))
+    with zipfile.ZipFile(tmp_path / "d.pt2", "w") as archive:
+        parts = ("state_dict", "constants", "example_inputs")
+        for name, data in {f"serialized_{part}.pt": evil["old format of torch.save"] for part in parts}.items():
+            archive.writestr(name, data)
+        archive.writestr("version", "8.20")
+        archive.writestr("serialized_exported_program.json", "{}")
+    (tmp_path / "e.pt2").write_bytes(evil["archive of torch.save"])
+    (tmp_path / "f.onnx").write_bytes(evil["bare pickle"])
+    (tmp_path / "g.onnx").write_bytes(b"\x08\x07" + b"\xff" * 1000)
+    for name in ("d.pt2", "e.pt2", "f.onnx", "g.onnx", "none.onnx"):
+        target = str(tmp_path / name)
+        refused(run, 4, "predict", target, str(picture), "--out", str(tmp_path / "out"), says=(name,))
+    assert not canary.exists()
+
+
+@case("S13", how="HTML, scripts, templates in class and run names: report, compare, check", passes="escaped")
+def test_pages_of_hostile_names(new_run: NewRun) -> None:
+    names = ["<script>alert(1)</script>", "\"'><img src=x onerror=alert(1)>", "{{ 7 * 7 }}</style></svg>"]
+    run = new_run(data={"classes": names}, train={"epochs": 1})
+    run.work.joinpath("config.yaml").write_text(
+        run.work.joinpath("config.yaml").read_text().replace("name: tiny\n", "name: '<img src=x>'\n", 1)
+    )
+    done = run.train()
+    if done.returncode == 2:  # such a name is no name
+        assert "name" in done.stderr
+        run.work.joinpath("config.yaml").write_text(
+            run.work.joinpath("config.yaml").read_text().replace("name: '<img src=x>'\n", "name: tiny\n", 1)
+        )
+        assert run.train().returncode == 0
+    evil = run.work / "<img src=x onerror=alert(1)>"
+    shutil.copytree(run.folder, evil)
+    for words in (
+        ("report", "run", "--out", "report.html"),
+        ("compare", "run", evil.name, "--html", "compare.html"),
+        ("check", "--config", "config.yaml", "--html", "check.html"),
+    ):
+        done = run.command(*words)
+        assert done.returncode == 0, done.stderr
+        text = (run.work / words[-1]).read_text().lower()
+        assert "<script" not in text
+        assert "<img src=x" not in text
+        assert "onerror=alert" not in text.replace("onerror=alert(1)&gt;", "")
+        assert "7 * 7" in text or words[0] == "compare"
+
+
+@case("S13", how="report, compare, init, status of damaged runs and odd folders", passes="one error, exit 1 to 3")
+def test_damaged_runs_and_folders(run: FaultRun, tmp_path: Path) -> None:
+    for name in ("nothing", "\x1b[2J", "[/]", "x" * 300):
+        refused(run, 2, "report", name)
+        refused(run, 2, "compare", name, "run")
+    damaged = run.work / "damaged"
+    shutil.copytree(run.folder, damaged)
+    events = (damaged / "events.jsonl").read_bytes()
+    (damaged / "config.yaml").write_bytes(b"a: &a [*a]\n\0")
+    (damaged / "events.jsonl").write_bytes(
+        b"\0" * 5000 + b"\n" + events.replace(b'"loss"', b'"miou"')[: len(events) // 2]
+    )
+    for words in (("report", "damaged"), ("compare", "damaged", "run"), ("status", "damaged"), ("eval", "damaged")):
+        done = run.command(*words)
+        assert done.returncode in (0, 1, 2, 4), done.stderr
+        assert "Traceback" not in done.stdout + done.stderr
+        assert is_inert(done.stdout + done.stderr)
+    (damaged / "events.jsonl").write_bytes(b"")
+    refused(run, 1, "report", "damaged")
+    (tmp_path / "d" / "images").mkdir(parents=True)
+    (tmp_path / "d" / "masks").mkdir()
+    (tmp_path / "d" / "images" / "a.png").write_bytes(b"x")
+    (tmp_path / "d" / "masks" / "a.png").symlink_to("/dev/zero")
+    refused(run, 3, "init", str(tmp_path / "d"), "--out", str(tmp_path / "c.yaml"))
+    refused(run, 2, "init", str(tmp_path / "none"), "--out", str(tmp_path / "c.yaml"))
+    assert json.loads(run.command("status", "run", "--json").stdout)["state"] == "finished"

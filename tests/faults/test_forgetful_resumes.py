@@ -1,0 +1,120 @@
+"""Would the campaign notice a resume that forgets something? Builds that do, one component each (R05)."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import case, tiny_config
+from tiny_runs import differing, events, train
+
+from segapp import failpoints
+from segapp.config import RunConfig
+from segapp.run.commands import parse_command, send_command
+from segapp.run.folder import RunFolder
+from segapp.train.plan import Plan
+from segapp.train.session import run_session
+from segapp.train.trainer import Trainer
+
+State = dict[str, Any]
+
+STOPPED_AFTER = 8
+EVENTFUL = "train.value=2:inf*1;train.backward=5:oom"
+"""One skipped step, one that is made in pieces: what is to be remembered is not what a new training begins with."""
+
+
+def whole(name: str) -> Callable[[State, State], State]:
+    return lambda state, fresh: {**state, name: fresh[name]}
+
+
+def part_of_model(is_forgotten: Callable[[str], bool]) -> Callable[[State, State], State]:
+    def forget(state: State, fresh: State) -> State:
+        model = {name: fresh["model"][name] if is_forgotten(name) else value for name, value in state["model"].items()}
+        return {**state, "model": model}
+
+    return forget
+
+
+def without_second_moments(state: State, fresh: State) -> State:
+    state = copy.deepcopy(state)
+    for moments in state["optimizer"]["state"].values():
+        moments["exp_avg_sq"].zero_()
+    return state
+
+
+FORGETFUL: dict[str, Callable[[State, State], State]] = {
+    "weights": part_of_model(lambda name: "running_" not in name),
+    "BatchNorm statistics": part_of_model(lambda name: "running_" in name),
+    "average of the weights": whole("ema"),
+    "optimizer": whole("optimizer"),
+    "second moments": without_second_moments,
+    "loss scale": whole("precision"),
+    "skipped steps": whole("bad_steps"),
+    "position": whole("position"),
+    "best": whole("best"),
+    "settings": whole("settings"),
+    "lessons": whole("lessons"),
+    "random numbers": whole("rng"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _disarmed() -> Iterator[None]:
+    yield
+    failpoints.arm("")
+
+
+def trained(config: RunConfig, folder: Path, points: str) -> int:
+    RunFolder.create(path=folder)
+    send_command(folder, parse_command("set lr_factor=0.5"))
+    failpoints.arm(points)
+    return train(config, folder)
+
+
+def found_in(folder: Path) -> tuple[list[tuple[Any, ...]], State]:
+    course = [(e["step"], e["epoch"], e["loss"], e["lr"], e["grad_norm"]) for e in events(folder, "step")]
+    course += [(e["step"], e["epoch"], e["loss"], e["miou"]) for e in events(folder, "val")]
+    return course, torch.load(folder / "checkpoints" / "last.pt", weights_only=True)
+
+
+def differs(folder: Path, reference: Path) -> bool:
+    (course, state), (expected, last) = found_in(folder), found_in(reference)
+    return course != expected or bool(differing(state, last))
+
+
+@pytest.fixture(scope="module")
+def parts(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path, Path]:
+    """A config, its whole run, and one that was stopped."""
+    folder = tmp_path_factory.mktemp("forgetful")
+    config = tiny_config(tiny_root, train={"precision": "amp-fp16", "batch_size": 2})
+    assert trained(config, folder / "whole", EVENTFUL) == 0
+    assert trained(config, folder / "stopped", f"{EVENTFUL};train.step={STOPPED_AFTER + 1}:term") == 75
+    return config, folder / "whole", folder / "stopped"
+
+
+@case(
+    "R05", how="resumes that forget one of 12 components", passes="each is noticed; the one that forgets none is exact"
+)
+@pytest.mark.faults_long
+@pytest.mark.parametrize("component", [None, *FORGETFUL])
+def test_a_forgetful_resume_is_noticed(
+    parts: tuple[RunConfig, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, component: str | None
+) -> None:
+    config, reference, stopped = parts
+    folder = tmp_path / "run"
+    shutil.copytree(stopped, folder)
+    load = Trainer.load_state_dict
+
+    def forgetful(self: Trainer, state: Mapping[str, Any]) -> None:
+        fresh = copy.deepcopy(self.state_dict())
+        load(self, dict(state) if component is None else FORGETFUL[component](dict(state), fresh))
+
+    monkeypatch.setattr(Trainer, "load_state_dict", forgetful)
+    failpoints.arm("")
+    assert run_session(Plan(config, RunFolder(folder))) == 0
+    assert differs(folder, reference) == (component is not None)

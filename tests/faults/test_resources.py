@@ -1,0 +1,116 @@
+"""Data and memory that go away while a training runs (F43, F46, F47, N04)."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness import SYNCHRONOUS, FaultRun, Invariants, case, needs, traced
+
+from segapp.config import dump_config
+
+NewRun = Callable[..., FaultRun]
+
+
+def with_own_data(run: FaultRun) -> Path:
+    """Gives a run a data set of its own, a copy; its root."""
+    root = run.work / "data"
+    shutil.copytree(run.config.data.root, root)
+    run.config = run.config.model_copy(update={"data": run.config.data.model_copy(update={"root": str(root)})})
+    (run.work / "config.yaml").write_text(dump_config(run.config))
+    return root
+
+
+@case("F43", how="/dev/shm of 256 KiB, batches of 1.5 MiB, 2 workers", passes="exit 7, says shm-size; no bus error")
+@pytest.mark.faults_long
+def test_a_tiny_shared_memory(new_run: NewRun, invariants: Invariants) -> None:
+    needs("root", "mount")
+    run = new_run(data={"workers": 2, "crop_px": [512, 512]})
+    words = f"{sys.executable} -m segapp train --plain --config config.yaml --run run"
+    done = subprocess.run(
+        ["unshare", "-m", "bash", "-c", f"mount -t tmpfs -o size=256k tmpfs /dev/shm && exec {words}"],
+        cwd=run.work,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    invariants.assert_clear(done, 7, "/dev/shm", "--shm-size")
+
+
+@case("F46", how="an image removed under the run, and the whole data folder", passes="exit 3, the file named, exact")
+@pytest.mark.faults
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_data_that_disappear(new_run: NewRun, invariants: Invariants, what: str) -> None:
+    run = new_run(data={"workers": 1}, train={"epochs": 30})
+    root = with_own_data(run)
+    program = run.start(failpoints="train.step=sleep:0.1")
+    run.wait_for_step(3, program)
+    gone = root / "images" / "train" / "03.png" if what == "file" else root
+    gone.rename(run.work / "elsewhere")
+    invariants.assert_clear(run.ended(program), 3, "03.png" if what == "file" else "data/", "the file does not exist")
+    (run.work / "elsewhere").rename(gone)
+    invariants.check(run, resume=False)
+    again = run.start()
+    run.wait_for_step(run.acknowledged_step() + 3, again)
+    again.send(signal.SIGTERM)
+    assert run.ended(again).returncode == 75
+
+
+@case("F46", how="an image replaced by noise, another size, under the run", passes="exit 3, the file named")
+@pytest.mark.faults
+def test_an_image_that_changes(new_run: NewRun, invariants: Invariants) -> None:
+    run = new_run(train={"epochs": 30})
+    root = with_own_data(run)
+    program = run.start(failpoints="train.step=sleep:0.1")
+    run.wait_for_step(3, program)
+    (root / "masks" / "train" / "03.png").write_bytes(os.urandom(500))
+    invariants.assert_clear(run.ended(program), 3, "masks/train/03.png")
+    invariants.check(run, resume=False)
+
+
+@case("F47", how="strace: EIO at one read of an image, then a healthy disk", passes="tried again, exact")
+@case("F47", how="strace: EIO at every read of an image", passes="exit 3, the file named, saved")
+@pytest.mark.faults
+@pytest.mark.parametrize("when", ["1", "1+"])
+def test_a_file_that_cannot_be_read_once(new_run: NewRun, invariants: Invariants, when: str) -> None:
+    needs("strace")
+    run = new_run(checkpoint={"every_steps": None})
+    path = Path(run.config.data.root) / "images" / "train" / "03.png"
+    program = run.start(failpoints="train.step=1:stop")
+    with traced(run, program, "-P", str(path), "-e", f"inject=read:error=EIO:when={when}") as trace:
+        done = run.ended(program)
+    assert "EIO" in trace.read_text()
+    if when == "1":
+        assert done.returncode == 0, done.stderr
+    else:
+        invariants.assert_clear(done, 3, "03.png", "Input/output error")
+    invariants.check(run)
+
+
+@case(
+    "N04",
+    how="RLIMIT_AS 30 MiB above what the training holds before a step",
+    passes="tried in pieces, then exit 6, saved; a resume with more memory goes on",
+)
+@pytest.mark.faults
+def test_an_address_space_that_ends(new_run: NewRun, invariants: Invariants) -> None:
+    run = new_run(data={"crop_px": [384, 384]}, train={"epochs": 2, "batch_size": 5})
+    run.train(failpoints=f"train.step=2:kill;{SYNCHRONOUS}")
+    program = run.start(failpoints=f"train.step=1:stop;{SYNCHRONOUS}")
+    run.wait_for(lambda: " T " in Path(f"/proc/{program.pid}/stat").read_text(), program)
+    held = int(Path(f"/proc/{program.pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.prlimit(program.pid, resource.RLIMIT_AS, (held + 30 * 2**20, held + 30 * 2**20))
+    program.send(signal.SIGCONT)
+    done = run.ended(program)
+    invariants.assert_clear(done, 6, "memory")
+    invariants.check(run, resume=False)
+    assert run.train().returncode == 0
