@@ -155,16 +155,25 @@ def train(
     plain: Annotated[bool, typer.Option("--plain", help="Train in the foreground and print lines.")] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Train in the background; segapp attach shows it.")] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print the complete config and leave.")] = False,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Try a few steps on the data there, and say what the whole run would need.")
+    ] = False,
+    json_out: Annotated[bool, typer.Option("--json", help="With --smoke: print JSON.")] = False,
 ) -> None:
     """Train a network.
 
     The run lies in runs/NAME (or --run DIR). In a terminal the training is a process of its own and a screen shows it;
     leaving the screen does not stop it. Without a terminal, or with --plain, it runs in the foreground: Ctrl-C saves
-    and leaves with exit code 75. --resume goes on, bit for bit.
+    and leaves with exit code 75. --resume goes on, bit for bit. --smoke trains, evaluates, saves and resumes with a few
+    images in a folder that is removed, and reports time, memory and disk of the whole run.
     """
     _ignore_early_signals()
     if plain and detach:
         raise ConfigError("--plain trains in the foreground and --detach in the background: use one of them")
+    if smoke and (resume is not None or detach):
+        raise ConfigError("--smoke tries a new training in the foreground: leave --resume and --detach out")
+    if json_out and not smoke:
+        raise ConfigError("--json belongs to --smoke: add it, or ask a run with segapp status RUN --json")
     from segapp.config import dump_config
     from segapp.train.plan import plan_session
 
@@ -172,6 +181,10 @@ def train(
     if print_config:
         print(dump_config(plan.config), end="")
         return
+    if smoke:
+        from segapp.train import smoke as trial
+
+        sys.exit(trial.smoke(plan, config or "FILE", as_json=json_out))
     from segapp.train.spawn import is_interactive, see_begin, spawn_trainer
 
     if detach or (not plain and is_interactive()):

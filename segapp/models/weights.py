@@ -122,7 +122,7 @@ def fetch_url(url: str, name: str, key: str) -> Path:
                 f"{key}={name}: {filename} is not on this machine and could not be downloaded ({_reason(error)}); "
                 f"put the file into {path.parent}, or give the path of a copy as {key}"
             ) from error
-    elif sha256_prefix and not _sha256(path, key).startswith(sha256_prefix):
+    elif sha256_prefix and not sha256_of(path, key).startswith(sha256_prefix):
         raise CheckpointError(f"{key}={name}: {path} is damaged (its sha256 is not {sha256_prefix}...); delete it")
     return path
 
@@ -151,7 +151,12 @@ def _reason(error: Exception) -> str:
     return re.sub(r"https?://\S+", "the address", text) or type(error).__name__
 
 
-def _sha256(path: Path, key: str) -> str:
+def sha256_of(path: Path, key: str) -> str:
+    """The hash of a file's bytes, hexadecimal.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

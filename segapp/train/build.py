@@ -65,6 +65,7 @@ from segapp.train.journal import Journal
 from segapp.train.memory_watch import MemoryWatch
 from segapp.train.normalize import NormalizedInput, Normalizer
 from segapp.train.out_of_memory import Rescue
+from segapp.train.plan import ImageLimit
 from segapp.train.ranks import Ranks
 from segapp.train.samples import SamplePictures
 from segapp.train.split import SplitKnob
@@ -126,10 +127,21 @@ def build_groups(data: DataConfig, scheme: ClassScheme) -> dict[str, tuple[int, 
 
 
 def build_dataset(
-    data: DataConfig, scheme: ClassScheme, split: str, *, is_training: bool, seed: int
+    data: DataConfig, scheme: ClassScheme, split: str, *, is_training: bool, seed: int, most: int | None = None
 ) -> SegmentationDataset:
-    """The images and masks of one split, cheaply checked, with the training or the evaluation transform."""
+    """The images and masks of one split, cheaply checked, with the training or the evaluation transform.
+
+    Args:
+        data: where they are, and how they are read.
+        scheme: of the classes.
+        split: its name.
+        is_training: with the training transform.
+        seed: of the augmentation.
+        most: only so many, spread over the split; None: all.
+    """
     pairs = build_pairs(data, split)
+    if most is not None:
+        pairs = pairs[:: max(1, len(pairs) // max(most, 1))][:most]
     check_masks(pairs, check_pairs(pairs), scheme)
     transform: TrainTransform | EvalTransform | None = None
     if is_training:
@@ -261,6 +273,7 @@ def build_trainer(
     folder: RunFolder | None = None,
     outlook: Outlook | None = None,
     advise: Callable[[], Sequence[str]] = tuple,
+    limit: ImageLimit | None = None,
     teacher: TrainedState | None = None,
 ) -> Trainer:
     """Everything a training needs, from its config.
@@ -278,6 +291,7 @@ def build_trainer(
         folder: for sample pictures and reports; None: there are none.
         outlook: the memory plan that the run began with.
         advise: says what would need less memory, the best first.
+        limit: use only so many images; None: all.
         teacher: of `distill`; needed where the config has that section.
 
     Raises:
@@ -291,12 +305,14 @@ def build_trainer(
     data, train = config.data, config.train
     scheme = build_scheme(data)
     train_split, val_split = split_names(data)
-    train_set = build_dataset(data, scheme, train_split, is_training=True, seed=config.seed)
+    num_train = None if limit is None else limit.num_batches * train.batch_size
+    num_val = None if limit is None else limit.num_val
+    train_set = build_dataset(data, scheme, train_split, is_training=True, seed=config.seed, most=num_train)
     if len(train_set) < ranks.world_size:
         raise ConfigError(
             f"parallel: {ranks.world_size} ranks cannot share {len(train_set)} training images: use one each"
         )
-    val_set = build_dataset(data, scheme, val_split, is_training=False, seed=config.seed)
+    val_set = build_dataset(data, scheme, val_split, is_training=False, seed=config.seed, most=num_val)
     signals.check()
 
     model = build_network(config.model, scheme.num_classes, with_weights=with_weights)

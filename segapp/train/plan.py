@@ -13,6 +13,19 @@ from segapp.run.folder import RunFolder, find_run, is_run, run_folders
 
 
 @dataclass(frozen=True)
+class ImageLimit:
+    """A training on a few of its images.
+
+    Attributes:
+        num_batches: full micro-batches of training images.
+        num_val: validation images.
+    """
+
+    num_batches: int
+    num_val: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """What a `segapp train` command means.
 
@@ -22,6 +35,7 @@ class Plan:
         run: where a new run goes; None: runs/NAME.
         checkpoint: the file to go on from; None: the folder's newest intact one.
         note: something to tell first.
+        limit: use only so many images; None: all.
     """
 
     config: RunConfig
@@ -29,6 +43,7 @@ class Plan:
     run: Path | None = None
     checkpoint: Path | None = None
     note: str | None = None
+    limit: ImageLimit | None = None
 
 
 def plan_session(config: str | None, overrides: Sequence[str], run: Path | None, resume: str | None) -> Plan:

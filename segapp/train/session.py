@@ -54,7 +54,7 @@ from segapp.train.memory_watch import MemoryWatch, Place, place_of
 from segapp.train.monitor import Monitor
 from segapp.train.out_of_memory import is_out_of_memory, learned_after
 from segapp.train.plain import PlainReporter
-from segapp.train.plan import Plan
+from segapp.train.plan import ImageLimit, Plan
 from segapp.train.ranks import Ranks
 from segapp.train.settle import planned_advice, settle_memory
 from segapp.train.trackers import make_trackers
@@ -210,7 +210,9 @@ def _run_in(folder: RunFolder, plan: Plan, devices: DevicePlan, ranks: Ranks, si
         is_saved = checkpoint is not None
         with watchdog, monitor if ranks.is_main else contextlib.nullcontext():
             inbox = Inbox(folder if ranks.is_main else None, journal)
-            trainer = _build(folder, config, devices, ranks, checkpoint, journal, signals, inbox, watch, outlook)
+            trainer = _build(
+                folder, config, devices, ranks, checkpoint, journal, signals, inbox, watch, outlook, plan.limit
+            )
             if trainer.is_complete:
                 if ranks.is_main:
                     trainer.steering.end(trainer.standing(), "the run is complete", is_finished=True)
@@ -264,6 +266,7 @@ def _build(
     inbox: Inbox,
     watch: MemoryWatch,
     outlook: Outlook | None,
+    limit: ImageLimit | None,
 ) -> Trainer:
     trainer = build_trainer(
         config,
@@ -278,6 +281,7 @@ def _build(
         folder=folder,
         outlook=outlook,
         advise=lambda: planned_advice(config, devices, watch.places, outlook),
+        limit=limit,
         teacher=None if config.distill is None else read_trained(config.distill.teacher),
     )
     step = 0 if checkpoint is None else checkpoint.step

@@ -1,11 +1,11 @@
-"""A trained network, ready to judge images: from a run, a checkpoint, or a file of bare weights."""
+"""A trained network out of a run, a checkpoint, or a file of bare weights."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,8 @@ from segapp.config import RunConfig, load_config, validate_config
 from segapp.datasets.formats import ClassScheme
 from segapp.errors import CheckpointError, ConfigError
 from segapp.models import SegmentationModel
-from segapp.models.weights import load_weights, read_metadata, read_weights_file
+from segapp.models.weights import load_weights, read_metadata, read_weights_file, sha256_of
 from segapp.precision import Precision
-from segapp.run.files import hash_file
 from segapp.run.folder import find_run
 from segapp.run.text import printable
 from segapp.train.build import build_inference, build_network, build_scheme
@@ -31,18 +30,18 @@ CONFIG_KEY = "config"
 
 @dataclass(frozen=True)
 class TrainedState:
-    """What a file says of a trained network.
+    """A network with the weights of a file.
 
     Attributes:
         model: on the CPU in fp32; the weights' average where there is one.
         config: what it was trained with, or is said to be.
-        scheme: its classes.
+        scheme: classes and colours.
         path: the file.
-        sha256: of the file.
+        sha256: of its bytes.
         epoch: epochs that it was trained for; 0 where the file does not say.
         step: steps that it was trained for; 0 where the file does not say.
-        criterion: state of the criterion; None where the file has none.
-        messages: what was noticed on the way.
+        criterion: state of the criterion, with the class weights of the training; None where the file has none.
+        messages: what a person should be told.
     """
 
     model: SegmentationModel
@@ -57,66 +56,40 @@ class TrainedState:
 
 
 @dataclass(frozen=True)
-class TrainedModel:
-    """A network with the weights of a file.
+class TrainedModel(TrainedState):
+    """A trained network, ready to judge images.
 
     Attributes:
-        model: in evaluation mode, on `device`.
-        config: what it was trained with, or is said to be.
-        scheme: classes and colours.
+        model: in evaluation mode, on `device`, in the precision of its training.
         inference: how whole images are judged.
         device: where.
-        path: the file.
-        epoch: epochs that it was trained for; 0 where the file does not say.
-        step: steps that it was trained for; 0 where the file does not say.
-        criterion: state of the criterion, with the class weights of the training; None where the file has none.
     """
 
-    model: SegmentationModel
-    config: RunConfig
-    scheme: ClassScheme
-    inference: Inference
-    device: torch.device
-    path: Path
-    epoch: int = 0
-    step: int = 0
-    criterion: Mapping[str, Any] | None = None
+    inference: Inference = field(kw_only=True)
+    device: torch.device = field(kw_only=True)
 
 
 def load_trained(target: str, config: str | None = None, *, slide: bool = False, tta: bool = False) -> TrainedModel:
-    """The model of a run, of a checkpoint, or of a file of bare weights, as `read_trained` finds it, made ready.
+    """What `read_trained` gives, on its device.
 
     Args:
-        target: see `read_trained`.
-        config: see `read_trained`.
+        target: a run's name, its folder, a checkpoint, or a file of weights.
+        config: for bare weights, which network they are of.
         slide: predict by sliding window.
         tta: average over a flip and several scales.
-
-    Raises:
-        CheckpointError: there is none, or it is of another program, config or model.
-        ConfigError: the config cannot be used.
     """
-    found = read_trained(target, config)
-    for message in found.messages:
+    trained = read_trained(target, config)
+    for message in trained.messages:
         print(f"note: {printable(message)}", file=sys.stderr)
+    model, own = trained.model, trained.config
     overrides = {key: True for key, is_on in (("slide", slide), ("tta", tta)) if is_on}
-    evaluation = found.config.eval.model_copy(update=overrides)
-    device = choose_devices(found.config.parallel.devices)[0][0]
-    precision = Precision(found.config.train.precision, device)
-    model = found.model
+    evaluation = own.eval.model_copy(update=overrides)
+    device = choose_devices(own.parallel.devices)[0][0]
+    precision = Precision(own.train.precision, device)
     precision.prepare(model.to(device))
-    inference = build_inference(found.config.data, evaluation, model, precision, found.config.loss.align_corners)
-    return TrainedModel(
-        model.eval(),
-        found.config,
-        found.scheme,
-        inference,
-        device,
-        found.path,
-        epoch=found.epoch,
-        step=found.step,
-        criterion=found.criterion,
-    )
+    inference = build_inference(own.data, evaluation, model, precision, own.loss.align_corners)
+    model.eval()
+    return TrainedModel(**vars(trained), inference=inference, device=device)
 
 
 def read_trained(target: str, config: str | None = None) -> TrainedState:
@@ -157,10 +130,10 @@ def read_trained(target: str, config: str | None = None) -> TrainedState:
         scheme,
         checkpoint.path,
         checkpoint.sha256,
-        epoch=checkpoint.epoch,
-        step=checkpoint.step,
-        criterion=state.get("criterion"),
-        messages=checkpoint.messages,
+        checkpoint.epoch,
+        checkpoint.step,
+        state.get("criterion"),
+        tuple(checkpoint.messages),
     )
 
 
@@ -192,7 +165,7 @@ def _from_weights(path: Path, config: RunConfig) -> TrainedState:
             f"({needed[0][1]}): give weights of the whole network for these classes, or train them first with "
             "model.weights"
         )
-    return TrainedState(model, config, scheme, path, hash_file(path)[0])
+    return TrainedState(model, config, scheme, path, sha256_of(path, "weights"))
 
 
 def _config_of(path: Path) -> RunConfig:

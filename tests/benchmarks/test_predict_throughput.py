@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
 from segapp.datasets.schemes import ClassScheme
 from segapp.models import SegmentationModel, build_model
@@ -40,15 +41,15 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @torch.no_grad()
 def plain_loop(model: SegmentationModel, folder: Path, out: Path, *, saves: bool) -> None:
-    """Read, normalise, forward, interpolate, argmax, and write or not."""
+    """Read with Pillow, normalise, forward, interpolate, argmax, and write with Pillow or not."""
     mean, std = torch.tensor(MEAN).view(1, 3, 1, 1), torch.tensor(STD).view(1, 3, 1, 1)
     for path in sorted(folder.iterdir()):
-        image = cv2.cvtColor(cv2.imread(str(path)), cv2.COLOR_BGR2RGB)
+        image = np.array(Image.open(path).convert("RGB"))
         pixels = (torch.from_numpy(image).permute(2, 0, 1)[None] / 255 - mean) / std
         logits = F.interpolate(model(pixels)[0], image.shape[:2], mode="bilinear", align_corners=True)
         labels = logits.argmax(1)[0].to(torch.uint8).numpy()
         if saves:
-            cv2.imwrite(str(out / f"{path.stem}.png"), labels)
+            Image.fromarray(labels).save(out / f"{path.stem}.png")
 
 
 @pytest.mark.parametrize(("name", "encoder"), [("lraspp", "mobilenet_v3_large"), ("deeplabv3", "resnet18")])

@@ -370,7 +370,7 @@ def test_named_weights_are_downloaded_once_and_checked(hub, monkeypatch):
         build(weights_backbone="DEFAULT")  # the file made here has another hash
     file = hub / torchvision_weights.url.rsplit("/", 1)[-1]
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    monkeypatch.setattr("segapp.models.weights._sha256", lambda path, key: digest.replace(digest[:8], "047dcff4", 1))
+    monkeypatch.setattr("segapp.models.weights.sha256_of", lambda path, key: digest.replace(digest[:8], "047dcff4", 1))
     model = build(weights_backbone="DEFAULT")
     assert_same_tensors(model.backbone_module, {n.removeprefix("features."): v for n, v in published.items()})
     assert len(calls) == 1
