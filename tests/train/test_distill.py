@@ -30,15 +30,15 @@ PENALTIES = ("wgan-gp", "wgan-lp", "dragan")
 
 
 def student(tiny: dict[str, Any], teacher: Path, penalty: str = "wgan-gp", **sections: Any) -> RunConfig:
-    """Ten steps, every step an event; shallow and wide maps, so that float32 does not drown what is compared."""
+    """Ten small steps, every step an event; shallow and slow, so that float32 does not drown what is compared."""
     base = {
         "model": {"library": "smp", "name": "Linknet", "encoder": "tu-test_resnet", "options": {"encoder_depth": 3}},
-        "optim": {"name": "sgd", "lr": 0.001},
+        "optim": {"name": "sgd", "lr": 1e-4},
         "train": {"epochs": 5, "batch_size": 4, "ema": None},
         "data": {"crop_px": [48, 64]},
         "log": {"every_steps": 1, "tensorboard": False},
         "eval": {"every_epochs": 5},
-        "distill": {"teacher": str(teacher), "critic": {"penalty": penalty, "width": 8}},
+        "distill": {"teacher": str(teacher), "critic": {"penalty": penalty, "width": 8, "lr": 4e-5}},
     }
     for name, section in sections.items():
         base[name] = {**base.get(name, {}), **section}
@@ -49,15 +49,15 @@ def terms(run: Path) -> list[dict[str, float]]:
     return [{"loss": event["loss"], **event["terms"]} for event in events(run, "step")]
 
 
-def assert_same_course(ours: Path, theirs: Path, rel: float = 1e-5, rel_of_terms: float = 1e-4) -> None:
-    """Every loss and term of ten steps. In float32 no nearer: Adam divides gradients by their own size."""
+def assert_same_course(ours: Path, theirs: Path, rel: float = 3e-6, rel_of_terms: float = 1e-4) -> None:
+    """Every loss and term of ten steps; Adam divides the critic's gradients, rounding and all, by their own size."""
     mine, other = terms(ours), terms(theirs)
     assert len(mine) == len(other) == 10
     for one, two in zip(mine, other, strict=True):
         assert one.keys() == two.keys()
         assert one["loss"] == pytest.approx(two["loss"], rel=rel)
         for name in one:
-            assert one[name] == pytest.approx(two[name], rel=rel_of_terms, abs=rel), name
+            assert one[name] == pytest.approx(two[name], rel=rel_of_terms, abs=5 * rel), name
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +92,9 @@ def singles(plain: dict[str, Any], teacher: Path, tmp_path_factory: pytest.TempP
     return {penalty: folder / penalty for penalty in PENALTIES}
 
 
-def test_every_term_is_told_and_what_is_learned_from_gets_nearer(singles: dict[str, Path]) -> None:
+def test_every_term_is_told(singles: dict[str, Path]) -> None:
     for run in singles.values():
-        found = terms(run)
-        assert {"pixel_wise", "pair_wise", "holistic", "critic", "penalty"} <= found[0].keys()
-        assert found[-1]["pixel_wise"] < found[0]["pixel_wise"]
+        assert {"pixel_wise", "pair_wise", "holistic", "critic", "penalty"} <= terms(run)[0].keys()
     assert terms(singles["wgan-gp"])[0]["penalty"] >= terms(singles["wgan-lp"])[0]["penalty"]
 
 
@@ -125,8 +123,10 @@ def test_in_float64_dp_is_one_device_but_for_rounding(
     monkeypatch.setattr(Precision, "__init__", double)
     monkeypatch.setattr(Precision, "prepare", lambda _self, model: model.double())
     for name, parallel in (("single", {"mode": "single"}), ("dp", {**DP, "gpu0_bsz": 1})):
-        config = student(plain, teacher, penalty, parallel=parallel, optim={"lr": 0.02})
+        distill = {"critic": {"penalty": penalty, "width": 8}}
+        config = student(plain, teacher, penalty, parallel=parallel, optim={"lr": 0.02}, distill=distill)
         assert train(config, tmp_path / name) == 0
+        assert terms(tmp_path / name)[-1]["pixel_wise"] < terms(tmp_path / name)[0]["pixel_wise"]
     assert_same_course(tmp_path / "dp", tmp_path / "single", rel=1e-10, rel_of_terms=1e-9)
 
 
