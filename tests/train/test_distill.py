@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 import subprocess
 import sys
@@ -17,14 +18,13 @@ from tiny_runs import differing, events, merged, segapp, train
 from segapp.config import RunConfig, dump_config
 from segapp.errors import CheckpointError, ConfigError
 from segapp.losses import node_features, pair_wise_difference, pixel_wise_divergence
-from segapp.memory.jobs import SimulationJob
+from segapp.memory.jobs import SimulationJob, SimulationResult
 from segapp.models import Critic, critic_size
 from segapp.precision import Precision
 from segapp.run.folder import RunFolder
 from segapp.train.checkpoint import load_checkpoint
 from segapp.train.plan import Plan
 from segapp.train.session import run_session
-from segapp.train.simulate import Simulator
 
 PENALTIES = ("wgan-gp", "wgan-lp", "dragan")
 
@@ -257,11 +257,20 @@ def test_another_teacher_is_noticed_and_a_moved_one_is_not_minded(
     assert run_session(Plan(moved, RunFolder(tmp_path / "run"))) == 0
 
 
+def simulated(config: RunConfig, job: SimulationJob) -> SimulationResult:
+    """In a process of its own, which a simulation needs."""
+    asked = [config.model_dump(mode="json"), {"ask": "run", "job": job.to_json()}]
+    words = [sys.executable, "-m", "segapp.train.simulate"]
+    text = "".join(json.dumps(line) + "\n" for line in asked)
+    done = subprocess.run(words, input=text, capture_output=True, text=True, check=True)
+    return SimulationResult.from_json(json.loads(done.stdout)["ok"])
+
+
 def test_the_plan_counts_teacher_and_critic(plain: dict[str, Any], teacher: Path) -> None:
     config = student(plain, teacher, train={"batch_size": 2}, distill={"critic": {}})
     alone = merged({**config.model_dump(mode="json"), "distill": None})
     job = SimulationJob("dp", (1, 1))
-    taught, plainly = (Simulator(each).run(job) for each in (config, alone))
+    taught, plainly = (simulated(each, job) for each in (config, alone))
     state = torch.load(teacher / "checkpoints" / "last.pt", weights_only=True)["model"]
     teacher_mib = sum(t.nbytes for t in state.values()) / 2**20
     critic = Critic(3, critic_size(config.data.crop_px))
