@@ -105,6 +105,7 @@ def test_sigterm_saves_and_leaves_with_75_and_a_busy_run_is_refused(config_file:
     assert json.loads(segapp("status", "run", "--json", cwd=tmp_path).stdout)["state"] == "stopped"
 
 
+@pytest.mark.slow
 def test_a_third_signal_aborts_at_once(config_file: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "SEGAPP_FAILPOINTS": "ckpt.before_rename=sleep:60", "PYTHONUNBUFFERED": "1"}
     command = [

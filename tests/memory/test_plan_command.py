@@ -43,6 +43,7 @@ def test_no_config_is_one_clear_line(folder):
     assert "--config FILE is missing" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_supported(), reason="this torch cannot register a device in Python")
 def test_a_plan_as_json(folder):
     done = segapp("plan", "--config", "tiny.yaml", "train.batch_size=4", "--gpus", "2x2GiB,1GiB", "--json", cwd=folder)

@@ -75,6 +75,7 @@ def test_no_criterion_needs_the_full_resolution_three_times():
     assert peak("lovasz") < peak("full")
 
 
+@pytest.mark.slow
 def test_devices_hold_what_their_role_demands():
     dp = said("roads")["dp"]
     assert "optimizer" in dp[0]["backward"][1]

@@ -112,6 +112,7 @@ def test_killed_with_a_wish_that_waits_and_with_one_that_is_applied(tiny: dict[s
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_two_ranks_pause_save_and_stop_together(tiny: dict[str, Any], tmp_path: Path) -> None:
     config = small(tiny, 10_000, parallel={"mode": "ddp", "devices": ["cpu", "cpu"]})
     path, run = written(config, tmp_path), tmp_path / "run"

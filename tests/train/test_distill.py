@@ -166,7 +166,9 @@ def test_torchs_own_sync_batchnorm_has_no_second_derivative(tmp_path: Path) -> N
     assert "derivative for aten::batch_norm_backward_elemt is not implemented" in done.stderr
 
 
-@pytest.mark.parametrize("precision", ["fp32", "amp-bf16", "amp-fp16"])
+@pytest.mark.parametrize(
+    "precision", ["fp32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("amp-bf16", "amp-fp16"))]
+)
 def test_stopped_and_resumed_is_bitwise_the_same(
     plain: dict[str, Any], teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:

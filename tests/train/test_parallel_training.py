@@ -255,6 +255,7 @@ def two_agents(tmp_path: Path, port: int) -> list[subprocess.Popen[str]]:
     ]
 
 
+@pytest.mark.slow
 def test_two_torchrun_agents_equal_one_device(single: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     tiny, reference = single
     (tmp_path / "ddp.yaml").write_text(dump_config(ten_steps(tiny, mode="auto", devices="auto")))
