@@ -27,6 +27,7 @@ def measured_and_simulated(model, *splits):
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[[")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [

@@ -268,6 +268,7 @@ def simulated(config: RunConfig, job: SimulationJob) -> SimulationResult:
     return SimulationResult.from_json(json.loads(done.stdout)["ok"])
 
 
+@pytest.mark.slow
 def test_the_plan_counts_teacher_and_critic(plain: dict[str, Any], teacher: Path) -> None:
     config = student(plain, teacher, train={"batch_size": 2}, distill={"critic": {}})
     alone = merged({**config.model_dump(mode="json"), "distill": None})

@@ -182,8 +182,9 @@ def ddp_file(tiny: dict[str, Any], tmp_path: Path, **train: Any) -> None:
     (tmp_path / "ddp.yaml").write_text(dump_config(config))
 
 
+@pytest.mark.slow
 @case("X03", how="SIGTERM or SIGINT to the launcher", passes="saved, 75")
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_ranks_that_are_stopped_save_and_the_launcher_says_75(
     tiny: dict[str, Any], tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -213,6 +214,7 @@ def test_ranks_that_are_stopped_save_and_the_launcher_says_75(
     assert len(state["rng"]) == 2
 
 
+@pytest.mark.slow
 @case("X02", how="a batch of 1 for two ranks", passes="exit 2, told once")
 def test_a_mistake_is_told_once_by_all_ranks(tiny: dict[str, Any], tmp_path: Path) -> None:
     ddp_file(tiny, tmp_path, batch_size=1)
