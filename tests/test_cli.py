@@ -86,6 +86,7 @@ def test_a_whole_run_from_the_command_line(config_file: Path, tmp_path: Path) ->
     assert json.loads((tmp_path / "e.json").read_text())["num_images"] == 10
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_leaves_with_75_and_a_busy_run_is_refused(config_file: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "segapp", "train", "--config", "tiny.yaml", "--run", "run", "train.epochs=1000"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -135,6 +135,7 @@ def test_start_lose_the_terminal_come_back_steer_and_stop(
     assert final == ["applied"] * 6
 
 
+@pytest.mark.slow
 def test_a_mistake_is_told_in_the_terminal_and_a_stop_gives_its_exit_code(
     tiny: dict[str, Any], tmp_path: Path, terminal: Terminal
 ) -> None:

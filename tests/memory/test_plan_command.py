@@ -23,7 +23,7 @@ def folder(tiny, tmp_path):
         (["--gpus", "8GiB", "parallel.mode=model"], ["parallel.mode = model"]),
         (["--gpus", "3x8GiB", "parallel.mode=ddp"], ["3 ranks", "train.batch_size = 2"]),
         (["--gpus", "3x8GiB", "parallel.shares=[1,1]"], ["parallel.shares", "3"]),
-        (["--gpus", "2x8GiB", "model.name=deeplabv9"], ["model.name"]),
+        pytest.param(["--gpus", "2x8GiB", "model.name=deeplabv9"], ["model.name"], marks=pytest.mark.slow),
         (["--gpus", "2x8GiB", "--run", "nowhere"], ["nowhere"]),
     ],
 )

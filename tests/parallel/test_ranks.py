@@ -12,7 +12,7 @@ from segapp.parallel import DistributedSetupError, init_from_env, is_launched, l
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids=["2 ranks", "3 ranks"])
 def figures(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("ranks") / "figures.json"
     status = launch_local([str(HERE / "rank_checks.py"), str(path)], request.param, env={"OMP_NUM_THREADS": "1"})

@@ -130,6 +130,7 @@ def test_in_float64_dp_is_one_device_but_for_rounding(
     assert_same_course(tmp_path / "dp", tmp_path / "single", rel=1e-10, rel_of_terms=1e-9)
 
 
+@pytest.mark.slow
 def test_ddp_with_two_ranks_equals_one_device_and_goes_on_alone(
     plain: dict[str, Any], teacher: Path, singles: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -198,6 +199,7 @@ def test_stopped_and_resumed_is_bitwise_the_same(
     assert parts["distillation"]["critic"]["num_steps"] == 6
 
 
+@pytest.mark.slow
 def test_a_pause_in_a_step_leaves_no_trace_in_the_critic(plain: dict[str, Any], teacher: Path, tmp_path: Path) -> None:
     """Out of memory in the optimizer's phase, after the critic's backward pass: the step is undone and made again."""
     config = student(plain, teacher, train={"epochs": 2, "accumulate": 2, "batch_size": 2})

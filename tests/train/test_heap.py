@@ -25,6 +25,7 @@ def page_faults(mode: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's heap can be told so")
 def test_freed_memory_is_used_again_without_page_faults() -> None:
     given_back, kept = page_faults("given back"), page_faults("kept")

@@ -223,6 +223,7 @@ def test_a_mistake_is_told_once_by_all_ranks(tiny: dict[str, Any], tmp_path: Pat
     assert result.stderr.splitlines() == ["error: parallel: 2 ranks cannot share train.batch_size = 1: use one each"]
 
 
+@pytest.mark.slow
 @case("X01", how="SIGKILL in both ranks at a step", passes="137, the rank is named")
 def test_a_killed_rank_ends_the_others_and_is_named(tiny: dict[str, Any], tmp_path: Path) -> None:
     ddp_file(tiny, tmp_path, epochs=3000)
