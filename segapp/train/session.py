@@ -218,6 +218,7 @@ def _run_in(folder: RunFolder, plan: Plan, devices: DevicePlan, ranks: Ranks, si
                     trainer.steering.end(trainer.standing(), "the run is complete", is_finished=True)
                     print(f"already complete: {config.train.epochs} epochs; raise train.epochs to train on")
                 return 0
+            watchdog.first_step = trainer.position.step
             monitor.step = watchdog.step = lambda: trainer.position.step
             watchdog.save_last_boundary = trainer.save_last_boundary
             monitor.saving_s = trainer.saving.written_for_s

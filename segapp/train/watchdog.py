@@ -72,6 +72,8 @@ class Watchdog:
     ) -> None:
         self.step: Callable[[], int | None] = lambda: None
         """Gives the number of steps so far."""
+        self.first_step: int | None = None
+        """Steps that were made before this process began; told by whoever begins, as a look may come too late."""
         self.save_last_boundary: Callable[[Callable[[], bool]], str | None] = lambda _: "nothing was there to save yet"
         """Saves the state of the last step boundary; gives why it could not."""
         self._path = folder / "stacks.log"
@@ -114,19 +116,17 @@ class Watchdog:
 
     def _run(self) -> None:
         look_s = min(1.0, self._timeout_s / 10)
-        first_step, seen_s, silent_s = self.step(), 0.0, 0.0
+        seen_s, silent_s = 0.0, 0.0
         looked_s = time.monotonic()
         while not self._stop.wait(look_s):
             now_s = time.monotonic()
             # A process that was stopped, or a machine that slept, has not been silent meanwhile.
             silent_s += min(now_s - looked_s, 2 * look_s)
             looked_s = now_s
-            if first_step is None:
-                first_step = self.step()
             if self._watch.touched_s != seen_s:
                 seen_s, silent_s = self._watch.touched_s, 0.0
             place = self._watch.place
-            if silent_s >= self.limit_s(place, has_stepped=self.step() not in (None, first_step)):
+            if silent_s >= self.limit_s(place, has_stepped=self.step() not in (None, self.first_step)):
                 if self._bark(place, silent_s, lambda seen_s=seen_s: self._watch.touched_s == seen_s):  # type: ignore[misc]
                     return
                 silent_s = 0.0
