@@ -150,7 +150,7 @@ def test_leftovers(new_run: NewRun, invariants: Invariants) -> None:
 @case(
     "F18", how="12 saves, keep 2, resumed twice, a crash between publish and retire", passes="2 epochs, best, 2 newest"
 )
-@pytest.mark.faults
+@pytest.mark.faults_long
 def test_retention(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(train={"epochs": 6}, checkpoint={"every_steps": 3, "keep": 2})
     for failpoints in ("ckpt.before_retire=3:kill", "train.step=9:kill"):

@@ -115,7 +115,7 @@ def test_random_kills(
 
 
 @case("R02", how="stopped by SIGTERM five times within one epoch", passes="exit 75 each time, exact at the end")
-@pytest.mark.faults
+@pytest.mark.faults_long
 def test_stopped_five_times_in_an_epoch(new_run: Callable[..., FaultRun], invariants: Invariants) -> None:
     run = new_run(train={"epochs": 2}, data={"workers": 2})
     for _ in range(4):

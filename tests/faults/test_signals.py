@@ -83,7 +83,7 @@ def test_a_signal_in_an_evaluation_or_a_save(new_run: NewRun, invariants: Invari
 @case(
     "F35", how="SIGINT twice in a slow save, and three times", passes="2: saved, 75; 3: 130 at once, the old one intact"
 )
-@pytest.mark.faults
+@pytest.mark.faults_long
 @pytest.mark.parametrize("times", [2, 3])
 def test_several_interrupts_in_a_slow_save(new_run: NewRun, invariants: Invariants, times: int) -> None:
     run = new_run(checkpoint={"every_steps": 3})

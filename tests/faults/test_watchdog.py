@@ -49,7 +49,7 @@ def test_a_reading_in_the_trainer_that_never_returns(new_run: NewRun, invariants
 
 
 @case("F38", how="SIGSTOP to the trainer for longer than every limit, SIGCONT", passes="goes on, no false alarm, exact")
-@pytest.mark.faults
+@pytest.mark.faults_long
 def test_a_stopped_trainer_that_goes_on(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(train={**HANG, "epochs": 3}, data={"workers": 2, "timeout_s": 2.0})
     program = run.start(failpoints="train.step=sleep:0.1")
@@ -75,7 +75,7 @@ def test_a_data_worker_is_killed(new_run: NewRun, invariants: Invariants) -> Non
 
 @case("F34", how="SIGSTOP to every data worker", passes="data.timeout_s, exit 7, nothing left")
 @case("F41", how="an item that hangs in a worker", passes="exit 7 within data.timeout_s + 5 s, the file named")
-@pytest.mark.faults
+@pytest.mark.faults_long
 @pytest.mark.parametrize("how", ["stopped", "hangs"])
 def test_a_data_worker_does_not_answer(new_run: NewRun, invariants: Invariants, how: str) -> None:
     run = new_run(data={"workers": 2, "timeout_s": 2.0})
