@@ -175,17 +175,17 @@ def train(
     if json_out and not smoke:
         raise ConfigError("--json belongs to --smoke: add it, or ask a run with segapp status RUN --json")
     from segapp.config import dump_config
-    from segapp.train.plan import plan_session
+    from segapp.train.request import plan_session
 
     plan = plan_session(config, overrides or [], run, resume)
     if print_config:
         print(dump_config(plan.config), end="")
         return
     if smoke:
-        from segapp.train import smoke as trial
+        from segapp.commands import smoke as trial
 
         sys.exit(trial.smoke(plan, config or "FILE", as_json=json_out))
-    from segapp.train.spawn import is_interactive, see_begin, spawn_trainer
+    from segapp.commands.spawn import is_interactive, see_begin, spawn_trainer
 
     if detach or (not plain and is_interactive()):
         trainer = spawn_trainer(plan, config=config, resume=resume, overrides=overrides or [])
@@ -223,7 +223,7 @@ def attach(
 ) -> None:
     """Show a run on the screen, past and live; leaving does not stop it."""
     with _no_collection():
-        from segapp.train.ctl import run_to_attach
+        from segapp.commands.control import run_to_attach
         from segapp.tui.app import run_ui
 
     folder = run_to_attach(run)
@@ -240,7 +240,7 @@ def ctl(
     timeout: Annotated[float, typer.Option(metavar="S", help="Wait so many seconds at most; 0: no limit.")] = 0.0,
 ) -> None:
     """Steer a running training."""
-    from segapp.train.ctl import control_run
+    from segapp.commands.control import control_run
 
     code = control_run(run, words, after_epoch=after_epoch, force=force, wait=wait, timeout_s=timeout)
     sys.exit(code)
@@ -272,7 +272,7 @@ def evaluate(
     config: WeightsConfigOption = None,
 ) -> None:
     """Evaluate a run's best checkpoint, or the one named, or with --config any file of weights."""
-    from segapp.train.evaluating import EvalOptions, evaluate_target
+    from segapp.commands.evaluate import EvalOptions, evaluate_target
 
     files = {"json_file": json_file, "per_image": per_image, "confusion": confusion}
     evaluate_target(target, EvalOptions(split, slide, tta, data_root, boundary, devices, **files, config=config))
@@ -305,8 +305,8 @@ def predict(
     config: WeightsConfigOption = None,
 ) -> None:
     """Predict images and videos: DIR/labels (class ids), DIR/color, DIR/overlay, DIR/probabilities."""
-    from segapp.train.apply import PredictOptions, parse_batch, predict_target
-    from segapp.train.predict import parse_saved
+    from segapp.commands.predict import PredictOptions, parse_batch, predict_target
+    from segapp.inference.predict import parse_saved
 
     options = PredictOptions(parse_saved(save or []), label_ids, slide, tta, parse_batch(batch), config)
     predict_target(target, paths, out, options)
@@ -332,7 +332,7 @@ def export(
     normalisation, padding and upsampling are inside, class names and colours in its metadata. safetensors holds the
     weights alone, under the names of the network's own library, with the same metadata.
     """
-    from segapp.train.exporting import export_target
+    from segapp.commands.export import export_target
 
     export_target(target, out, format=format, half=half, argmax=argmax, config=config)
 
@@ -361,7 +361,7 @@ def check(
     if config is None:
         raise ConfigError("--config FILE is missing: name a config, e.g. --config demo.yaml")
     loaded = load_config(config, overrides or [])
-    from segapp.train.check import check_data
+    from segapp.commands.check import check_data
 
     sys.exit(
         check_data(loaded, as_json=json_out, html_file=html_file, sums_file=sums_file, new_sums_file=new_sums_file)
@@ -382,7 +382,7 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
 ) -> None:
     """Look at a data folder and write a config for it, each choice with its reason."""
-    from segapp.train.propose import propose_config
+    from segapp.commands.init import propose_config
 
     written = propose_config(root, out, val_share=val_share, force=force)
     print(f"written: {written}\nnext: segapp check --config {written}; segapp train --config {written}")
@@ -432,7 +432,7 @@ def compare(
 @app.command("ls")
 def list_runs(json_out: JsonFlag = False) -> None:
     """List the runs under runs/."""
-    from segapp.train import overview
+    from segapp.commands import runs as overview
 
     overview.print_runs(Path("runs"), as_json=json_out)
 
@@ -443,7 +443,7 @@ def status(
     json_out: JsonFlag = False,
 ) -> None:
     """Show how a run stands."""
-    from segapp.train import overview
+    from segapp.commands import runs as overview
 
     overview.print_status(run, as_json=json_out)
 
@@ -455,7 +455,7 @@ app.add_typer(ckpt, name="ckpt")
 @ckpt.command("list")
 def ckpt_list(run: Annotated[str, typer.Argument(metavar="RUN")], json_out: JsonFlag = False) -> None:
     """List a run's committed checkpoints, newest first."""
-    from segapp.train import overview
+    from segapp.commands import runs as overview
 
     overview.print_checkpoints(run, as_json=json_out, hashes=False)
 
@@ -463,7 +463,7 @@ def ckpt_list(run: Annotated[str, typer.Argument(metavar="RUN")], json_out: Json
 @ckpt.command("verify")
 def ckpt_verify(run: Annotated[str, typer.Argument(metavar="RUN")], json_out: JsonFlag = False) -> None:
     """Read every byte of a run's checkpoints; exit code 4 if one is damaged."""
-    from segapp.train import overview
+    from segapp.commands import runs as overview
 
     sys.exit(overview.print_checkpoints(run, as_json=json_out, hashes=True))
 
@@ -512,7 +512,7 @@ def plan(
     json_out: JsonFlag = False,
 ) -> None:
     """Predict each GPU's peak memory for every split of the batch, without a GPU."""
-    from segapp.train.plan_memory import print_plan
+    from segapp.commands.plan import print_plan
 
     print_plan(config, overrides or [], gpus, run, as_json=json_out)
 
@@ -525,6 +525,6 @@ def profile(
     json_out: JsonFlag = False,
 ) -> None:
     """Run a few real steps and show where their time and memory go."""
-    from segapp.train.profile import print_profile
+    from segapp.commands.profile import print_profile
 
     print_profile(config, overrides or [], steps, as_json=json_out)

@@ -6,10 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-import fault_table
 import hypothesis
 import pytest
 import torch
+
+from tests.support import ROOT, fault_table
 
 # A busy machine is slow; that is no failure of a property.
 hypothesis.settings.register_profile("segapp", deadline=None)
@@ -17,7 +18,6 @@ hypothesis.settings.load_profile("segapp")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 
-ROOT = Path(__file__).resolve().parent.parent
 CAMVID = ROOT.parent / "shared" / "camvid"
 
 _outcomes: list[fault_table.Outcome] = []
@@ -51,7 +51,8 @@ def tiny_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Here, not above: the tests of segapp.parallel and segapp.losses run where there is nothing but torch.
     import cv2
     import numpy as np
-    from tiny_runs import draw_scene
+
+    from tests.support.runs import draw_scene
 
     root = tmp_path_factory.mktemp("tiny-data")
     rng = np.random.default_rng(0)

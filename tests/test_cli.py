@@ -15,9 +15,9 @@ import cv2
 import numpy as np
 import pytest
 import yaml
-from tiny_runs import events, segapp
 
 from segapp.cli import _with_resume_value
+from tests.support.runs import events, segapp
 
 
 @pytest.fixture

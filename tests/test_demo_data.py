@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from segapp.datasets.formats import class_scheme, find_pairs
+from segapp.datasets.layouts.formats import class_scheme, find_pairs
 from segapp.datasets.masks import read_mask
+from tests.support import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "data" / "demo"
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support import ROOT
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -33,11 +32,11 @@ def test_the_libraries_load_nothing_beyond_torch(package: str) -> None:
     [
         "segapp.run",
         "segapp.config",
-        "segapp.train.plan",
-        "segapp.train.overview",
-        "segapp.train.ctl",
-        "segapp.train.spawn",
-        "segapp.train.plan_memory",
+        "segapp.train.request",
+        "segapp.commands.runs",
+        "segapp.commands.control",
+        "segapp.commands.spawn",
+        "segapp.commands.plan",
         "segapp.memory.planner",
         "segapp.cli",
     ],

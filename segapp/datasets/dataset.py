@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segapp.datasets.files import ImagePair, check_same_size, read_header, shown
+from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import read_image, read_mask
 from segapp.datasets.sampling import mix_seed
-from segapp.datasets.schemes import ClassScheme
 from segapp.errors import DataError
 
 Pixels = NDArray[Any]

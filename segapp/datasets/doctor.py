@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from segapp.datasets.files import ImagePair, check_same_size, read_header, shown
 from segapp.datasets.frequencies import ClassFrequencies
+from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import UnknownIdsError, likely_cause, name_ids, read_image, read_mask
-from segapp.datasets.schemes import ClassScheme
 from segapp.errors import DataError
 
 RARE_FRAC = 1e-4

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from segapp.datasets.classes import Color
 from segapp.datasets.files import MAX_PIXELS, check_mask_format, damaged, is_complete, open_bytes, read_bytes, shown
-from segapp.datasets.schemes import UNKNOWN_ID, ClassScheme
+from segapp.datasets.layouts.published_classes import Color
+from segapp.datasets.layouts.schemes import UNKNOWN_ID, ClassScheme
 from segapp.errors import DataError
 
 Ids = NDArray[np.uint8] | NDArray[np.int16]

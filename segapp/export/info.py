@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from segapp.datasets.schemes import ClassScheme
+from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import CheckpointError
 
 

@@ -8,10 +8,10 @@ from segapp.losses.cross_entropy import CriterionCE, plain_reason, upsample_cros
 from segapp.losses.dice import CriterionDice
 from segapp.losses.distillation import CriterionDistilled, node_features, pair_wise_difference, pixel_wise_divergence
 from segapp.losses.focal import CriterionFocal
+from segapp.losses.fused.views import Tile, View
 from segapp.losses.inference import Scores, upsample_argmax, upsample_confusion, upsample_logits, upsample_probabilities
 from segapp.losses.lovasz import CriterionLovasz
 from segapp.losses.ohem import CriterionOHEM
-from segapp.losses.views import Tile, View
 
 LOSSES: dict[str, type[AdditiveCriterion]] = {
     "ce": CriterionCE,

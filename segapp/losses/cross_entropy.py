@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from segapp.losses.additive import MeanCriterion
-from segapp.losses.bands_cross_entropy import CrossEntropyOptions, cross_entropy_on_bands
 from segapp.losses.checks import (
     as_class_weight,
     check_inputs,
@@ -25,13 +24,14 @@ from segapp.losses.checks import (
     is_simulated,
     needs_plain_operators,
 )
-from segapp.losses.reference import (
+from segapp.losses.fused.bands_cross_entropy import CrossEntropyOptions, cross_entropy_on_bands
+from segapp.losses.fused.pixel_sums import CrossEntropySums, upsampled_sums
+from segapp.losses.fused.reference import (
     compute_dtype,
     cross_entropy_sums,
     soft_cross_entropy_sums,
     target_weight_sum,
 )
-from segapp.losses.sums import CrossEntropySums, upsampled_sums
 
 Implementation = Literal["auto", "reference", "bands", "compiled", "triton", "sums"]
 """How the loss is computed; "auto" is right unless a measurement says otherwise."""
@@ -232,9 +232,9 @@ def _operator(
     """(loss sum, weight sum, gradient of the loss sum), all from one pass; the gradient is empty unless asked for."""
     options = CrossEntropyOptions(align_corners, ignore_index, label_smoothing)
     if implementation == "triton":
-        from segapp.losses.kernels import cross_entropy_by_triton as compute
+        from segapp.losses.fused.triton_kernels import cross_entropy_by_triton as compute
     elif implementation == "compiled":
-        from segapp.losses.cells import cross_entropy_on_cells as compute
+        from segapp.losses.fused.compiled import cross_entropy_on_cells as compute
     elif implementation == "bands":
         compute = cross_entropy_on_bands
     else:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from segapp.losses.additive import HeadCriterion, Statistics, reciprocal_or_zero
-from segapp.losses.sums import upsampled_sums
+from segapp.losses.fused.pixel_sums import upsampled_sums
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from segapp.losses.additive import MeanCriterion
 from segapp.losses.checks import as_class_weight
-from segapp.losses.reference import target_weight_sum
-from segapp.losses.sums import pixel_cross_entropy, upsampled_sums
+from segapp.losses.fused.pixel_sums import pixel_cross_entropy, upsampled_sums
+from segapp.losses.fused.reference import target_weight_sum
 
 
 @dataclass(frozen=True)

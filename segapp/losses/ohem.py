@@ -15,7 +15,7 @@ from torch import Tensor
 
 from segapp.losses.additive import HeadCriterion, Statistics, reciprocal_or_zero
 from segapp.losses.checks import as_class_weight
-from segapp.losses.sums import pixel_cross_entropy, upsampled_sums
+from segapp.losses.fused.pixel_sums import pixel_cross_entropy, upsampled_sums
 
 DROPPED_BITS = 15
 """Of a float32 loss's 23 mantissa bits: 256 bins an octave, 0.4 % wide. Finer bins only cost memory."""

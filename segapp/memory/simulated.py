@@ -23,8 +23,10 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import _disable_current_modes
 
 from segapp.errors import RunError
-from segapp.losses import bands, lovasz, ohem, sums, views
-from segapp.losses.grid import Axis, Grid
+from segapp.losses import lovasz, ohem
+from segapp.losses.fused import bands, views
+from segapp.losses.fused import pixel_sums as sums
+from segapp.losses.fused.grid import Axis, Grid
 
 BACKEND = "simgpu"
 

@@ -15,10 +15,10 @@ from segapp.errors import ConfigError
 from segapp.report import charts
 from segapp.report.charts import Frame
 from segapp.report.page import loss_chart, miou_lines, render, save_page
-from segapp.report.story import Story, read_story
+from segapp.report.run_report import Story, read_story
 from segapp.run.text import printable
-from segapp.train.trackers import flat_settings
-from segapp.tui import wording
+from segapp.train.telemetry.trackers import flat_settings
+from segapp.tui.state import wording
 
 UNIMPORTANT_KEYS = frozenset({"name"})
 

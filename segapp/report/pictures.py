@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from segapp.build.trained import TrainedModel
 from segapp.datasets.dataset import SegmentationDataset
-from segapp.datasets.formats import ClassScheme
+from segapp.datasets.layouts.formats import ClassScheme
+from segapp.inference.predict import colorize, predict_image
 from segapp.metrics import ConfusionMatrix, Scores
-from segapp.train.predict import colorize, predict_image
-from segapp.train.trained import TrainedModel
 
 PICTURE_PX = 480
 """Longer side of a picture."""

@@ -11,16 +11,21 @@ import numpy as np
 import torch
 from torch import nn
 
+from segapp.build.class_weights import cached_frequencies, class_weights
+from segapp.build.devices import DevicePlan
+from segapp.checkpoint.training_state import CheckpointStore
 from segapp.config import DataConfig, EvalConfig, LiveSettings, LossConfig, LossTerm, ModelConfig, RunConfig
 from segapp.datasets.augment import EvalTransform, TrainTransform
-from segapp.datasets.classes import CITYSCAPES_CATEGORIES, CITYSCAPES_NAMES
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.doctor import check_masks
 from segapp.datasets.files import ImagePair, check_pairs
-from segapp.datasets.formats import ClassScheme, class_scheme, find_pairs
 from segapp.datasets.frequencies import ClassFrequencies, compute_class_frequencies
+from segapp.datasets.layouts.formats import ClassScheme, class_scheme, find_pairs
+from segapp.datasets.layouts.published_classes import CITYSCAPES_CATEGORIES, CITYSCAPES_NAMES
 from segapp.datasets.loader import EvalLoader, TrainLoader
 from segapp.errors import ConfigError
+from segapp.inference.normalize import NormalizedInput, Normalizer
+from segapp.inference.sliding import Inference
 from segapp.losses import (
     AdditiveCriterion,
     CriterionCE,
@@ -30,7 +35,7 @@ from segapp.losses import (
     CriterionOHEM,
     CriterionSum,
 )
-from segapp.memory.outlook import Outlook
+from segapp.memory.saved_plan import Outlook
 from segapp.models import SegmentationModel, build_model
 from segapp.optim import WeightAverage, build_optimizer, norm_and_bias, parameter_groups
 from segapp.parallel import (
@@ -42,10 +47,17 @@ from segapp.parallel import (
     smallest_chunk,
     wrap_ddp,
 )
+from segapp.parallel.ranks import Ranks
 from segapp.precision import Precision
 from segapp.run.folder import RunFolder
-from segapp.train.budget import build_budget
-from segapp.train.build_distill import (
+from segapp.train.control.batch_split import SplitKnob
+from segapp.train.control.commands import Steering
+from segapp.train.control.inbox import Inbox
+from segapp.train.control.signals import StopSignals
+from segapp.train.recovery.memory_limit import build_budget
+from segapp.train.recovery.out_of_memory import Rescue
+from segapp.train.request import ImageLimit
+from segapp.train.step.build_distill import (
     build_critic,
     build_distillation,
     build_distilled_input,
@@ -54,26 +66,14 @@ from segapp.train.build_distill import (
     distilled_criterion,
     needs_sync_batchnorm,
 )
-from segapp.train.checkpoint import CheckpointStore
-from segapp.train.class_weights import cached_frequencies, class_weights
-from segapp.train.control import StopSignals
-from segapp.train.devices import DevicePlan
-from segapp.train.engine import StepEngine
-from segapp.train.inbox import Inbox
-from segapp.train.inference import Inference
-from segapp.train.journal import Journal
-from segapp.train.memory_watch import MemoryWatch
-from segapp.train.normalize import NormalizedInput, Normalizer
-from segapp.train.out_of_memory import Rescue
-from segapp.train.plan import ImageLimit
-from segapp.train.ranks import Ranks
-from segapp.train.samples import SamplePictures
-from segapp.train.split import SplitKnob
-from segapp.train.steering import Steering
+from segapp.train.step.engine import StepEngine
+from segapp.train.telemetry.device_memory import MemoryWatch
+from segapp.train.telemetry.event_log import Journal
+from segapp.train.telemetry.sample_images import SamplePictures
 from segapp.train.trainer import Trainer
 
 if TYPE_CHECKING:
-    from segapp.train.trained import TrainedState
+    from segapp.build.trained import TrainedState
 
 
 def seed_everything(seed: int) -> None:

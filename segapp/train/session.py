@@ -17,6 +17,9 @@ import torch
 import torch.distributed as dist
 
 from segapp import __version__
+from segapp.build.devices import DevicePlan, plan_devices
+from segapp.build.trained import read_trained
+from segapp.checkpoint.training_state import CheckpointStore, LoadedCheckpoint, load_checkpoint
 from segapp.config import RunConfig, config_hash, dump_config, resume_differences
 from segapp.errors import (
     CheckpointError,
@@ -29,7 +32,7 @@ from segapp.errors import (
     SegappError,
     StorageError,
 )
-from segapp.memory.outlook import Outlook
+from segapp.memory.saved_plan import Outlook
 from segapp.parallel import (
     DistributedSetupError,
     ReplicaError,
@@ -38,29 +41,26 @@ from segapp.parallel import (
     launch_local,
     shutdown,
 )
+from segapp.parallel.ranks import Ranks
 from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.commands import CheckpointCommand, send_command
 from segapp.run.events import EventWriter
 from segapp.run.folder import RunFolder
 from segapp.run.text import printable
 from segapp.train.build import build_trainer
-from segapp.train.checkpoint import CheckpointStore, LoadedCheckpoint, load_checkpoint
-from segapp.train.control import EXIT_STOPPED_AND_SAVED, StopRequest, StopSignals
-from segapp.train.devices import DevicePlan, plan_devices
-from segapp.train.heap import keep_freed_memory
-from segapp.train.inbox import Inbox, applied_after
-from segapp.train.journal import Journal
-from segapp.train.memory_watch import MemoryWatch, Place, place_of
-from segapp.train.monitor import Monitor
-from segapp.train.out_of_memory import is_out_of_memory, learned_after
-from segapp.train.plain import PlainReporter
-from segapp.train.plan import ImageLimit, Plan
-from segapp.train.ranks import Ranks
-from segapp.train.settle import planned_advice, settle_memory
-from segapp.train.trackers import make_trackers
-from segapp.train.trained import read_trained
+from segapp.train.control.inbox import Inbox, applied_after
+from segapp.train.control.signals import EXIT_STOPPED_AND_SAVED, StopRequest, StopSignals
+from segapp.train.malloc import keep_freed_memory
+from segapp.train.planning.auto_settings import planned_advice, settle_memory
+from segapp.train.recovery.out_of_memory import is_out_of_memory, learned_after
+from segapp.train.request import ImageLimit, Plan
+from segapp.train.telemetry.console import PlainReporter
+from segapp.train.telemetry.device_memory import MemoryWatch, Place, place_of
+from segapp.train.telemetry.event_log import Journal
+from segapp.train.telemetry.sampler import Monitor
+from segapp.train.telemetry.trackers import make_trackers
+from segapp.train.telemetry.watchdog import Watchdog
 from segapp.train.trainer import Trainer
-from segapp.train.watchdog import Watchdog
 
 _OF_A_COLLECTIVE = re.compile(
     r"gloo|nccl|ProcessGroup|Connection closed by peer|Connection reset by peer", re.IGNORECASE

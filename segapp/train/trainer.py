@@ -15,21 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from segapp.checkpoint.training_state import CheckpointStore, capture_rng, restore_rng
 from segapp.config import LiveSettings, RunConfig
 from segapp.errors import DataError, NonFiniteError, OutOfMemoryError, WorkerError
 from segapp.failpoints import failpoint
-from segapp.memory.scene import OomReport, Scene
+from segapp.inference.evaluate import Evaluation, evaluate
+from segapp.inference.sliding import Inference
+from segapp.memory.oom_report import OomReport, Scene
 from segapp.optim import lr_at
-from segapp.train.attention import Attention
-from segapp.train.budget import MemoryBudget
-from segapp.train.checkpoint import CheckpointStore, capture_rng, restore_rng
-from segapp.train.control import PauseRequest, StopRequest, StopSignals
-from segapp.train.engine import StepEngine, StepResult
-from segapp.train.evaluate import Evaluation, evaluate
-from segapp.train.inference import Inference
-from segapp.train.journal import Journal
-from segapp.train.memory_watch import IDLE
-from segapp.train.out_of_memory import (
+from segapp.parallel.ranks import PeerOutOfMemoryError
+from segapp.train.control.commands import Standing, Steering
+from segapp.train.control.safe_point import Attention
+from segapp.train.control.signals import PauseRequest, StopRequest, StopSignals
+from segapp.train.recovery.memory_limit import MemoryBudget
+from segapp.train.recovery.out_of_memory import (
     MAX_PIECES,
     Lessons,
     Rescue,
@@ -38,13 +37,14 @@ from segapp.train.out_of_memory import (
     is_out_of_memory,
     next_eval_lesson,
 )
-from segapp.train.precise_bn import BatchNormMemoryError, recompute_batchnorm
-from segapp.train.progress import Best, Clock, Position, images_in
-from segapp.train.ranks import PeerOutOfMemoryError
-from segapp.train.samples import SamplePictures
-from segapp.train.saving import Captured, Saving
-from segapp.train.steering import Standing, Steering
-from segapp.train.undo import rng_fields
+from segapp.train.saving.position import Best, Clock, Position, images_in
+from segapp.train.saving.saver import Captured, Saving
+from segapp.train.step.engine import StepEngine, StepResult
+from segapp.train.step.precise_bn import BatchNormMemoryError, recompute_batchnorm
+from segapp.train.step.rollback import rng_fields
+from segapp.train.telemetry.device_memory import IDLE
+from segapp.train.telemetry.event_log import Journal
+from segapp.train.telemetry.sample_images import SamplePictures
 
 if TYPE_CHECKING:
     from segapp.datasets.loader import Batch, EvalLoader, TrainLoader

@@ -29,16 +29,17 @@ from segapp.run.commands import (
 from segapp.run.events import CommandAnswer
 from segapp.run.folder import find_run
 from segapp.run.text import printable
-from segapp.tui import header, keys, themes
-from segapp.tui.chart import AUTO, WINDOWS, X_AXES, LossChart
-from segapp.tui.classes import SORTS
-from segapp.tui.devices import begin_draft, edit_draft
-from segapp.tui.history import SMOOTHINGS
-from segapp.tui.monitor import Monitor
-from segapp.tui.pictures import PictureView
-from segapp.tui.screens import HelpScreen, StopChoice, StopScreen
+from segapp.tui import keys, themes
+from segapp.tui.dialogs import HelpScreen, StopChoice, StopScreen
+from segapp.tui.panes import header
+from segapp.tui.panes.chart import AUTO, WINDOWS, X_AXES, LossChart
+from segapp.tui.panes.classes import SORTS
+from segapp.tui.panes.devices import begin_draft, edit_draft
+from segapp.tui.panes.pictures import PictureView
+from segapp.tui.run_screen import Monitor
 from segapp.tui.settings import UiSettings, load_settings, settings_path
-from segapp.tui.source import LiveSource, ReplaySource, Source
+from segapp.tui.state.history import SMOOTHINGS
+from segapp.tui.state.source import LiveSource, ReplaySource, Source
 from segapp.tui.terminal import check_terminal, is_ascii_only, is_hung_up
 from segapp.tui.widgets import ClassesPane, Gpu0Pane
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from segapp.tui.header import MIN_HEIGHT, MIN_WIDTH
+from segapp.tui.panes.header import MIN_HEIGHT, MIN_WIDTH
 
 WIDE = 100
 PANES = ("loss", "gpu", "classes", "events", "pictures")

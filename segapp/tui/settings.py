@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from segapp.run.files import write_atomic
-from segapp.tui.chart import AUTO, WINDOWS, X_AXES
-from segapp.tui.classes import SORTS
-from segapp.tui.history import SMOOTHINGS
+from segapp.tui.panes.chart import AUTO, WINDOWS, X_AXES
+from segapp.tui.panes.classes import SORTS
+from segapp.tui.state.history import SMOOTHINGS
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "smoothing": (AUTO, 0.0, *SMOOTHINGS),

@@ -10,9 +10,9 @@ from textual.content import Content
 from textual.widget import Widget
 from textual.widgets import Input, Static
 
-from segapp.tui.glyphs import ascii_text
-from segapp.tui.view import View
-from segapp.tui.wording import LogLine
+from segapp.tui.panes.glyphs import ascii_text
+from segapp.tui.state.view import View
+from segapp.tui.state.wording import LogLine
 
 KIND_STYLES = {
     "val": "$text-success",

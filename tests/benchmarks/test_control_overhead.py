@@ -12,21 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import events, merged, train
 
 from segapp.config import LiveSettings
+from segapp.parallel.ranks import Ranks
 from segapp.run.events import EventWriter
 from segapp.run.folder import RunFolder
-from segapp.train.attention import Attention
-from segapp.train.control import StopSignals
-from segapp.train.inbox import Inbox
-from segapp.train.journal import Journal
-from segapp.train.memory_watch import MemoryWatch, place_of
-from segapp.train.monitor import HEARTBEAT_S, MEMORY_S, Monitor
-from segapp.train.progress import Clock
-from segapp.train.ranks import Ranks
-from segapp.train.split import SplitKnob
-from segapp.train.steering import Standing, Steering
+from segapp.train.control.batch_split import SplitKnob
+from segapp.train.control.commands import Standing, Steering
+from segapp.train.control.inbox import Inbox
+from segapp.train.control.safe_point import Attention
+from segapp.train.control.signals import StopSignals
+from segapp.train.saving.position import Clock
+from segapp.train.telemetry.device_memory import MemoryWatch, place_of
+from segapp.train.telemetry.event_log import Journal
+from segapp.train.telemetry.sampler import HEARTBEAT_S, MEMORY_S, Monitor
+from tests.support.runs import events, merged, train
 
 REPEATS = 400
 PHASES = ("forward", "loss", "backward", "step", "data")

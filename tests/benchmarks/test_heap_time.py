@@ -8,16 +8,18 @@ import os
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+
+from tests.support import ROOT
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(1800)]
 
 SCRIPT = """
 import json, resource, sys, time, torch, torchvision
 from segapp.losses import CriterionCE
-from segapp.train.heap import keep_freed_memory
+from segapp.train.malloc import keep_freed_memory
+from tests.support import ROOT
 kept, batch, height, width = int(sys.argv[1]), *map(int, sys.argv[2:])
 if kept:
     keep_freed_memory()
@@ -46,7 +48,7 @@ def test_step_with_freed_memory_kept(shape: tuple[int, int, int]) -> None:
     for turn in range(6):
         kept = turn % 2 == 0
         words = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(int(kept)), *map(str, shape)]
-        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(words, capture_output=True, text=True, check=True, env=env)
         found[kept].append(json.loads(done.stdout))
     (kept_s, kept_faults, kept_mib), (s, faults, mib) = (

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from segapp.datasets.augment import TrainTransform
 from segapp.datasets.files import ImagePair
-from segapp.datasets.formats import class_scheme, find_pairs
+from segapp.datasets.layouts.formats import class_scheme, find_pairs
 from segapp.datasets.loader import SegmentationDataset, TrainLoader
 
 CROP = (240, 320)

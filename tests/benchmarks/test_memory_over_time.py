@@ -11,12 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import ROOT
+
 pytestmark = [pytest.mark.benchmark, pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")]
 
 SCRIPT = """
 import ctypes, json, os, sys, threading, time
 import torch
-from small_loss_cases import make, run_once
+from tests.support.small_loss_cases import make, run_once
+from tests.support import ROOT
 case, way = sys.argv[1:]
 torch.set_num_threads(2)
 logits, target = make(case)
@@ -44,8 +47,7 @@ WIDTH, HEIGHT = 72, 8
 
 
 def course(case: str, way: str) -> tuple[float, list[tuple[float, float]]]:
-    here = Path(__file__).parent
-    env = {**os.environ, "PYTHONPATH": f"{here}:{here.parents[1]}"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
     words = [sys.executable, "-W", "ignore", "-c", SCRIPT, case, way]
     done = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
     seconds, samples = json.loads(done.stdout)

@@ -7,26 +7,24 @@ import resource
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from segapp.memory.simulated import is_supported
+from tests.support import ROOT
 
 pytestmark = [
     pytest.mark.benchmark,
     pytest.mark.skipif(not is_supported(), reason="this torch cannot register a device in Python"),
 ]
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 CARD_MIB = 24220
 CONTEXT_MIB, ROOM = 500, 0.95
 
 
 def said(what):
     done = subprocess.run(
-        [sys.executable, str(HERE / "plan_cases.py"), what], capture_output=True, text=True, cwd=ROOT, timeout=900
+        [sys.executable, "-m", "tests.support.plan_cases", what], capture_output=True, text=True, cwd=ROOT, timeout=900
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

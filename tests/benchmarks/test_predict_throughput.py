@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from segapp.datasets.schemes import ClassScheme
+from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.inference.normalize import Normalizer
+from segapp.inference.predict import OutputPlan, TrainedPredictor, find_images, predict_files
+from segapp.inference.sliding import Inference
 from segapp.models import SegmentationModel, build_model
-from segapp.train.inference import Inference
-from segapp.train.normalize import Normalizer
-from segapp.train.predict import OutputPlan, TrainedPredictor, find_images, predict_files
 
 pytestmark = pytest.mark.benchmark
 

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segapp.datasets.loader import Batch
+from segapp.inference.evaluate import evaluate
+from segapp.inference.normalize import Normalizer
+from segapp.inference.sliding import Inference, window_corners
 from segapp.metrics import ConfusionMatrix
 from segapp.models import SegmentationModel, build_model
-from segapp.train.evaluate import evaluate
-from segapp.train.inference import Inference, window_corners
-from segapp.train.normalize import Normalizer
 
 pytestmark = pytest.mark.benchmark
 

@@ -15,7 +15,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_loss_cases import EVALUATIONS, make, naive_prediction, naive_scores, seconds, small_prediction, small_scores
+
+from tests.support import ROOT
+from tests.support.small_loss_cases import (
+    EVALUATIONS,
+    make,
+    naive_prediction,
+    naive_scores,
+    seconds,
+    small_prediction,
+    small_scores,
+)
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.skipif(not Path("/proc/stat").exists(), reason="reads /proc")]
 
@@ -78,10 +88,12 @@ def test_time_of_the_compiled_loss(case, num_threads):
 
 
 def fresh_process(arguments, extra_environment=None):
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **(extra_environment or {})}
-    script = str(Path(__file__).with_name("small_loss_cases.py"))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **(extra_environment or {})}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", script, *arguments], env=environment, capture_output=True, text=True
+        [sys.executable, "-W", "ignore", "-m", "tests.support.small_loss_cases", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     return float(done.stdout)
@@ -96,16 +108,17 @@ def test_memory_of_loss_and_gradient(case):
 def test_time_with_a_heap_that_is_kept():
     """The same against a naive loss without page faults: half of its time is memory that glibc keeps giving back."""
     script = (
-        "import sys, torch; sys.path[:0] = sys.argv[1:3]; torch.set_num_threads(2)\n"
-        "from test_small_loss import interleave, report; from small_loss_cases import make, seconds\n"
+        "import torch; torch.set_num_threads(2)\n"
+        "from tests.benchmarks.test_small_loss import interleave, report\n"
+        "from tests.support.small_loss_cases import make, seconds\n"
         "for case in ('cityscapes', 'crop-769', 'ade20k', 'camvid'):\n"
         "    kept = interleave(['naive', 'bands'], lambda way: seconds(way, *make(case)))\n"
         "    report(case + ', heap kept', *kept, 'naive')\n"
     )
-    here = Path(__file__).parent
     subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, str(here), str(here.parents[1])],
+        [sys.executable, "-W", "ignore", "-c", script],
         env={**os.environ, **WARM_HEAP},
+        cwd=ROOT,
         check=True,
     )
 

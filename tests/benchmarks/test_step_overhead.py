@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import merged
 
+from segapp.build.devices import DevicePlan
+from segapp.checkpoint.training_state import CheckpointStore
 from segapp.losses import CriterionCE
 from segapp.run.events import EventWriter
 from segapp.run.folder import RunFolder
 from segapp.train.build import build_network, build_trainer, seed_everything
-from segapp.train.checkpoint import CheckpointStore
-from segapp.train.control import StopSignals
-from segapp.train.devices import DevicePlan
-from segapp.train.journal import Journal
-from segapp.train.progress import Position
+from segapp.train.control.signals import StopSignals
+from segapp.train.saving.position import Position
+from segapp.train.telemetry.event_log import Journal
 from segapp.train.trainer import Trainer
+from tests.support.runs import merged
 
 ROUNDS = 12
 

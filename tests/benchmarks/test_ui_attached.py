@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import events, merged, segapp
 
 from segapp.config import dump_config
 from segapp.run.folder import RunFolder
+from tests.support.runs import events, merged, segapp
 
 PAIRS, TURN_S, SETTLE_S = 20, 5.0, 1.0
 MOST_FOREIGN = 0.05

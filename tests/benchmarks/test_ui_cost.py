@@ -17,16 +17,13 @@ import time
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tui"))
-
-from canned import CannedRun, live_run
 from textual.app import App, ComposeResult
 
 from segapp.run.events import EventReader
-from segapp.tui.chart import LossChart
-from segapp.tui.source import LiveSource
-from segapp.tui.view import View, fold_events
+from segapp.tui.panes.chart import LossChart
+from segapp.tui.state.source import LiveSource
+from segapp.tui.state.view import View, fold_events
+from tests.support.recorded_runs import CannedRun, live_run
 
 pytestmark = pytest.mark.benchmark
 

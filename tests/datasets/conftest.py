@@ -4,11 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from drawn import NUM_CLASSES, draw_image, draw_mask
 from PIL import Image
 
 from segapp.datasets.files import ImagePair
-from segapp.datasets.formats import ClassScheme, class_scheme
+from segapp.datasets.layouts.formats import ClassScheme, class_scheme
+from tests.support.drawn_data import NUM_CLASSES, draw_image, draw_mask
 
 
 @pytest.fixture

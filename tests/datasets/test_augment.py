@@ -10,7 +10,6 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-from drawn import draw_image, draw_mask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +21,7 @@ from segapp.datasets.augment import (
     color_matrix,
     largest_share,
 )
+from tests.support.drawn_data import draw_image, draw_mask
 
 PLAIN = {"scale": (1.0, 1.0), "hflip": 0.0, "photometric": False, "cat_max_ratio": 1.0}
 

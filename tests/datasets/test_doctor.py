@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_runs import draw_scene, segapp
 
 from segapp.datasets.doctor import check_masks, examine
 from segapp.datasets.files import ImagePair, check_pairs
-from segapp.datasets.formats import ClassScheme, class_scheme, find_pairs
+from segapp.datasets.layouts.formats import ClassScheme, class_scheme, find_pairs
 from segapp.datasets.masks import read_mask
 from segapp.datasets.sums import check_sums, write_sums
 from segapp.errors import DataError
+from tests.support.runs import draw_scene, segapp
 
 CLASSES = ["ground", "box", "disc"]
 SCHEME = class_scheme("folder", classes=CLASSES)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segapp.datasets.classes import bit_palette
-from segapp.datasets.formats import DATASETS, class_scheme, find_pairs
+from segapp.datasets.layouts.formats import DATASETS, class_scheme, find_pairs
+from segapp.datasets.layouts.published_classes import bit_palette
 from segapp.errors import ConfigError, DataError
 
 

@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from drawn import draw_image, draw_mask
-from fault_table import case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -19,12 +17,14 @@ from PIL import Image
 from segapp.datasets import dataset as dataset_module
 from segapp.datasets.augment import EvalTransform, TrainTransform
 from segapp.datasets.files import ImagePair
-from segapp.datasets.formats import ClassScheme, class_scheme
 from segapp.datasets.frequencies import ClassFrequencies, compute_class_frequencies
+from segapp.datasets.layouts.formats import ClassScheme, class_scheme
 from segapp.datasets.loader import Batch, EvalLoader, SegmentationDataset, TrainLoader
 from segapp.datasets.pool import collate
 from segapp.datasets.sampling import global_batch, mix_seed, num_batches, plan_shares, sample_order, share_of
 from segapp.errors import DataError
+from tests.support.drawn_data import draw_image, draw_mask
+from tests.support.fault_table import case
 
 WritePairs = Callable[..., tuple[ImagePair, ...]]
 CROP = (24, 32)

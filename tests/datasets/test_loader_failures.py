@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drawn import draw_mask
-from fault_table import case
 from PIL import Image
 
 from segapp.datasets.augment import TrainTransform
 from segapp.datasets.files import ImagePair
-from segapp.datasets.formats import ClassScheme
+from segapp.datasets.layouts.formats import ClassScheme
 from segapp.datasets.loader import EvalLoader, SegmentationDataset, TrainLoader
 from segapp.datasets.sampling import sample_order
 from segapp.errors import DataError, WorkerError
+from tests.support.drawn_data import draw_mask
+from tests.support.fault_table import case
 
 WritePairs = Callable[..., tuple[ImagePair, ...]]
 
@@ -68,7 +68,7 @@ BEFORE: set[str] = set()
 
 @pytest.fixture(autouse=True)
 def _remember_children() -> None:
-    """Other tests keep a process of theirs: see `zygote`."""
+    """Other tests keep a process of theirs: see `tests.support.fork_server`."""
     BEFORE.clear()
     BEFORE.update(children())
 

@@ -10,17 +10,17 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-from drawn import draw_image, draw_mask
-from fault_table import case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from segapp.datasets import files
 from segapp.datasets.files import ImagePair, check_pairs, is_complete_jpeg, read_header
-from segapp.datasets.formats import ClassScheme, class_scheme
+from segapp.datasets.layouts.formats import ClassScheme, class_scheme
 from segapp.datasets.masks import read_image, read_mask
 from segapp.errors import DataError
+from tests.support.drawn_data import draw_image, draw_mask
+from tests.support.fault_table import case
 
 
 def save(array: np.ndarray, path: Path, mode: str | None = None, **options: object) -> Path:
@@ -480,7 +480,7 @@ def test_check_pairs_reports_all_problems_at_once(write_pairs: Callable[..., tup
 
 
 def test_real_camvid_passes_the_check_and_matches_pillow(camvid_root: Path) -> None:
-    from segapp.datasets.formats import find_pairs
+    from segapp.datasets.layouts.formats import find_pairs
 
     pairs = find_pairs("camvid", camvid_root, "val")
     assert set(check_pairs(pairs)) == {(360, 480)}

@@ -10,11 +10,11 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-from tiny_runs import draw_scene, events, train
 
 from segapp.config import RunConfig, load_config
+from tests.support import ROOT
+from tests.support.runs import draw_scene, events, train
 
-ROOT = Path(__file__).parent.parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 HEAVY = {"cityscapes-pspnet", "ade20k", "voc"}  # ResNet-50; cityscapes stands for them in the default suite
 TEACHER = ROOT / "configs" / "camvid.yaml"

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import events, merged
 
+from segapp.commands.control import control_run
 from segapp.config import dump_config
 from segapp.run.folder import RunFolder
 from segapp.run.process import is_alive
-from segapp.train.ctl import control_run
+from tests.support.runs import events, merged
 
 pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 

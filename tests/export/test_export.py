@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_runs import merged, segapp, train
 from torch import nn
 
 from segapp.errors import CheckpointError, ConfigError, RunError
@@ -24,6 +23,7 @@ from segapp.export import ExportedModel, ExportInfo, ExportNetwork, check_export
 from segapp.export.network import SizedPooling
 from segapp.models import SegmentationModel, build_model
 from segapp.models.network import FamilyNote
+from tests.support.runs import merged, segapp, train
 
 CLASSES = ("ground", "box", "disc")
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_runs import events, merged, segapp, train
 from torchvision.models.segmentation import lraspp_mobilenet_v3_large
 
+from segapp.build.trained import load_trained
 from segapp.config import dump_config
-from segapp.train.trained import load_trained
+from tests.support.runs import events, merged, segapp, train
 
 CLASSES = ["ground", "box", "disc"]
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import FaultRun, Invariants, References
+
+from tests.support.fault_runs import FaultRun, Invariants, References
 
 
 @pytest.fixture(scope="session")

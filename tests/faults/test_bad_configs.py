@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 import yaml
-from harness import case
-from hostile import CONTROL, MARKUP, is_inert
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_runs import segapp
 
 from segapp.config import RunConfig, dump_config, load_config
 from segapp.config.problems import known_keys
 from segapp.errors import ConfigError
+from tests.support.fault_runs import case
+from tests.support.hostile_files import CONTROL, MARKUP, is_inert
+from tests.support.runs import segapp
 
 pytestmark = pytest.mark.faults
 

@@ -18,12 +18,13 @@ import cv2
 import numpy as np
 import pytest
 import yaml
-from harness import case, needs
-from hostile import CONTROL, MARKUP, is_inert, png_bomb, write_data, write_picture
 from PIL import Image
-from programs import start
-from terminals import peak_mib
-from tiny_runs import segapp
+
+from tests.support.fault_runs import case, needs
+from tests.support.hostile_files import CONTROL, MARKUP, is_inert, png_bomb, write_data, write_picture
+from tests.support.programs import start
+from tests.support.runs import segapp
+from tests.support.terminals import peak_mib
 
 pytestmark = pytest.mark.faults
 

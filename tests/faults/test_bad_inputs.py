@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import FaultRun, Invariants, case
-from hostile import CONTROL, MARKUP, is_inert, pickles, png_bomb, write_picture
+
+from tests.support.fault_runs import FaultRun, Invariants, case
+from tests.support.hostile_files import CONTROL, MARKUP, is_inert, pickles, png_bomb, write_picture
 
 pytestmark = pytest.mark.faults
 NewRun = Callable[..., FaultRun]

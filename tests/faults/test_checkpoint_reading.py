@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import FaultRun, Invariants, case, course, some
+
+from tests.support.fault_runs import FaultRun, Invariants, case, course, some
 
 NewRun = Callable[..., FaultRun]
 

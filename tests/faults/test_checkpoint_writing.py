@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import SYNCHRONOUS, FaultRun, Invariants, case, needs, small_disk, traced
+
+from tests.support.fault_runs import SYNCHRONOUS, FaultRun, Invariants, case, needs, small_disk, traced
 
 NewRun = Callable[..., FaultRun]
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import SYNCHRONOUS, FaultRun, Invariants, case, course, some
-from tiny_runs import differing
+
+from tests.support.fault_runs import SYNCHRONOUS, FaultRun, Invariants, case, course, some
+from tests.support.runs import differing
 
 NewRun = Callable[..., FaultRun]
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from harness import case, tiny_config
-from tiny_runs import differing, events, train
 
 from segapp import failpoints
 from segapp.config import RunConfig
 from segapp.run.commands import parse_command, send_command
 from segapp.run.folder import RunFolder
-from segapp.train.plan import Plan
+from segapp.train.request import Plan
 from segapp.train.session import run_session
 from segapp.train.trainer import Trainer
+from tests.support.fault_runs import case, tiny_config
+from tests.support.runs import differing, events, train
 
 State = dict[str, Any]
 

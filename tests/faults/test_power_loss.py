@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import SYNCHRONOUS, FaultRun, case, needs, traced
-from power_loss import Call, Disk, read_trace
 
 from segapp.run.checkpoints import CheckpointFolder
+from tests.support.fault_runs import SYNCHRONOUS, FaultRun, case, needs, traced
+from tests.support.power_loss import Call, Disk, read_trace
 
 CALLS = "openat,write,fsync,fdatasync,close,rename,renameat,renameat2,link,linkat,unlink,unlinkat"
 

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from harness import FaultRun, Invariants, case
+
+from tests.support.fault_runs import FaultRun, Invariants, case
 
 NUM_KILLS = int(os.environ.get("SEGAPP_KILLS", "36"))
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import MODEL, FaultRun, Invariants, case
+
+from tests.support.fault_runs import MODEL, FaultRun, Invariants, case
 
 NewRun = Callable[..., FaultRun]
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import SYNCHRONOUS, FaultRun, Invariants, case, needs, traced
 
 from segapp.config import dump_config
+from tests.support.fault_runs import SYNCHRONOUS, FaultRun, Invariants, case, needs, traced
 
 NewRun = Callable[..., FaultRun]
 

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from canned import CannedRun
-from harness import FaultRun, Invariants, case
-from hostile import is_inert
-from terminals import COLUMNS, ROWS, Terminal, peak_mib, terminal
 
 from segapp.run.commands import parse_command, send_command
 from segapp.run.events import Device, DeviceMemory, Memory, RunStart
+from tests.support.fault_runs import FaultRun, Invariants, case
+from tests.support.hostile_files import is_inert
+from tests.support.recorded_runs import CannedRun
+from tests.support.terminals import COLUMNS, ROWS, Terminal, peak_mib, terminal
 
 NewRun = Callable[..., FaultRun]
 Note = Callable[[str, object], None]

@@ -23,17 +23,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import FaultRun, Invariants, case, needs
-from hostile import CONTROL, MARKUP, Canary, is_inert, pickles
-from programs import Program
 
+from segapp.checkpoint.training_state import load_checkpoint
 from segapp.errors import CheckpointError
 from segapp.models.weights import read_weights_file
 from segapp.run.commands import drain_commands, parse_command, send_command
-from segapp.train.checkpoint import load_checkpoint
+from tests.support import ROOT
+from tests.support.fault_runs import FaultRun, Invariants, case, needs
+from tests.support.hostile_files import CONTROL, MARKUP, Canary, is_inert, pickles
+from tests.support.programs import Program
 
 NewRun = Callable[..., FaultRun]
-ROOT = Path(__file__).resolve().parents[2]
 
 PAYLOADS = [name for name, _ in pickles(Path("/nonexistent"))]
 

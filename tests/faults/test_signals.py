@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from harness import FaultRun, Invariants, case, some
+
+from tests.support.fault_runs import FaultRun, Invariants, case, some
 
 NewRun = Callable[..., FaultRun]
 

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from harness import FaultRun, Invariants, case
 
 from segapp.run.commands import parse_command, send_command
+from tests.support.fault_runs import FaultRun, Invariants, case
 
 MINUTES = float(os.environ.get("SEGAPP_SOAK_MINUTES", "60"))
 COMMANDS = ("checkpoint", "pause", "resume", "set lr_factor=0.9", "set lr_factor=1", "set gpu0_bsz=99", "cancel")

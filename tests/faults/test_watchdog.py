@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 
 import pytest
-from harness import FaultRun, Invariants, case, some
 
 from segapp.run.state import run_state
+from tests.support.fault_runs import FaultRun, Invariants, case, some
 
 NewRun = Callable[..., FaultRun]
 

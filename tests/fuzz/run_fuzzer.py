@@ -1,6 +1,6 @@
 """Coverage-guided fuzzing of the readers of foreign bytes, with atheris (libFuzzer for Python).
 
-uv run --group fuzz python tests/fuzz/run_fuzzer.py config --minutes 5 [--corpus DIR] [--findings DIR]
+uv run --group fuzz python -m tests.fuzz.run_fuzzer config --minutes 5 [--corpus DIR] [--findings DIR]
 
 Ends at the first finding: its input is in the findings folder, and its traceback on stderr. `--replay FILE` runs one
 input again.
@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--replay", type=Path, help="run this input once and leave")
     arguments = parser.parse_args()
     if arguments.replay is not None:
-        from fuzz_targets import TARGETS
+        from tests.fuzz.targets import TARGETS
 
         TARGETS[arguments.target].run(arguments.replay.read_bytes())
         return
@@ -36,9 +36,9 @@ def fuzz(name: str, minutes: float, corpus: Path | None, findings: Path) -> None
     try:
         import atheris
     except ImportError:
-        sys.exit("atheris is missing: uv run --group fuzz python tests/fuzz/run_fuzzer.py ...")
+        sys.exit("atheris is missing: uv run --group fuzz python -m tests.fuzz.run_fuzzer ...")
     with atheris.instrument_imports(include=["segapp", "yaml", "PIL", "zipfile"]):
-        from fuzz_targets import TARGETS, mutate, with_checksums
+        from tests.fuzz.targets import TARGETS, mutate, with_checksums
 
     target = TARGETS[name]
     corpus = corpus or Path(tempfile.mkdtemp(prefix="segapp-corpus-"))

@@ -7,12 +7,12 @@ import random
 from pathlib import Path
 
 import pytest
-from fuzz_targets import TARGETS, mutate, with_checksums
 from hypothesis import given
 from hypothesis import strategies as st
 
 from segapp.run.events import EventReader
-from segapp.tui.view import View, fold_events
+from segapp.tui.state.view import View, fold_events
+from tests.fuzz.targets import TARGETS, mutate, with_checksums
 
 FINDINGS = {
     "a step that turns into something else behind its first fields": (

@@ -2,17 +2,11 @@
 
 import copy
 import os
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
-
-from parallel_cases import Critic, PlainCE, SmallNet, grads_of, make_batch, relative_error, state_error
 
 from segapp.parallel import (
     BalancedDataParallel,
@@ -28,6 +22,7 @@ from segapp.parallel import (
     wrap_ddp,
 )
 from segapp.parallel.replicas import replicate
+from tests.support.parallel_cases import Critic, PlainCE, SmallNet, grads_of, make_batch, relative_error, state_error
 
 pytestmark = [
     pytest.mark.gpu,

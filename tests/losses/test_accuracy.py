@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from accuracy_cases import TOLERANCE, all_cases, errors_of, sample_of_cases
+
+from tests.support.accuracy_cases import TOLERANCE, all_cases, errors_of, sample_of_cases
 
 
 def check(case, seed):

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_cases import criteria, draw, relative_error
 
 from segapp.losses import LOSSES, CriterionCE, CriterionDice, CriterionSum, surrogate
+from tests.support.loss_cases import criteria, draw, relative_error
 
 NAMES = list(criteria())
 

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from loss_cases import class_weight, draw, relative_error
 
 from segapp.losses import CriterionCE, CriterionDice, CriterionFocal, CriterionLovasz, CriterionOHEM
+from tests.support.loss_cases import class_weight, draw, relative_error
 
 
 def upsampled(logits, target):

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from loss_cases import class_weight, draw, relative_error
 
 from segapp.losses import CriterionCE, upsample_cross_entropy
+from tests.support.loss_cases import class_weight, draw, relative_error
 
 
 def torch_mean(logits, target, weight, smoothing, align_corners, ignore_index=255):

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from loss_cases import class_weight, draw, relative_error
 
 from segapp.losses import CriterionCE, cross_entropy, upsample_cross_entropy
 from segapp.losses.cross_entropy import choose_implementation, plain_reason
+from tests.support.loss_cases import class_weight, draw, relative_error
 
 WAYS = ["bands", "sums"]
 ALL_WAYS = ["bands", "sums", "reference"]
@@ -21,7 +21,7 @@ def truth_of(logits, target, **options):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_gradcheck_and_gradgradcheck(way, monkeypatch):
-    monkeypatch.setattr("segapp.losses.sums.FULL_BYTES", 0)
+    monkeypatch.setattr("segapp.losses.fused.pixel_sums.FULL_BYTES", 0)
     logits, target = draw(2, low=(3, 3), high=(10, 11))
     logits.requires_grad_()
 
@@ -34,7 +34,7 @@ def test_gradcheck_and_gradgradcheck(way, monkeypatch):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_gradient_penalty_is_exact(way, monkeypatch):
-    monkeypatch.setattr("segapp.losses.sums.FULL_BYTES", 0)
+    monkeypatch.setattr("segapp.losses.fused.pixel_sums.FULL_BYTES", 0)
     logits, target = draw(2)
     gradients = []
     for implementation in (way, "reference"):
@@ -106,7 +106,7 @@ def test_no_gradient_work_without_gradient(monkeypatch):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", ["channels_last", "sliced", "transposed", "expanded"])
 def test_any_strides(layout, way, monkeypatch):
-    monkeypatch.setattr("segapp.losses.sums.FULL_BYTES", 0)
+    monkeypatch.setattr("segapp.losses.fused.pixel_sums.FULL_BYTES", 0)
     logits, target = draw(2, dtype=torch.float32)
     x = {
         "channels_last": lambda: logits.to(memory_format=torch.channels_last),
@@ -123,7 +123,7 @@ def test_any_strides(layout, way, monkeypatch):
 
 @pytest.mark.parametrize("way", ALL_WAYS)
 def test_autocast_leaves_the_sums_in_float32(way, monkeypatch):
-    monkeypatch.setattr("segapp.losses.sums.FULL_BYTES", 0)
+    monkeypatch.setattr("segapp.losses.fused.pixel_sums.FULL_BYTES", 0)
     logits, target = draw(dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
         x = logits.clone().requires_grad_()
@@ -159,7 +159,7 @@ def test_half_precision_survives_loss_scaling():
 @pytest.mark.parametrize(("sigma", "offset"), [(200.0, 0.0), (1000.0, 0.0), (1.0, 1e4), (1.0, -1e4)])
 @pytest.mark.parametrize("way", WAYS)
 def test_extreme_logits(way, sigma, offset, monkeypatch):
-    monkeypatch.setattr("segapp.losses.sums.FULL_BYTES", 0)
+    monkeypatch.setattr("segapp.losses.fused.pixel_sums.FULL_BYTES", 0)
     logits, target = draw(dtype=torch.float32, sigma=sigma)
     logits = logits + offset
     x = logits.clone().requires_grad_()
@@ -181,7 +181,7 @@ def test_nan_logits_give_nan(way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_all_ignored_is_zero_with_zero_gradient(way, monkeypatch):
-    monkeypatch.setattr("segapp.losses.sums.FULL_BYTES", 0)
+    monkeypatch.setattr("segapp.losses.fused.pixel_sums.FULL_BYTES", 0)
     logits, target = draw(ignored=1.0)
     logits.requires_grad_()
     loss = CriterionCE(label_smoothing=0.1, implementation=way)(logits, target)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from loss_cases import class_weight, draw, relative_error
 
 from segapp.losses import (
     CriterionCE,
@@ -14,6 +13,7 @@ from segapp.losses import (
     upsample_probabilities,
 )
 from segapp.losses.inference import class_of_largest
+from tests.support.loss_cases import class_weight, draw, relative_error
 
 
 def upsampled(logits, size, align_corners=True):

@@ -4,25 +4,24 @@ import functools
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from segapp.memory.simulated import is_supported
+from tests.support import ROOT
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="this torch cannot register a device in Python")
 
-HERE = Path(__file__).parent
 PARAMS_MIB = 1.1e6 * 4 / 2**20  # LR-ASPP on MobileNetV3-Small, about
 
 
 @functools.cache
 def said(what):
     done = subprocess.run(
-        [sys.executable, str(HERE / "simulated_cases.py"), what],
+        [sys.executable, "-m", "tests.support.simulated_cases", what],
         capture_output=True,
         text=True,
-        cwd=HERE.parents[1],
+        cwd=ROOT,
         timeout=290,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -3,24 +3,23 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from segapp.memory.simulated import is_supported
+from tests.support import ROOT
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="this torch cannot register a device in Python")
 
-HERE = Path(__file__).parent
 SPLITS = ("4", "2+3", "2+2+3")
 
 
 def measured_and_simulated(model, *splits):
     done = subprocess.run(
-        [sys.executable, str(HERE / "real_steps.py"), model, *splits],
+        [sys.executable, "-m", "tests.support.real_steps", model, *splits],
         capture_output=True,
         text=True,
-        cwd=HERE.parents[1],
+        cwd=ROOT,
         timeout=280,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -7,7 +7,6 @@ import warnings
 
 import pytest
 import torch
-from parallel_cases import PlainCE, SmallNet, grads_of, make_batch, relative_error, state_error
 from torch import nn
 
 from segapp.parallel import (
@@ -18,6 +17,7 @@ from segapp.parallel import (
     convert_sync_batchnorm,
 )
 from segapp.parallel.data_parallel import ReplicaOutputs
+from tests.support.parallel_cases import PlainCE, SmallNet, grads_of, make_batch, relative_error, state_error
 
 
 def test_one_device_takes_the_same_road_without_threads_or_copies(monkeypatch):

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from parallel_cases import Case, PlainCE, SmallNet, grads_of, make_batch, relative_error, state_error
 from torch.nn import functional as F
 
 from segapp.parallel import (
@@ -14,6 +13,7 @@ from segapp.parallel import (
     DataParallelModel,
     convert_sync_batchnorm,
 )
+from tests.support.parallel_cases import Case, PlainCE, SmallNet, grads_of, make_batch, relative_error, state_error
 
 
 def step_on_one_device(net, criterion, batches):

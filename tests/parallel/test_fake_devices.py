@@ -3,10 +3,11 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from torch.utils import backend_registration
+
+from tests.support import ROOT
 
 pytestmark = pytest.mark.skipif(
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
@@ -16,8 +17,9 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def said():
-    script = Path(__file__).with_name("fake_device_step.py")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=script.parents[2])
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.fake_device_step"], capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from segapp.parallel import launch_local
-
-HERE = Path(__file__).parent
+from tests.support import ROOT
 
 RANK = """
     import os, signal, sys, time
@@ -77,7 +76,7 @@ def start(script, tmp_path, what):
     """A launcher in a process of its own; returns it with the pids of its agent and ranks."""
     command = [str(script), str(tmp_path), what]
     code = f"import sys; from segapp.parallel import launch_local; sys.exit(launch_local({command!r}, 2, shutdown_s=5))"
-    launcher = subprocess.Popen([sys.executable, "-c", code], cwd=HERE.parents[1])
+    launcher = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     files = [tmp_path / f"rank{i}" for i in range(2)]
     wait_until(lambda: all(file.exists() and file.read_text() for file in files))
     return launcher, int((tmp_path / "agent0").read_text()), [int(file.read_text()) for file in files]
@@ -108,8 +107,8 @@ def test_two_agents_on_one_host_form_a_job_of_two_nodes(tmp_path):
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "segapp.parallel.launch", "--nnodes=2", "--nproc-per-node=1", "--rdzv-id=two"]
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
-    command += [str(HERE / "rank_checks.py"), str(tmp_path / "figures.json")]
+    command += ["-m", "tests.support.rank_checks", str(tmp_path / "figures.json")]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    agents = [subprocess.Popen(command, env=environ, cwd=HERE.parents[1]) for _ in range(2)]
+    agents = [subprocess.Popen(command, env=environ, cwd=ROOT) for _ in range(2)]
     assert [agent.wait(240) for agent in agents] == [0, 0]
     assert '"exact, training"' in (tmp_path / "figures.json").read_text()

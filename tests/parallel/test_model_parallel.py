@@ -2,10 +2,10 @@ import copy
 
 import pytest
 import torch
-from parallel_cases import PlainCE, SmallNet, grads_of, make_batch, relative_error
 from torch import nn
 
 from segapp.parallel import balance_stages, measure_stages, place_stages, plan_stages
+from tests.support.parallel_cases import PlainCE, SmallNet, grads_of, make_batch, relative_error
 
 
 def test_placed_stages_give_the_numbers_and_keys_of_one_device():

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from parallel_cases import Critic, grads_of, relative_error
 from torch import nn
 
 from segapp.parallel import DataParallelModel, convert_sync_batchnorm, current_replica, gradient_penalty
+from tests.support.parallel_cases import Critic, grads_of, relative_error
 
 KINDS = ["wgan-gp", "wgan-lp", "dragan"]
 

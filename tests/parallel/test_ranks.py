@@ -1,21 +1,23 @@
 """The same exactness over gloo processes, started as a user starts them, and what goes wrong at the start."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from segapp.parallel import DistributedSetupError, init_from_env, is_launched, launch_local, wrap_ddp
-
-HERE = Path(__file__).parent
+from tests.support import ROOT
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids=["2 ranks", "3 ranks"])
 def figures(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("ranks") / "figures.json"
-    status = launch_local([str(HERE / "rank_checks.py"), str(path)], request.param, env={"OMP_NUM_THREADS": "1"})
+    status = launch_local(
+        ["-m", "tests.support.rank_checks", str(path)],
+        request.param,
+        env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
     assert status == 0
     return json.loads(path.read_text())
 

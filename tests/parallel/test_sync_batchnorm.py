@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from parallel_cases import grads_of, relative_error, state_error
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,6 +18,7 @@ from segapp.parallel import (
 )
 from segapp.parallel.rendezvous import ReplicaGroup
 from segapp.parallel.sync_batchnorm import join_moments
+from tests.support.parallel_cases import grads_of, relative_error, state_error
 
 CPU = torch.device("cpu")
 SHAPES = {nn.BatchNorm1d: [(9, 5), (9, 5, 4)], nn.BatchNorm2d: [(9, 5, 3, 4)], nn.BatchNorm3d: [(9, 5, 2, 3, 2)]}

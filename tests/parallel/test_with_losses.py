@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from parallel_cases import SmallNet, grads_of, make_batch, relative_error
 from torch import nn
 
 from segapp.losses import CriterionCE
 from segapp.parallel import BalancedDataParallel, DataParallelCriterion, DataParallelModel, convert_sync_batchnorm
+from tests.support.parallel_cases import SmallNet, grads_of, make_batch, relative_error
 
 
 class Coarse(nn.Module):

@@ -13,17 +13,17 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
-from canned import CannedRun
-from tiny_runs import events, merged, segapp, train
 
+from segapp.build.trained import load_trained
 from segapp.errors import ConfigError, RunError, StorageError
 from segapp.report import charts, compare_runs, write_report
 from segapp.report.charts import Frame, Line
 from segapp.report.pictures import judge
-from segapp.report.story import Thinned, read_story
+from segapp.report.run_report import Thinned, read_story
 from segapp.run.folder import RunFolder
 from segapp.train.build import build_dataset
-from segapp.train.trained import load_trained
+from tests.support.recorded_runs import CannedRun
+from tests.support.runs import events, merged, segapp, train
 
 VOID = {"meta", "img", "br", "link", "hr"}
 SVG_LEAVES = {"line", "path", "rect", "circle"}

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from fault_table import case
-from tiny_runs import differing, events, merged, segapp, train
 
 from segapp.config import RunConfig, dump_config
 from segapp.errors import ConfigError
 from segapp.precision import Precision
 from segapp.run.folder import RunFolder
-from segapp.train.plan import Plan
+from segapp.train.request import Plan
 from segapp.train.session import run_session
+from tests.support.fault_table import case
+from tests.support.runs import differing, events, merged, segapp, train
 
 
 def ten_steps(tiny: dict[str, Any], **parallel: Any) -> RunConfig:

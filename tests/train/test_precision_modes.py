@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import differing, events, merged, segapp, train
 from torch import nn
 
 from segapp.config import RunConfig, dump_config
@@ -15,8 +14,9 @@ from segapp.errors import NonFiniteError
 from segapp.precision import LossScaler
 from segapp.run.folder import RunFolder
 from segapp.train import build
-from segapp.train.plan import Plan
+from segapp.train.request import Plan
 from segapp.train.session import run_session
+from tests.support.runs import differing, events, merged, segapp, train
 
 HALF = ("fp16", "amp-fp16", "amp-bf16")
 

@@ -15,15 +15,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_runs import differing, events, merged, segapp, train
 
 from segapp.config import RunConfig, dump_config
 from segapp.errors import CheckpointError, NonFiniteError
 from segapp.run.files import hash_file
 from segapp.run.folder import RunFolder
-from segapp.train import control
-from segapp.train.plan import Plan
+from segapp.train.control import signals as control
+from segapp.train.request import Plan
 from segapp.train.session import run_session
+from tests.support.runs import differing, events, merged, segapp, train
 
 
 def final_state(folder: Path) -> dict[str, Any]:

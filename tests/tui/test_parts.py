@@ -12,11 +12,11 @@ from rich.cells import cell_len
 from textual.content import Content
 
 from segapp.tui import keys
-from segapp.tui.glyphs import ASCII, UNICODE, ascii_text, progress, spark
-from segapp.tui.header import Part, fit_parts
 from segapp.tui.layout import plan_layout
+from segapp.tui.panes.glyphs import ASCII, UNICODE, ascii_text, progress, spark
+from segapp.tui.panes.header import Part, fit_parts
 from segapp.tui.settings import UiSettings, load_settings, save_settings
-from segapp.tui.wording import age, clip, duration, fit_cells, gib, learning_rate, number, percent
+from segapp.tui.state.wording import age, clip, duration, fit_cells, gib, learning_rate, number, percent
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from canned import CannedRun
-from test_screen import settled, source_of
 
 from segapp.tui.app import MonitorApp
+from tests.support.recorded_runs import CannedRun
+from tests.tui.test_screen import settled, source_of
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 

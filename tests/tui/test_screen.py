@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from canned import CAMVID, CannedRun, live_run
 from textual.pilot import Pilot
 
 from segapp.run.commands import drain_commands
@@ -21,7 +20,8 @@ from segapp.tui import keys, themes
 from segapp.tui.app import MonitorApp
 from segapp.tui.layout import plan_layout
 from segapp.tui.settings import UiSettings, load_settings
-from segapp.tui.source import LiveSource, ReplaySource
+from segapp.tui.state.source import LiveSource, ReplaySource
+from tests.support.recorded_runs import CAMVID, CannedRun, live_run
 
 SIZES = [(120, 36), (100, 30), (80, 24), (60, 15), (40, 10)]
 

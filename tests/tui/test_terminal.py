@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from canned import CannedRun, live_run
 
 from segapp.errors import ConfigError
 from segapp.tui import terminal
 from segapp.tui.app import run_ui
+from tests.support.recorded_runs import CannedRun, live_run
 
 SHOW = "import sys\nfrom segapp.tui.app import run_ui\nsys.exit(run_ui(sys.argv[1]))"
 

@@ -1,0 +1,188 @@
+"""A trained network out of a run, a checkpoint, or a file of bare weights."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from segapp.build.devices import choose_devices
+from segapp.checkpoint.training_state import LoadedCheckpoint, load_checkpoint
+from segapp.config import RunConfig, load_config, validate_config
+from segapp.datasets.layouts.formats import ClassScheme
+from segapp.errors import CheckpointError, ConfigError
+from segapp.inference.sliding import Inference
+from segapp.models import SegmentationModel
+from segapp.models.weights import load_weights, read_metadata, read_weights_file, sha256_of
+from segapp.precision import Precision
+from segapp.run.folder import find_run
+from segapp.run.text import printable
+from segapp.train.build import build_inference, build_network, build_scheme
+
+CONFIG_KEY = "config"
+"""Of a safetensors file's metadata: the complete config as JSON."""
+
+
+@dataclass(frozen=True)
+class TrainedState:
+    """A network with the weights of a file.
+
+    Attributes:
+        model: on the CPU in fp32; the weights' average where there is one.
+        config: what it was trained with, or is said to be.
+        scheme: classes and colours.
+        path: the file.
+        sha256: of its bytes.
+        epoch: epochs that it was trained for; 0 where the file does not say.
+        step: steps that it was trained for; 0 where the file does not say.
+        criterion: state of the criterion, with the class weights of the training; None where the file has none.
+        messages: what a person should be told.
+    """
+
+    model: SegmentationModel
+    config: RunConfig
+    scheme: ClassScheme
+    path: Path
+    sha256: str
+    epoch: int = 0
+    step: int = 0
+    criterion: Mapping[str, Any] | None = None
+    messages: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TrainedModel(TrainedState):
+    """A trained network, ready to judge images.
+
+    Attributes:
+        model: in evaluation mode, on `device`, in the precision of its training.
+        inference: how whole images are judged.
+        device: where.
+    """
+
+    inference: Inference = field(kw_only=True)
+    device: torch.device = field(kw_only=True)
+
+
+def load_trained(target: str, config: str | None = None, *, slide: bool = False, tta: bool = False) -> TrainedModel:
+    """What `read_trained` gives, on its device.
+
+    Args:
+        target: a run's name, its folder, a checkpoint, or a file of weights.
+        config: for bare weights, which network they are of.
+        slide: predict by sliding window.
+        tta: average over a flip and several scales.
+    """
+    trained = read_trained(target, config)
+    for message in trained.messages:
+        print(f"note: {printable(message)}", file=sys.stderr)
+    model, own = trained.model, trained.config
+    overrides = {key: True for key, is_on in (("slide", slide), ("tta", tta)) if is_on}
+    evaluation = own.eval.model_copy(update=overrides)
+    device = choose_devices(own.parallel.devices)[0][0]
+    precision = Precision(own.train.precision, device)
+    precision.prepare(model.to(device))
+    inference = build_inference(own.data, evaluation, model, precision, own.loss.align_corners)
+    model.eval()
+    return TrainedModel(**vars(trained), inference=inference, device=device)
+
+
+def read_trained(target: str, config: str | None = None) -> TrainedState:
+    """The model of a run (its best checkpoint, else the last), of a checkpoint, or of a file of bare weights.
+
+    Args:
+        target: a run's name, its folder, a checkpoint, or with `config` any file that `model.weights` takes. A
+            safetensors file of `segapp export` holds its config.
+        config: says which network the weights are of: a path or a name.
+
+    Raises:
+        CheckpointError: there is none, or it is of another program, config or model.
+        ConfigError: the config cannot be used.
+    """
+    if config is not None or Path(target).suffix.lower() == ".safetensors":
+        path = Path(target)
+        return _from_weights(path, _config_of(path) if config is None else load_config(config))
+    checkpoint = _find_checkpoint(target)
+    state = checkpoint.state
+    if not isinstance(state.get("config"), dict):
+        raise CheckpointError(f"{checkpoint.path} holds no config: it was not written by segapp train")
+    try:
+        saved = validate_config(state["config"])
+    except ConfigError as error:
+        raise CheckpointError(f"{checkpoint.path} holds a config that this version does not read: {error}") from None
+    scheme = build_scheme(saved.data)
+    if list(scheme.names) != list(state["classes"]):
+        raise CheckpointError(f"{checkpoint.path} was trained on other classes than its config names: it was changed")
+    model = build_network(saved.model, scheme.num_classes, with_weights=False)
+    average = state.get("ema")
+    try:
+        model.load_state_dict(average["module"] if average is not None else state["model"])
+    except (RuntimeError, KeyError) as error:
+        raise CheckpointError(f"{checkpoint.path} does not fit {saved.model.name}: {error}") from None
+    return TrainedState(
+        model,
+        saved,
+        scheme,
+        checkpoint.path,
+        checkpoint.sha256,
+        checkpoint.epoch,
+        checkpoint.step,
+        state.get("criterion"),
+        tuple(checkpoint.messages),
+    )
+
+
+def _find_checkpoint(target: str) -> LoadedCheckpoint:
+    path = Path(target)
+    if path.is_file():
+        return load_checkpoint(path)
+    folder = find_run(target)
+    try:
+        return load_checkpoint(folder.path, "best")
+    except CheckpointError:
+        return load_checkpoint(folder.path)
+
+
+def _from_weights(path: Path, config: RunConfig) -> TrainedState:
+    scheme = build_scheme(config.data)
+    model = build_network(config.model, scheme.num_classes, with_weights=False)
+    state = read_weights_file(path, "weights")
+    keys = load_weights(model, model.backbone_prefix, state, str(path), "weights").keys
+    # Without statistics a BatchNorm judges by those of random weights; the auxiliary head is not asked.
+    needed = [
+        (name, reason)
+        for name, reason in keys.missing.items()
+        if not name.endswith("num_batches_tracked") and not name.startswith("aux_classifier.")
+    ]
+    if needed:
+        raise CheckpointError(
+            f"{path} leaves {len(needed)} tensors of {config.model.name} without a value, such as {needed[0][0]} "
+            f"({needed[0][1]}): give weights of the whole network for these classes, or train them first with "
+            "model.weights"
+        )
+    return TrainedState(model, config, scheme, path, sha256_of(path, "weights"))
+
+
+def _config_of(path: Path) -> RunConfig:
+    """The config in the metadata of a safetensors file.
+
+    Raises:
+        CheckpointError: it holds none, or the file cannot be read.
+    """
+    text = read_metadata(path, "weights").get(CONFIG_KEY)
+    if text is None:
+        raise CheckpointError(f"{path} holds no config: say which network the weights are of with --config")
+    try:
+        raw = json.loads(text)
+        if not isinstance(raw, dict):
+            raise ValueError("not a mapping")
+        return validate_config(raw)
+    except (ValueError, RecursionError, ConfigError) as error:
+        raise CheckpointError(
+            f"{path} holds a config that this version does not read ({error}): give one with --config"
+        ) from None

@@ -1,0 +1,424 @@
+"""Training state to a checkpoint file and back; where the files lie and why none is lost: `segapp.run.checkpoints`.
+
+A checkpoint is what `torch.save` makes of a dict of tensors and plain values, so `torch.load(path, weights_only=True)`
+reads it anywhere. It has at least `model`, the bare state dict without a `module.` prefix, and `checkpoint`, which
+says what it is (format, step, epoch, position, metric, config_hash, torch_version), so that a copy elsewhere does too.
+"""
+
+import math
+import re
+import time
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from segapp.checkpoint.snapshot import (
+    as_storable,
+    capture_rng,
+    find_non_finite,
+    num_tensor_bytes,
+    restore_rng,
+    snapshot,
+)
+from segapp.errors import CheckpointError, NonFiniteError
+from segapp.models.weights import load_tensors
+from segapp.run.checkpoints import (
+    BEST,
+    FORMAT,
+    LAST,
+    CheckpointEntry,
+    CheckpointFolder,
+    CheckpointStatus,
+    DamagedError,
+    Manifest,
+)
+from segapp.run.files import hash_file
+
+__all__ = [
+    "CheckpointStore",
+    "LoadedCheckpoint",
+    "SavedCheckpoint",
+    "as_storable",
+    "capture_rng",
+    "find_non_finite",
+    "load_checkpoint",
+    "restore_rng",
+    "save_checkpoint",
+    "snapshot",
+    "verify_checkpoints",
+]
+
+FINITE_PARTS = ("model", "ema", "optimizer", "distillation")
+"""The parts of a state in which a number that is not finite forbids the commit."""
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """What `save_checkpoint` did."""
+
+    path: Path
+    """`last.pt` in the folder; its bytes are also under every other name it got."""
+    event_path: str
+    """Its most lasting name, relative to the run folder: for the `checkpoint` event."""
+    entry: CheckpointEntry
+    is_best: bool
+    save_s: float
+    messages: tuple[str, ...]
+    """What went wrong after the commit: worth an alert, not an error."""
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """What `load_checkpoint` found."""
+
+    state: dict[str, Any]
+    """As it was saved, on the CPU."""
+    path: Path
+    step: int
+    epoch: int
+    position: int
+    metric: float | None
+    config_hash: str
+    sha256: str
+    is_verified: bool
+    """Whether a manifest vouches for every byte."""
+    messages: tuple[str, ...]
+    """Which newer ones were passed over and why, and other warnings: to be shown and alerted."""
+
+
+class CheckpointStore:
+    """The checkpoints of one run, for the trainer that holds its lock.
+
+    Args:
+        folder: The run's `checkpoints` folder.
+        keep: How many `epoch_*.pt` stay.
+        config_hash: Of the resolved config.
+    """
+
+    def __init__(self, folder: Path | str, *, keep: int = 3, config_hash: str = "") -> None:
+        self.folder = Path(folder)
+        self.keep = keep
+        self.config_hash = config_hash
+
+    def save(
+        self,
+        state: dict[str, Any],
+        *,
+        step: int,
+        epoch: int,
+        position: int = 0,
+        metric: float | None = None,
+        is_best: bool = False,
+        finished_epoch: int | None = None,
+    ) -> SavedCheckpoint:
+        """Commits a checkpoint: see `save_checkpoint`, which also says what it raises."""
+        return save_checkpoint(
+            self.folder,
+            state,
+            step=step,
+            epoch=epoch,
+            position=position,
+            metric=metric,
+            is_best=is_best,
+            finished_epoch=finished_epoch,
+            keep=self.keep,
+            config_hash=self.config_hash,
+        )
+
+    def load(self, which: str = "auto") -> LoadedCheckpoint:
+        """Reads a checkpoint as the run's holder: see `load_checkpoint`, which also says what it raises."""
+        return load_checkpoint(self.folder, which, is_holder=True)
+
+
+def save_checkpoint(
+    folder: Path | str,
+    state: dict[str, Any],
+    *,
+    step: int,
+    epoch: int,
+    position: int = 0,
+    metric: float | None = None,
+    is_best: bool = False,
+    finished_epoch: int | None = None,
+    keep: int = 3,
+    config_hash: str = "",
+) -> SavedCheckpoint:
+    """Commits a checkpoint: after it returns, a crash or a power cut does not lose it; before, it loses no older one.
+
+    Args:
+        folder: The run's `checkpoints` folder; the caller holds the run's lock.
+        state: Has at least `model`. Nobody may change it meanwhile: give a `snapshot` when training goes on.
+        step: Optimizer updates done.
+        epoch: The epoch it goes on in, from 1.
+        position: Batches already used of that epoch.
+        metric: What `best` goes by; one that is not finite is stored as None and is never the best.
+        is_best: Make it `best.pt` too.
+        finished_epoch: Keep it as `epoch_0007.pt` too, by this number.
+        keep: How many `epoch_*.pt` stay.
+        config_hash: Of the resolved config.
+
+    Raises:
+        NonFiniteError: the model, its average or the optimizer holds a NaN or an infinity; nothing was written.
+        TypeError: something in the state is neither a tensor nor a plain value.
+        ValueError: `model` is missing or has a `module.` prefix.
+        StorageError: it could not be written; the old ones are untouched.
+    """
+    start_s = time.perf_counter()
+    metric = float(metric) if metric is not None and math.isfinite(metric) else None
+    is_best = is_best and metric is not None
+    about = {
+        "format": FORMAT,
+        "step": int(step),
+        "epoch": int(epoch),
+        "position": int(position),
+        "metric": metric,
+        "config_hash": config_hash,
+        "torch_version": str(torch.__version__),
+    }
+    content = _checked({**state, "checkpoint": about})
+    entry, messages = CheckpointFolder(folder).commit(
+        lambda file: torch.save(content, file),  # type: ignore[arg-type]
+        step=step,
+        epoch=epoch,
+        position=position,
+        metric=metric,
+        is_best=is_best,
+        finished_epoch=finished_epoch,
+        keep=keep,
+        need_bytes=num_tensor_bytes(content),
+        config_hash=config_hash,
+        torch_version=str(torch.__version__),
+    )
+    name = LAST if finished_epoch is None else f"epoch_{finished_epoch:04d}.pt"
+    return SavedCheckpoint(
+        path=Path(folder) / LAST,
+        event_path=f"checkpoints/{name}",
+        entry=entry,
+        is_best=is_best,
+        save_s=time.perf_counter() - start_s,
+        messages=tuple(messages),
+    )
+
+
+def load_checkpoint(source: Path | str, which: str = "auto", *, is_holder: bool = False) -> LoadedCheckpoint:
+    """Reads a checkpoint whose every byte was compared with its manifest.
+
+    Args:
+        source: A run folder, its `checkpoints` folder, or a file. A file that no manifest knows (a copy elsewhere) is
+            read when its own checksums agree, with a warning.
+        which: For a folder: `auto` takes the newest that is intact, going back as far as it must and saying why;
+            `last`, `best` or a file name (`epoch_0007.pt`) takes that one or fails.
+        is_holder: The caller holds the run's lock: damaged files are renamed to `*.corrupt`, names put right.
+
+    Raises:
+        CheckpointError: none can be used; the message lists each with its reason.
+    """
+    path = Path(source)
+    if path.is_dir():
+        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+        store = CheckpointFolder(folder)
+        if which == "auto":
+            return _load_newest_intact(store, is_holder)
+        name = {"last": LAST, "best": BEST}.get(which, which)
+        return _load_named(store, name if name.endswith(".pt") else f"{name}.pt")
+    return _load_file(path)
+
+
+def verify_checkpoints(folder: Path | str, *, hashes: bool = True) -> list[CheckpointStatus]:
+    """The state of every committed checkpoint of a run, newest first.
+
+    Args:
+        folder: A run folder or its `checkpoints` folder.
+        hashes: Read every byte; otherwise only look at the sizes.
+
+    Raises:
+        CheckpointError: the manifest is damaged, or of a newer segapp.
+    """
+    path = Path(folder)
+    return CheckpointFolder(path / "checkpoints" if (path / "checkpoints").is_dir() else path).verify(hashes=hashes)
+
+
+def _checked(content: dict[str, Any]) -> dict[str, Any]:
+    """The content as it is stored; nothing that could not be used is let through."""
+    model = content.get("model")
+    if not isinstance(model, dict):
+        raise ValueError("a checkpoint needs 'model', the bare state dict")
+    prefixed = next((key for key in model if str(key).startswith("module.")), None)
+    if prefixed is not None:
+        raise ValueError(f"a checkpoint holds the bare model: {prefixed!r} has the prefix of a parallel wrapper")
+    content = as_storable(content)
+    for part in FINITE_PARTS:
+        place = find_non_finite(content.get(part), part)
+        if place is not None:
+            raise NonFiniteError(
+                f"{place} is not finite: this checkpoint is not written, the last good one stays: "
+                "lower the learning rate, or clip gradients"
+            )
+    return content
+
+
+def _load_newest_intact(store: CheckpointFolder, is_holder: bool) -> LoadedCheckpoint:
+    manifest = store.read_manifest()
+    if not manifest.entries:
+        raise CheckpointError(_no_checkpoint(store, manifest))
+    messages = list(manifest.problems)
+    damaged: list[CheckpointEntry] = []
+    for entry in manifest.entries:
+        label = manifest.describe(entry)
+        try:
+            state = _read_entry(store, entry)
+        except DamagedError as error:
+            damaged.append(entry)
+            messages.append(f"{label} {error}")
+        except (OSError, CheckpointError) as error:
+            messages.append(f"{label} cannot be used: {_reason(error)}")
+        else:
+            messages += _astray_messages(store, manifest, entry, is_holder)
+            if entry is not manifest.entries[0]:
+                messages.append(f"went back to {label}")
+            if is_holder:
+                messages += store.quarantine(damaged) if damaged else store.mend_names()
+            name = next(iter(manifest.names_of(entry)), None)
+            path = store.path / name if name else store.objects / entry.object
+            return _loaded(state, path, entry.sha256, messages)
+    reasons = "".join(f"\n  {message}" for message in messages)
+    raise CheckpointError(f"{store.path}: none of the {len(manifest.entries)} checkpoints can be used:{reasons}")
+
+
+def _load_named(store: CheckpointFolder, name: str) -> LoadedCheckpoint:
+    manifest = store.read_manifest()
+    entry = manifest.entry_named(name)
+    if entry is None:
+        known = ", ".join(sorted(manifest.names)) or "none"
+        raise CheckpointError(f"{store.path / name}: no such checkpoint is committed: there are {known}")
+    try:
+        state = _read_entry(store, entry)
+    except (DamagedError, OSError) as error:
+        raise CheckpointError(
+            f"{store.path / name} {_reason(error)}: use another, or `auto` for the newest intact one"
+        ) from error
+    return _loaded(state, store.path / name, entry.sha256, _astray_messages(store, manifest, entry, False))
+
+
+def _load_file(path: Path) -> LoadedCheckpoint:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file: name a checkpoint file or a run")
+    try:
+        sha256, _ = hash_file(path)
+        folder = path.parent.parent if path.parent.name == "objects" else path.parent
+        manifest = CheckpointFolder(folder).read_manifest()
+        is_verified = any(entry.sha256 == sha256 for entry in manifest.entries)
+        if not is_verified and path.name in manifest.names:
+            raise CheckpointError(
+                f"{path} is damaged: its sha256 is not the one in manifest.json: "
+                f"resume the run itself ({folder.parent}) to use the newest intact one"
+            )
+        with open(path, "rb") as file:
+            if not is_verified:
+                _check_zip(file, path)
+            state = _read_state(file, str(path))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {_reason(error)}: name a checkpoint file or a run") from error
+    warning = f"{path}: no manifest vouches for it: only its own checksums were compared"
+    return _loaded(state, path, sha256, [] if is_verified else [warning], is_verified=is_verified)
+
+
+def _read_entry(store: CheckpointFolder, entry: CheckpointEntry) -> dict[str, Any]:
+    with store.open_verified(entry) as file:
+        state = _read_state(file, f"step {entry.step}")
+    about = state["checkpoint"]
+    if (about["step"], about["epoch"], about["position"]) != (entry.step, entry.epoch, entry.position):
+        raise CheckpointError(f"manifest.json says step {entry.step}, the file says step {about['step']}")
+    return state
+
+
+def _read_state(file: BinaryIO, label: str) -> dict[str, Any]:
+    """The dict in an open file, which is then known to be a checkpoint of ours.
+
+    Raises:
+        CheckpointError: it is none; whatever way torch has to say so.
+    """
+    try:
+        state: Any = load_tensors(file)
+    except CheckpointError as error:
+        raise CheckpointError(f"{label}: {error}") from error
+    except Exception as error:
+        raise CheckpointError(f"{label}: {_why_not_loaded(error)}") from error
+    about = state.get("checkpoint") if isinstance(state, dict) else None
+    if not isinstance(about, dict) or not isinstance(state.get("model"), dict):
+        raise CheckpointError(
+            f"{label} is not a checkpoint of segapp (a dict with `model` and `checkpoint`): for bare weights, "
+            "say which network the weights are of with --config"
+        )
+    if not isinstance(about.get("format"), int) or about["format"] > FORMAT:
+        raise CheckpointError(
+            f"{label} has format {about.get('format')}, this segapp reads up to {FORMAT}: install the newer"
+        )
+    if not all(isinstance(about.get(key), int) for key in ("step", "epoch", "position")):
+        raise CheckpointError(f"{label} does not say its step, epoch and position")
+    return dict(state)
+
+
+def _why_not_loaded(error: Exception) -> str:
+    text = str(error)
+    refused = re.search(r"GLOBAL ([\w.]+)", text)
+    if refused:
+        return f"it holds more than tensors and plain values ({refused[1]}): refused, it could run code"
+    first_line = text.strip().partition("\n")[0][:200]
+    return f"torch cannot read it ({type(error).__name__}: {first_line})"
+
+
+def _check_zip(file: BinaryIO, path: Path) -> None:
+    """Compares the checksums inside the file, which torch writes but does not read.
+
+    Raises:
+        CheckpointError: they differ, or it is no such file.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged or no checkpoint: {error}: use another copy") from error
+    if damaged is not None:
+        raise CheckpointError(f"{path} is damaged: the checksum of {damaged} does not match: use another copy")
+    file.seek(0)
+
+
+def _astray_messages(store: CheckpointFolder, manifest: Manifest, entry: CheckpointEntry, is_holder: bool) -> list[str]:
+    """A sentence for each name of an intact checkpoint that leads elsewhere; the holder puts them right."""
+    names = store.names_astray(manifest, entry)
+    messages = [f"{name} is damaged; step {entry.step} itself is intact" for name in names]
+    return messages + (store.set_aside(names) if is_holder and names else [])
+
+
+def _loaded(
+    state: dict[str, Any], path: Path, sha256: str, messages: list[str], *, is_verified: bool = True
+) -> LoadedCheckpoint:
+    about = state["checkpoint"]
+    metric = about.get("metric")
+    return LoadedCheckpoint(
+        state=state,
+        path=path,
+        step=about["step"],
+        epoch=about["epoch"],
+        position=about["position"],
+        metric=metric if isinstance(metric, float) else None,
+        config_hash=str(about.get("config_hash", "")),
+        sha256=sha256,
+        is_verified=is_verified,
+        messages=tuple(messages),
+    )
+
+
+def _no_checkpoint(store: CheckpointFolder, manifest: Manifest) -> str:
+    files = sorted(path.name for path in store.path.glob("*.pt"))
+    why = "; ".join(manifest.problems) or "nothing is committed there"
+    hint = f"name a file to use it on its own checksums: {', '.join(files)}" if files else "start a new training"
+    return f"{store.path}: no checkpoint to resume from: {why}: {hint}"
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -1,0 +1,188 @@
+"""`segapp eval`: the scores of a run on a split, as a table, as JSON, image by image, and as a picture."""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from segapp.build.devices import choose_devices
+from segapp.build.trained import TrainedModel, load_trained
+from segapp.commands.predict import progress_bar
+from segapp.datasets.dataset import SegmentationDataset
+from segapp.datasets.loader import EvalLoader
+from segapp.errors import ConfigError, StorageError
+from segapp.inference.confusion_image import PICTURE_SUFFIXES, draw_confusion
+from segapp.inference.evaluator import Findings, Judge, judge_all
+from segapp.inference.predict import TrainedPredictor
+from segapp.inference.predict.tiles import plan_workspace
+from segapp.metrics import ConfusionMatrix, Scores, group_iou, mean_of_known
+from segapp.run.files import write_atomic, write_json
+from segapp.run.text import printable
+from segapp.train.build import build_criterion, build_dataset, build_groups
+from segapp.train.telemetry.console import iou_table
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """What `segapp eval` was asked for.
+
+    Attributes:
+        split: of the data set.
+        slide: sliding window instead of the whole image.
+        tta: average over a flip and several scales.
+        data_root: the data set's folder, if it has moved.
+        boundary: give the boundary IoU too.
+        devices: share the images over these, separated by commas; None: one, as the config says.
+        json_file: where the result goes as JSON.
+        per_image: where the scores of every image go as CSV.
+        confusion: where the picture of the confusion matrix goes.
+        config: for bare weights, which network they are of; None: the file says it.
+    """
+
+    split: str = "val"
+    slide: bool = False
+    tta: bool = False
+    data_root: str | None = None
+    boundary: bool = False
+    devices: str | None = None
+    json_file: Path | None = None
+    per_image: Path | None = None
+    confusion: Path | None = None
+    config: str | None = None
+
+
+def evaluate_target(target: str, options: EvalOptions) -> None:
+    """Evaluates, prints the per-class table, and writes the files that were asked for.
+
+    Raises:
+        ConfigError: an option that cannot be met.
+        StorageError: a file cannot be written.
+    """
+    if options.confusion is not None and options.confusion.suffix.lower() not in PICTURE_SUFFIXES:
+        raise ConfigError(f"--confusion {options.confusion} ends in none of {' '.join(PICTURE_SUFFIXES)}: change it")
+    trained = load_trained(target, options.config, slide=options.slide, tta=options.tta)
+    config, scheme = trained.config, trained.scheme
+    data = config.data.model_copy(update={} if options.data_root is None else {"root": options.data_root})
+    groups = build_groups(data, scheme)
+    dataset = build_dataset(data, scheme, options.split, is_training=False, seed=config.seed)
+    loader = EvalLoader(dataset, workers=data.workers, timeout_s=data.timeout_s, batch_size=config.eval.batch_size)
+    with progress_bar(len(dataset), "evaluating") as progress:
+        found = judge_all(_judges(trained, options), loader, progress)
+    for note in found.notes:
+        print(f"note: {printable(note)}", file=sys.stderr)
+    _show(found, trained, groups, options.split)
+    if options.json_file is not None:
+        _write(options.json_file, lambda path: write_json(path, as_json(found, trained, groups, options.split)))
+    if options.per_image is not None:
+        text = per_image_csv(found, dataset, trained)
+        _write(options.per_image, lambda path: write_atomic(path, text))
+    if options.confusion is not None:
+        picture = draw_confusion(found.matrix, scheme.names, options.confusion.suffix.lower())
+        _write(options.confusion, lambda path: write_atomic(path, picture))
+
+
+def _judges(trained: TrainedModel, options: EvalOptions) -> list[Judge]:
+    scheme, config = trained.scheme, trained.config
+    criterion = build_criterion(
+        config.loss, scheme.num_classes, scheme.ignore_index, lambda _: [1.0] * len(scheme.names)
+    )
+    if trained.criterion is not None:
+        criterion.load_state_dict(trained.criterion)  # holds the class weights of the training
+    devices = [trained.device]
+    if options.devices is not None:
+        words = [word.strip() for word in options.devices.split(",") if word.strip()]
+        devices = choose_devices([int(word) if word.isdecimal() else word for word in words])[0]
+        if not devices:
+            raise ConfigError("--devices names none: give one or more, e.g. 0,1 or cpu")
+    predictor = TrainedPredictor(trained.model, trained.inference, scheme, trained.device)
+    first = Judge(
+        trained.model,
+        trained.inference,
+        criterion.to(trained.device),
+        trained.device,
+        num_classes=scheme.num_classes,
+        ignore_index=scheme.ignore_index,
+        max_px=plan_workspace(predictor).max_px,
+        with_images=options.per_image is not None,
+        with_boundary=options.boundary,
+    )
+    return [first] if devices == [trained.device] else [first.on(device) for device in devices]
+
+
+def _show(found: Findings, trained: TrainedModel, groups: dict[str, tuple[int, ...]], split: str) -> None:
+    evaluation = found.evaluation
+    for line in iou_table(trained.scheme.names, evaluation.scores.iou):
+        print(line)
+    if groups:
+        iou = group_iou(found.matrix, tuple(groups.values()))
+        print(f"groups: mIoU {_number(mean_of_known(iou))}")
+        for line in iou_table(tuple(groups), iou):
+            print(f"  {line}")
+    if found.boundary_iou is not None:
+        print(f"boundary IoU {_number(mean_of_known(found.boundary_iou))}")
+    print(
+        f"{printable(split)}: mIoU {_number(evaluation.scores.miou)}  "
+        f"pixel accuracy {_number(evaluation.scores.pixel_accuracy)}  loss {_number(evaluation.loss)}  "
+        f"{evaluation.num_images} images  ({printable(trained.path.name)}, step {trained.step})"
+    )
+
+
+def _number(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.4f}"
+
+
+def as_json(found: Findings, trained: TrainedModel, groups: dict[str, tuple[int, ...]], split: str) -> dict[str, Any]:
+    """The result as plain values."""
+    evaluation = found.evaluation
+    result: dict[str, Any] = {
+        "split": split,
+        "checkpoint": str(trained.path),
+        "epoch": trained.epoch,
+        "step": trained.step,
+        "num_images": evaluation.num_images,
+        "miou": evaluation.scores.miou,
+        "pixel_accuracy": evaluation.scores.pixel_accuracy,
+        "loss": evaluation.loss,
+        "classes": list(trained.scheme.names),
+        "iou": list(evaluation.scores.iou),
+        "confusion": found.matrix.tolist(),
+    }
+    if groups:
+        iou = group_iou(found.matrix, tuple(groups.values()))
+        result |= {"groups": dict(zip(groups, iou, strict=True)), "groups_miou": mean_of_known(iou)}
+    if found.boundary_iou is not None:
+        result |= {"boundary_iou": list(found.boundary_iou), "boundary_miou": mean_of_known(found.boundary_iou)}
+    return result
+
+
+def per_image_csv(found: Findings, dataset: SegmentationDataset, trained: TrainedModel) -> str:
+    """One line an image, in the order of the data set; a score that an image has not is empty."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["image", "num_valid_px", "pixel_accuracy", "miou", *(f"iou {n}" for n in trained.scheme.names)])
+    for index, counts in found.per_image.items():
+        scores = _scores(counts, trained.scheme.ignore_index)
+        row = [scores.pixel_accuracy, scores.miou, *scores.iou]
+        cells = ["" if value is None else f"{value:.6f}" for value in row]
+        writer.writerow([printable(dataset.pairs[index].name), scores.num_valid_px, *cells])
+    return text.getvalue()
+
+
+def _scores(counts: torch.Tensor, ignore_index: int) -> Scores:
+    matrix = ConfusionMatrix(len(counts), ignore_index)
+    matrix.add(counts)
+    return matrix.scores()
+
+
+def _write(path: Path, write: Any) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror}: choose another file") from None

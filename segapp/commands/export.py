@@ -1,0 +1,132 @@
+"""`segapp export`: from a run to a file, with pictures of its own data for the check where they are there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+from numpy.typing import NDArray
+
+from segapp import __version__
+from segapp.build.trained import CONFIG_KEY, TrainedModel, load_trained
+from segapp.datasets.layouts.formats import find_pairs
+from segapp.datasets.masks import read_image
+from segapp.errors import ConfigError, SegappError
+from segapp.export import CheckResult, ExportInfo, Format, write_export, write_weights
+from segapp.run.text import printable
+from segapp.train.build import split_names
+
+NUM_PICTURES = 3
+"""Validation images that the check looks at."""
+
+
+WEIGHTS: Final = "safetensors"
+"""The format that holds weights and no program."""
+
+
+def export_target(
+    target: str, out: Path, *, format: str | None, half: bool, argmax: bool, config: str | None = None
+) -> None:
+    """`segapp export`: writes the file, and prints how well it agrees.
+
+    Args:
+        target: a run, a checkpoint, or with `config` a file of bare weights.
+        out: the file.
+        format: onnx, pt2 or safetensors; None: by the ending of `out`.
+        half: in float16.
+        argmax: class ids instead of logits.
+        config: for bare weights, which network they are of.
+
+    Raises:
+        ConfigError: an unknown format, an option that it does not have, or a package is missing.
+        RunError: the network cannot be exported, or the file's answers differ.
+    """
+    chosen = _format(out, format)
+    if chosen == WEIGHTS and argmax:
+        raise ConfigError("--argmax is a part of a program, and safetensors holds weights only: leave it out")
+    trained = load_trained(target, config)
+    info = _info(trained, half=half, argmax=argmax)
+    if chosen == WEIGHTS:
+        text = trained.config.model_dump_json()
+        num_tensors = write_weights(trained.model, info, out, {CONFIG_KEY: text})
+        print(
+            f"{printable(str(out))}: safetensors, {info.precision}, {out.stat().st_size / 2**20:.1f} MiB, "
+            f"{num_tensors} tensors of {info.network}, read back and compared"
+        )
+        return
+    pictures = _pictures(trained)
+    found = write_export(trained.model, info, out, chosen, pictures)
+    for line in _report(found, out, chosen, info, num_pictures=len(pictures)):
+        print(line)
+
+
+def _format(out: Path, format: str | None) -> Format | Literal["safetensors"]:
+    """What `--format` says, else the ending of the file."""
+    known: tuple[Format | Literal["safetensors"], ...] = (*get_args(Format), WEIGHTS)
+    wanted = out.suffix.lower().removeprefix(".") if format is None else format
+    chosen = next((name for name in known if name == wanted), None)
+    if chosen is not None:
+        return chosen
+    if format is None:
+        raise ConfigError(f"--out {out} ends in none of .{' .'.join(known)}: change it, or add --format")
+    raise ConfigError(f"--format {format} is not known: use one of {', '.join(known)}")
+
+
+def _info(trained: TrainedModel, *, half: bool, argmax: bool) -> ExportInfo:
+    model, config, scheme = trained.model, trained.config, trained.scheme
+    return ExportInfo(
+        segapp_version=__version__,
+        run=config.name,
+        checkpoint=trained.path.name,
+        epoch=trained.epoch,
+        step=trained.step,
+        network=f"{model.library} {model.name} {model.encoder_name}",
+        classes=scheme.names,
+        palette=scheme.palette[: scheme.num_classes],
+        file_ids=scheme.file_ids,
+        ignore_index=scheme.ignore_index,
+        mean=config.data.mean,
+        std=config.data.std,
+        align_corners=config.loss.align_corners,
+        output="labels" if argmax else "logits",
+        precision="fp16" if half else "fp32",
+        fixed_size_px=model.fixed_size_px,
+    )
+
+
+def _pictures(trained: TrainedModel) -> list[NDArray[Any]]:
+    """A few validation images; none where the data are not here."""
+    data = trained.config.data
+    try:
+        pairs = find_pairs(
+            data.format,
+            data.root,
+            split_names(data)[1],
+            image_dir=data.image_dir,
+            mask_dir=data.mask_dir,
+            image_suffix=data.image_suffix,
+            mask_suffix=data.mask_suffix,
+            allow_outside_root=data.allow_outside_root,
+        )
+        chosen = pairs[:: max(1, len(pairs) // NUM_PICTURES)][:NUM_PICTURES]
+        return [read_image(pair.image) for pair in chosen]
+    except (SegappError, OSError):
+        return []
+
+
+def _report(found: CheckResult, out: Path, format: Format, info: ExportInfo, num_pictures: int) -> list[str]:
+    kind = "ONNX" if format == "onnx" else "torch.export"
+    runtime = "onnxruntime" if format == "onnx" else "torch"
+    sizes = " ".join(f"{batch}x{height}x{width}" for batch, height, width in found.sizes)
+    source = f"{num_pictures} validation images" if num_pictures else "drawn pictures: the data are not here"
+    difference = (
+        f"largest difference {found.max_difference:.2g} of logits up to {found.max_logit:.3g}, "
+        if found.max_difference is not None
+        else ""
+    )
+    shape = f"{info.fixed_size_px[0]}x{info.fixed_size_px[1]} px only" if info.fixed_size_px else "any size"
+    return [
+        f"{printable(str(out))}: {kind}, {info.precision}, {out.stat().st_size / 2**20:.1f} MiB, {info.network}, "
+        f"images of {shape} -> {info.output}",
+        f"checked with {runtime} on {sizes} ({source}): {difference}same class at {found.agreement:.4%} of the pixels",
+    ]

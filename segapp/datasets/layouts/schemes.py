@@ -1,0 +1,137 @@
+"""What the ids in a mask file mean: `ClassScheme`, and the checks that its parts fit together."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from segapp.datasets.layouts.published_classes import Color
+from segapp.errors import ConfigError
+
+MAX_CLASSES = 32_767
+UNKNOWN_ID = -32_768
+"""Entry of `ClassScheme.table` for ids that mean nothing."""
+
+
+@dataclass(frozen=True)
+class ClassScheme:
+    """The classes of a data set and how its mask files spell them.
+
+    Attributes:
+        names: Class names in the order of their train ids.
+        palette: One RGB colour a class, for pictures.
+        label_map: Id in the mask file -> train id or `ignore_index`; ids not listed stand for themselves.
+        ignore_index: Target value of pixels that count nowhere.
+        rgb: Masks are pictures whose colours stand in `mask_colors`; their position there is the id in the file.
+        mask_colors: Colours of RGB masks; empty: the palette. Positions beyond the classes need a `label_map` entry,
+            otherwise they are ignored.
+        train_id_suffix: Masks whose name ends so hold train ids already.
+    """
+
+    names: tuple[str, ...]
+    palette: tuple[Color, ...]
+    label_map: Mapping[int, int] | None = None
+    ignore_index: int = 255
+    rgb: bool = False
+    mask_colors: tuple[Color, ...] = ()
+    train_id_suffix: str | None = None
+
+    @property
+    def num_classes(self) -> int:
+        """How many classes there are."""
+        return len(self.names)
+
+    @property
+    def dtype(self) -> np.dtype[np.uint8] | np.dtype[np.int16]:
+        """The type of a target: uint8 where all ids, `ignore_index` and one value to spare fit, else int16."""
+        fits = self.num_classes <= 254 and 0 <= self.ignore_index <= 255
+        return np.dtype(np.uint8) if fits else np.dtype(np.int16)
+
+    @property
+    def unused_id(self) -> int:
+        """A value of the target's type that is neither a class nor `ignore_index`."""
+        if self.dtype == np.int16:
+            return UNKNOWN_ID
+        return self.num_classes + (self.ignore_index == self.num_classes)
+
+    @cached_property
+    def file_ids(self) -> tuple[int, ...]:
+        """For every train id the id that stands for it in a mask file; the lowest where several do.
+
+        Train ids that no file id maps to stand for themselves.
+        """
+        inverse = {train_id: train_id for train_id in range(self.num_classes)}
+        inverse |= {train_id: file_id for file_id, train_id in sorted((self.label_map or {}).items(), reverse=True)}
+        return tuple(inverse[train_id] for train_id in range(self.num_classes))
+
+    @cached_property
+    def table(self) -> NDArray[np.int16]:
+        """Id in an index mask (0..65535) -> train id, `ignore_index` or `UNKNOWN_ID`; shape (65536,)."""
+        table = self.train_id_table.copy()
+        for file_id, train_id in (self.label_map or {}).items():
+            if 0 <= file_id < len(table):
+                table[file_id] = train_id
+        return table
+
+    @cached_property
+    def train_id_table(self) -> NDArray[np.int16]:
+        """Id in a mask that holds train ids -> the same id or `UNKNOWN_ID`; shape (65536,)."""
+        table = np.full(65_536, UNKNOWN_ID, np.int16)
+        table[: self.num_classes] = np.arange(self.num_classes)
+        if self.ignore_index >= 0:
+            table[self.ignore_index] = self.ignore_index
+        return table
+
+    @cached_property
+    def color_table(self) -> dict[Color, int]:
+        """Colour in an RGB mask -> train id or `ignore_index`."""
+        label_map = self.label_map or {}
+        colors = self.mask_colors or self.palette
+        default = [i if i < self.num_classes else self.ignore_index for i in range(len(colors))]
+        return {color: label_map.get(i, default[i]) for i, color in enumerate(colors)}
+
+
+def check_names(format: str, names: tuple[str, ...]) -> None:
+    """Refuse no names, a name used twice, and more than fit a target (ConfigError)."""
+    if not names:
+        raise ConfigError(f"format {format} needs classes: list the class names in the order of their ids")
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ConfigError(f"classes: {twice[0]!r} is listed twice: give every class a name of its own")
+    if len(names) > MAX_CLASSES:
+        raise ConfigError(f"classes: {len(names)} names, at most {MAX_CLASSES} are possible")
+
+
+def check_label_map(label_map: Mapping[int, int] | None, num_classes: int, ignore_index: int) -> None:
+    """Refuse entries to anything but a class or `ignore_index`, and from ids no file can hold (ConfigError)."""
+    for file_id, train_id in (label_map or {}).items():
+        if not 0 <= train_id < num_classes and train_id != ignore_index:
+            raise ConfigError(
+                f"label_map: {file_id} -> {train_id} is no class id: map to 0..{num_classes - 1}, "
+                f"or to ignore_index={ignore_index}"
+            )
+        if not 0 <= file_id <= 65_535:
+            raise ConfigError(f"label_map: no mask can hold the id {file_id}: ids in files are 0..65535")
+
+
+def parse_palette(palette: Sequence[Sequence[int]]) -> tuple[Color, ...]:
+    """The user's colours, each checked."""
+    colors = tuple(tuple(int(value) for value in color) for color in palette)
+    for position, color in enumerate(colors):
+        if len(color) != 3 or not all(0 <= value <= 255 for value in color):
+            raise ConfigError(f"palette[{position}]={list(color)} is no colour: give red, green and blue of 0..255")
+    return tuple((color[0], color[1], color[2]) for color in colors)
+
+
+def check_colors(colors: tuple[Color, ...], num_classes: int, *, rgb: bool, declared: bool) -> None:
+    """Refuse a wrong number of colours, and RGB masks whose colours are unknown or ambiguous (ConfigError)."""
+    if rgb and not declared:
+        raise ConfigError("RGB masks need a palette: list one colour a class, in the order of the classes")
+    if len(colors) < num_classes or (len(colors) > num_classes and not rgb):
+        raise ConfigError(f"palette has {len(colors)} colours for {num_classes} classes: give one colour a class")
+    twice = [color for color, count in Counter(colors).items() if count > 1]
+    if rgb and twice:
+        raise ConfigError(f"palette: the colour {list(twice[0])} stands for two classes: RGB masks need distinct ones")

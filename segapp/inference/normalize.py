@@ -1,0 +1,63 @@
+"""From the loader's uint8 images to what a network takes, on the device that computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from segapp.train.recovery.memory_limit import fail_for_want_of_memory
+
+
+class Normalizer(nn.Module):
+    """uint8 images -> normalised floats, on the device that they are on.
+
+    Args:
+        mean: RGB, in 0..1.
+        std: RGB, in 0..1.
+        dtype: of the result.
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.dtype = dtype
+        scale = torch.tensor([1 / (255 * s) for s in std]).view(1, 3, 1, 1)
+        shift = torch.tensor([m / s for m, s in zip(mean, std, strict=True)]).view(1, 3, 1, 1)
+        self.register_buffer("scale", scale, persistent=False)
+        self.register_buffer("shift", shift, persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """uint8 (N, 3, H, W) -> floats of the same shape."""
+        return images.float().mul_(self.scale).sub_(self.shift).to(self.dtype)
+
+
+class NormalizedInput(nn.Module):
+    """A model that takes uint8 images: they travel to the device, and between devices, at a quarter of the size.
+
+    Args:
+        model: takes normalised images (N, 3, H, W), returns a tuple, logits first.
+        normalizer: makes them.
+        channels_last: give the model NHWC memory.
+    """
+
+    def __init__(self, model: nn.Module, normalizer: Normalizer, *, channels_last: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self.normalizer = normalizer
+        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        """uint8 images (N, 3, H, W) -> (logits, *auxiliary logits)."""
+        if self.training:
+            fail_for_want_of_memory("train.forward")
+        outputs: tuple[Tensor, ...] = self.model(self.normalized(images))
+        return outputs
+
+    def normalized(self, images: Tensor) -> Tensor:
+        """The model's input."""
+        normalized: Tensor = self.normalizer(images)
+        return normalized.contiguous(memory_format=self.memory_format)

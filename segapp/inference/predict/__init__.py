@@ -1,0 +1,36 @@
+"""Prediction at work: images and videos in; label maps, pictures and probabilities out."""
+
+from segapp.inference.predict.outputs import (
+    SAVED,
+    ImageOutputs,
+    OutputPlan,
+    Saved,
+    colorize,
+    label_id_table,
+    parse_saved,
+)
+from segapp.inference.predict.pipeline import Tally, predict_files
+from segapp.inference.predict.predictor import ExportedPredictor, Predictor, TrainedPredictor, predict_image
+from segapp.inference.predict.sources import IMAGE_SUFFIXES, VIDEO_SUFFIXES, ImageFile, find_images
+from segapp.inference.predict.tiles import Workspace
+
+__all__ = [
+    "IMAGE_SUFFIXES",
+    "SAVED",
+    "VIDEO_SUFFIXES",
+    "ExportedPredictor",
+    "ImageFile",
+    "ImageOutputs",
+    "OutputPlan",
+    "Predictor",
+    "Saved",
+    "Tally",
+    "TrainedPredictor",
+    "Workspace",
+    "colorize",
+    "find_images",
+    "label_id_table",
+    "parse_saved",
+    "predict_files",
+    "predict_image",
+]

@@ -1,0 +1,326 @@
+"""Reading, network and writing at the same time: threads decode ahead and encode behind.
+
+Decoding and encoding release Python's lock, so that the network computes meanwhile. What waits is bounded by pixels,
+not by pictures: one large picture at a time, or many small ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import torch
+from PIL import Image
+
+from segapp.datasets.files import read_header
+from segapp.errors import DataError
+from segapp.inference.predict.outputs import ImageOutputs, OutputPlan
+from segapp.inference.predict.predictor import Predictor
+from segapp.inference.predict.reading import MAX_PREDICTED_PX, Picture, read_picture
+from segapp.inference.predict.sources import ImageFile
+from segapp.inference.predict.tiles import Strip, Workspace, plan_workspace, predict_strips
+from segapp.inference.predict.video import VideoOutputs, VideoReader
+
+READERS = 2
+WRITERS = 2
+MAX_WAITING_PX = 32 << 20
+"""Pixels that are read ahead, and as many that wait to be written."""
+MAX_BATCH = 16
+
+Item = TypeVar("Item")
+
+
+@dataclass
+class Tally:
+    """What a prediction did.
+
+    Attributes:
+        num_images: pictures and frames that were predicted.
+        num_px: their pixels.
+        seconds: from the first file to the last.
+        problems: one line for each file that could not be read.
+        notes: what a person should know of the way it was done.
+    """
+
+    num_images: int = 0
+    num_px: int = 0
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def predict_files(
+    predictor: Predictor,
+    files: Sequence[ImageFile],
+    plan: OutputPlan,
+    *,
+    batch: int | None = None,
+    workspace: Workspace | None = None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Tally:
+    """Predicts images and videos and writes what the plan says.
+
+    Args:
+        predictor: answers.
+        files: what to predict; neighbours of one size share a batch.
+        plan: what is written, and where.
+        batch: pictures at once; None: on an accelerator as many as fit, on a processor one, which is as fast.
+        workspace: how many pixels fit; None: by the memory that is free.
+        progress: called with the number of files done.
+
+    Returns:
+        The tally; files that could not be read are in its problems, the others are done all the same.
+
+    Raises:
+        StorageError: an output cannot be written.
+        OutOfMemoryError: not even a small block fits.
+    """
+    workspace = workspace or plan_workspace(predictor)
+    job = _Job(predictor, plan, workspace, batch or (MAX_BATCH if predictor.device.type == "cuda" else 1))
+    start = time.perf_counter()
+    done = 0
+
+    def count(number: int) -> None:
+        nonlocal done
+        done += number
+        progress(done)
+
+    with _large_pictures_allowed():
+        for is_video, group in itertools.groupby(files, key=lambda file: file.is_video):
+            if is_video:
+                for file in group:
+                    job.predict_video(file)
+                    count(1)
+            else:
+                job.predict_images(list(group), count)
+    job.tally.seconds = time.perf_counter() - start
+    return job.tally
+
+
+class _Job:
+    """One prediction under way."""
+
+    def __init__(self, predictor: Predictor, plan: OutputPlan, workspace: Workspace, batch: int) -> None:
+        self.predictor, self.plan, self.workspace, self.batch = predictor, plan, workspace, batch
+        self.tally = Tally()
+
+    def predict_images(self, files: list[ImageFile], count: Callable[[int], None]) -> None:
+        """Pictures of their own; each is written in a thread."""
+        read = ahead(((_file_px(file), partial(_read_or_problem, file)) for file in files), READERS)
+        with Behind(WRITERS) as behind:
+            for pictures in self._batches(self._readable(read, count)):
+                for picture, strips in self._predicted(pictures):
+                    if isinstance(strips, list):
+                        behind.submit(partial(_write, self.plan, picture, strips), picture.num_px)
+                    else:  # too large to hold: written while it is predicted
+                        _write(self.plan, picture, strips)
+                count(len(pictures))
+
+    def _readable(self, read: Iterable[Picture | str], count: Callable[[int], None]) -> Iterator[Picture]:
+        for found in read:
+            if isinstance(found, str):
+                self.tally.problems.append(found)
+                count(1)
+            else:
+                yield found
+
+    def predict_video(self, file: ImageFile) -> None:
+        """The frames of a video, in order."""
+        try:
+            reader = VideoReader(file)
+            with VideoOutputs(self.plan, reader) as outputs, Behind(1) as behind:
+                frames = ahead(_frame_calls(reader), 1)
+                for pictures in self._batches(frame for frame in frames if frame is not None):
+                    for picture, strips in self._predicted(pictures):
+                        behind.submit(partial(outputs.add, picture, list(strips)), picture.num_px)
+        except DataError as error:
+            self.tally.problems.append(str(error))
+
+    def _batches(self, pictures: Iterable[Picture]) -> Iterator[list[Picture]]:
+        """Neighbours of one size, as many as fit together."""
+        waiting: list[Picture] = []
+        for picture in pictures:
+            fits = max(1, min(self.batch, self.workspace.max_px // picture.num_px))
+            if waiting and (waiting[0].pixels.shape != picture.pixels.shape or len(waiting) >= fits):
+                yield waiting
+                waiting = []
+            waiting.append(picture)
+            if len(waiting) >= fits:
+                yield waiting
+                waiting = []
+        if waiting:
+            yield waiting
+
+    def _predicted(self, pictures: list[Picture]) -> Iterator[tuple[Picture, list[Strip] | Iterator[Strip]]]:
+        """Each picture with its strips: a list, or of one that is larger than the workspace an iterator."""
+        self.tally.num_images += len(pictures)
+        self.tally.num_px += len(pictures) * pictures[0].num_px
+        if pictures[0].num_px > self.workspace.max_px and self.predictor.frame_px is None:
+            self._note_tiles(pictures[0])
+            yield pictures[0], self._strips(pictures[0])
+            return
+        if len(pictures) == 1 or self.predictor.frame_px is not None:
+            yield from ((picture, list(self._strips(picture))) for picture in pictures)
+            return
+        try:
+            strips = self._together(pictures)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            self.workspace.halve()
+            strips = [list(self._strips(picture)) for picture in pictures]
+        yield from zip(pictures, strips, strict=True)
+
+    def _strips(self, picture: Picture) -> Iterator[Strip]:
+        return predict_strips(
+            self.predictor, picture.pixels, self.workspace, with_probabilities=self.plan.with_probabilities
+        )
+
+    def _together(self, pictures: list[Picture]) -> list[list[Strip]]:
+        images = np.stack([picture.pixels for picture in pictures])
+        rows = slice(0, images.shape[1])
+        if not self.plan.with_probabilities:
+            return [[Strip(rows, labels)] for labels in self.predictor.labels(images)]
+        found = self.predictor.probabilities(images)
+        dtype = np.uint8 if found.shape[1] <= 256 else np.uint16
+        return [[Strip(rows, each.argmax(0).astype(dtype), each)] for each in found]
+
+    def _note_tiles(self, picture: Picture) -> None:
+        height, width = picture.pixels.shape[:2]
+        self.tally.notes.append(
+            f"{picture.file.name}: {width}x{height} px do not fit into memory as a whole: predicted in tiles of at "
+            f"most {self.workspace.max_px / 1e6:.1f} Mpx"
+        )
+
+
+def _write(plan: OutputPlan, picture: Picture, strips: Iterable[Strip]) -> None:
+    with ImageOutputs(plan, picture) as outputs:
+        for strip in strips:
+            outputs.add(strip)
+
+
+def _read_or_problem(file: ImageFile) -> Picture | str:
+    try:
+        return read_picture(file)
+    except DataError as error:
+        return str(error)
+
+
+def _file_px(file: ImageFile) -> int:
+    """Pixels of a picture by its header; 0 where it has none, which reading it will tell."""
+    try:
+        header = read_header(file.path, max_pixels=MAX_PREDICTED_PX)
+    except DataError:
+        return 0
+    return header.height_px * header.width_px
+
+
+def _frame_calls(reader: VideoReader) -> Iterator[tuple[int, Callable[[], Picture | None]]]:
+    """What gives the next frame, until it has given None once."""
+    frames = iter(reader)
+    is_over = threading.Event()
+
+    def read() -> Picture | None:
+        frame = next(frames, None)
+        if frame is None:
+            is_over.set()
+        return frame
+
+    while not is_over.is_set():
+        yield reader.frame_px, read
+
+
+def ahead(
+    calls: Iterable[tuple[int, Callable[[], Item]]], num_threads: int, limit: int = MAX_WAITING_PX
+) -> Iterator[Item]:
+    """The results of calls in their order, computed ahead in threads.
+
+    Args:
+        calls: what each result weighs, and how to compute it.
+        num_threads: how many at once.
+        limit: of the weight of all that is under way, waits, or was handed out last; a heavier one comes alone.
+    """
+    waiting: deque[tuple[int, Future[Item]]] = deque()
+    source = iter(calls)
+    following = next(source, None)
+    with ThreadPoolExecutor(num_threads, "read") as pool:
+        try:
+            while following is not None or waiting:
+                weighs = sum(weight for weight, _ in waiting)
+                while following is not None and len(waiting) < 2 * num_threads:
+                    if waiting and weighs + following[0] > limit:
+                        break
+                    waiting.append((following[0], pool.submit(following[1])))
+                    weighs += following[0]
+                    following = next(source, None)
+                yield waiting.popleft()[1].result()
+        finally:
+            for _, each in waiting:
+                each.cancel()
+
+
+class Behind:
+    """Work that is done in threads, with as much of it waiting as weighs no more than a limit.
+
+    As a context: leaving it waits for all work; the first exception of the work is raised there or at a later submit.
+
+    Args:
+        num_threads: how many pieces at once; with one they are done in order.
+        limit: what may wait; a heavier piece waits alone.
+    """
+
+    def __init__(self, num_threads: int, limit: int = MAX_WAITING_PX) -> None:
+        self._pool = ThreadPoolExecutor(num_threads, "write")
+        self._limit, self._weight = limit, 0
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def submit(self, work: Callable[[], None], weight: int) -> None:
+        """Has a piece of work done; waits while too much waits already."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or not self._weight or self._weight + weight <= self._limit)
+            self._raise()
+            self._weight += weight
+        self._pool.submit(self._run, work, weight)
+
+    def _run(self, work: Callable[[], None], weight: int) -> None:
+        try:
+            if self._error is None:
+                work()
+        except BaseException as error:
+            self._error = self._error or error
+        finally:
+            with self._changed:
+                self._weight -= weight
+                self._changed.notify_all()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def __enter__(self) -> Behind:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._pool.shutdown()
+        if kind is None:
+            self._raise()
+
+
+@contextmanager
+def _large_pictures_allowed() -> Iterator[None]:
+    """Pillow warns of, and refuses, pictures far smaller than those that are cut into tiles here."""
+    before = Image.MAX_IMAGE_PIXELS
+    Image.MAX_IMAGE_PIXELS = MAX_PREDICTED_PX
+    try:
+        yield
+    finally:
+        Image.MAX_IMAGE_PIXELS = before

@@ -1,0 +1,145 @@
+"""What answers for a batch of pictures: a trained model, or an exported file.
+
+Shapes: N images, C classes, H x W pixels of an image.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from segapp.datasets.layouts.formats import ClassScheme
+from segapp.errors import ConfigError
+from segapp.inference.sliding import Inference
+from segapp.losses import View, upsample_argmax, upsample_probabilities
+
+if TYPE_CHECKING:
+    from segapp.export import ExportedModel
+    from segapp.models import SegmentationModel
+
+
+class Predictor(Protocol):
+    """Labels and probabilities of pictures of one size.
+
+    Attributes:
+        scheme: classes and colours.
+        device: where the work is done.
+        frame_px: height and width of every picture it takes; None: any.
+    """
+
+    scheme: ClassScheme
+    device: torch.device
+    frame_px: tuple[int, int] | None
+
+    def labels(self, images: NDArray[Any]) -> NDArray[Any]:
+        """uint8 (N, H, W, 3) RGB -> class ids (N, H, W), uint8 (uint16 for more than 256 classes)."""
+        ...
+
+    def probabilities(self, images: NDArray[Any]) -> NDArray[Any]:
+        """uint8 (N, H, W, 3) RGB -> float32 (N, C, H, W), whose sum over C is 1."""
+        ...
+
+
+class TrainedPredictor:
+    """A model out of a checkpoint; see `Predictor`.
+
+    Args:
+        model: in eval mode.
+        inference: how logits are computed.
+        scheme: classes and colours.
+        device: where the model is.
+    """
+
+    frame_px: tuple[int, int] | None = None  # a model of one size is given windows by `inference`
+
+    def __init__(
+        self, model: SegmentationModel, inference: Inference, scheme: ClassScheme, device: torch.device
+    ) -> None:
+        self.model, self.inference, self.scheme, self.device = model, inference, scheme, device
+
+    def labels(self, images: NDArray[Any]) -> NDArray[Any]:
+        """See `Predictor`."""
+        return infer_labels(self.model, self.inference, images, self.device)
+
+    @torch.no_grad()
+    def probabilities(self, images: NDArray[Any]) -> NDArray[Any]:
+        """See `Predictor`."""
+        views, size = _views(self.model, self.inference, images, self.device)
+        found = upsample_probabilities(views, size, align_corners=self.inference.align_corners)
+        probabilities: NDArray[Any] = found[..., : images.shape[1], : images.shape[2]].float().cpu().numpy()
+        return probabilities
+
+
+@torch.no_grad()
+def infer_labels(
+    model: SegmentationModel, inference: Inference, images: NDArray[Any], device: torch.device
+) -> NDArray[Any]:
+    """Class ids of pictures.
+
+    Args:
+        model: in eval mode.
+        inference: how logits are computed.
+        images: uint8 (N, H, W, 3), RGB.
+        device: where the model is.
+
+    Returns:
+        uint8 (N, H, W), or uint16 where there are more than 256 classes.
+    """
+    views, size = _views(model, inference, images, device)
+    found = upsample_argmax(views, size, align_corners=inference.align_corners)
+    labels: NDArray[Any] = found[:, : images.shape[1], : images.shape[2]].cpu().numpy()
+    return labels if labels.dtype == np.uint8 else labels.astype(np.uint16)
+
+
+def predict_image(
+    model: SegmentationModel, inference: Inference, image: NDArray[Any], device: torch.device
+) -> NDArray[Any]:
+    """Class ids (H, W) of one picture, uint8 (H, W, 3) RGB; see `infer_labels`."""
+    labels: NDArray[Any] = infer_labels(model, inference, image[None], device)[0]
+    return labels
+
+
+def _views(
+    model: SegmentationModel, inference: Inference, images: NDArray[Any], device: torch.device
+) -> tuple[Tensor | list[View], tuple[int, int]]:
+    planes = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2))).to(device)
+    return inference.views(model, inference.normalizer(planes))
+
+
+class ExportedPredictor:
+    """An exported file; see `Predictor`.
+
+    Args:
+        exported: the file.
+        device: where it computes.
+    """
+
+    def __init__(self, exported: ExportedModel, device: torch.device) -> None:
+        self.exported, self.device = exported, device
+        self.scheme = exported.info.scheme
+        self.frame_px = exported.info.fixed_size_px
+
+    def labels(self, images: NDArray[Any]) -> NDArray[Any]:
+        """See `Predictor`."""
+        found = self.exported(images)
+        if self.exported.info.output == "logits":
+            found = found.argmax(1)
+        return found.astype(np.uint8 if self.scheme.num_classes <= 256 else np.uint16, copy=False)
+
+    def probabilities(self, images: NDArray[Any]) -> NDArray[Any]:
+        """See `Predictor`.
+
+        Raises:
+            ConfigError: the file gives labels.
+        """
+        if self.exported.info.output != "logits":
+            raise ConfigError(
+                f"{self.exported.path} gives class ids, no probabilities: export without --argmax, or leave out "
+                "--save probabilities"
+            )
+        probabilities: NDArray[Any] = torch.from_numpy(self.exported(images)).softmax(1).numpy()
+        return probabilities

@@ -1,0 +1,96 @@
+"""Pictures as they are predicted, and what of their metadata goes along.
+
+The orientation of EXIF is applied, as in training; outputs are upright and say nothing of it. The ICC profile goes to
+the overlay, whose colours are the picture's. A GeoTIFF's place goes to a world file beside each PNG; its coordinate
+system has no place in one and stays in the source. Everything else is left behind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+from PIL import Image
+
+from segapp.datasets.files import read_header
+from segapp.datasets.masks import read_image
+from segapp.inference.predict.sources import ImageFile
+
+MAX_PREDICTED_PX = 2**30
+"""OpenCV's own limit."""
+_MODEL_PIXEL_SCALE, _MODEL_TIEPOINT, _MODEL_TRANSFORMATION = 33550, 33922, 34264
+_RASTER_TYPE_KEY, _PIXEL_IS_POINT = 1025, 2
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture in memory.
+
+    Attributes:
+        file: where it came from, and the name of its outputs.
+        pixels: uint8 (H, W, 3), RGB, upright.
+        profile: ICC profile.
+        world: content of a world file: where it lies on the earth.
+    """
+
+    file: ImageFile
+    pixels: NDArray[Any]
+    profile: bytes | None = None
+    world: str | None = None
+
+    @property
+    def num_px(self) -> int:
+        """Its pixels."""
+        return int(self.pixels.shape[0] * self.pixels.shape[1])
+
+
+def read_picture(file: ImageFile) -> Picture:
+    """A picture from its file.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    header = read_header(file.path, max_pixels=MAX_PREDICTED_PX)
+    pixels = read_image(file.path, max_pixels=MAX_PREDICTED_PX)
+    profile, world = None, None
+    if header.format in {"PNG", "JPEG", "MPO", "TIFF", "WEBP"}:
+        profile, world = _metadata(file)
+    return Picture(file, pixels, profile, world)
+
+
+def _metadata(file: ImageFile) -> tuple[bytes | None, str | None]:
+    """ICC profile and world file; damaged metadata count as none, the pixels are read already."""
+    try:
+        with Image.open(file.path) as image:
+            profile = image.info.get("icc_profile")
+            if image.mode != "RGB":
+                profile = None  # of CMYK or grey: the pixels are RGB by now
+            tags = dict(getattr(image, "tag_v2", {}))
+            return profile, world_file(tags)
+    except Exception:
+        return None, None
+
+
+def world_file(tags: dict[int, Any]) -> str | None:
+    """The six lines of a world file from the tags of a GeoTIFF (OGC 19-008r4, B.6); None without a place.
+
+    A world file places the middle of the pixel at the top left, a GeoTIFF as a rule its corner.
+
+    >>> world_file({33550: (0.5, 0.5, 0.0), 33922: (0.0, 0.0, 0.0, 100.0, 200.0, 0.0)}).split()[4:]
+    ['100.25', '199.75']
+    """
+    if _MODEL_TRANSFORMATION in tags:
+        a, b, _, c, d, e, _, f = tags[_MODEL_TRANSFORMATION][:8]
+    elif _MODEL_PIXEL_SCALE in tags and _MODEL_TIEPOINT in tags:
+        (width, height, *_), (i, j, _, x, y, *_) = tags[_MODEL_PIXEL_SCALE], tags[_MODEL_TIEPOINT]
+        a, b, c, d, e, f = width, 0.0, x - i * width, 0.0, -height, y + j * height
+    else:
+        return None
+    keys = tags.get(34735, ())
+    is_point = any(
+        keys[at] == _RASTER_TYPE_KEY and keys[at + 3] == _PIXEL_IS_POINT for at in range(4, len(keys) - 3, 4)
+    )
+    half = 0.0 if is_point else 0.5
+    values = a, d, b, e, c + half * (a + b), f + half * (d + e)
+    return "".join(f"{float(value)!r}\n" for value in values)

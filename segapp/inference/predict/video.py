@@ -1,0 +1,194 @@
+"""Videos in and out through OpenCV: frames in order, rate and number kept; sound is not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+from segapp.datasets.files import shown
+from segapp.errors import DataError, StorageError
+from segapp.inference.predict.outputs import ImageOutputs, OutputPlan, Saved, blend, colorize
+from segapp.inference.predict.reading import Picture
+from segapp.inference.predict.sources import ImageFile
+from segapp.inference.predict.tiles import Strip
+from segapp.run.files import remove_quietly, temporary_name
+
+CODECS = (("mp4v", ".mp4"), ("avc1", ".mp4"), ("XVID", ".avi"), ("MJPG", ".avi"))
+"""Tried in this order; Motion JPEG is part of OpenCV itself."""
+_VIDEO_KINDS = ("color", "overlay")
+_DEFAULT_RATE = 25.0
+
+
+class VideoReader:
+    """The frames of a video.
+
+    Args:
+        file: the video.
+
+    Attributes:
+        frames_per_s: as the file says.
+        num_frames: as the file says, which may be wrong; 0 where it does not.
+        frame_px: pixels of a frame.
+
+    Raises:
+        DataError: it cannot be opened, or holds no frame.
+    """
+
+    def __init__(self, file: ImageFile) -> None:
+        self.file = file
+        os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # what is wrong is said here, in one line
+        self._capture = cv2.VideoCapture(os.fspath(file.path))
+        is_open = self._capture.isOpened()
+        self._first = self._read() if is_open else None
+        if self._first is None:
+            self._capture.release()
+            reason = "no frame can be decoded" if is_open else "no decoder knows it"
+            raise DataError(
+                f"{shown(file.path)}: {reason}: the video is damaged or of an unknown format; convert it, e.g. with "
+                "ffmpeg -i IN -c:v libx264 OUT.mp4"
+            )
+        rate = float(self._capture.get(cv2.CAP_PROP_FPS))
+        self.frames_per_s = rate if np.isfinite(rate) and rate > 0 else _DEFAULT_RATE
+        self.num_frames = max(0, int(self._capture.get(cv2.CAP_PROP_FRAME_COUNT)))
+        self.frame_px = int(self._first.shape[0] * self._first.shape[1])
+
+    def __iter__(self) -> Iterator[Picture]:
+        """The frames as pictures named NAME/000001 and on.
+
+        Raises:
+            DataError: at the end, where the file holds fewer frames than it says.
+        """
+        number = 0
+        pixels = self._first
+        self._first = None
+        try:
+            while pixels is not None:
+                number += 1
+                yield Picture(replace(self.file, name=f"{self.file.name}/{number:06}"), pixels)
+                pixels = self._read()
+        finally:
+            self._capture.release()
+        # Containers count a frame or two that no decoder gives.
+        if number < self.num_frames - 2:
+            raise DataError(
+                f"{shown(self.file.path)}: ends after frame {number} of {self.num_frames}: the video is damaged or "
+                "cut; what came before is written"
+            )
+
+    def _read(self) -> NDArray[Any] | None:
+        try:
+            is_read, frame = self._capture.read()
+        except cv2.error:
+            return None
+        return np.asarray(cv2.cvtColor(frame, cv2.COLOR_BGR2RGB)) if is_read else None
+
+
+class VideoOutputs:
+    """What is written of a video: color and overlay as videos, labels and probabilities a file a frame.
+
+    As a context: left with an exception other than `DataError`, no video stays.
+
+    Args:
+        plan: what is written.
+        reader: the video.
+    """
+
+    def __init__(self, plan: OutputPlan, reader: VideoReader) -> None:
+        self._plan = plan
+        self._frames = replace(plan, kinds=tuple(kind for kind in plan.video_kinds if kind not in _VIDEO_KINDS))
+        self._videos: list[_VideoFile] = []
+        self._reader = reader
+
+    def __enter__(self) -> VideoOutputs:
+        self._videos = [
+            _VideoFile(self._plan, kind, self._reader) for kind in self._plan.video_kinds if kind in _VIDEO_KINDS
+        ]
+        return self
+
+    def add(self, picture: Picture, strips: list[Strip]) -> None:
+        """Appends a frame."""
+        labels = strips[0].labels if len(strips) == 1 else np.concatenate([strip.labels for strip in strips])
+        for video in self._videos:
+            video.add(picture.pixels, labels)
+        if self._frames.kinds:
+            with ImageOutputs(self._frames, picture) as outputs:
+                for strip in strips:
+                    outputs.add(strip)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        keep = kind is None or issubclass(kind, DataError)
+        for video in self._videos:
+            video.close(keep=keep)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """OpenCV prints a line for every codec that is not there."""
+    log = cv2.utils.logging
+    level = log.getLogLevel()
+    log.setLogLevel(log.LOG_LEVEL_SILENT)
+    try:
+        yield
+    finally:
+        log.setLogLevel(level)
+
+
+class _VideoFile:
+    """A video under a temporary name, which gets its own when it is whole."""
+
+    def __init__(self, plan: OutputPlan, kind: Saved, reader: VideoReader) -> None:
+        self._scheme, self._kind = plan.scheme, kind
+        self._rate = reader.frames_per_s
+        self._base = plan.folder / kind / reader.file.name
+        self._writer: Any = None
+        self._temporary = self._path = self._base
+
+    def add(self, image: NDArray[Any], labels: NDArray[Any]) -> None:
+        frame = colorize(labels, self._scheme) if self._kind == "color" else blend(image, labels, self._scheme)
+        # Codecs that halve the colours' resolution refuse odd sides, or drop the last row without a word.
+        odd = [(0, side % 2) for side in frame.shape[:2]]
+        frame = np.pad(frame, (*odd, (0, 0)), mode="edge")
+        if self._writer is None:
+            self._open((frame.shape[1], frame.shape[0]))
+        self._writer.write(np.ascontiguousarray(frame[..., ::-1]))
+
+    def _open(self, size: tuple[int, int]) -> None:
+        try:
+            self._base.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"{self._base.parent}: {error.strerror}: choose another --out") from None
+        for codec, suffix in CODECS:
+            self._temporary = self._base.parent / (temporary_name() + suffix)
+            with _quiet():
+                writer = cv2.VideoWriter(
+                    os.fspath(self._temporary), cv2.VideoWriter.fourcc(*codec), self._rate, size, True
+                )
+            if writer.isOpened():
+                self._writer, self._path = writer, self._base.parent / (self._base.name + suffix)
+                return
+            remove_quietly(self._temporary)
+        tried = ", ".join(codec for codec, _ in CODECS)
+        raise StorageError(
+            f"{self._base}: no video can be written here (tried {tried}): choose another --out, or --save labels"
+        )
+
+    def close(self, *, keep: bool) -> None:
+        if self._writer is None:
+            return
+        self._writer.release()
+        try:
+            if keep:
+                if not self._temporary.stat().st_size:
+                    raise StorageError(f"{self._path} could not be written: free space or choose another --out")
+                os.replace(self._temporary, self._path)
+        except OSError as error:
+            raise StorageError(f"{self._path} cannot be written: {error.strerror}: choose another --out") from None
+        finally:
+            remove_quietly(self._temporary)

@@ -1,0 +1,154 @@
+"""From whole images to low-resolution logits: at once, in windows, mirrored, at several scales.
+
+Shapes: N images, C classes, H x W pixels of an image, h x w of the model's logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from segapp.inference.normalize import Normalizer
+from segapp.losses import Tile, View, upsample_logits
+
+if TYPE_CHECKING:
+    from segapp.models import SegmentationModel
+
+
+@dataclass(frozen=True)
+class Inference:
+    """How logits are computed for whole images.
+
+    Args:
+        normalizer: uint8 images -> the model's input, on the same device.
+        align_corners: of the upsampling, as in training.
+        window_px: height and width of a sliding window; None: the whole image at once.
+        overlap: share of a window that the next one covers again.
+        weighting: of windows where they overlap: uniform, or gaussian (the middle of a window counts most).
+        scales: scales of the image whose predictions are averaged; (1.0,) for none.
+        flip: average with the mirrored image too.
+        autocast: context of the forward pass.
+    """
+
+    normalizer: Normalizer
+    align_corners: bool = True
+    window_px: tuple[int, int] | None = None
+    overlap: float = 1 / 3
+    weighting: Literal["uniform", "gaussian"] = "uniform"
+    scales: tuple[float, ...] = (1.0,)
+    flip: bool = False
+    autocast: Callable[[], Any] = torch.no_grad
+
+    @property
+    def is_plain(self) -> bool:
+        """One forward pass of the whole image, without averaging."""
+        return self.window_px is None and self.scales == (1.0,) and not self.flip
+
+    def views(self, model: SegmentationModel, images: Tensor) -> tuple[Tensor | list[View], tuple[int, int]]:
+        """Low-resolution logits of normalised images, for `upsample_argmax` and its like, and the size they stand for.
+
+        Args:
+            model: gives the logits.
+            images: (N, 3, H, W), normalised.
+
+        Returns:
+            Logits (N, C, h, w) or views of them, and (H', W'): the images' size, or with padding at the bottom and
+            right where the model takes certain sizes only.
+        """
+        frame = _padded(images, model.suitable_size(*images.shape[-2:])) if self.window_px is None else images
+        size = (frame.shape[-2], frame.shape[-1])
+        if self.is_plain:
+            return self._logits(model, frame), size
+        views = [self._view(model, frame, scale, flip) for scale in self.scales for flip in self._flips()]
+        return views, size
+
+    def _flips(self) -> tuple[bool, ...]:
+        return (False, True) if self.flip else (False,)
+
+    def _view(self, model: SegmentationModel, frame: Tensor, scale: float, flip: bool) -> View:
+        seen = frame
+        if scale != 1.0:
+            size = tuple(max(1, round(side * scale)) for side in frame.shape[-2:])
+            if self.window_px is None:
+                size = model.suitable_size(*size)
+            seen = F.interpolate(frame, size, mode="bilinear", align_corners=False, antialias=scale < 1.0)
+        seen = seen.flip(-1) if flip else seen
+        if self.window_px is None:
+            logits = self._logits(model, seen)
+            return logits.flip(-1) if flip else logits
+        tiles = list(self._tiles(model, seen, self.window_px))
+        if scale == 1.0:
+            width = seen.shape[-1]
+            return [_mirrored(tile, width) if flip else tile for tile in tiles]
+        return self._joined(tiles, (seen.shape[-2], seen.shape[-1]), flip)
+
+    def _tiles(self, model: SegmentationModel, images: Tensor, window_px: tuple[int, int]) -> Iterator[Tile]:
+        """The logits of every window."""
+        height, width = images.shape[-2:]
+        window = (min(window_px[0], height), min(window_px[1], width))
+        frame = model.suitable_size(*window)
+        weights = None
+        if self.weighting == "gaussian":
+            weights = gaussian_weights(window[0], images.device), gaussian_weights(window[1], images.device)
+        for top, left in window_corners((height, width), window, self.overlap):
+            part = images[..., top : top + window[0], left : left + window[1]]
+            yield Tile(self._logits(model, _padded(part, frame)), top, left, window, frame, weights=weights)
+
+    def _joined(self, tiles: list[Tile], size: tuple[int, int], flip: bool) -> Tensor:
+        """Tiles of a scaled image as one tensor of its size: their borders lie between the output's pixels."""
+        logits = upsample_logits([tiles], size, align_corners=self.align_corners)
+        return logits.flip(-1) if flip else logits
+
+    def _logits(self, model: SegmentationModel, images: Tensor) -> Tensor:
+        # The average of half weights is kept, and evaluated, in float32.
+        dtype = next((p.dtype for p in model.parameters() if p.dim() > 1), images.dtype)
+        with self.autocast():
+            logits: Tensor = model(images.to(dtype))[0]
+        return logits
+
+
+def _mirrored(tile: Tile, width: int) -> Tile:
+    """A tile of the mirrored image as one of the image; the padding at its right is then at its left."""
+    left = width - tile.left - tile.size[1]
+    skip = tile.frame[1] - tile.size[1]
+    return replace(tile, logits=tile.logits.flip(-1), left=left, skip=skip)  # the weights are symmetric
+
+
+def _padded(images: Tensor, size: tuple[int, int]) -> Tensor:
+    """Images with the mean colour at the bottom and right."""
+    height, width = images.shape[-2:]
+    return images if (height, width) == size else F.pad(images, (0, size[1] - width, 0, size[0] - height))
+
+
+def gaussian_weights(side: int, device: torch.device) -> Tensor:
+    """Weights of a window's pixels along one axis, (side,): a Gaussian of an eighth of the side, at most 1.
+
+    As in nnU-Net (Isensee et al., Nature Methods 18, 2021), where the product over the axes weights a patch; the
+    smallest weight is bounded so that a pixel that only one window's corner covers keeps its digits.
+    """
+    at = torch.arange(side, dtype=torch.float32, device=device) - (side - 1) / 2
+    return torch.exp(-0.5 * (at / (side / 8)) ** 2).clamp_min_(1e-3)
+
+
+def window_corners(size: tuple[int, int], window: tuple[int, int], overlap: float) -> Iterator[tuple[int, int]]:
+    """Top-left corners of windows that cover an image, the last ones flush with its border.
+
+    Args:
+        size: height and width of the image, pixels.
+        window: height and width of the window, no larger than the image.
+        overlap: share of a window that the next one covers again, 0 <= overlap < 1.
+    """
+    axes = []
+    for side, length in zip(size, window, strict=True):
+        stride = max(1, math.ceil(length * (1 - overlap)))
+        steps = math.ceil(max(side - length, 0) / stride) + 1
+        axes.append([min(i * stride, side - length) for i in range(steps)])
+    for top in axes[0]:
+        for left in axes[1]:
+            yield top, left

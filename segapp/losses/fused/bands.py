@@ -1,0 +1,313 @@
+"""A batch of upsampled logits, one band of output rows at a time; nothing of size (N, C, H, W) ever exists.
+
+A band lies between few source rows, which are widened to W once. The gradient of a band goes the same way back:
+weighted sums over its rows, and one transposed horizontal pass for each source row.
+
+The largest logit over the classes is subtracted *at low resolution*: softmax and argmax are blind to a shift of all
+classes, and interpolation is linear, so exp() stays at most 1 without a pass over the full resolution, and a large
+common offset costs no digits.
+
+On the CPU the output rows are cut into as many parts as torch has threads, and each part is swept by one thread on its
+own. A band is too small to share: two threads that meet after every operation wait for each other most of the time as
+soon as anything else runs on the machine (measured 2 to 3.5 times slower with data-loading workers beside it). Rows are
+cut, not images, so that small images still fill a band together.
+
+Shapes: N images, m of them in a band, C classes, R rows of a band, h x w of the logits, H x W of the output.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from segapp.losses.fused.grid import Grid, grid_of
+from segapp.losses.fused.reference import compute_dtype
+
+CPU_BAND_BYTES = 1600 << 10
+"""A thread's band, which stays in the second-level cache: 1.2 to 2.4 MB are equally fast, 0.4 MB cost 1.6 x."""
+DEVICE_BAND_BYTES = 32 << 20
+"""Elsewhere launches cost more than memory traffic, so bands are larger."""
+WINDOW_ROWS = 8
+"""Source rows that are widened together, if they fit into `WINDOW_BYTES`."""
+WINDOW_BYTES = 800 << 10
+"""Half a band."""
+MIN_ROWS_OF_A_CELL = 3
+"""With fewer output rows to a source row, a band takes in several source rows."""
+MIN_CELL_BYTES = 200 << 10
+"""So it does where a cell of all images is smaller than this: an operation on it would cost less than the call."""
+MIN_SHARED_BYTES = 400 << 10
+"""Smaller bands are swept by one thread: two would wait for each other's calls most of the time (2 x slower)."""
+MIN_PART_BYTES = 1 << 20
+"""Full-resolution bytes below which a part is not worth a thread."""
+
+Result = TypeVar("Result")
+
+
+class Band(Protocol):
+    """Some output rows of some images; valid until the next one is asked for.
+
+    Attributes:
+        images: which of the batch.
+        rows: which output rows.
+        values: (m, C, R, W) upsampled logits less the widened maximum, in a buffer that may be overwritten.
+    """
+
+    images: slice
+    rows: slice
+    values: Tensor
+
+    def refill(self) -> Tensor:
+        """Computes `values` once more, after they were overwritten."""
+        ...
+
+    def add_gradient(self, gradient: Tensor) -> None:
+        """Adds the transposed interpolation of (m, C, R, W) to the gradient of the logits."""
+        ...
+
+
+def sweep_bands(
+    work: Callable[[Iterator[Band]], Result],
+    logits: Tensor,
+    size: tuple[int, int],
+    align_corners: bool,
+    *,
+    with_gradient: bool = False,
+    band_bytes: int | None = None,
+) -> tuple[list[Result], Tensor | None]:
+    """Shows all bands of the upsampled logits to `work`, part by part.
+
+    Args:
+        work: consumes the bands of a part, which is some of the output rows of all images; called once for each part,
+            perhaps in another thread, without grad mode.
+        logits: (N, C, h, w), any floating dtype and layout.
+        size: (H, W).
+        align_corners: of the interpolation.
+        with_gradient: whether the bands' `add_gradient` will be called.
+        band_bytes: size of a band, or None for the device's default.
+
+    Returns:
+        What `work` returned, in the order of the parts, which depends on shapes and torch's number of threads alone;
+        and the gradient (N, C, h, w) in the compute dtype, or None.
+    """
+    grid = grid_of((logits.shape[2], logits.shape[3]), size, align_corners, compute_dtype(logits), logits.device)
+    on_cpu = logits.device.type == "cpu"
+    budget = band_bytes or (CPU_BAND_BYTES if on_cpu else DEVICE_BAND_BYTES)
+    full_bytes = logits.shape[0] * logits.shape[1] * size[0] * size[1] * grid.dtype.itemsize
+    kind, num_parts = plan_sweep(logits.shape, grid, full_bytes) if on_cpu else (BlockSweep, 1)
+    parts = plan_parts(grid.cells, num_parts)
+    values = logits.detach()
+    gradient = torch.zeros(logits.shape, dtype=grid.dtype, device=logits.device) if with_gradient else None
+
+    def run(part: slice) -> tuple[Result, _Sweep]:
+        with torch.no_grad(), torch.autocast(values.device.type, enabled=False):
+            sweep = kind(values, grid, part, gradient, budget)
+            return work(iter(sweep)), sweep
+
+    if len(parts) == 1 and (not on_cpu or torch.get_num_threads() == 1):
+        done = [run(parts[0])]
+    else:
+        done = list(_single_threads(torch.get_num_threads(), os.getpid()).map(run, parts))
+    for _, sweep in done:
+        sweep.hand_over()
+    return [result for result, _ in done], gradient
+
+
+def plan_sweep(shape: tuple[int, ...], grid: Grid, full_bytes: int) -> tuple[type[_Sweep], int]:
+    """How a processor sweeps a batch: the kind of bands, and into how many parts, one a thread, it is cut.
+
+    Args:
+        shape: (N, C, h, w) of the logits.
+        grid: of the resampling.
+        full_bytes: bytes of (N, C, H, W).
+    """
+    N, C, h = shape[:3]
+    num_parts = max(1, min(torch.get_num_threads(), full_bytes // MIN_PART_BYTES))
+    cell_bytes = N * C * grid.tallest_cell * grid.columns.size_out * grid.dtype.itemsize
+    if grid.rows.size_out < MIN_ROWS_OF_A_CELL * h or cell_bytes < MIN_CELL_BYTES:
+        return BlockSweep, num_parts
+    return _CellSweep, num_parts if cell_bytes >= MIN_SHARED_BYTES else 1
+
+
+def plan_parts(cells: list[tuple[int, int, int]], num_parts: int) -> list[slice]:
+    """Cuts the output rows between cells, into parts of nearly equal size.
+
+    Args:
+        cells: (source row, first output row, last + 1).
+        num_parts: number of parts wanted; there are no more than cells.
+    """
+    num_parts = max(1, min(num_parts, len(cells)))
+    edges = [len(cells) * k // num_parts for k in range(num_parts + 1)]
+    return [slice(cells[low][1], cells[high - 1][2]) for low, high in itertools.pairwise(edges)]
+
+
+@functools.lru_cache(maxsize=1)
+def _single_threads(num_threads: int, process: int) -> ThreadPoolExecutor:
+    """Threads whose own operations do not fork; made anew after a fork of the process."""
+    del process
+    pool = ThreadPoolExecutor(num_threads, "band", initializer=torch.set_num_threads, initargs=(1,))
+    all_started = threading.Barrier(num_threads + 1)
+    for _ in range(num_threads):
+        pool.submit(all_started.wait)
+    all_started.wait()
+    torch.set_num_threads(num_threads)  # what a thread sets is what threads born later start with
+    return pool
+
+
+class _Sweep:
+    """What both ways of sweeping some output rows share: their source rows, and the gradient of those.
+
+    Neighbouring parts share a source row. It belongs to the lower part; the upper one keeps what it adds to it.
+    """
+
+    def __init__(self, logits: Tensor, grid: Grid, rows: slice, total: Tensor | None, budget: int) -> None:
+        self.grid, self.rows, self.logits, self.gradient = grid, rows, logits, total
+        self.first_source = int(grid.rows.lower[rows.start])
+        self.last_source = int(grid.rows.upper[rows.stop - 1])
+        is_shared = rows.stop < grid.rows.size_out and int(grid.rows.lower[rows.stop]) == self.last_source
+        self.edge = torch.zeros_like(total[:, :, self.last_source]) if is_shared and total is not None else None
+        self.row_bytes = logits.shape[1] * grid.columns.size_out * grid.dtype.itemsize
+        self.budget = budget
+
+    def __iter__(self) -> Iterator[Band]:
+        raise NotImplementedError
+
+    def hand_over(self) -> None:
+        """Adds what was kept to the gradient; for one part after the other."""
+        if self.edge is not None and self.gradient is not None:
+            self.gradient[:, :, self.last_source] += self.edge
+
+    def wide_rows(self, images: slice, start: int, stop: int) -> Tensor:
+        """Source rows start..stop - 1 less their maximum over the classes, widened: (m, C, k, W)."""
+        rows = self.logits[images, :, start:stop].to(self.grid.dtype)
+        return self.grid.widen(rows - rows.amax(1, keepdim=True))
+
+    def add_wide_gradient(self, gradient: Tensor, images: slice, start: int) -> None:
+        """Adds the gradient of widened source rows, the first of which is `start`."""
+        assert self.gradient is not None
+        rows, stop = self.grid.narrow(gradient), start + gradient.shape[2]
+        if self.edge is not None and stop > self.last_source:
+            self.edge[images] += rows[:, :, -1]
+            rows, stop = rows[:, :, :-1], stop - 1
+        self.gradient[images, :, start:stop] += rows
+
+    def image_groups(self, rows: int) -> Iterator[slice]:
+        """Images that fit into one band of that many rows."""
+        count = self.logits.shape[0]
+        step = max(1, min(count, self.budget // (self.row_bytes * rows)))
+        for first in range(0, count, step):
+            yield slice(first, min(count, first + step))
+
+
+class _CellSweep(_Sweep):
+    """Bands that lie between two neighbouring source rows, which slide through a window of widened rows."""
+
+    def __iter__(self) -> Iterator[Band]:
+        rows_per_band = max(1, min(self.grid.tallest_cell, self.budget // self.row_bytes))
+        C, W = self.logits.shape[1], self.grid.columns.size_out
+        buffer: Tensor | None = None
+        cells = [cell for cell in self.grid.cells if self.rows.start <= cell[1] < self.rows.stop]
+        for images in self.image_groups(rows_per_band):
+            if buffer is None:
+                buffer = self.logits.new_empty(
+                    (images.stop - images.start) * C * rows_per_band * W, dtype=self.grid.dtype
+                )
+            window = _Window(self, images)
+            for source, start, stop in cells:
+                window.slide(source)
+                for row in range(start, stop, rows_per_band):
+                    yield _CellBand(window, buffer, slice(row, min(stop, row + rows_per_band)), source)
+            window.flush(self.last_source + 1)
+
+
+class _Window:
+    """A few widened source rows of some images, and the gradient of them that bands have added."""
+
+    def __init__(self, sweep: _CellSweep, images: slice) -> None:
+        self.sweep, self.images, self.wide_images = sweep, images, images.stop - images.start
+        self.wide = self.wide_gradient = torch.empty(0)
+        self.base = self.end = sweep.first_source
+
+    def slide(self, source: int) -> None:
+        """Makes the window hold `source` and the row below it."""
+        if min(source + 1, self.sweep.last_source) < self.end:
+            return
+        self.flush(source)
+        rows = max(2, min(WINDOW_ROWS, WINDOW_BYTES // (self.sweep.row_bytes * self.wide_images)))
+        end = min(source + rows, self.sweep.last_source) + 1
+        self.wide = self.sweep.wide_rows(self.images, source, end)
+        if self.sweep.gradient is not None:
+            fresh = torch.zeros_like(self.wide)
+            if self.end > source:
+                fresh[:, :, : self.end - source] = self.wide_gradient[:, :, source - self.base :]
+            self.wide_gradient = fresh
+        self.base, self.end = source, end
+
+    def flush(self, source: int) -> None:
+        """Hands over the gradient of the rows above `source`: no later band touches them."""
+        if self.sweep.gradient is not None and source > self.base:
+            self.sweep.add_wide_gradient(self.wide_gradient[:, :, : source - self.base], self.images, self.base)
+
+
+class _CellBand:
+    """See `Band`; between `source` and the row below it."""
+
+    def __init__(self, window: _Window, buffer: Tensor, rows: slice, source: int) -> None:
+        self._window = window
+        self.images, self.rows = window.images, rows
+        self._pair = source - window.base, min(source + 1, window.sweep.last_source) - window.base
+        m, C, _, W = window.wide.shape
+        R = rows.stop - rows.start
+        self.values = buffer[: m * C * R * W].view(m, C, R, W)
+        self.refill()
+
+    def refill(self) -> Tensor:
+        wide, (lower, upper) = self._window.wide, self._pair
+        fraction = self._window.sweep.grid.fractions[self.rows]
+        ends = wide[:, :, lower : lower + 1], wide[:, :, upper : upper + 1]
+        return torch.lerp(*ends, fraction, out=self.values)
+
+    def add_gradient(self, gradient: Tensor) -> None:
+        lower, upper = self._pair
+        sums = torch.matmul(self._window.sweep.grid.pair_weights[:, self.rows], gradient)
+        self._window.wide_gradient[:, :, lower] += sums[:, :, 0]
+        self._window.wide_gradient[:, :, upper] += sums[:, :, 1]
+
+
+class BlockSweep(_Sweep):
+    """Bands over many source rows: few launches on a device, few operations at small scales."""
+
+    def __iter__(self) -> Iterator[Band]:
+        rows_per_band = max(1, min(self.rows.stop - self.rows.start, self.budget // self.row_bytes))
+        for images in self.image_groups(rows_per_band):
+            for row in range(self.rows.start, self.rows.stop, rows_per_band):
+                yield BlockBand(self, images, slice(row, min(self.rows.stop, row + rows_per_band)))
+
+
+class BlockBand:
+    """See `Band`."""
+
+    def __init__(self, sweep: BlockSweep, images: slice, rows: slice) -> None:
+        self._sweep, self.images, self.rows = sweep, images, rows
+        self._start, self._stop = int(sweep.grid.rows.lower[rows.start]), int(sweep.grid.rows.upper[rows.stop - 1]) + 1
+        self.values = self.refill()
+
+    def refill(self) -> Tensor:
+        """See `Band`."""
+        grid = self._sweep.grid
+        wide = self._sweep.wide_rows(self.images, self._start, self._stop)
+        lower, upper = grid.lower_rows[self.rows] - self._start, grid.upper_rows[self.rows] - self._start
+        self.values = torch.lerp(wide.index_select(2, lower), wide.index_select(2, upper), grid.fractions[self.rows])
+        return self.values
+
+    def add_gradient(self, gradient: Tensor) -> None:
+        """See `Band`."""
+        sums = self._sweep.grid.gather_rows(gradient, self.rows.start, self._start, self._stop)
+        self._sweep.add_wide_gradient(sums, self.images, self._start)

@@ -1,0 +1,163 @@
+"""Upsampling cross-entropy and its gradient to the low-resolution logits, band by band, in one pass.
+
+With y the upsampled logits of a pixel, t its target, w its class weights, W their sum and eps the smoothing:
+loss = (1 - eps) w_t (lse(y) - y_t) + eps / C (W lse(y) - sum_c w_c y_c), and its derivative with respect to y_c is
+((1 - eps) w_t + eps / C W) softmax(y)_c - (1 - eps) w_t [c = t] - eps / C w_c.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from segapp.losses.checks import check_target_range, valid_pixels
+from segapp.losses.fused.bands import Band, sweep_bands
+from segapp.losses.fused.reference import compute_dtype
+
+UNDERFLOW = 1e-30
+"""A sum of exponentials below this: neighbouring pixels disagree by 70 or more, and the exact maximum is needed."""
+
+
+@dataclass(frozen=True)
+class CrossEntropyOptions:
+    """What the loss is, besides logits and target.
+
+    Attributes:
+        align_corners: of the interpolation.
+        ignore_index: id that counts nowhere.
+        label_smoothing: eps above.
+    """
+
+    align_corners: bool
+    ignore_index: int
+    label_smoothing: float
+
+
+def cross_entropy_on_bands(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    options: CrossEntropyOptions,
+    *,
+    with_gradient: bool,
+    band_bytes: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Loss sum, weight sum and the loss sum's gradient.
+
+    Args:
+        logits: (N, C, h, w) on the CPU.
+        target: (N, H, W) integers.
+        weight: (C,) or None.
+        options: the loss.
+        with_gradient: whether the gradient is wanted.
+        band_bytes: size of a band, or None for the default.
+
+    Returns:
+        loss_sum and weight_sum, float64 scalars, and the gradient (N, C, h, w) in float32 (float64 for float64 logits).
+
+    Raises:
+        ValueError: an id that is no class.
+    """
+    size = (target.shape[-2], target.shape[-1])
+
+    def work(bands: Iterator[Band]) -> CrossEntropyTerms:
+        terms = CrossEntropyTerms(weight, logits.shape[1], compute_dtype(logits), options)
+        for band in bands:
+            terms.add(band, target[band.images, None, band.rows], with_gradient)
+        return terms
+
+    try:
+        parts, gradient = sweep_bands(
+            work, logits, size, options.align_corners, with_gradient=with_gradient, band_bytes=band_bytes
+        )
+    except (IndexError, RuntimeError):
+        check_target_range(target, logits.shape[1], options.ignore_index)
+        raise
+    loss_sum, weight_sum = sum(part.loss_sum for part in parts), sum(part.weight_sum for part in parts)
+    return torch.tensor(loss_sum, dtype=torch.float64), torch.tensor(weight_sum, dtype=torch.float64), gradient
+
+
+class CrossEntropyTerms:
+    """The running sums, and the constants that every band needs."""
+
+    def __init__(
+        self, weight: Tensor | None, num_classes: int, dtype: torch.dtype, options: CrossEntropyOptions
+    ) -> None:
+        self.weight = None if weight is None else weight.to("cpu", dtype)
+        self.options, self.dtype = options, dtype
+        self.eps, self.share = options.label_smoothing, options.label_smoothing / num_classes
+        self.total_weight = float(num_classes) if weight is None else float(weight.double().sum())
+        per_class = torch.ones(num_classes, dtype=dtype) if self.weight is None else self.weight
+        self.per_class = per_class.view(1, -1, 1, 1)
+        self.loss_sum = self.weight_sum = 0.0
+
+    def add(self, band: Band, target: Tensor, with_gradient: bool) -> None:
+        """Adds a band's loss, and its gradient; a band without valid pixels is not computed."""
+        valid = valid_pixels(target, self.options.ignore_index)
+        num_valid = int(torch.count_nonzero(valid))
+        if num_valid == 0:
+            return
+        mask = None if num_valid == valid.numel() else valid
+        ids = (target if mask is None else torch.where(mask, target, 0)).long()
+        values = band.values
+        own = values.gather(1, ids)
+        weighted = (values * self.per_class).sum(1, keepdim=True) if self.eps else None
+        total = values.exp_().sum(1, keepdim=True)
+        log_total = total.log()
+        if not float(total.min()) > UNDERFLOW:
+            values = band.refill()
+            largest = values.amax(1, keepdim=True)
+            total = values.sub_(largest).exp_().sum(1, keepdim=True)
+            log_total = total.log() + largest
+        pixel_weight = None if self.weight is None else _masked(self.weight[ids], mask)
+        self._add_loss(log_total, own, weighted, pixel_weight, mask, num_valid)
+        if with_gradient:
+            band.add_gradient(self._gradient(values, total, ids, pixel_weight, mask))
+
+    def _add_loss(
+        self,
+        log_total: Tensor,
+        own: Tensor,
+        weighted: Tensor | None,
+        pixel_weight: Tensor | None,
+        mask: Tensor | None,
+        num_valid: int,
+    ) -> None:
+        self.weight_sum += num_valid if pixel_weight is None else _sum(pixel_weight)
+        nll = log_total - own
+        nll = _masked(nll, mask) if pixel_weight is None else nll.mul_(pixel_weight)
+        self.loss_sum += (1 - self.eps) * _sum(nll)
+        if weighted is not None:
+            self.loss_sum += self.share * _sum(_masked(log_total * self.total_weight - weighted, mask))
+
+    def _gradient(
+        self, exponentials: Tensor, total: Tensor, ids: Tensor, pixel_weight: Tensor | None, mask: Tensor | None
+    ) -> Tensor:
+        """The derivative with respect to the band's values, in their buffer."""
+        if pixel_weight is None:
+            own = torch.full_like(total, 1.0) if mask is None else mask.to(self.dtype)
+            scale = _masked(total.reciprocal_(), mask)
+        else:
+            own = pixel_weight
+            numerator = (
+                own
+                if not self.eps
+                else (1 - self.eps) * own + _masked(torch.full_like(own, self.share * self.total_weight), mask)
+            )
+            scale = numerator / total
+        exponentials.mul_(scale).scatter_add_(1, ids, own * (self.eps - 1))
+        if self.eps:
+            constant = self.per_class * self.share
+            exponentials.sub_(constant if mask is None else mask * constant)
+        return exponentials
+
+
+def _masked(values: Tensor, mask: Tensor | None) -> Tensor:
+    return values if mask is None else values.mul_(mask)
+
+
+def _sum(values: Tensor) -> float:
+    return float(values.sum(dtype=torch.float64))

@@ -1,0 +1,166 @@
+"""Sums over the pixels of upsampled logits, for criteria that are made of them, without the upsampled logits.
+
+The forward pass adds band after band and keeps nothing. The backward pass computes each band once more, now knowing
+the slope of the loss in every sum, and hands its gradient down to the low resolution.
+
+Shapes: N images, C classes, h x w of the logits, H x W of the target, R rows of a band.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from segapp.losses.checks import check_inputs, check_target_range, class_ids, has_values
+from segapp.losses.fused.bands import Band, sweep_bands
+from segapp.losses.fused.reference import compute_dtype, upsample
+
+FULL_BYTES = 4 << 20
+"""Upsampled logits smaller than this are made whole: fewer operations, and nothing worth saving."""
+
+
+class PixelSums(Protocol):
+    """Sums over pixels, each a vector or a scalar; pixels that are not valid count nowhere."""
+
+    @property
+    def num_differentiable(self) -> int:
+        """How many of the sums, the first ones, depend on the logits smoothly; the others are counts."""
+        ...
+
+    def __call__(self, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
+        """From values (N, C, R, W), ids (N, 1, R, W) int64 and valid (N, 1, R, W) bool; all classes may be shifted."""
+        ...
+
+
+def upsampled_sums(
+    function: PixelSums, logits: Tensor, target: Tensor, align_corners: bool, ignore_index: int
+) -> tuple[Tensor, ...]:
+    """`function` of the upsampled logits, summed over all pixels.
+
+    Args:
+        function: additive over pixels.
+        logits: (N, C, h, w).
+        target: (N, H, W) class ids.
+        align_corners: of the upsampling.
+        ignore_index: id that counts nowhere.
+
+    Returns:
+        The sums: differentiable ones in float32 (float64 for float64 logits), counts in float64.
+
+    Raises:
+        TypeError: wrong dtypes.
+        ValueError: shapes that do not fit, ids that are no class.
+    """
+    check_inputs(logits, target)
+    poison = check_target_range(target, logits.shape[1], ignore_index)
+    full_bytes = target.numel() * logits.shape[1] * compute_dtype(logits).itemsize
+    if full_bytes < FULL_BYTES or not has_values(logits):
+        sums = _at_full_resolution(function, logits, target, align_corners, ignore_index)
+    else:
+        sums = _BandedSums.apply(logits, target, function, align_corners, ignore_index)
+    return sums if poison is None else (sums[0] + poison, *sums[1:])
+
+
+def pixel_cross_entropy(values: Tensor, ids: Tensor) -> Tensor:
+    """-log of the target's softmax probability, (N, 1, R, W)."""
+    return -F.log_softmax(values, 1).gather(1, ids)
+
+
+def _at_full_resolution(
+    function: PixelSums, logits: Tensor, target: Tensor, align_corners: bool, ignore_index: int
+) -> tuple[Tensor, ...]:
+    with torch.autocast(logits.device.type, enabled=False):
+        values = upsample(logits, (target.shape[-2], target.shape[-1]), align_corners)
+        return function(values, *class_ids(target.unsqueeze(1), logits.shape[1], ignore_index))
+
+
+class _BandedSums(torch.autograd.Function):
+    """The sums in one pass over bands, their gradient in another; twice differentiable through the full resolution."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, function: PixelSums, align_corners: bool, ignore_index: int
+    ) -> tuple[Tensor, ...]:
+        def work(bands: Iterator[Band]) -> list[Tensor]:
+            totals: list[Tensor] = []
+            for band in bands:
+                ids, valid = class_ids(target[band.images, None, band.rows], logits.shape[1], ignore_index)
+                sums = [entry.double() for entry in function(band.values, ids, valid)]
+                totals = [total + entry for total, entry in zip(totals, sums, strict=True)] if totals else sums
+            return totals
+
+        parts, _ = sweep_bands(work, logits, (target.shape[-2], target.shape[-1]), align_corners)
+        sums = [torch.stack(entry).sum(0) for entry in zip(*parts, strict=True)]
+        live = function.num_differentiable
+        outputs = tuple(entry.to(compute_dtype(logits)) for entry in sums[:live]) + tuple(sums[live:])
+        ctx.save_for_backward(logits, target)
+        ctx.options = function, align_corners, ignore_index
+        ctx.mark_non_differentiable(*outputs[live:])
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+        logits, target = ctx.saved_tensors
+        function, align_corners, ignore_index = ctx.options
+        live = slopes[: function.num_differentiable]
+        if torch.is_grad_enabled():
+            sums = _at_full_resolution(function, logits, target, align_corners, ignore_index)
+            (gradient,) = torch.autograd.grad(sums[: len(live)], logits, live, create_graph=True)
+            return gradient, None, None, None, None
+        return _gradient_on_bands(function, logits, target, align_corners, ignore_index, live), None, None, None, None
+
+
+def _gradient_on_bands(
+    function: PixelSums,
+    logits: Tensor,
+    target: Tensor,
+    align_corners: bool,
+    ignore_index: int,
+    slopes: Sequence[Tensor],
+) -> Tensor:
+    def work(bands: Iterator[Band]) -> None:
+        for band in bands:
+            ids, valid = class_ids(target[band.images, None, band.rows], logits.shape[1], ignore_index)
+            values = band.values.detach().requires_grad_()
+            with torch.enable_grad():
+                sums = function(values, ids, valid)[: len(slopes)]
+            (gradient,) = torch.autograd.grad(sums, values, slopes)
+            band.add_gradient(gradient)
+
+    size = (target.shape[-2], target.shape[-1])
+    _, gradient = sweep_bands(work, logits, size, align_corners, with_gradient=True)
+    assert gradient is not None
+    return gradient.to(logits.dtype)
+
+
+@dataclass(frozen=True)
+class CrossEntropySums:
+    """Sum of the valid pixels' cross-entropies and of their class weights, as `F.cross_entropy` defines them.
+
+    Attributes:
+        weight: (C,) or None.
+        label_smoothing: share of the target spread evenly over the classes.
+    """
+
+    weight: Tensor | None
+    label_smoothing: float
+
+    @property
+    def num_differentiable(self) -> int:
+        """The loss sum."""
+        return 1
+
+    def __call__(self, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
+        """See `PixelSums`."""
+        weight = None if self.weight is None else self.weight.to(values.device, values.dtype)
+        marked = torch.where(valid, ids, -100).squeeze(1)
+        loss = F.cross_entropy(
+            values, marked, weight, ignore_index=-100, reduction="sum", label_smoothing=self.label_smoothing
+        )
+        count = valid.sum(dtype=torch.float64) if weight is None else (weight.double()[ids] * valid).sum()
+        return loss, count

@@ -1,0 +1,90 @@
+"""The losses spelled out with torch's own operators at full resolution: the oracle of the tests and the fall-back.
+
+Shapes: N images, C classes, h x w of the logits, H x W of the target.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from segapp.losses.checks import class_ids, has_values, valid_pixels
+from segapp.losses.fused.grid import dense_matrices, products_are_exact
+
+DENSE_SIDE = 32
+"""Sides of logits up to which a dense interpolation matrix is faster than `F.interpolate`."""
+
+
+def compute_dtype(logits: Tensor) -> torch.dtype:
+    """float64 for float64 logits, float32 for all others: half precision is too short for a sum over pixels."""
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def upsample(logits: Tensor, size: tuple[int, int], align_corners: bool) -> Tensor:
+    """Bilinear resampling to (N, C, H, W) in `compute_dtype`.
+
+    Small logits go through two matrix products: in half the time of `F.interpolate`, and exact to the last digit.
+    """
+    values = logits.to(compute_dtype(logits))
+    low = (values.shape[-2], values.shape[-1])
+    if low == size:
+        return values
+    if not values.shape[0]:
+        return values.new_zeros(*values.shape[:2], *size) + values.sum()
+    if max(low) <= DENSE_SIDE and has_values(values) and products_are_exact():
+        rows, columns = dense_matrices(low, size, align_corners, values.dtype, values.device)
+        return torch.matmul(rows, torch.matmul(values, columns))
+    return F.interpolate(values, size=size, mode="bilinear", align_corners=align_corners)
+
+
+def target_weight_sum(target: Tensor, ignore_index: int, weight: Tensor | None) -> Tensor:
+    """Sum over valid pixels of the target's class weight, float64 scalar: the denominator of the mean."""
+    if weight is None:
+        return valid_pixels(target, ignore_index).sum().to(torch.float64)
+    ids, valid = class_ids(target, weight.numel(), ignore_index)
+    if target.is_cpu and has_values(target):
+        counts = torch.bincount(ids[valid], minlength=weight.numel())
+        return (counts * weight.to("cpu", torch.float64)).sum()
+    return (weight.to(target.device, torch.float64)[ids] * valid).sum()
+
+
+def cross_entropy_sums(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    align_corners: bool,
+    ignore_index: int,
+    weight: Tensor | None,
+    label_smoothing: float,
+) -> tuple[Tensor, Tensor]:
+    """(loss sum, weight sum) of cross-entropy on upsampled logits, with three full-resolution tensors at its peak.
+
+    `F.cross_entropy(..., reduction="mean")` is the first over the second.
+    """
+    values = upsample(logits, (target.shape[-2], target.shape[-1]), align_corners)
+    if target.is_cpu:  # torch names an id that is no class itself here; on a device it would stop the process
+        ids, ignored = target.long(), ignore_index
+    else:
+        ids, valid = class_ids(target, logits.shape[1], ignore_index)
+        ids, ignored = torch.where(valid, ids, -100), -100
+    if weight is not None:
+        weight = weight.to(values.device, values.dtype)
+    loss_sum = F.cross_entropy(
+        values, ids, weight=weight, ignore_index=ignored, reduction="sum", label_smoothing=label_smoothing
+    )
+    return loss_sum, target_weight_sum(target, ignore_index, weight)
+
+
+def soft_cross_entropy_sums(
+    logits: Tensor, target: Tensor, *, align_corners: bool, weight: Tensor | None, label_smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """(loss sum, number of pixels) for a target of class probabilities (N, C, H, W); torch divides by the pixels."""
+    values = upsample(logits, (target.shape[-2], target.shape[-1]), align_corners)
+    if weight is not None:
+        weight = weight.to(values.device, values.dtype)
+    loss_sum = F.cross_entropy(
+        values, target.to(values.dtype), weight=weight, reduction="sum", label_smoothing=label_smoothing
+    )
+    pixels = target.shape[0] * target.shape[2] * target.shape[3]
+    return loss_sum, torch.tensor(float(pixels), dtype=torch.float64, device=logits.device)

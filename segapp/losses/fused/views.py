@@ -1,0 +1,227 @@
+"""Logits of the same images seen several ways: other scales, mirrored, in overlapping tiles; joined band by band.
+
+A view is a tensor of logits for the whole image, of any resolution, or a sequence of tiles whose logits are averaged
+where they overlap. Of several views the probabilities are averaged. Only a band of full resolution exists at a time.
+
+Shapes: N images, m of them in a band, C classes, R rows of a band, h x w of logits, H x W of the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from segapp.losses.fused.bands import CPU_BAND_BYTES, DEVICE_BAND_BYTES, BlockBand, BlockSweep
+from segapp.losses.fused.grid import grid_of
+from segapp.losses.fused.reference import compute_dtype
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Logits of a rectangle of the output.
+
+    Attributes:
+        logits: (N, C, h, w).
+        top: first output row.
+        left: first output column.
+        size: height and width in output pixels.
+        frame: height and width that the logits stand for, at least `size`: what lies beyond is padding.
+        skip: columns of padding at the left of the frame; the rest of it is at the right and at the bottom.
+        weights: (height,) and (width,) of `size`, whose products weight the tile's pixels where tiles overlap; None:
+            all alike.
+    """
+
+    logits: Tensor
+    top: int
+    left: int
+    size: tuple[int, int]
+    frame: tuple[int, int]
+    skip: int = 0
+    weights: tuple[Tensor, Tensor] | None = None
+
+
+View = Tensor | Sequence[Tile]
+
+
+def check_views(views: Tensor | Sequence[View]) -> list[View]:
+    """The views as a list.
+
+    Raises:
+        ValueError: no views, a view without tiles, or views of different images or classes.
+    """
+    found: list[View] = [views] if isinstance(views, Tensor) else list(views)
+    if not found or not all(_tensors(view) for view in found):
+        raise ValueError("there are no views: give at least one tensor of logits, or one tile")
+    shapes = [tuple(tensor.shape) for view in found for tensor in _tensors(view)]
+    if len({shape[:2] for shape in shapes}) > 1:
+        raise ValueError(f"views have shapes {shapes}: N and C must agree")
+    return found
+
+
+def first_logits(views: Sequence[View]) -> Tensor:
+    """One of the views' tensors: it tells N, C, dtype and device."""
+    return _tensors(views[0])[0]
+
+
+def _tensors(view: View) -> list[Tensor]:
+    return [view] if isinstance(view, Tensor) else [tile.logits for tile in view]
+
+
+def probability_bands(
+    views: Sequence[View], size: tuple[int, int], align_corners: bool
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """(images, rows, mean probability (m, C, R, W) of the views), band by band."""
+    for images, rows, values in _bands(views, size, align_corners):
+        mean = torch.softmax(next(values), 1)
+        for value in values:
+            mean += torch.softmax(value, 1)
+        yield images, rows, mean.div_(len(views))
+
+
+def logit_bands(
+    views: Sequence[View], size: tuple[int, int], align_corners: bool
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """(images, rows, logits (m, C, R, W) up to a shift of all classes), band by band; log-probabilities of several."""
+    if len(views) > 1:
+        for images, rows, mean in probability_bands(views, size, align_corners):
+            yield images, rows, mean.clamp_min_(torch.finfo(mean.dtype).tiny).log_()
+        return
+    for images, rows, values in _bands(views, size, align_corners):
+        yield images, rows, next(values)
+
+
+def _bands(
+    views: Sequence[View], size: tuple[int, int], align_corners: bool
+) -> Iterator[tuple[slice, slice, Iterator[Tensor]]]:
+    """Images, rows, and the views' values one after the other."""
+    logits = first_logits(views)
+    budget = CPU_BAND_BYTES if logits.device.type == "cpu" else DEVICE_BAND_BYTES
+    sources = [
+        _Tile(Tile(view, 0, 0, size, size), align_corners, budget)
+        if isinstance(view, Tensor)
+        else _Tiles(view, size, align_corners, budget)
+        for view in views
+    ]
+    N, C = logits.shape[:2]
+    row_bytes = C * size[1] * compute_dtype(logits).itemsize
+    rows_per_band = max(1, min(size[0], budget // row_bytes))
+    step = max(1, min(N, budget // (row_bytes * rows_per_band)))
+    for first in range(0, N, step):
+        images = slice(first, min(N, first + step))
+        for row in range(0, size[0], rows_per_band):
+            rows = slice(row, min(size[0], row + rows_per_band))
+            yield images, rows, (source.values(images, rows) for source in sources)
+
+
+class _Tile:
+    """One tensor of logits as a source of bands."""
+
+    def __init__(self, tile: Tile, align_corners: bool, budget: int) -> None:
+        self.tile = tile
+        logits = tile.logits.detach()
+        low = (logits.shape[2], logits.shape[3])
+        grid = grid_of(low, tile.frame, align_corners, compute_dtype(logits), logits.device)
+        self.sweep = BlockSweep(logits, grid, slice(0, tile.frame[0]), None, budget)
+
+    def values(self, images: slice, rows: slice) -> Tensor:
+        """(m, C, R, width) of the tile's own rows."""
+        return BlockBand(self.sweep, images, rows).values[..., self._columns]
+
+    def wide(self, images: slice) -> Tensor:
+        """(m, C, h, width): every source row, widened."""
+        return self.sweep.wide_rows(images, 0, self.tile.logits.shape[2])[..., self._columns]
+
+    @property
+    def _columns(self) -> slice:
+        return slice(self.tile.skip, self.tile.skip + self.tile.size[1])
+
+
+class _Row:
+    """Tiles side by side, with the same rows: they are joined once, before their rows are interpolated."""
+
+    def __init__(self, sources: Sequence[_Tile], width: int) -> None:
+        self._sources, self._width = sources, width
+        self._grid, self._first = sources[0].sweep.grid, sources[0].tile
+        self.top, self.bottom = self._first.top, self._first.top + self._first.size[0]
+        self._wide: tuple[slice, Tensor] | None = None
+        self._count = torch.stack([self._placed(source, self._weight(source)) for source in sources]).sum(0)
+
+    def add(self, images: slice, rows: slice, total: Tensor, count: Tensor) -> None:
+        """Adds the row's part of some output rows to sums (m, C, R, W) of logits and (R, W) of weights."""
+        start, stop = max(rows.start, self.top), min(rows.stop, self.bottom)
+        own, place = slice(start - self.top, stop - self.top), slice(start - rows.start, stop - rows.start)
+        wide, grid = self._joined(images), self._grid
+        ends = wide.index_select(2, grid.lower_rows[own]), wide.index_select(2, grid.upper_rows[own])
+        part = torch.lerp(*ends, grid.fractions[own])
+        if self._first.weights is None:
+            total[:, :, place] += part
+            count[place] += self._count
+        else:
+            vertical = self._first.weights[0][own].view(-1, 1)
+            total[:, :, place].addcmul_(part, vertical)
+            count[place] += vertical * self._count
+
+    @property
+    def logits(self) -> Tensor:
+        """Of one of its tiles: it tells C, dtype and device."""
+        return self._first.logits
+
+    def forget(self) -> None:
+        """Lets the joined tiles go."""
+        self._wide = None
+
+    def _joined(self, images: slice) -> Tensor:
+        """(m, C, h, W): the weighted sum of the tiles' widened source rows."""
+        if self._wide is None or self._wide[0] != images:
+            logits = self._first.logits
+            shape = (images.stop - images.start, *logits.shape[1:3], self._width)
+            total = torch.zeros(shape, dtype=compute_dtype(logits), device=logits.device)
+            for source in self._sources:
+                columns = slice(source.tile.left, source.tile.left + source.tile.size[1])
+                total[..., columns].addcmul_(source.wide(images), self._weight(source))
+            self._wide = images, total
+        return self._wide[1]
+
+    @staticmethod
+    def _weight(source: _Tile) -> Tensor:
+        weights, logits = source.tile.weights, source.tile.logits
+        if weights is None:
+            return torch.ones(source.tile.size[1], dtype=compute_dtype(logits), device=logits.device)
+        return weights[1]
+
+    def _placed(self, source: _Tile, weight: Tensor) -> Tensor:
+        """A tile's weights along the whole width."""
+        placed = weight.new_zeros(self._width)
+        placed[source.tile.left : source.tile.left + source.tile.size[1]] = weight
+        return placed
+
+
+class _Tiles:
+    """Overlapping tiles as a source of bands: the mean of their logits, weighted where they say so."""
+
+    def __init__(self, tiles: Sequence[Tile], size: tuple[int, int], align_corners: bool, budget: int) -> None:
+        self._width = size[1]
+        rows: dict[tuple[int, ...], list[_Tile]] = {}
+        for tile in tiles:
+            key = (tile.top, tile.size[0], tile.frame[0], tile.logits.shape[2], id(tile.weights and tile.weights[0]))
+            rows.setdefault(key, []).append(_Tile(tile, align_corners, budget))
+        self._rows = [_Row(sources, size[1]) for sources in rows.values()]
+
+    def values(self, images: slice, rows: slice) -> Tensor:
+        """(m, C, R, W); NaN where no tile is. Asked from top to bottom, it holds few tiles at full width."""
+        for row in self._rows:
+            if row.bottom <= rows.start or row.top >= rows.stop:
+                row.forget()
+        covering = [row for row in self._rows if row.top < rows.stop and row.bottom > rows.start]
+        if not covering:
+            raise ValueError(f"no tile covers the output rows {rows.start} to {rows.stop - 1}: cover the whole output")
+        first = covering[0].logits
+        shape = (images.stop - images.start, first.shape[1], rows.stop - rows.start, self._width)
+        total = torch.zeros(shape, dtype=compute_dtype(first), device=first.device)
+        count = total.new_zeros(shape[2:])
+        for row in covering:
+            row.add(images, rows, total, count)
+        return total.div_(count)

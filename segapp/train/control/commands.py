@@ -1,0 +1,435 @@
+"""What a running training was asked for: judged when it is heard, done at its place, answered once.
+
+The main rank hears and judges; `Wishes`, what is left to do, is the same on every rank. The trainer asks in its loop
+(`hear`), does what is wished where its state is whole, and says that it was done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from segapp.config import LiveSettings, ParallelConfig
+from segapp.run.commands import CancelCommand, Received, SetCommand, StopCommand
+from segapp.train.control.batch_split import AUTO_ON, SplitKnob, with_split
+from segapp.train.control.inbox import Final, Inbox
+from segapp.train.telemetry.device_memory import MemoryWatch
+from segapp.train.telemetry.event_log import Journal
+
+_SHARES = {"gpu0_bsz", "gpu0_bsz_auto", "shares"}
+
+TRIAL_STEPS = 20
+"""For so many steps after a change of the split, running out of memory takes it back."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where the training is when it hears a command."""
+
+    epoch: int
+    step: int
+    next_epoch: int
+    """The epoch whose beginning is the next one to come."""
+    epochs: int
+
+
+@dataclass
+class Wishes:
+    """What is left to do, the same on every rank."""
+
+    is_paused: bool = False
+    stop: Literal["now", "epoch"] | None = None
+    wants_checkpoint: bool = False
+    settings: LiveSettings | None = None
+    """From the next epoch on; None: as they are."""
+
+
+@dataclass
+class _Set:
+    """A `set` that waits, or waits to be seen at work."""
+
+    received: Received | None
+    """None where `auto` wishes."""
+    changes: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+    reason: str | None = None
+    split: tuple[int, ...] | None = None
+    predicted_mib: tuple[float | None, ...] = ()
+
+    @property
+    def is_split(self) -> bool:
+        """Whether it changes the shares."""
+        return "gpu0_bsz" in self.changes or "shares" in self.changes
+
+    @property
+    def names(self) -> set[str]:
+        """The settings that it decides about."""
+        is_share = self.is_split or "gpu0_bsz_auto" in self.changes
+        return set(self.changes) | (_SHARES if is_share else set())
+
+
+@dataclass
+class _Trial:
+    """A split that was applied a moment ago."""
+
+    old: LiveSettings
+    new: LiveSettings
+    old_split: tuple[int, ...] | None
+    epoch: int
+    step: int
+    sets: list[_Set]
+    steps_left: int = TRIAL_STEPS
+    is_seen: bool = False
+    """Whether a full batch was made with it."""
+
+
+class Steering:
+    """The wishes for one training.
+
+    Args:
+        inbox: where they come from.
+        journal: takes `gpu0_bsz` and `alert` events.
+        knob: the shares.
+        watch: the memory.
+        settings: those that the run begins with.
+    """
+
+    def __init__(
+        self, inbox: Inbox, journal: Journal, knob: SplitKnob, watch: MemoryWatch, settings: LiveSettings
+    ) -> None:
+        self.inbox, self.journal, self.knob, self.watch = inbox, journal, knob, watch
+        self.settings = settings
+        self.wishes = Wishes()
+        self._open: dict[str, list[Received]] = {"pause": [], "checkpoint": [], "stop": []}
+        self._sets: list[_Set] = []
+        self._trial: _Trial | None = None
+        self._has_full_batch = False
+        """Whether a full batch was made since the peaks began to count anew."""
+        self.replay: list[tuple[int, dict[str, Any]]] = []
+        """Settings that were applied after the checkpoint that training goes on from, with the step of each."""
+
+    # --- hearing ---------------------------------------------------------------------------------------------------
+
+    def hear(self, standing: Standing) -> None:
+        """Judges every command that waits; on the main rank only."""
+        for received in self.inbox.take():
+            command = received.command
+            if command is None:
+                self.inbox.answer(received, "rejected", received.problem, standing.step)
+            elif isinstance(command, SetCommand):
+                self._hear_set(received, command, standing)
+            elif isinstance(command, StopCommand):
+                self._hear_stop(received, command, standing)
+            elif isinstance(command, CancelCommand):
+                self._hear_cancel(received, command, standing)
+            elif command.kind == "checkpoint":
+                self.wishes.wants_checkpoint = True
+                self._open["checkpoint"].append(received)
+            else:
+                self._hear_pause(received, standing, is_pause=command.kind == "pause")
+
+    def _hear_pause(self, received: Received, standing: Standing, *, is_pause: bool) -> None:
+        if is_pause and not self.wishes.is_paused:
+            self.wishes.is_paused = True
+            self._open["pause"].append(received)
+        elif is_pause and self._open["pause"]:
+            self._open["pause"].append(received)
+        elif is_pause:
+            self.inbox.answer(received, "applied", "it was paused already", standing.step)
+        else:
+            note = None if self.wishes.is_paused else "it was not paused"
+            self.settle("pause", "cancelled", "resumed before it took effect", standing.step)
+            self.wishes.is_paused = False
+            self.inbox.answer(received, "applied", note, standing.step)
+
+    def _hear_stop(self, received: Received, command: StopCommand, standing: Standing) -> None:
+        if command.when == "now":
+            self.settle("stop", "cancelled", f"superseded by {received.id}: stop", standing.step)
+            self.wishes.stop = "now"
+        else:
+            self.wishes.stop = self.wishes.stop or "epoch"
+            self.inbox.accept(received, f"after epoch {standing.epoch}", standing.step)
+        self._open["stop"].append(received)
+
+    def _hear_cancel(self, received: Received, command: CancelCommand, standing: Standing) -> None:
+        reason, is_any = f"by {received.id} of {received.by}", False
+        for waiting in [each for each in self._sets if each.received and command.id in (None, each.received.id)]:
+            self._drop_set(waiting, "cancelled", reason, standing)
+            is_any = True
+        stops = [each for each in self._open["stop"] if command.id in (None, each.id)]
+        if self.wishes.stop == "epoch" and stops:
+            self._open["stop"] = [each for each in self._open["stop"] if each not in stops]
+            self.wishes.stop = "epoch" if self._open["stop"] else None
+            for each in stops:
+                self.inbox.answer(each, "cancelled", reason, standing.step)
+            is_any = True
+        self._renew_settings()
+        if is_any:
+            self.inbox.answer(received, "applied", None, standing.step)
+        else:
+            what = "nothing waits to be applied" if command.id is None else f"{command.id} does not wait to be applied"
+            self.inbox.answer(received, "rejected", what, standing.step)
+
+    def _hear_set(self, received: Received, command: SetCommand, standing: Standing) -> None:
+        wish = _Set(received, dict(command.changes))
+        is_auto = (self.wishes.settings or self.settings).gpu0_bsz_auto
+        if standing.next_epoch > standing.epochs:
+            reason = f"settings change between epochs, and {standing.epoch} is the last"
+            self.inbox.answer(received, "rejected", reason, standing.step)
+            return
+        reason = f"from epoch {standing.next_epoch} on"
+        is_new_split = False
+        if wish.is_split:
+            verdict, wish.changes = self.knob.judge(wish.changes, self.watch.usable_mib())
+            problem = verdict.reason if not verdict.is_possible else None
+            if verdict.word == "won't fit" and not command.force:
+                problem = f"won't fit: {verdict.reason}: or insist with force"
+            if problem is not None:
+                self.inbox.answer(received, "rejected", problem, standing.step)
+                return
+            wish.split, wish.predicted_mib = verdict.split, verdict.predicted_mib
+            is_new_split = verdict.word != "no change"
+            reason = f"{reason}: split {_shown(verdict.split)}, {verdict.word}: {verdict.reason}"
+            if is_auto and wish.is_split:
+                wish.notes.append("auto is switched off")
+                reason += "; auto is switched off"
+        self._supersede(wish, standing)
+        if wish.changes == AUTO_ON and is_auto:
+            self.inbox.answer(received, "applied", "auto is on already", standing.step)
+        elif wish.is_split and not is_new_split and len(wish.changes) == 1 and not is_auto:
+            self.inbox.answer(received, "applied", "this split is in force already", standing.step)
+        else:
+            self._sets.append(wish)
+            self.inbox.accept(received, reason, standing.step)
+            if wish.is_split:
+                self._emit_split("pending", wish, epoch=standing.next_epoch)
+        self._renew_settings()
+
+    def _supersede(self, wish: _Set, standing: Standing) -> None:
+        """Takes what a newer wish says anew out of those that wait."""
+        assert wish.received is not None
+        by = f"superseded by {wish.received.id}"
+        for older in list(self._sets):
+            over = wish.names & older.changes.keys()
+            if not over:
+                continue
+            if over == older.changes.keys():
+                self._drop_set(older, "cancelled", by, standing)
+                continue
+            if older.is_split and over & _SHARES:
+                self._emit_split("cancelled", older, reason=by)
+            older.notes.append(f"{', '.join(sorted(over))} was {by}")
+            older.changes = {name: value for name, value in older.changes.items() if name not in over}
+
+    def _drop_set(self, waiting: _Set, status: Final, reason: str, standing: Standing) -> None:
+        self._sets.remove(waiting)
+        if waiting.is_split:
+            self._emit_split("cancelled", waiting, reason=reason)
+        if waiting.received is not None:
+            self.inbox.answer(waiting.received, status, reason, standing.step)
+
+    def _renew_settings(self) -> None:
+        """What the waiting wishes come to, in the order in which they came."""
+        settings = self.settings
+        for wish in self._sets:
+            settings = with_split(settings, wish.changes)
+        self.wishes.settings = settings if self._sets else None
+
+    # --- what the trainer has done ---------------------------------------------------------------------------------
+
+    def settle(self, kind: str, status: Final, reason: str | None, step: int) -> None:
+        """Answers every open command of a kind: pause, checkpoint or stop."""
+        waiting, self._open[kind] = self._open[kind], []
+        for received in waiting:
+            self.inbox.answer(received, status, reason, step)
+
+    def checkpoint_done(self, step: int, problem: str | None) -> None:
+        """The checkpoint that was wished for is saved, or could not be."""
+        if problem is None:
+            self.settle("checkpoint", "applied", f"checkpoints/last.pt at step {step}", step)
+        else:
+            self.settle("checkpoint", "rejected", problem, step)
+
+    def resume(self, settings: LiveSettings, saved: Mapping[str, Any], config: ParallelConfig) -> None:
+        """Takes over the settings of a checkpoint; a split that the config names anew goes before that.
+
+        Args:
+            settings: as they were saved.
+            saved: the `parallel` section of the checkpoint's config.
+            config: the present one; where it says `auto`, the number that this steering began with holds.
+        """
+        is_auto = config.gpu0_bsz == "auto"
+        number = self.settings.gpu0_bsz if is_auto else config.gpu0_bsz
+        start = {"gpu0_bsz": number, "gpu0_bsz_auto": is_auto, "shares": config.shares}
+        wished = {"gpu0_bsz": config.gpu0_bsz, "shares": config.shares}
+        kept = settings
+        if any(saved.get(name) != value for name, value in wished.items()):
+            kept = with_split(settings, start)
+            later = [(at, {n: v for n, v in changes.items() if n not in _SHARES}) for at, changes in self.replay]
+            self.replay = [(at, changes) for at, changes in later if changes]
+        if not self.knob.apply(kept):
+            message = f"gpu0_bsz={kept.gpu0_bsz}, shares={kept.shares} is impossible here: the config's split holds"
+            self.journal.emit("alert", kind="settings", message=message)
+            kept = with_split(kept, start)
+            self.knob.apply(kept)
+        self.settings = kept
+
+    def wished_at(self, step: int) -> LiveSettings:
+        """The settings for the epoch that begins after `step` updates."""
+        if any(at <= step for at, _ in self.replay):
+            settings = self.settings
+            for _, changes in [each for each in self.replay if each[0] <= step]:
+                settings = with_split(settings, changes)
+            self.replay = [each for each in self.replay if each[0] > step]
+            for wish in self._sets:
+                settings = with_split(settings, wish.changes)
+            return settings
+        settings = self.wishes.settings or self.settings
+        if settings.gpu0_bsz_auto and not any(wish.is_split for wish in self._sets):
+            move = self.knob.auto_move(self.watch.usable_mib())
+            if move is not None:
+                changes = {"gpu0_bsz": move.gpu0_bsz, **AUTO_ON}
+                self._sets.append(_Set(None, changes, [], move.reason, move.split, move.predicted_mib))
+                settings = with_split(settings, changes)
+        return settings
+
+    def apply(self, settings: LiveSettings, standing: Standing) -> None:
+        """Puts settings into force, at the boundary of an epoch, on every rank."""
+        old, old_split = self.settings, self.knob.current
+        sets, self._sets, self.wishes.settings = self._sets, [], None
+        if not self.knob.apply(settings):
+            settings = with_split(settings, {"gpu0_bsz": old.gpu0_bsz, "shares": old.shares})
+        self.settings = settings
+        is_new_split = self.knob.current != old_split
+        for wish in [each for each in sets if not (is_new_split and each.is_split)]:
+            self._answer_applied(wish, standing.step)
+        if is_new_split:
+            self._prove_unseen()
+            proving = [each for each in sets if each.is_split]
+            self._trial = _Trial(old, settings, old_split, standing.epoch, standing.step, proving)
+
+    def saw_step(self, split: Sequence[int], num_samples: int, step: int) -> None:
+        """A step was made: the first full batch after a change proves it."""
+        self._has_full_batch |= num_samples == self.knob.batch_size
+        trial = self._trial
+        if trial is None:
+            return
+        trial.steps_left -= 1
+        if not trial.is_seen and num_samples == self.knob.batch_size:
+            trial.is_seen = True
+            observed = self._note_peaks(split)
+            for wish in trial.sets:
+                self._emit_split(
+                    "applied", wish, trial.old, split=split, observed=observed, epoch=trial.epoch, step=trial.step
+                )
+                self._answer_applied(wish, trial.step, f"split {_shown(split)}")
+        if trial.steps_left <= 0 and trial.is_seen:
+            self._trial = None
+
+    def saw_epoch(self) -> None:
+        """The training of an epoch is done, and its evaluation to come: its peaks are those of its split."""
+        if self._has_full_batch and self.knob.current is not None:
+            self._note_peaks(self.knob.current)
+        self._has_full_batch = False
+
+    def _note_peaks(self, split: Sequence[int]) -> list[float | None]:
+        observed = self.watch.observed_mib()[: len(split)]
+        if not self.watch.is_shared:  # logical devices without budgets: nobody can say whose memory it is
+            self.knob.note_peaks(split, observed)
+        return observed
+
+    def take_back(self, problem: str, step: int) -> str | None:
+        """Goes back to the last good split, because the present one ran out of memory.
+
+        Returns:
+            What was done, in words; None where the present one is not new: then nothing was.
+        """
+        trial = self._trial
+        if trial is None or trial.old_split is None:
+            return None
+        self._trial = None
+        failed = self.knob.current or ()
+        self.knob.note_failure(failed, trial.old_split)
+        restored = {
+            "gpu0_bsz": trial.old.gpu0_bsz,
+            "shares": trial.old.shares,
+            "gpu0_bsz_auto": self.settings.gpu0_bsz_auto or trial.old.gpu0_bsz_auto,
+        }
+        self.settings = with_split(self.settings, restored)
+        self.knob.apply(self.settings)
+        self._renew_settings()
+        done = f"split {_shown(failed)} needs too much, split {_shown(trial.old_split)} is back"
+        reason = f"out of memory: {done} ({problem})"
+        for wish in trial.sets:
+            self._emit_split(
+                "reverted", wish, trial.old, split=trial.old_split, observed=None, epoch=trial.epoch, reason=reason
+            )
+            if not trial.is_seen and wish.received is not None:
+                self.inbox.answer(wish.received, "rejected", reason, step)
+        return done
+
+    def _prove_unseen(self) -> None:
+        """A change that no full batch was made with is applied all the same."""
+        if self._trial is not None and not self._trial.is_seen:
+            for wish in self._trial.sets:
+                self._answer_applied(wish, self._trial.step, "no full batch was made with it")
+
+    def end(self, standing: Standing, reason: str, *, is_finished: bool) -> None:
+        """Answers what the end of the training answers.
+
+        A wish for settings outlives a stop: the training that goes on takes it up.
+        """
+        self.settle("stop", "applied", reason, standing.step)
+        self.settle("checkpoint", "applied", f"saved at step {standing.step}, at the end", standing.step)
+        self.settle("pause", "cancelled", reason, standing.step)
+        for received in self.inbox.take(is_last=True):
+            command = received.command
+            if command is not None and command.kind in ("stop", "checkpoint"):
+                self.inbox.answer(received, "applied", reason, standing.step)
+            elif is_finished or not isinstance(command, SetCommand):
+                self.inbox.answer(received, "rejected", received.problem or reason, standing.step)
+        if is_finished:
+            self._prove_unseen()
+            for waiting in list(self._sets):
+                self._drop_set(waiting, "cancelled", reason, standing)
+
+    def _answer_applied(self, wish: _Set, step: int, note: str | None = None) -> None:
+        if wish.received is None:
+            return
+        notes = [*wish.notes, *([note] if note else [])]
+        self.inbox.answer(wish.received, "applied", "; ".join(notes) or None, step)
+
+    def _emit_split(
+        self,
+        status: str,
+        wish: _Set,
+        old: LiveSettings | None = None,
+        *,
+        split: Sequence[int] | None = None,
+        observed: Sequence[float | None] | None = None,
+        epoch: int | None = None,
+        reason: str | None = None,
+        step: int | None = None,
+    ) -> None:
+        old = self.settings if old is None else old
+        shares = wish.changes.get("shares")
+        chosen = split if split is not None else wish.split
+        self.journal.emit(
+            "gpu0_bsz",
+            status=status,
+            old=old.gpu0_bsz if old.shares is None else old.shares[0],
+            new=wish.changes.get("gpu0_bsz") if shares is None else shares[0],
+            split=None if chosen is None else list(chosen),
+            predicted_mib=list(wish.predicted_mib) or None,
+            observed_mib=None if observed is None else list(observed),
+            epoch=epoch,
+            reason=reason or wish.reason,
+            id=None if wish.received is None else wish.received.id,
+            is_auto=bool(wish.changes.get("gpu0_bsz_auto", False)),
+            step=step,
+        )
+
+
+def _shown(split: Sequence[int] | None) -> str:
+    return "·".join(map(str, split)) if split else "-"

@@ -1,0 +1,187 @@
+"""What `auto` comes to before a training begins: the batch and the first split, from a plan of this machine's devices.
+
+The plan is made once, kept in the run folder, and used again by every resume, wherever that is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from segapp.build.devices import DevicePlan
+from segapp.commands.plan import plan_largest, plan_memory
+from segapp.config import RunConfig, validate_config
+from segapp.datasets.files import check_pairs
+from segapp.datasets.layouts.formats import find_pairs
+from segapp.errors import ConfigError
+from segapp.memory.cards import Card
+from segapp.memory.planner import Allowance
+from segapp.memory.saved_plan import Outlook, advice_text, read_outlook
+from segapp.parallel.ranks import Ranks
+from segapp.run.folder import RunFolder
+from segapp.train.planning.trial_step import probe_batch
+from segapp.train.recovery.out_of_memory import is_out_of_memory
+from segapp.train.telemetry.device_memory import MemoryWatch, Place
+
+_FEWER = 7, 8
+"""A batch that a probe refused is made smaller by this ratio."""
+
+logger = logging.getLogger("segapp")
+
+
+def settle_memory(
+    config: RunConfig, folder: RunFolder, devices: DevicePlan, places: Sequence[Place], ranks: Ranks
+) -> tuple[RunConfig, Outlook | None]:
+    """The config with every `auto` of `train` replaced by its number, and the plan that gave it.
+
+    Args:
+        config: the complete config.
+        folder: of the run; the plan is kept there.
+        devices: of this process.
+        places: the devices of all ranks.
+        ranks: which all get the same.
+
+    Returns:
+        The settled config, and the plan; None where nothing asks for one.
+
+    Raises:
+        ConfigError: `auto` needs to know the devices' memory and does not, or nothing fits.
+    """
+    wants_plan = not config.train.batch_size or config.parallel.gpu0_bsz == "auto"
+    found: tuple[Outlook | None, ConfigError | None] = None, None
+    if wants_plan and ranks.is_main:
+        try:
+            found = _outlook(config, folder, devices, places), None
+        except ConfigError as error:
+            found = None, error
+    outlook, problem = ranks.from_main(found) if wants_plan else found
+    if problem is not None:
+        raise problem
+    batch_size = config.train.batch_size or (outlook.batch_size if outlook is not None else 0)
+    total = config.train.effective_batch_size
+    if not config.train.batch_size and outlook is not None:
+        accumulate = outlook.accumulate
+    else:
+        accumulate = config.train.accumulate if total is None else total // batch_size
+    settled = with_train(config, batch_size=batch_size, accumulate=accumulate)
+    return settled, outlook
+
+
+def with_train(config: RunConfig, **changes: Any) -> RunConfig:
+    """The config with some keys of `train` replaced, checked."""
+    raw = config.model_dump(mode="json")
+    return validate_config({**raw, "train": {**raw["train"], **changes}})
+
+
+def _outlook(config: RunConfig, folder: RunFolder, devices: DevicePlan, places: Sequence[Place]) -> Outlook | None:
+    kept = read_outlook(folder.outlook)
+    if kept is not None and (not config.train.batch_size or kept.batch_size == config.train.batch_size):
+        return kept
+    cards = known_cards(places, has_budgets=config.parallel.memory_budget_mib is not None)
+    if cards is None and config.train.batch_size:
+        return None  # gpu0_bsz: auto begins with an even split, and says so
+    if cards is None:
+        raise ConfigError(
+            "train.batch_size = auto needs to know how much memory each device has, and there is no GPU: "
+            "say it with parallel.memory_budget_mib, e.g. [4096], or write a number"
+        )
+    allowance = Allowance((0.0,) * len(cards))  # the cards are what is free beside driver and context
+    if config.train.batch_size:
+        planned, _ = plan_memory(config, cards, mode=devices.mode, allowance=allowance, with_advice=False)
+        outlook = Outlook.of_plan(planned, config.train.accumulate)
+    else:
+        outlook = _largest(config, cards, devices, allowance)
+    outlook.write(folder.outlook)
+    return outlook
+
+
+def planned_advice(
+    config: RunConfig, devices: DevicePlan, places: Sequence[Place], outlook: Outlook | None
+) -> Sequence[str]:
+    """The planner's advice on a training, the best first; simulates where no plan was made. Empty: nothing is known."""
+    if outlook is not None and outlook.advice:
+        return outlook.advice
+    cards = known_cards(places, has_budgets=config.parallel.memory_budget_mib is not None)
+    if cards is None:
+        return ()
+    planned, _ = plan_memory(config, cards, mode=devices.mode, allowance=Allowance((0.0,) * len(cards)))
+    return advice_text(planned)
+
+
+def known_cards(places: Sequence[Place], *, has_budgets: bool) -> tuple[Card, ...] | None:
+    """The devices as cards, with what they have for this run; None where a device shares its memory with others."""
+    if not has_budgets and any(place.uuid is None for place in places):
+        return None
+    usable = MemoryWatch(places).usable_mib()
+    if None in usable:
+        return None
+    return tuple(Card(mib or 0.0, place.device) for mib, place in zip(usable, places, strict=True))
+
+
+def _largest(config: RunConfig, cards: Sequence[Card], devices: DevicePlan, allowance: Allowance) -> Outlook:
+    """The largest batch that is safe for training and evaluation: planned, then tried for real."""
+    limit = _num_training_images(config)
+    allowed = allowed_batches(config.train.effective_batch_size, limit)
+    fewer: int | None = None
+    notes: list[str] = []
+    while True:
+        batches = [batch for batch in allowed if fewer is None or batch <= fewer]
+        planned = plan_largest(config, cards, batches, mode=devices.mode, allowance=allowance, with_advice=False)
+        outlook = Outlook.of_plan(planned, accumulation(config, planned.batch_size), notes)
+        if devices.mode not in ("single", "dp"):
+            return outlook
+        settled = with_train(config, batch_size=outlook.batch_size, accumulate=outlook.accumulate)
+        try:
+            probe_batch(settled, devices, outlook)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            text = str(error).partition("\n")[0]
+            logger.info("batch of %d images: %s", outlook.batch_size, text)
+            notes.append(f"a batch of {outlook.batch_size} was planned and ran out of memory when tried")
+            fewer = min(outlook.batch_size - 1, outlook.batch_size * _FEWER[0] // _FEWER[1])
+            if fewer < 1:
+                raise ConfigError(
+                    f"train.batch_size = auto: not even one image fits ({text}): lower data.crop_px"
+                ) from None
+            continue
+        finally:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        return replace(outlook, notes=(*notes, f"a batch of {outlook.batch_size} was tried for real"))
+
+
+def accumulation(config: RunConfig, batch_size: int) -> int:
+    """Micro-batches a step with a batch of this size."""
+    total = config.train.effective_batch_size
+    return config.train.accumulate if total is None else total // batch_size
+
+
+def allowed_batches(effective_batch_size: int | None, num_images: int) -> list[int]:
+    """Batches that may be chosen: no more than the images, and divisors of what a step is to see.
+
+    >>> allowed_batches(12, 100), allowed_batches(None, 3)
+    ([1, 2, 3, 4, 6, 12], [1, 2, 3])
+    """
+    largest = min(num_images, effective_batch_size or num_images)
+    return [n for n in range(1, largest + 1) if effective_batch_size is None or effective_batch_size % n == 0]
+
+
+def _num_training_images(config: RunConfig) -> int:
+    data = config.data
+    pairs = find_pairs(
+        data.format,
+        data.root,
+        data.train_split or "train",
+        image_dir=data.image_dir,
+        mask_dir=data.mask_dir,
+        image_suffix=data.image_suffix,
+        mask_suffix=data.mask_suffix,
+        allow_outside_root=data.allow_outside_root,
+    )
+    check_pairs(pairs)
+    return len(pairs)

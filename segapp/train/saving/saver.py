@@ -1,0 +1,291 @@
+"""When a checkpoint is saved, and how: copied at a step boundary, written while training goes on.
+
+A save is a copy of the state in memory, which training waits for, and its writing (check, serialise, hash, fsync, read
+back, rename), which one thread does. There is never a second writer: a save that falls due by steps or by time while
+the last one is still being written is put off until that one is done, and one that belongs to a place (the end of an
+epoch, a command, a stop) waits. A save that fails leaves the older checkpoints as they are, says so in an alert, and is
+tried again with the then present state.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from segapp.checkpoint.snapshot import snapshot
+from segapp.checkpoint.training_state import CheckpointStore, SavedCheckpoint
+from segapp.config.sections import CheckpointConfig
+from segapp.errors import NonFiniteError, StorageError
+from segapp.failpoints import failpoint
+from segapp.parallel.ranks import Ranks
+from segapp.train.saving.position import Position
+from segapp.train.telemetry.device_memory import MemoryWatch
+from segapp.train.telemetry.event_log import Journal
+
+RETRY_S = 30.0
+"""A save that failed is tried again after so many seconds, then after twice as many, up to `MAX_RETRY_S`."""
+
+MAX_RETRY_S = 600.0
+
+_EXCHANGE_S = 5.0
+"""Ranks that wait for the writer hear from it at least this often, so that no exchange runs into its timeout."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What a save writes.
+
+    Args:
+        state: of the whole training.
+        position: where it stands.
+        metric: the best evaluation so far.
+    """
+
+    state: dict[str, Any]
+    position: Position
+    metric: float | None
+
+
+class Saving:
+    """The saves of one training; every rank has one, the main rank writes.
+
+    Args:
+        store: where the main rank writes to.
+        section: when saves are due.
+        journal: takes `checkpoint` and `alert` events, also from the thread.
+        ranks: the state is gathered from all of them.
+        watch: is told of the phase.
+        capture: gives the state; every rank must ask.
+        retry_s: seconds before a failed save is tried again.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        section: CheckpointConfig,
+        journal: Journal,
+        ranks: Ranks,
+        watch: MemoryWatch,
+        capture: Callable[[], Captured],
+        *,
+        retry_s: float = RETRY_S,
+    ) -> None:
+        self._store, self._section, self._journal = store, section, journal
+        self._ranks, self._watch, self._capture = ranks, watch, capture
+        self._begun: Position | None = None
+        """The position of the last save that was begun and is not known to have failed; the same on every rank."""
+        self._begun_s = time.monotonic()
+        self._is_put_off = False
+        self._first_retry_s = self._retry_s = retry_s
+        self._retry_at_s: float | None = None
+        self._writer: threading.Thread | None = None
+        self._written_since_s: float | None = None
+        self._problem: Exception | None = None
+        self._has_warned_of_grace = False
+
+    # --- when ------------------------------------------------------------------------------------------------------
+
+    def is_due(self, step: int) -> bool:
+        """Whether the config wants a save at this step; the same on every rank."""
+        return self._section.every_steps is not None and step % self._section.every_steps == 0
+
+    def is_overdue(self) -> bool:
+        """Whether a save that was put off, that failed, or that is due by time can begin now; the main rank knows."""
+        if not self._ranks.is_main or self.written_for_s() is not None:
+            return False
+        now_s, every = time.monotonic(), self._section.every_minutes
+        is_time = every is not None and now_s - self._begun_s >= 60 * every
+        return self._is_put_off or is_time or (self._retry_at_s is not None and now_s >= self._retry_at_s)
+
+    def is_fresh(self, age_s: float) -> bool:
+        """Whether the last save is younger than so many seconds."""
+        return self._begun is not None and time.monotonic() - self._begun_s <= age_s
+
+    def written_for_s(self) -> float | None:
+        """For how long a checkpoint has been being written; None while none is. Safe in any thread."""
+        since_s = self._written_since_s
+        return None if since_s is None else time.monotonic() - since_s
+
+    # --- how -------------------------------------------------------------------------------------------------------
+
+    def begin_or_put_off(self) -> None:
+        """Begins a save, or puts it off while the last one is still being written; every rank must call it."""
+        if self._ranks.from_main(self.written_for_s() is not None):
+            self._is_put_off = True
+        else:
+            self.begin()
+
+    def begin(self, *, finished_epoch: int | None = None, is_best: bool = False) -> None:
+        """Begins a save: training waits for the copy, and for the writer where that is still busy.
+
+        Every rank must call it.
+
+        Args:
+            finished_epoch: keep it as epoch_NNNN.pt too.
+            is_best: keep it as best.pt too.
+        """
+        self._save(finished_epoch, is_best, is_last=False)
+
+    def finish(self, position: Position, *, is_required: bool) -> None:
+        """Waits for the writer, and saves what is not saved yet; every rank must call it.
+
+        Args:
+            position: where the training stands.
+            is_required: a failure is an error; otherwise only an alert.
+
+        Raises:
+            StorageError: it could not be written.
+            NonFiniteError: a weight is not finite.
+        """
+        if not self.is_saved(position):
+            self._save(None, False, is_last=True)
+            if not self.is_saved(position) and is_required and self._problem is not None:
+                raise self._problem
+
+    def is_saved(self, position: Position) -> bool:
+        """Whether this very state is committed, after a wait for the writer; every rank must ask."""
+        return self.settle() and self._begun == position
+
+    def settle(self) -> bool:
+        """Waits for the writer; every rank must call it.
+
+        Returns:
+            Whether the last save that was begun is committed.
+        """
+        while not self._ranks.from_main(self._wait(_EXCHANGE_S)):
+            pass
+        if self._ranks.from_main(self._problem is not None):
+            self._begun = None
+        return self._begun is not None
+
+    def let_finish(self) -> None:
+        """Waits for this rank's writer alone: a training that breaks off closes its journal next."""
+        while not self._wait(_EXCHANGE_S):
+            pass
+
+    def begin_asked(self, position: Position) -> None:
+        """Begins a save that somebody asked for, unless this very state is saved; every rank must call it."""
+        if not (self._begun == position and self.settle()):
+            self.begin()
+
+    def outcome(self) -> tuple[bool, str | None]:
+        """Whether the last save is done, and why it failed; as the main rank sees it."""
+        return (
+            self.written_for_s() is None,
+            None if self._problem is None else f"it could not be saved: {self._problem}",
+        )
+
+    def save_last_boundary(self, captured: Captured, is_still: Callable[[], bool]) -> str | None:
+        """Saves a state from another thread than the training's, which does not move any more.
+
+        Args:
+            captured: tensors may still be those of the model.
+            is_still: whether the training thread has not moved meanwhile: if it has, the copy may be torn.
+
+        Returns:
+            Why it could not be saved; None where it is, or was already.
+        """
+        state = snapshot(captured.state)
+        if not is_still():
+            return "the training moved on"
+        if not self._wait(_EXCHANGE_S):
+            return "another checkpoint is still being written"
+        if self._begun == captured.position and self._problem is None:
+            return None
+        self._problem = None
+        self._write(Captured(state, captured.position, captured.metric), None, False, 0.0)
+        return None if self._problem is None else str(self._problem)
+
+    def _save(self, finished_epoch: int | None, is_best: bool, *, is_last: bool) -> None:
+        phase = self._watch.phase
+        self._watch.mark("save")
+        self.settle()
+        began_s = time.perf_counter()
+        captured = self._capture()
+        self._begun, self._begun_s = replace(captured.position), time.monotonic()
+        self._is_put_off, self._retry_at_s, self._problem = False, None, None
+        if self._ranks.is_main:
+            state = captured.state if is_last else snapshot(captured.state)
+            if failpoint("ckpt.capture") == "nan":
+                next(iter(state["model"].values())).fill_(float("nan"))
+            captured = Captured(state, self._begun, captured.metric)
+            self._start_writer(captured, finished_epoch, is_best, time.perf_counter() - began_s)
+        if is_last or failpoint("ckpt.background") == "sync":
+            self.settle()
+        self._watch.mark(phase)
+
+    # --- the writer ------------------------------------------------------------------------------------------------
+
+    def _start_writer(self, captured: Captured, finished_epoch: int | None, is_best: bool, copy_s: float) -> None:
+        self._written_since_s = time.monotonic()
+        arguments = (captured, finished_epoch, is_best, copy_s)
+        writer = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
+        try:
+            writer.start()
+            self._writer = writer
+        except RuntimeError:  # no memory for another thread: what ends for want of memory is saved all the same
+            self._write(*arguments)
+
+    def _wait(self, timeout_s: float) -> bool:
+        """Whether the writer is done, after at most so many seconds; signals are heard meanwhile."""
+        if self._writer is not None:
+            self._writer.join(timeout_s)
+            if self._writer.is_alive():
+                return False
+            self._writer = None
+        return True
+
+    def _write(self, captured: Captured, finished_epoch: int | None, is_best: bool, copy_s: float) -> None:
+        at = captured.position
+        try:
+            saved = self._store.save(
+                captured.state,
+                step=at.step,
+                epoch=at.epoch,
+                position=at.batch,
+                metric=captured.metric,
+                is_best=is_best,
+                finished_epoch=finished_epoch,
+            )
+            self._tell(saved, captured, finished_epoch, copy_s)
+            self._retry_s = self._first_retry_s
+        except Exception as error:
+            self._problem = error
+            again = ""
+            if isinstance(error, StorageError):
+                self._retry_at_s = time.monotonic() + self._retry_s
+                again = f"; training goes on, the older checkpoints stay, tried again in {self._retry_s:g} s"
+                self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
+            elif not isinstance(error, NonFiniteError):
+                again = f" (unexpected {type(error).__name__})"
+            self._journal.emit("alert", kind="checkpoint", message=f"{error}{again}", step=at.step)
+        finally:
+            self._written_since_s = None
+
+    def _tell(self, saved: SavedCheckpoint, captured: Captured, finished_epoch: int | None, copy_s: float) -> None:
+        at = captured.position
+        for message in saved.messages:
+            self._journal.emit("alert", kind="checkpoint", message=message, step=at.step)
+        self._journal.emit(
+            "checkpoint",
+            path=saved.event_path,
+            epoch=at.epoch if finished_epoch is None else finished_epoch,
+            step=at.step,
+            is_best=saved.is_best,
+            sha256=saved.entry.sha256,
+            size_bytes=saved.entry.size_bytes,
+            metric=captured.metric,
+            save_s=saved.save_s,
+            copy_s=copy_s,
+        )
+        grace_s = self._section.grace_s
+        if saved.save_s + copy_s > grace_s and not self._has_warned_of_grace:
+            self._has_warned_of_grace = True
+            message = (
+                f"a checkpoint takes {saved.save_s + copy_s:.1f} s, longer than the {grace_s:g} s that lie between "
+                "SIGTERM and SIGKILL (checkpoint.grace_s): raise the scheduler's grace period, or save more often"
+            )
+            self._journal.emit("alert", kind="grace", message=message, step=at.step)

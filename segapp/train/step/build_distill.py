@@ -1,0 +1,203 @@
+"""`distill:` becomes a teacher, a critic and the terms of the loss."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from segapp.build.devices import DevicePlan
+from segapp.config import CriticConfig, RunConfig
+from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.errors import ConfigError
+from segapp.inference.normalize import Normalizer
+from segapp.losses import AdditiveCriterion, CriterionDistilled
+from segapp.models import Critic, SegmentationModel, critic_size
+from segapp.parallel import DataParallelModel, convert_sync_batchnorm
+from segapp.parallel.ranks import Ranks
+from segapp.precision import Precision
+from segapp.train.step.distill import (
+    HOLISTIC,
+    PAIR_WISE,
+    PIXEL_WISE,
+    CriticTrainer,
+    Distillation,
+    DistilledInput,
+    Teacher,
+    TermSettings,
+)
+
+if TYPE_CHECKING:
+    from segapp.build.trained import TrainedState
+
+
+def needs_sync_batchnorm(config: RunConfig, devices: DevicePlan) -> bool:
+    """Whether BatchNorm is to be synchronised: over several devices of a process, or over ranks."""
+    is_divided = devices.mode == "ddp" or (len(devices.devices) > 1 and devices.mode != "model")
+    return config.parallel.sync_bn and is_divided
+
+
+def distilled_criterion(config: RunConfig, task: AdditiveCriterion) -> AdditiveCriterion:
+    """The criterion with what is learned from a teacher added to it; as it is where nobody teaches."""
+    return task if config.distill is None else CriterionDistilled(task, _factors(config))
+
+
+def _factors(config: RunConfig) -> dict[str, float]:
+    assert config.distill is not None
+    factors = {name: getattr(config.distill, name) for name in (PIXEL_WISE, PAIR_WISE, HOLISTIC)}
+    return {name: factor for name, factor in factors.items() if factor}
+
+
+def check_teacher(config: RunConfig, trained: TrainedState, scheme: ClassScheme) -> None:
+    """Refuses a teacher that cannot teach this student.
+
+    Raises:
+        ConfigError: it knows other classes, or does not take crops of this size.
+    """
+    found = trained.path
+    if list(trained.scheme.names) != list(scheme.names):
+        pairs = zip(trained.scheme.names, scheme.names, strict=False)
+        other = next((f"{a!r} for {b!r}" for a, b in pairs if a != b), "more or fewer")
+        raise ConfigError(
+            f"distill.teacher: {found} knows other classes ({trained.scheme.num_classes} of them, {other}) than this "
+            f"data ({scheme.num_classes}): use a teacher of the same classes in the same order"
+        )
+    crop = config.data.crop_px
+    wanted = trained.model.suitable_size(*crop)
+    if wanted != crop:
+        raise ConfigError(
+            f"data.crop_px = {list(crop)} does not suit the teacher {trained.config.model.name}: use {list(wanted)}"
+        )
+
+
+def build_teacher(
+    trained: TrainedState,
+    devices: Sequence[torch.device],
+    input_dtype: torch.dtype,
+    put: Callable[[nn.Module, torch.device], Any] = lambda module, device: copy.deepcopy(module).to(device),
+) -> Teacher:
+    """The teacher on all devices; several logical ones share a copy.
+
+    Args:
+        trained: who it is; the model as the training's precision wants it.
+        devices: where it is needed.
+        input_dtype: of the training's precision.
+        put: makes a copy on a device.
+    """
+    model, data = trained.model.eval().requires_grad_(False), trained.config.data
+    return Teacher(
+        {
+            device: (put(model, device), Normalizer(data.mean, data.std, input_dtype).to(device))
+            for device in dict.fromkeys(devices)
+        },
+        trained.sha256,
+    )
+
+
+def build_critic(config: RunConfig, num_classes: int, device: torch.device, *, is_synced: bool) -> Critic | None:
+    """The critic of the holistic term; None where the term does not count.
+
+    Args:
+        config: with a `distill` section.
+        num_classes: C.
+        device: where it lies.
+        is_synced: synchronise its BatchNorm.
+    """
+    assert config.distill is not None
+    if not config.distill.holistic:
+        return None
+    section = config.distill.critic
+    size = critic_size(config.data.crop_px)
+    critic = Critic(num_classes, size, width=section.width, has_batchnorm=section.batchnorm)
+    if is_synced:
+        convert_sync_batchnorm(critic)
+    _critic_precision(config, device).prepare(critic.to(device))
+    return critic.requires_grad_(False)  # before DistributedDataParallel takes what learns
+
+
+def build_distilled_input(
+    config: RunConfig,
+    model: SegmentationModel,
+    normalizer: Normalizer,
+    teacher: Teacher,
+    critic: Critic | None,
+    device: torch.device,
+) -> DistilledInput:
+    """The student's network with its teacher and its critic."""
+    assert config.distill is not None
+    distill = config.distill
+    return DistilledInput(
+        model,
+        normalizer,
+        teacher,
+        critic,
+        TermSettings(
+            _factors(config),
+            distill.temperature,
+            distill.pair_grid,
+            config.loss.align_corners,
+            critic_size(config.data.crop_px),
+        ),
+        channels_last=config.train.channels_last,
+        autocast=_critic_precision(config, device).autocast,
+    )
+
+
+def _critic_precision(config: RunConfig, device: torch.device) -> Precision:
+    """The critic's weights are always fp32: half ones would lose its small updates; autocast is as for the student."""
+    name = config.train.precision
+    return Precision("amp-fp16" if name == "fp16" else name, device)
+
+
+def build_distillation(
+    config: RunConfig, network: nn.Module, inner: DistilledInput, device: torch.device, ranks: Ranks
+) -> Distillation:
+    """What the step engine needs to know; trains the critic on the devices of the student's network.
+
+    Args:
+        config: with a `distill` section.
+        network: of the student, wrapped.
+        inner: the same, bare.
+        device: the first one.
+        ranks: the processes that train together.
+    """
+    assert config.distill is not None
+    section, critic = config.distill.critic, inner.critic
+    if critic is None:
+        return Distillation(inner.teacher, None)
+    own: nn.Module = critic
+    if isinstance(network, DataParallelModel):
+        own = DataParallelModel(
+            critic,
+            network.devices,
+            network.gpu0_bsz,
+            shares=network.shares,
+            full_batch=network.full_batch,
+            mode=network.mode,
+        )
+    trainer = CriticTrainer(
+        critic,
+        own,
+        _build_optimizer(section, critic, lr_factor=section.lr / config.optim.lr),
+        _critic_precision(config, device),
+        kind=section.penalty,
+        penalty_factor=section.penalty_weight,
+        seed=config.seed,
+        ranks=ranks,
+    )
+    return Distillation(inner.teacher, trainer)
+
+
+def _build_optimizer(section: CriticConfig, critic: Critic, lr_factor: float) -> torch.optim.Optimizer:
+    groups = [{"params": list(critic.parameters()), "lr_factor": lr_factor}]
+    optimizer = torch.optim.Adam(groups, lr=section.lr, betas=section.betas, fused=True)
+    for parameter in critic.parameters():  # as torch makes them in the first step; then no update allocates
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return optimizer

@@ -1,0 +1,402 @@
+"""How one step reaches the weights: normalise, forward, sums of the loss, backward, optimizer; exact for any division.
+
+A criterion gives additive statistics (sums). The engine adds them over chunks, micro-batches and ranks before the one
+division, so loss and gradient are those of the whole step on one big device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from segapp.failpoints import failpoint
+from segapp.losses import AdditiveCriterion, Statistics, surrogate
+from segapp.optim import WeightAverage, set_lr
+from segapp.parallel import DataParallelCriterion, DataParallelModel
+from segapp.parallel.ranks import Ranks
+from segapp.precision import Precision
+from segapp.train.recovery.memory_limit import fail_for_want_of_memory
+from segapp.train.step.rollback import BufferGuard, TorchRng, capture_torch_rng, restore_torch_rng
+from segapp.train.telemetry.device_memory import IDLE, MemoryWatch
+
+if TYPE_CHECKING:
+    from segapp.datasets.loader import Batch
+    from segapp.models import SegmentationModel
+    from segapp.train.step.distill import Distillation
+
+
+@dataclass
+class StepResult:
+    """What a step gave, as tensors on the device: read them only when a line is published."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    is_bad: Tensor
+    split: list[int]
+    terms: dict[str, Tensor] = field(default_factory=dict)
+    """Parts of the loss that are shown, by name."""
+
+
+class StepEngine:
+    """Makes optimizer steps.
+
+    Args:
+        model: the bare model, already on its device and cast by `precision`.
+        network: takes uint8 images and wraps `model`: a `DataParallelModel` (one device or several), a
+            `DistributedDataParallel` (one device a rank), or a module whose stages lie on several devices.
+        criterion: additive statistics of the model's outputs.
+        optimizer: its groups hold `precision`'s master weights.
+        precision: the precision mode.
+        average: moving average of the weights, or None.
+        device: the first device: it holds the weights, and sums are made there.
+        clip_grad_norm: largest norm of the whole gradient, or None.
+        ranks: the processes that share every step.
+        watch: is told of the phases of a step.
+        distillation: what the network and the criterion learn from a teacher; None: nothing.
+    """
+
+    def __init__(
+        self,
+        model: SegmentationModel,
+        network: nn.Module,
+        criterion: AdditiveCriterion,
+        optimizer: torch.optim.Optimizer,
+        precision: Precision,
+        *,
+        average: WeightAverage[SegmentationModel] | None,
+        device: torch.device,
+        clip_grad_norm: float | None,
+        ranks: Ranks | None = None,
+        watch: MemoryWatch | None = None,
+        distillation: Distillation | None = None,
+    ) -> None:
+        self.model, self.network, self.criterion = model, network, criterion
+        self.distillation = distillation
+        self.critic = None if distillation is None else distillation.critic
+        self.optimizer, self.precision, self.average = optimizer, precision, average
+        self.device, self.clip_grad_norm = device, clip_grad_norm
+        self.ranks = ranks or Ranks()
+        self.watch = watch or MemoryWatch()
+        devices = [device, *(parameter.device for parameter in model.parameters())]
+        devices += network.devices if isinstance(network, DataParallelModel) else ()
+        self._rng_devices = tuple(dict.fromkeys(each for each in devices if each.type == "cuda"))
+        self.bad_steps = torch.zeros((), dtype=torch.int64, device=device)
+        self.bad_in_row = torch.zeros((), dtype=torch.int64, device=device)
+        self._summed = DataParallelCriterion(criterion) if isinstance(network, DataParallelModel) else criterion
+        self.guard = BufferGuard(model)
+        self.smallest_chunk = 1
+        """Samples that a busy device needs; more than 1 where BatchNorm is not synchronised."""
+        self.is_whole = True
+        """Whether the state is that of a step's boundary; False only where an update broke off in the middle."""
+        self._rng_before_step: TorchRng | None = None
+
+    def step(
+        self, batches: Sequence[Batch], check: Callable[[], None] = lambda: None, *, num_pieces: int = 1
+    ) -> StepResult:
+        """One optimizer update from one or more micro-batches, with the mean over all of them and all ranks.
+
+        Whatever raises before the update is applied leaves the model as it was before the step.
+
+        Args:
+            batches: this rank's micro-batches of the step; every rank has as many.
+            check: called before each micro-batch; it may raise to leave.
+            num_pieces: cut every micro-batch into so many; the same mean, in less memory.
+        """
+        split = self.split_of(batches[0])
+        if num_pieces > 1:
+            batches = [piece for batch in batches for piece in self._cut(batch, num_pieces)]
+        self.guard.remember()
+        if self.critic is not None:
+            self.critic.follow(self.network)
+            self.critic.begin()
+        with self._undone_if_left():
+            totals = self._totals(batches) if len(batches) > 1 else None
+            sums: Statistics | None = None
+            for number, batch in enumerate(batches, start=1):
+                check()
+                with self._reduced_later(number < len(batches)):
+                    statistics = self._backward(batch, totals)
+                sums = statistics if sums is None else _added(sums, statistics)
+            assert sums is not None
+            if self.critic is not None:
+                self.critic.backward(batches)
+            self.watch.mark("step")
+            fail_for_want_of_memory("train.optimizer")
+            with torch.no_grad():
+                sums = self.ranks.sums(sums)
+                loss = self.criterion.finalize(sums)
+                terms = self.criterion.terms(sums)
+            if failpoint("train.value") == "inf":
+                loss = torch.full_like(loss, torch.inf)
+            grad_norm, is_bad = self._finish_gradients(loss)
+            is_critic_bad = None if self.critic is None else self.critic.finish_gradients()
+        self._apply(is_bad, is_critic_bad)
+        self.watch.mark(IDLE)
+        terms |= {} if self.critic is None else self.critic.terms
+        return StepResult(loss.detach(), grad_norm, is_bad, split, terms)
+
+    def _cut(self, batch: Batch, num_pieces: int) -> list[Batch]:
+        """A micro-batch in pieces; every rank makes as many, the other modes none that is too small for BatchNorm."""
+        count = len(batch.indices)
+        if self.ranks.world_size == 1:
+            num_pieces = min(num_pieces, count)
+            while num_pieces > 1 and not self.can_train_on(count // num_pieces):
+                num_pieces -= 1
+        sizes = [count // num_pieces + (i < count % num_pieces) for i in range(num_pieces)]
+        ends = list(accumulate(sizes))
+        return [
+            type(batch)(batch.images[end - size : end], batch.target[end - size : end], batch.indices[end - size : end])
+            for size, end in zip(sizes, ends, strict=True)
+        ]
+
+    def held_tensors(self) -> list[Tensor]:
+        """What lies in memory between two steps: weights, buffers, optimizer state, averages."""
+        states = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        masters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        averaged: list[Tensor] = []
+        if self.average is not None:
+            averaged = [*self.average.module.parameters(), *self.average.module.buffers()]
+        own = [*self.model.parameters(), *self.model.buffers(), *self.guard.kept, *self.criterion.buffers()]
+        taught = [] if self.distillation is None else self.distillation.held_tensors()
+        return [*own, *masters, *states, *averaged, *taught]
+
+    def can_train_on(self, num_samples: int) -> bool:
+        """Whether BatchNorm has values enough in a micro-batch of so many samples."""
+        if num_samples < self.model.min_train_batch:
+            return False
+        if self.smallest_chunk == 1 or not isinstance(self.network, DataParallelModel):
+            return True
+        return all(size == 0 or size >= self.smallest_chunk for size in self.network.plan(num_samples))
+
+    def set_lr(self, lr: float) -> None:
+        """Sets the learning rate of the next steps, the critic's in proportion."""
+        set_lr(self.optimizer, lr)
+        if self.critic is not None:
+            set_lr(self.critic.optimizer, lr)
+
+    def split_of(self, batch: Batch) -> list[int]:
+        """Samples of a batch on each device of this process."""
+        if isinstance(self.network, DataParallelModel):
+            return list(self.network.plan(len(batch.indices)))
+        return [len(batch.indices)]
+
+    def _backward(self, batch: Batch, totals: Statistics | None) -> Statistics:
+        with self.precision.autocast():
+            statistics = self._statistics(batch)
+        failpoint("train.device")
+        self.watch.mark("backward")
+        fail_for_want_of_memory("train.backward")
+        own = tuple(s.detach() for s in statistics)
+        if totals is None and self.ranks.world_size == 1:
+            loss = self.criterion.finalize(statistics)
+        else:
+            # DDP takes the mean of the ranks' gradients; the step's gradient is their sum.
+            step_totals = self.ranks.sums(own) if totals is None else totals
+            loss = surrogate(self.criterion, statistics, step_totals) * self.ranks.world_size
+        self.precision.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self.precision.gradients_to_master()
+        return own
+
+    def _reduced_later(self, is_later: bool) -> contextlib.AbstractContextManager[None]:
+        """Micro-batches before the last keep their gradients to themselves in DDP.
+
+        Not with half weights: their gradients move into the fp32 masters after every micro-batch, reduced.
+        """
+        if is_later and isinstance(self.network, DistributedDataParallel) and not self.precision.has_masters:
+            return self.network.no_sync()
+        return contextlib.nullcontext()
+
+    def _statistics(self, batch: Batch) -> Statistics:
+        self.watch.mark("forward")
+        if isinstance(self.network, DataParallelModel):
+            outputs, target = self.network(batch.images), batch.target
+        else:
+            target = batch.target.to(self.device, non_blocking=True)
+            outputs = self.network(batch.images.to(self.device, non_blocking=True))
+        if self.critic is not None:
+            self.critic.take(outputs)
+        self.watch.mark("loss")
+        fail_for_want_of_memory("train.loss")
+        return self._summed.statistics(outputs, target)
+
+    @torch.no_grad()
+    def _totals(self, batches: Sequence[Batch]) -> Statistics:
+        """Statistics of the whole step, which the gradient of every micro-batch depends on.
+
+        A linear criterion needs the denominators only, which the targets give. Another one needs a forward pass of
+        every micro-batch first; it leaves no trace in the model's buffers or the random numbers.
+        """
+        sums: Statistics | None = None
+        rng = None if self.criterion.is_linear else capture_torch_rng(self._rng_devices)
+        for batch in batches:
+            if self.criterion.is_linear:
+                part = self.criterion.target_statistics(batch.target.to(self.device, non_blocking=True))
+            else:
+                with self.precision.autocast():
+                    part = self._statistics(batch)
+            sums = part if sums is None else _added(sums, part)
+        if rng is not None:
+            restore_torch_rng(rng)
+            self.guard.restore()
+            if self.critic is not None:
+                self.critic.undo()
+        assert sums is not None
+        return self.ranks.sums(sums)
+
+    def hopeless_problem(self, batch: Batch, max_bad_steps: int) -> tuple[str, str] | None:
+        """Why no further step can be made, and where that begins; None while there is hope.
+
+        Args:
+            batch: a micro-batch of the last step.
+            max_bad_steps: so many in a row are too many.
+        """
+        if self.critic is not None and self.critic.is_hopeless(max_bad_steps):
+            return "the gradient of the distillation's critic not finite for too many steps in a row", ""
+        in_row, scaler = int(self.bad_in_row), self.precision.scaler
+        is_collapsed = scaler is not None and float(scaler.scale) < 1.0
+        # A scale that is still falling explains bad steps by itself.
+        if not is_collapsed and (scaler is not None or in_row < max_bad_steps):
+            return None
+        layer = self.first_non_finite_layer(batch)
+        where = f", first in {layer}" if layer else ""
+        if is_collapsed:
+            return "the loss scale fell below 1", where
+        return f"loss or gradient not finite for {in_row} steps in a row", where
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the engine's part of a continuation needs."""
+        return {
+            "model": self.model.state_dict(),
+            "ema": None if self.average is None else self.average.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "precision": self.precision.state_dict(),
+            "criterion": self.criterion.state_dict(),
+            "bad_steps": self.bad_steps,
+            "bad_in_row": self.bad_in_row,
+            "distillation": None if self.distillation is None else self.distillation.state_dict(),
+        }
+
+    def state_before_step(self) -> tuple[dict[str, Any], TorchRng | None]:
+        """`state_dict` as it was before the step that another thread is in, and the random numbers then.
+
+        Only for a step that has not come to its update; None where no step is going on.
+        """
+        state, rng = self.state_dict(), self._rng_before_step
+        if rng is not None:
+            state["model"].update(self.guard.kept_by_name(state["model"]))
+        return state, rng
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `state_dict` gave."""
+        self.model.load_state_dict(state["model"])
+        if self.average is not None:
+            self.average.load_state_dict(state["ema"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.precision.load_state_dict(state["precision"])
+        self.criterion.load_state_dict(state["criterion"])
+        self.bad_steps.copy_(state["bad_steps"])
+        self.bad_in_row.copy_(state["bad_in_row"])
+        if self.distillation is not None:
+            self.distillation.load_state_dict(state.get("distillation"))
+
+    def first_non_finite_layer(self, batch: Batch) -> str | None:
+        """The layer of the model whose output, or whose gradient, is the first not to be finite; None if all are.
+
+        One more forward and backward pass on the first device; the model's state is left as it was.
+
+        Args:
+            batch: a micro-batch that gave a bad step.
+        """
+        found: list[str] = []
+
+        def watch(name: str) -> Callable[..., None]:
+            def look(_module: nn.Module, _inputs: object, output: object) -> None:
+                if not found and isinstance(output, Tensor) and not torch.isfinite(output).all():
+                    found.append(name)
+
+            return look
+
+        named = [(name, m) for name, m in self.model.named_modules() if not list(m.children())]
+        handles = [module.register_forward_hook(watch(name)) for name, module in named]
+        self.guard.remember()
+        if self.critic is not None:
+            self.critic.begin()
+        rng = capture_torch_rng(self._rng_devices)
+        try:
+            with self.precision.autocast():
+                statistics = self._statistics(batch)
+            if not found:
+                self.precision.scale(self.criterion.finalize(statistics)).backward()  # type: ignore[no-untyped-call]
+                bad = [
+                    n for n, p in self.model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()
+                ]
+                found += [f"gradient of {name}" for name in bad[-1:]]  # the last layer comes first in backward
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.guard.restore()
+            restore_torch_rng(rng)
+            self.model.zero_grad(set_to_none=True)
+            if self.critic is not None:
+                self.critic.undo()
+        return found[0] if found else None
+
+    @torch.no_grad()
+    def _finish_gradients(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Unscales and clips the gradients; gives their norm and whether the step is bad."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        self.precision.unscale(gradients)
+        grad_norm = torch.nn.utils.get_total_norm(gradients).to(self.device)
+        is_bad = (~(torch.isfinite(loss) & torch.isfinite(grad_norm))).float()
+        if self.clip_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.clip_grad_norm, grad_norm)
+        return grad_norm, is_bad
+
+    @torch.no_grad()
+    def _apply(self, is_bad: Tensor, is_critic_bad: Tensor | None) -> None:
+        """Changes weights, average, critic and counters; in place, so that nothing here needs memory to speak of."""
+        self.is_whole = False
+        # torch's fused optimizers leave everything as it is when found_inf is set, without asking the host.
+        self.optimizer.found_inf = is_bad  # type: ignore[attr-defined]
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.precision.masters_to_model()
+        self.precision.update(is_bad)
+        self.guard.restore_where(is_bad)
+        if self.average is not None:
+            self.average.update(is_bad)
+        if self.critic is not None and is_critic_bad is not None:
+            self.critic.apply(is_critic_bad, is_bad)
+        bad = is_bad.long()
+        self.bad_steps += bad
+        self.bad_in_row = (self.bad_in_row + 1) * bad
+        self.is_whole = True
+
+    @contextlib.contextmanager
+    def _undone_if_left(self) -> Iterator[None]:
+        """Undoes a step that is left half way: buffers, random numbers, gradients."""
+        rng = self._rng_before_step = capture_torch_rng(self._rng_devices)
+        try:
+            yield
+        except BaseException:
+            self.guard.restore()
+            restore_torch_rng(rng)
+            self.model.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad(set_to_none=True)
+            if self.critic is not None:
+                self.critic.undo()
+            raise
+        finally:
+            self._rng_before_step = None
+
+
+def _added(a: Statistics, b: Statistics) -> Statistics:
+    return tuple(x + y for x, y in zip(a, b, strict=True))

@@ -1,0 +1,93 @@
+"""Sample pictures of a run: after an evaluation, some validation images as input | prediction | target."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cv2
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from segapp.datasets.dataset import SegmentationDataset
+from segapp.inference.predict import colorize, predict_image
+from segapp.inference.sliding import Inference
+from segapp.run.files import write_atomic
+
+if TYPE_CHECKING:
+    from segapp.models import SegmentationModel
+
+PANEL_PX = 320
+"""Longest side of each of the three pictures."""
+
+logger = logging.getLogger("segapp")
+
+
+class SamplePictures:
+    """Writes `epoch_NNNN_k.png` for the same few validation images after every evaluation.
+
+    Args:
+        folder: the run's `samples`.
+        dataset: of the evaluation; its first, middle and last image are drawn.
+        inference: how logits are computed.
+        device: of the model.
+        count: pictures an evaluation.
+    """
+
+    def __init__(
+        self, folder: Path, dataset: SegmentationDataset, inference: Inference, device: torch.device, count: int = 3
+    ) -> None:
+        self.folder, self.dataset, self.inference, self.device = folder, dataset, inference, device
+        last = len(dataset) - 1
+        self.indices = sorted({round(i * last / max(1, count - 1)) for i in range(count)})
+
+    def draw(
+        self, model: SegmentationModel, epoch: int, adapted: Callable[[Inference], Inference] = lambda plain: plain
+    ) -> None:
+        """Predicts and writes; what goes wrong is in the log, and the training goes on.
+
+        Args:
+            model: predicts.
+            epoch: in the pictures' names.
+            adapted: changes how logits are computed.
+        """
+        was_training = model.training
+        model.eval()
+        try:
+            for number, index in enumerate(self.indices):
+                self._write(model, index, adapted(self.inference), self.folder / f"epoch_{epoch:04}_{number}.png")
+        except Exception:
+            logger.exception("sample pictures of epoch %d", epoch)
+        finally:
+            model.train(was_training)
+
+    def _write(self, model: SegmentationModel, index: int, inference: Inference, path: Path) -> None:
+        sample = self.dataset[(0, index)]
+        image = sample.image.permute(1, 2, 0).numpy()
+        prediction = predict_image(model, inference, image, self.device)
+        scheme = self.dataset.scheme
+        target = sample.target.numpy().astype(np.int64)
+        known = np.where(target == scheme.ignore_index, 0, target)
+        truth = colorize(known, scheme)
+        truth[target == scheme.ignore_index] = 0
+        joined = side_by_side([image, colorize(prediction, scheme), truth])
+        is_encoded, data = cv2.imencode(".png", np.ascontiguousarray(joined[..., ::-1]))
+        if is_encoded:
+            write_atomic(path, data.tobytes())
+
+
+def side_by_side(pictures: Sequence[NDArray[Any]], longest_px: int = PANEL_PX) -> NDArray[Any]:
+    """Pictures of one size (H, W, 3) in a row, each scaled down to the longest side given, without mixing colours.
+
+    >>> side_by_side([np.zeros((640, 320, 3), np.uint8)] * 3).shape
+    (320, 480, 3)
+    """
+    height, width = pictures[0].shape[:2]
+    scale = min(1.0, longest_px / max(height, width))
+    size = (max(1, round(width * scale)), max(1, round(height * scale)))
+    first = cv2.resize(pictures[0], size, interpolation=cv2.INTER_AREA)
+    others = [cv2.resize(picture, size, interpolation=cv2.INTER_NEAREST) for picture in pictures[1:]]
+    return np.concatenate([first, *others], axis=1)

@@ -1,0 +1,317 @@
+"""The panes about devices as content: memory and load of each, and the editor of `gpu0_bsz`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from textual.content import Content
+
+from segapp.run.events import DeviceMemory
+from segapp.run.verdict import FULL_FRAC, TIGHT_FRAC, MemoryFit, SplitVerdict, split_verdict, usable_mib
+from segapp.tui.panes.glyphs import Glyphs, progress
+from segapp.tui.panes.header import Part, device_label, etas_s, fit_parts
+from segapp.tui.state.source import Status
+from segapp.tui.state.view import View
+from segapp.tui.state.wording import dots, duration, gib, percent, share_word
+
+WORD_STYLES = {
+    "ok": "$text-success",
+    "tight": "$text-warning bold",
+    "won't fit": "$text-error bold",
+    "full": "$text-error bold",
+    "refused": "$text-error bold",
+    "no change": "$text-muted",
+}
+
+
+def headroom_word(used_mib: float | None, total_mib: float | None) -> str:
+    """How much room a device has: `ok`, `tight`, `full`, or nothing where the machine does not say."""
+    if used_mib is None or not total_mib:
+        return ""
+    frac = used_mib / total_mib
+    return "full" if frac > FULL_FRAC else "tight" if frac > TIGHT_FRAC else "ok"
+
+
+def gpu_content(view: View, width: int, glyphs: Glyphs) -> Content:
+    """One line a device: memory as a bar and in GiB, peak, load, temperature, share, headroom."""
+    if not view.devices:
+        text = "no sample yet" if view.start is None or view.end is None else "no sample was written"
+        return Content.styled(text, "$text-muted")
+    return Content("\n").join([_device_line(view, i, device, width, glyphs) for i, device in enumerate(view.devices)])
+
+
+def _device_line(view: View, index: int, device: DeviceMemory, width: int, glyphs: Glyphs) -> Content:
+    used, total = device.used_mib, device.total_mib
+    word = headroom_word(used, total)
+    style = WORD_STYLES.get(word, "")
+    share = view.split[index] if view.split is not None and index < len(view.split) else None
+    is_cpu = device.device is not None and device.device.startswith("cpu")
+    parts = [
+        Part(0, Content.assemble((f"{gib(used):>5}/{_total(total)}", "bold"))),
+        Part(2, Content(f"{_peak(view, index, device):>5}")),
+        Part(4, Content(f"{percent(device.utilization):>4}")),
+        Part(5, Content(f"{_temperature(device.temperature, glyphs):>4}")) if not is_cpu else None,
+        Part(1, Content(f"n={share}".ljust(4))) if share is not None else None,
+        Part(3, Content.assemble((word.ljust(5), style))),
+    ]
+    label = f"{device_label(device.device, index)} " if width >= 60 else f"{index} "
+    texts = fit_parts(parts, width - len(label) - 8, gap=1)
+    bar_width = min(40, max(4, width - len(label) - texts.cell_length - 1))
+    done, left = progress(_frac(used, total), bar_width, glyphs)
+    return Content.assemble((label, "bold"), (done, style or "$text-muted"), (left, "$text-muted"), " ", texts)
+
+
+def _total(mib: float | None) -> str:
+    """The size of a device; without a decimal where it has none worth a cell."""
+    return gib(mib).removesuffix(".0").ljust(4 if mib is not None and mib % 1024 > 51 else 2)
+
+
+def _frac(used_mib: float | None, total_mib: float | None) -> float | None:
+    return used_mib / total_mib if used_mib is not None and total_mib else None
+
+
+def _peak(view: View, index: int, device: DeviceMemory) -> str:
+    peaks = view.peaks_mib.get(view.split or (), [])
+    known = [peak for peak in (peaks[index] if index < len(peaks) else None, device.peak_mib) if peak is not None]
+    return gib(max(known)) if known else "-"
+
+
+def _temperature(celsius: float | None, glyphs: Glyphs) -> str:
+    return "-" if celsius is None or not math.isfinite(celsius) else f"{celsius:.0f}{glyphs.degree}"
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What somebody is typing into the editor."""
+
+    text: str
+    is_fresh: bool = False
+    """Nothing was typed yet: the first digit begins a new number."""
+    is_confirmed: bool = False
+    """The first enter on a tight wish has been pressed."""
+
+    @property
+    def value(self) -> int | None:
+        """The wish; None for an even split."""
+        return int(self.text) if self.text.isdigit() else None
+
+
+def begin_draft(view: View) -> Draft:
+    """The draft that the editor opens with: what is pending, or what holds."""
+    gpu0 = view.gpu0
+    value = gpu0.pending.new if gpu0.pending is not None else gpu0.value
+    return Draft("" if value is None else str(value), is_fresh=True)
+
+
+def edit_draft(draft: Draft, key: str, character: str | None, view: View) -> tuple[Draft | None, bool]:
+    """What a key does in the editor.
+
+    Args:
+        draft: as it stands.
+        key: as Textual names it.
+        character: what it prints.
+        view: the run.
+
+    Returns:
+        The draft after it, None where the editor closes, and whether the old draft is to be sent.
+    """
+    if key == "escape":
+        return None, False
+    if character is not None and character in "0123456789":
+        text = character if draft.is_fresh else draft.text + character
+        return Draft(str(int(text))[:6]), False
+    if key == "backspace":
+        return Draft(draft.text[:-1]), False
+    if character == "e":
+        return Draft(""), False
+    if character in ("+", "=") or key == "up":
+        return _stepped(draft, view, 1), False
+    if character in ("-", "_") or key == "down":
+        return _stepped(draft, view, -1), False
+    if key == "enter" or character == "!":
+        return _submitted(draft, view, insists=character == "!")
+    return draft, False
+
+
+def _stepped(draft: Draft, view: View, by: int) -> Draft:
+    most = view.start.batch_size if view.start is not None else sum(view.split or (0,))
+    value = draft.value
+    if value is None:
+        value = view.split[0] if view.split else 0
+    return Draft(str(min(max(value + by, 0), most)))
+
+
+def _submitted(draft: Draft, view: View, *, insists: bool) -> tuple[Draft | None, bool]:
+    verdict = judge(view, draft.value)
+    if verdict.word == "no change" and view.gpu0.pending is None:
+        return None, False
+    if insists:
+        return (None, True) if verdict.is_possible else (draft, False)
+    if verdict.word == "tight" and not draft.is_confirmed:
+        return Draft(draft.text, is_confirmed=True), False
+    if verdict.is_allowed or verdict.word == "no change":
+        return None, True
+    return draft, False
+
+
+def judge(view: View, gpu0_bsz: int | None) -> SplitVerdict:
+    """The verdict of the function that the trainer asks too, from what the run has shown."""
+    batch_size = view.start.batch_size if view.start is not None else sum(view.split or (0,))
+    return split_verdict(
+        batch_size,
+        view.num_devices,
+        gpu0_bsz,
+        current=view.split,
+        total_mib=[usable_mib(d.total_mib, d.used_mib, d.reserved_mib) for d in view.devices],
+        fit=_fit(view),
+        ceiling=view.gpu0.ceiling,
+    )
+
+
+def _fit(view: View) -> MemoryFit | None:
+    return view.memory_fit() if view.peaks_mib else None
+
+
+def gpu0_content(
+    view: View, status: Status, draft: Draft | None, size: tuple[int, int], glyphs: Glyphs, *, can_edit: bool
+) -> Content:
+    """The pane of `gpu0_bsz`: what holds and what is wished, or the editor.
+
+    Args:
+        view: the run.
+        status: how it stands.
+        draft: what is typed into the editor; None while it is closed.
+        size: cells of a line, and how many lines there may be.
+        glyphs: what to draw with.
+        can_edit: whether the editor may be opened.
+    """
+    if view.num_devices < 2:
+        return Content.styled("one device: nothing to split", "$text-muted")
+    if draft is not None:
+        return _editor(view, draft, *size, glyphs)
+    lines = (
+        _pending_lines(view, status, glyphs) if view.gpu0.pending is not None else _idle_lines(view, glyphs, can_edit)
+    )
+    return Content("\n").join([line.truncate(size[0], ellipsis=True) for line in lines])
+
+
+def _idle_lines(view: View, glyphs: Glyphs, can_edit: bool) -> list[Content]:
+    gpu0 = view.gpu0
+    batch = f"  batch {view.start.batch_size}" if view.start is not None else ""
+    lines = [Content.assemble((share_word(gpu0.value), "bold"), f"  split {dots(view.split)}{batch}")]
+    last = gpu0.last
+    if last is not None and last.status == "applied":
+        peaks = _observed(view, last.predicted_mib, last.observed_mib)
+        when = f" at epoch {last.epoch}" if last.epoch is not None else ""
+        lines.append(Content.styled(f"applied{when}{peaks}", "$text-success"))
+    elif last is not None:
+        kind = "taken back" if last.status == "reverted" else last.status
+        lines.append(Content.styled(f"{share_word(last.new)} was {kind}", "$text-warning"))
+    elif can_edit:
+        lines.append(Content.styled("b changes it from the next epoch on", "$text-muted"))
+    return lines
+
+
+def _observed(view: View, predicted: list[float | None] | None, observed: list[float | None] | None) -> str:
+    """Peak of device 0 beside what was predicted."""
+    seen = next(iter(observed or []), None)
+    if seen is None and view.split is not None:
+        seen = next(iter(view.peaks_mib.get(view.split, [])), None)
+    if seen is None:
+        return ""
+    said = next(iter(predicted or []), None)
+    return f", {device_label(None, 0)} peak {gib(seen)}" + (f" (predicted {gib(said)})" if said is not None else "")
+
+
+def _pending_lines(view: View, status: Status, glyphs: Glyphs) -> list[Content]:
+    pending = view.gpu0.pending
+    assert pending is not None
+    epoch_eta_s, _ = etas_s(view, status)
+    when = f"epoch {pending.epoch}" if pending.epoch is not None else "the next epoch"
+    eta = f", in {duration(epoch_eta_s)}" if epoch_eta_s is not None else ""
+    split = pending.split or judge(view, pending.new).split
+    return [
+        Content.assemble(
+            (share_word(view.gpu0.value), "bold"),
+            f" {glyphs.arrow} ",
+            (share_word(pending.new), "$text-warning bold"),
+            (f"  PENDING: {when}{eta}", "$text-warning bold"),
+        ),
+        Content(f"split {dots(view.split)} {glyphs.arrow} {dots(split)}"),
+        Content.styled("u takes it back", "$text-muted"),
+    ]
+
+
+def _editor(view: View, draft: Draft, width: int, num_lines: int, glyphs: Glyphs) -> Content:
+    verdict = judge(view, draft.value)
+    style = WORD_STYLES[verdict.word]
+    value = draft.text if draft.text else "even"
+    reason = _wrap(verdict.reason, width, 2)
+    lines = [
+        Content.assemble(
+            (share_word(view.gpu0.value), "bold"),
+            f" {glyphs.arrow} ",
+            (f" {value} ", "$text-warning bold reverse"),
+            "  ",
+            (verdict.word, style),
+        ),
+        Content(f"split {dots(view.split)} {glyphs.arrow} {dots(verdict.split)}"),
+        *_prediction_lines(view, verdict, num_lines - 3 - len(reason), glyphs),
+        *[Content.styled(line, style) for line in reason],
+        Content.styled(_hint(verdict, draft), "$text-muted"),
+    ]
+    return Content("\n").join([line.truncate(width, ellipsis=True) for line in lines])
+
+
+def _prediction_lines(view: View, verdict: SplitVerdict, limit: int, glyphs: Glyphs) -> list[Content]:
+    """Peak now and then of each device where something is known; of many the fullest."""
+    known = [(i, peak) for i, peak in enumerate(verdict.predicted_mib) if peak is not None]
+    fit = view.memory_fit() if known else None
+    rows = []
+    for i, peak in known:
+        device = view.devices[i] if i < len(view.devices) else DeviceMemory()
+        total = usable_mib(device.total_mib, device.used_mib, device.reserved_mib)
+        rows.append((_frac(peak, total) or 0.0, _prediction_line(view, fit, i, device, peak, total, glyphs)))
+    fullest = sorted(range(len(rows)), key=lambda i: -rows[i][0])[: max(1, limit)]
+    return [rows[i][1] for i in sorted(fullest)]
+
+
+def _prediction_line(
+    view: View,
+    fit: MemoryFit | None,
+    index: int,
+    device: DeviceMemory,
+    peak: float,
+    total: float | None,
+    glyphs: Glyphs,
+) -> Content:
+    now = view.peaks_mib.get(view.split or (), [])
+    before = gib(now[index]) if index < len(now) else "-"
+    is_proven = fit is not None and fit.is_proven
+    spread = f"±{gib(max(fit.spread_mib, 51.2))}" if fit is not None and is_proven else " at most"
+    word = headroom_word(peak, total)
+    return Content.assemble(
+        f"{device_label(device.device, index)} peak {before} {glyphs.arrow} {gib(peak)}{spread} /{gib(total)}  ",
+        (word, WORD_STYLES.get(word, "")),
+    )
+
+
+def _hint(verdict: SplitVerdict, draft: Draft) -> str:
+    if verdict.word == "tight":
+        return "enter again sends it  esc" if draft.is_confirmed else "+ - change  enter twice  esc"
+    if verdict.word == "won't fit":
+        return "+ - change  ! insists  esc"
+    return "+ - change  e even  enter  esc" if verdict.is_allowed else "+ - change  e even  esc"
+
+
+def _wrap(text: str, width: int, num_lines: int) -> list[str]:
+    lines = [""]
+    for word in text.split():
+        joined = f"{lines[-1]} {word}".strip()
+        if cell_len(joined) <= width or not lines[-1]:
+            lines[-1] = joined
+        else:
+            lines.append(word)
+    return lines if len(lines) <= num_lines else [*lines[: num_lines - 1], " ".join(lines[num_lines - 1 :])]

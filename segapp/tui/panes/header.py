@@ -1,0 +1,307 @@
+"""The lines around the panes as content: state, progress, speed, the small summary, and what asks to be seen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from textual.content import Content
+
+from segapp.run.text import printable
+from segapp.tui.panes.glyphs import Glyphs, progress, spark
+from segapp.tui.state.source import Status
+from segapp.tui.state.view import View
+from segapp.tui.state.wording import age, clip, dots, duration, gib, learning_rate, number, percent, share_word
+
+MIN_WIDTH, MIN_HEIGHT = 60, 15
+
+STATE_STYLES = {
+    "live": "$text-success bold",
+    "busy": "$text-primary bold",
+    "stale": "$text-warning bold",
+    "lost": "$text-warning bold",
+    "crashed": "$text-error bold",
+    "finished": "$text-success bold",
+    "stopped": "$text-warning bold",
+    "failed": "$text-error bold",
+    "gone": "$text-error bold",
+}
+
+
+class Part(NamedTuple):
+    """A piece of a line."""
+
+    rank: int
+    """The higher, the sooner it is left out."""
+    content: Content
+
+
+def fit_parts(parts: Sequence[Part | None], width: int, gap: int = 2) -> Content:
+    """Joins the parts that fit into a width; those of the highest rank go first."""
+    kept = [part for part in parts if part is not None and part.content.cell_length]
+    while kept and sum(part.content.cell_length for part in kept) + gap * (len(kept) - 1) > width:
+        if len(kept) == 1:
+            return kept[0].content.truncate(width, ellipsis=True)
+        del kept[max(range(len(kept)), key=lambda i: (kept[i].rank, i))]
+    return Content(" " * gap).join([part.content for part in kept])
+
+
+def state_word(status: Status) -> str:
+    """The state in a word, also when the folder itself is gone."""
+    return status.state if status.is_there else "gone"
+
+
+def state_content(view: View, status: Status, glyphs: Glyphs) -> Content:
+    """Dot, state word, and what the trainer is at."""
+    word = state_word(status)
+    style = STATE_STYLES[word]
+    dot = glyphs.hollow_dot if status.is_over and not status.is_replay else glyphs.dot
+    doing = "paused" if view.is_paused else view.phase
+    is_going = word in ("live", "busy", "stale", "lost")
+    if word == "live" and not view.is_paused:
+        doing = "train"
+    text = f"{dot} {word.upper()}" + (f" {doing}" if doing and is_going else "")
+    return Content.assemble((text, style))
+
+
+def header(view: View, status: Status, name: str, width: int, glyphs: Glyphs, *, is_readonly: bool) -> Content:
+    """The first line: which run, how it is, where it stands, how old the picture is."""
+    start, step = view.start, view.step
+    parts = [
+        Part(9, Content.styled("segapp", "$text-muted")) if width >= 76 else None,
+        Part(1, Content.styled(clip(name, max(8, width // 4)), "bold")),
+        Part(0, state_content(view, status, glyphs)),
+        Part(2, Content(_epoch(view))) if view.epoch is not None else None,
+        Part(4, Content(_steps(view))) if step is not None and start is not None else None,
+        Part(5, Content(f"lr {learning_rate(view.lr)}")) if view.lr is not None else None,
+        Part(7, Content(f"up {duration(_up_s(view, status))}")) if start is not None else None,
+        Part(8, Content.styled(f"pid {status.pid}", "$text-muted")) if status.pid is not None else None,
+        Part(6, Content.styled("read-only", "$text-warning")) if is_readonly else None,
+        Part(6, Content.styled("replay", "$text-warning")) if status.is_replay else None,
+        Part(3, Content.styled(age(status.age_s), "$text-muted" if status.state != "stale" else "$text-warning bold")),
+    ]
+    return fit_parts(parts, width)
+
+
+def _epoch(view: View) -> str:
+    return f"epoch {view.epoch}/{view.start.epochs}" if view.start is not None else f"epoch {view.epoch}"
+
+
+def _steps(view: View) -> str:
+    assert view.start is not None
+    assert view.step is not None
+    per_epoch = view.start.steps_per_epoch
+    return f"step {view.step.step - (view.step.epoch - 1) * per_epoch}/{per_epoch}"
+
+
+def _up_s(view: View, status: Status) -> float | None:
+    if view.start is None:
+        return None
+    end_s = view.end.t if view.end is not None else view.last_s if status.is_over else status.now_s
+    return None if end_s is None else end_s - view.start.t
+
+
+def epoch_fraction(view: View) -> float | None:
+    """How much of the epoch is done."""
+    if view.start is None or view.epoch is None or not view.start.steps_per_epoch:
+        return None
+    done = (view.step.step if view.step else 0) - (view.epoch - 1) * view.start.steps_per_epoch
+    return min(max(done / view.start.steps_per_epoch, 0.0), 1.0)
+
+
+def run_fraction(view: View) -> float | None:
+    """How much of the run is done."""
+    if view.start is None:
+        return None
+    total = view.start.epochs * view.start.steps_per_epoch
+    return min((view.step.step if view.step else 0) / total, 1.0) if total else None
+
+
+def etas_s(view: View, status: Status) -> tuple[float | None, float | None]:
+    """Seconds to the end of the epoch and of the run; None where nobody can know."""
+    step = view.step
+    if step is None or (status.is_over and not status.is_replay) or view.is_paused:
+        return None, None
+    since_s = max(0.0, status.now_s - step.t)
+    return tuple(  # type: ignore[return-value]
+        None if eta is None or not math.isfinite(eta) else max(0.0, eta - since_s)
+        for eta in (step.eta_epoch_s, step.eta_run_s)
+    )
+
+
+def progress_line(view: View, status: Status, width: int, glyphs: Glyphs) -> Content:
+    """The second line: epoch and run, done and to go."""
+    if status.loaded_frac < 1:
+        done, left = progress(status.loaded_frac, max(8, width // 3), glyphs)
+        return Content.assemble("reading the history ", (done, "$text-primary"), (left, "$text-muted"))
+    epoch_eta_s, run_eta_s = etas_s(view, status)
+    bar_width = max(8, (width - 50) // 2)
+    epoch, run = epoch_fraction(view), run_fraction(view)
+    parts = [
+        Part(1, _one_progress("epoch", epoch, epoch_eta_s, bar_width, glyphs)) if epoch is not None else None,
+        Part(0, _one_progress("run", run, run_eta_s, bar_width, glyphs)) if run is not None else None,
+        Part(3, Content.styled(f"val {duration(view.vals[-1].val_s)}", "$text-muted"))
+        if view.vals and view.vals[-1].val_s is not None
+        else None,
+    ]
+    return fit_parts(parts, width, gap=3)
+
+
+def _one_progress(word: str, frac: float, eta_s: float | None, width: int, glyphs: Glyphs) -> Content:
+    done, left = progress(frac, width, glyphs)
+    eta = f" ETA {duration(eta_s)}" if eta_s is not None else ""
+    shown = f"{100 * frac:.1f}%" if word == "run" and frac < 1 else f"{100 * frac:.0f}%"
+    return Content.assemble(
+        f"{word} ", (done, "$text-primary"), (left, "$text-muted"), f" {shown}", (eta.ljust(11), "bold")
+    )
+
+
+def throughput_line(view: View, width: int, glyphs: Glyphs) -> Content:
+    """Images a second with their recent course, time of a step, waiting for data, gradient."""
+    step = view.step
+    if step is None:
+        return Content.styled("no step yet", "$text-muted")
+    terms = list((step.terms or {}).items())
+    wait = step.data_wait_frac
+    wait_style = "$text-warning bold" if wait is not None and wait > 0.2 else ""
+    parts = [
+        Part(0, Content.assemble((number(step.images_per_s), "bold"), " img/s")),
+        Part(4, Content.styled(spark(view.rates, min(30, width // 4), glyphs), "$secondary")),
+        Part(2, Content(f"step {_milliseconds(step.step_s)}")) if step.step_s is not None else None,
+        Part(1, Content.assemble("data ", (percent(wait), wait_style))),
+        Part(3, Content(f"grad {number(step.grad_norm)}")) if step.grad_norm is not None else None,
+        Part(3, Content.styled(f"skipped {step.skipped}", "$text-error")) if step.skipped else None,
+        Part(5, Content(f"scale {step.loss_scale:g}")) if step.loss_scale is not None else None,
+        *(Part(6 + i, Content(f"{name} {number(value)}")) for i, (name, value) in enumerate(terms)),
+    ]
+    return fit_parts(parts, width)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 10 else f"{seconds:.1f} s"
+
+
+def with_tabs(title: Content, others: str, width: int) -> Content:
+    """A pane's title, with the names of the panes that are not shown where there is room."""
+    return fit_parts([Part(0, title), Part(1, Content.styled(others, "$text-muted"))], width)
+
+
+def small_summary(view: View, width: int, num_rows: int, glyphs: Glyphs) -> Content:
+    """What the panes that do not fit would say, in at most three rows."""
+    rows = [_gpu_summary(view, width, glyphs), _gpu0_summary(view, width, glyphs), _class_summary(view, width)]
+    if num_rows < 3:
+        rows = [_class_summary(view, width)] if view.gpu0.pending is None else [_gpu0_summary(view, width, glyphs)]
+    return Content("\n").join([row for row in rows if row.cell_length][:num_rows])
+
+
+def _gpu_summary(view: View, width: int, glyphs: Glyphs) -> Content:
+    """Every device while they fit, the fullest first where they do not."""
+    fracs = [
+        (d.used_mib / d.total_mib if d.used_mib is not None and d.total_mib else -1.0, i)
+        for i, d in enumerate(view.devices)
+    ]
+    order = sorted(fracs, reverse=True) if len(fracs) > 4 else fracs
+    with_bars = fit_parts([_one_device(view, i, frac, glyphs) for frac, i in order], 10**6)
+    bars = glyphs if with_bars.cell_length <= width else None
+    parts = [_one_device(view, i, frac, bars)._replace(rank=rank) for rank, (frac, i) in enumerate(order)]
+    return fit_parts(parts, width)
+
+
+def _one_device(view: View, index: int, frac: float, bars: Glyphs | None) -> Part:
+    device = view.devices[index]
+    text = f"{device_label(device.device, index)} {gib(device.used_mib)}"
+    if frac >= 0:
+        text += f"/{gib(device.total_mib).removesuffix('.0')}"
+    style = "$text-error" if frac > 0.95 else "$text-warning" if frac > 0.9 else ""
+    if bars is None or frac < 0:
+        return Part(0, Content.assemble((text, style)))
+    done, left = progress(frac, 6, bars)
+    return Part(0, Content.assemble((text, style), (f" {done}", "$text-primary"), (left, "$text-muted")))
+
+
+def _gpu0_summary(view: View, width: int, glyphs: Glyphs) -> Content:
+    gpu0 = view.gpu0
+    if view.num_devices < 2:
+        return Content("")
+    if gpu0.pending is not None:
+        epoch = f" at epoch {gpu0.pending.epoch}" if gpu0.pending.epoch is not None else ""
+        change = f"gpu0_bsz {share_word(gpu0.value)} {glyphs.arrow} {share_word(gpu0.pending.new)}"
+        return fit_parts(
+            [
+                Part(0, Content.styled(f"{change} PENDING{epoch}", "$text-warning bold")),
+                Part(1, Content(f"split {dots(gpu0.pending.split)}")),
+            ],
+            width,
+        )
+    return fit_parts(
+        [
+            Part(0, Content(f"gpu0_bsz {share_word(gpu0.value)}")),
+            Part(1, Content.styled(f"split {dots(view.split)}", "$text-muted")),
+        ],
+        width,
+    )
+
+
+def _class_summary(view: View, width: int) -> Content:
+    if not view.vals:
+        return Content.styled("no evaluation yet", "$text-muted")
+    val, best = view.vals[-1], view.best
+    known = sorted((iou, i) for i, iou in enumerate(val.iou) if iou is not None and i < len(view.classes))
+    parts = [Part(0, Content.styled(f"mIoU {number(val.miou)}", "bold"))]
+    if best is not None:
+        parts.append(Part(1, Content.styled(f"best {number(best.miou)} e{best.epoch}", "$text-success")))
+    parts += [
+        Part(2 + rank, Content(f"{clip(view.classes[i], 16)} {number(iou)}")) for rank, (iou, i) in enumerate(known[:3])
+    ]
+    return fit_parts(parts, width)
+
+
+def device_label(device: str | None, index: int) -> str:
+    """cuda:0 as GPU0, cpu as CPU0."""
+    kind = "CPU" if device is not None and device.startswith("cpu") else "GPU"
+    return f"{kind}{index}"
+
+
+def banner(view: View, status: Status, name: str, seen_alert_s: float) -> Content | None:
+    """One line about what somebody must know, until they have seen it; None while all is well."""
+    word = state_word(status)
+    if word == "gone":
+        return Content.styled(f"{name}: the run folder is gone; this is the last picture of it", "$text-error bold")
+    if word == "crashed":
+        return Content.styled(
+            f"the trainer is gone without a word: trainer.log may say why; `segapp train --resume {name}` goes on",
+            "$text-error bold",
+        )
+    if word == "failed" and view.end is not None:
+        return Content.styled(f"failed: {printable(view.end.reason or 'no reason given')}", "$text-error bold")
+    if word == "stale":
+        return Content.styled("the trainer is alive and silent: it may hang", "$text-warning bold")
+    if word == "lost":
+        where = f" on {printable(status.host)}" if status.host else ""
+        return Content.styled(
+            f"nothing heard from the trainer{where}, and it cannot be asked from here", "$text-warning"
+        )
+    if view.alert is not None and view.alert.t > seen_alert_s:
+        return Content.styled(f"{printable(view.alert.message)}  (esc)", "$text-error bold")
+    return None
+
+
+def notice(view: View, status: Status, name: str, width: int, height: int, glyphs: Glyphs) -> Content:
+    """What is shown where the panes do not fit: the state, and which size they need."""
+    good, bad = "$text-success", "$text-error bold"
+    size = Content.assemble(
+        "segapp needs ",
+        (str(MIN_WIDTH), good if width >= MIN_WIDTH else bad), "x",
+        (str(MIN_HEIGHT), good if height >= MIN_HEIGHT else bad),
+        f", here {width}x{height}",
+    )  # fmt: skip
+    loss = f"loss {number(view.step.loss)}" if view.step is not None else "no step yet"
+    lines = [
+        Content.styled(clip(name, max(1, width)), "bold"),
+        state_content(view, status, glyphs),
+        Content(f"{_epoch(view)}  {loss}" if view.epoch is not None else loss),
+        size,
+        Content.styled("q detaches", "$text-muted"),
+    ]
+    return Content("\n").join([line.truncate(max(1, width), ellipsis=True) for line in lines[: max(1, height)]])

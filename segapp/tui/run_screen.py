@@ -1,0 +1,265 @@
+"""What is on the screen of a run: which panes there are, and how they are kept up to date twice a second."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+from textual import events
+from textual.app import App, ComposeResult
+from textual.containers import Horizontal, Vertical
+from textual.content import Content
+from textual.geometry import Size
+from textual.widget import Widget
+
+from segapp.failpoints import failpoint
+from segapp.run.text import printable
+from segapp.tui import keys, layout, themes
+from segapp.tui.panes import header
+from segapp.tui.panes.chart import LossChart
+from segapp.tui.panes.classes import classes_content, classes_title
+from segapp.tui.panes.devices import Draft, gpu0_content, gpu_content
+from segapp.tui.panes.glyphs import ASCII, UNICODE
+from segapp.tui.panes.pictures import PictureView
+from segapp.tui.settings import UiSettings, save_settings
+from segapp.tui.state.source import Source, newest_pictures
+from segapp.tui.terminal import is_hung_up
+from segapp.tui.widgets import ClassesPane, EventsPane, Gpu0Pane, Lines, Pane, set_title
+
+TICK_S = 0.5
+LEAVE_S = 5.0
+_OTHER_PANES = {"loss": "1 Loss", "gpu": "2 GPU", "classes": "3 Classes", "events": "4 Events"}
+
+
+class Monitor(App[None]):
+    """The screen.
+
+    Args:
+        source: what it shows.
+        readonly: no key asks the trainer for anything.
+        settings: how it is shown; changed by keys.
+        settings_file: where they are kept; None keeps them nowhere.
+        ascii_only: draw without Unicode.
+    """
+
+    TITLE = "segapp"
+    CSS_PATH = "app.tcss"
+    ALLOW_SELECT = False
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        readonly: bool = False,
+        settings: UiSettings | None = None,
+        settings_file: Path | None = None,
+        ascii_only: bool = False,
+    ) -> None:
+        super().__init__()
+        self.source = source
+        self.readonly = readonly
+        self.settings = settings or UiSettings()
+        self.glyphs = ASCII if ascii_only else UNICODE
+        self.draft: Draft | None = None
+        self.failure: Exception | None = None
+        """What ended the screen, if it was not the person."""
+        self._settings_file = settings_file
+        self.is_ascii = ascii_only
+        self.run_name = printable(source.folder.name)
+        self.pane = "loss"
+        self.is_zoomed = False
+        self.wanted = ""
+        self.seen_alert_s = 0.0
+        self._layout: layout.Layout | None = None
+        self._screen_size: Size | None = None
+        self._is_reading = self._was_reading = False
+        for own in themes.OWN:
+            self.register_theme(own)
+        self.theme = self.settings.theme if self.settings.theme in themes.NAMES else themes.NAMES[0]
+
+    # --- life ------------------------------------------------------------------------------------------------------
+
+    def compose(self) -> ComposeResult:
+        """The panes; which of them are shown is `plan_layout`'s matter."""
+        has_colour = not self.is_ascii and "NO_COLOR" not in os.environ
+        yield Lines(id="head", classes="lines")
+        yield Lines(id="progress", classes="lines")
+        yield Lines(id="banner", classes="lines")
+        with Horizontal(id="main"):
+            with Vertical(id="left"):
+                yield LossChart(self.glyphs, id="loss", classes="pane")
+                yield PictureView(has_colour=has_colour, id="pictures", classes="pane")
+                yield Lines(id="throughput", classes="lines")
+                yield EventsPane(id="events")
+            with Vertical(id="right"):
+                yield Pane(id="gpu")
+                yield Gpu0Pane(id="gpu0", classes="pane lines")
+                yield ClassesPane(id="classes")
+        yield Lines(id="summary", classes="lines")
+        yield Lines(id="keys", classes="lines")
+        yield Lines(id="notice")
+
+    def on_mount(self) -> None:
+        """Begins to look."""
+        self.set_class(self.is_ascii, "-ascii")
+        if self.settings.keymap:
+            self.set_keymap(self.settings.keymap)
+        chart = self.query_one(LossChart)
+        options = {name: getattr(self.settings, name) for name in ("smoothing", "is_log", "window", "x_axis")}
+        chart.options = replace(chart.options, **options)
+        chart.focus()
+        if not self.is_headless:
+            for number in (signal.SIGHUP, signal.SIGTERM):
+                asyncio.get_running_loop().add_signal_handler(number, self._leave)
+        self.apply_layout()
+        self.call_after_refresh(self._tick)
+        self.set_interval(TICK_S, self._tick)
+
+    def on_unmount(self) -> None:
+        """Remembers how the screen was."""
+        if self._settings_file is not None:
+            save_settings(self._settings_file, self.settings)
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Chooses the panes for the new size, which the app itself learns of a little later."""
+        self._screen_size = event.size
+        self.apply_layout()
+
+    def _leave(self) -> None:
+        """Leaves, also where a thread waits for a terminal that is gone: a screen never outlives its terminal."""
+        timer = threading.Timer(LEAVE_S, os._exit, (0,))
+        timer.daemon = True
+        timer.start()
+        self.exit()
+
+    def _tick(self) -> None:
+        failpoint("tui.tick")
+        if not self.is_headless and is_hung_up():
+            self._leave()
+            return
+        if not self._is_reading:
+            self._read_on()
+        self.after_poll()
+        self.show_view()
+
+    def after_poll(self) -> None:
+        """What else is to be done with new events."""
+
+    def _read_on(self) -> None:
+        """Reads a long history in slices, so that keys are answered meanwhile; panes follow with the ticks."""
+        self._is_reading = self.source.poll()
+        if self._is_reading:
+            self.set_timer(0.001, self._read_on)
+        elif self._was_reading:
+            self.show_view()
+        self._was_reading = self._is_reading
+
+    def _handle_exception(self, error: Exception) -> None:
+        """A fault of the screen ends it with one line, not with pages of local variables; tests see it whole."""
+        if self.is_headless:
+            super()._handle_exception(error)
+        else:
+            self.failure = self.failure or error
+            self.exit(return_code=1)
+
+    # --- what is on the screen -------------------------------------------------------------------------------------
+
+    def apply_layout(self) -> None:
+        """Chooses the panes for the size of the screen and for what the person asked for."""
+        width, height = self._screen_size or self.size
+        is_editing = self.draft is not None
+        plan = layout.plan_layout(width, height, self.pane, is_zoomed=self.is_zoomed, is_editing=is_editing)
+        if plan != self._layout:
+            self._layout = plan
+            shown = {name: name in plan.panes for name in (*layout.PANES, "gpu0")}
+            shown |= dict.fromkeys(("head", "progress", "main", "keys"), not plan.is_notice)
+            shown |= {"notice": plan.is_notice, "left": plan.has_left, "right": plan.has_right}
+            shown |= {"throughput": plan.has_throughput, "summary": plan.num_summary_rows > 0}
+            for name, is_shown in shown.items():
+                self.query_one(f"#{name}").display = is_shown
+            self.query_one("#right").styles.width = plan.right_width if plan.has_left else "1fr"
+            self.query_one("#gpu").set_class("classes" not in plan.panes, "-tall")
+            self.query_one("#events").set_class(not plan.panes & {"loss", "pictures"}, "-tall")
+        self.call_after_refresh(self.show_view)
+
+    def show_view(self) -> None:
+        """Brings every visible line up to date."""
+        view, status, plan = self.source.view, self.source.status(), self._layout
+        if plan is None or not self.is_running:
+            return
+        (width, height), glyphs = self._screen_size or self.size, self.glyphs
+        if plan.is_notice:
+            self._lines("notice").show(header.notice(view, status, self.run_name, width, height, glyphs))
+            return
+        line = width - 2
+        self._lines("head").show(header.header(view, status, self.run_name, line, glyphs, is_readonly=self.readonly))
+        self._lines("progress").show(header.progress_line(view, status, line, glyphs))
+        found = header.banner(view, status, self.run_name, self.seen_alert_s)
+        self.query_one("#banner").display = found is not None
+        if found is not None:
+            self._lines("banner").show(found.truncate(line, ellipsis=True))
+        if plan.num_summary_rows:
+            self._lines("summary").show(header.small_summary(view, line, plan.num_summary_rows, glyphs))
+        self._show_left(plan)
+        self._show_right(plan)
+        labels = {"toggle_pause": "Resume" if view.is_paused else "Pause"}
+        shown = keys.available(self.readonly or status.is_over)
+        self._lines("keys").show(keys.key_bar(shown, self.settings.keymap, labels, width))
+
+    def _show_left(self, plan: layout.Layout) -> None:
+        view = self.source.view
+        if "loss" in plan.panes:
+            chart = self.query_one(LossChart)
+            self._set_title(chart, Content.styled("1 Loss", "bold"), plan)
+            chart.show(view)
+        if "pictures" in plan.panes:
+            self._show_pictures(plan)
+        if plan.has_throughput:
+            line = self._lines("throughput")
+            line.show(header.throughput_line(view, max(1, line.size.width - 2), self.glyphs))
+        if "events" in plan.panes:
+            log = self.query_one(EventsPane)
+            log.show_log(view)
+            self._set_title(log, Content.styled("4 Events", "bold"), plan)
+
+    def _show_right(self, plan: layout.Layout) -> None:
+        view, glyphs = self.source.view, self.glyphs
+        if "gpu" in plan.panes:
+            pane = self.query_one("#gpu", Pane)
+            title = Content.assemble(("2 GPU", "bold"), ("  used/total GiB  peak", "$text-muted"))
+            pane.show(gpu_content(view, pane.inner_width, glyphs))
+            self._set_title(pane, title, plan)
+        if "gpu0" in plan.panes:
+            editor = self.query_one(Gpu0Pane)
+            room = self.query_one("#right").size.height
+            above = min(view.num_devices + 2, int(0.4 * room)) if "gpu" in plan.panes else 0
+            size = (max(1, editor.content_size.width), room - above - 2)
+            can_edit = not self.readonly
+            editor.show(gpu0_content(view, self.source.status(), self.draft, size, glyphs, can_edit=can_edit))
+            set_title(editor, Content.styled("gpu0_bsz", "bold"))
+        if "classes" in plan.panes:
+            table = self.query_one(ClassesPane)
+            title = classes_title(
+                view, self.settings.sort, self.wanted, table.size.width - (4 if plan.has_left else 34), glyphs
+            )
+            table.show(classes_content(view, self.settings.sort, self.wanted, table.inner_width, glyphs))
+            self._set_title(table, title, plan)
+
+    def _show_pictures(self, plan: layout.Layout) -> None:
+        """Looks for new pictures."""
+        pictures = self.query_one(PictureView)
+        pictures.show(newest_pictures(self.source.folder.samples))
+        self._set_title(pictures, Content.styled("5 Pictures", "bold"), plan)
+
+    def _set_title(self, pane: Widget, title: Content, plan: layout.Layout) -> None:
+        """Sets a title; where panes take turns, with the names of the others."""
+        others = _OTHER_PANES if len(plan.panes - {"gpu0"}) == 1 else {}
+        text = "  ".join(label for name, label in others.items() if name not in plan.panes)
+        set_title(pane, header.with_tabs(title, text, pane.size.width - 4))
+
+    def _lines(self, name: str) -> Lines:
+        return self.query_one(f"#{name}", Lines)

@@ -1,0 +1,257 @@
+"""Where the screen's picture comes from: a run folder that is read while it grows, or a finished run played again."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from segapp.errors import RunError
+from segapp.run.events import EventReader, StepRun
+from segapp.run.folder import RunFolder
+from segapp.run.state import RunFacts, State, derive_state, is_trainer_alive, was_acquired_after
+from segapp.tui.state.view import View, fold_events
+
+_SKIM_BYTES = 2**20
+"""Longer backlogs are skimmed; the last part is always read in full."""
+_SLICE_S = 0.1
+_LIVENESS_S = 2.0
+_LONGEST_GAP_S = 60.0
+
+
+@dataclass(frozen=True)
+class Status:
+    """What is known of a run beside its events."""
+
+    state: State
+    is_there: bool = True
+    """Whether the folder can be read."""
+    age_s: float | None = None
+    """Since the last event."""
+    now_s: float = 0.0
+    """The present, on the trainer's clock as far as that is known."""
+    loaded_frac: float = 1.0
+    """How much of the history has been read."""
+    is_replay: bool = False
+    host: str | None = None
+    pid: int | None = None
+    skew_s: float = 0.0
+    """By how much the trainer's clock is ahead of this one, where it is noticeable."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody will answer a command."""
+        return self.is_replay or not self.is_there or self.state in ("finished", "stopped", "failed", "crashed")
+
+
+class Source(Protocol):
+    """What the screen asks, twice a second: a live run and a replayed one both answer."""
+
+    folder: RunFolder
+    view: View
+
+    def poll(self) -> bool:
+        """Reads a slice of what is new; whether more is waiting."""
+        ...
+
+    def status(self) -> Status:
+        """How the run stands now."""
+        ...
+
+
+class LiveSource:
+    """Follows a run folder.
+
+    Args:
+        folder: of the run.
+        clock: gives Unix seconds.
+        monotonic: gives seconds that never jump.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.folder = folder
+        self.view = View()
+        self._reader = EventReader(folder.events)
+        self._clock, self._monotonic = clock, monotonic
+        self._generation = self._reader.generation
+        self._num_read = 0
+        self._is_caught_up = False
+        self._is_void = False
+        self._arrived: float | None = None
+        self._step_arrived: float | None = None
+        self._liveness: tuple[float, bool | None, bool, bool] | None = None
+
+    def poll(self) -> bool:
+        """Reads for a tenth of a second at most; whether more is waiting."""
+        deadline = self._monotonic() + _SLICE_S
+        while True:
+            left = self._reader.num_bytes_left
+            if left > 2 * _SKIM_BYTES:
+                items = self._reader.read_skimmed(_SKIM_BYTES)
+            else:
+                items = list(self._reader.read_raw(_SKIM_BYTES))
+            if self._reader.generation != self._generation:
+                self._generation, self._is_void = self._reader.generation, True
+            if not items:  # nothing, or a torn last line: wait for its rest
+                self._is_caught_up = True
+                return False
+            self._take(items)
+            left_now = self._reader.num_bytes_left
+            self._num_read += max(0, left - left_now)
+            if self._monotonic() >= deadline:
+                return left_now > 0
+
+    def _take(self, items: list[dict[str, Any] | StepRun]) -> None:
+        if self._is_void:  # the file was replaced, cut or removed; until there is something new the old picture stays
+            self.view, self._is_void, self._is_caught_up, self._num_read = View(), False, False, 0
+        step_before = self.view.last_step_s
+        fold_events(self.view, items)
+        self._note_arrival(self.view.last_step_s != step_before)
+
+    def _note_arrival(self, has_step: bool) -> None:
+        if self._is_caught_up:
+            self._arrived = self._monotonic()
+            if has_step:
+                self._step_arrived = self._arrived
+
+    def status(self) -> Status:
+        """How the run stands now.
+
+        Ages are counted from the arrival of events once some have arrived, so that two clocks need not agree.
+        """
+        now_s, view = self._clock(), self.view
+        skew_s = self._skew_s(now_s)
+        alive, is_again, is_there = self._look()
+        age_s = self._age_s(view.last_s, self._arrived, now_s)
+        facts = RunFacts(
+            end_status=view.end.status if view.end is not None and not is_again else None,
+            is_trainer_alive=alive,
+            event_age_s=age_s,
+            step_age_s=self._age_s(view.last_step_s, self._step_arrived, now_s),
+            step_interval_s=view.step_interval_s,
+        )
+        left = self._reader.num_bytes_left
+        start = view.start
+        return Status(
+            state=derive_state(facts),
+            is_there=is_there,
+            age_s=age_s,
+            now_s=now_s + skew_s,
+            loaded_frac=self._num_read / (self._num_read + left) if left and not self._is_caught_up else 1.0,
+            host=start.host if start else None,
+            pid=start.pid if start else None,
+            skew_s=skew_s,
+        )
+
+    def _skew_s(self, now_s: float) -> float:
+        if self.view.last_s is None or self._arrived is None:
+            return 0.0
+        skew_s = self.view.last_s - (now_s - (self._monotonic() - self._arrived))
+        return skew_s if abs(skew_s) > 5 else 0.0
+
+    def _age_s(self, event_s: float | None, arrived: float | None, now_s: float) -> float | None:
+        if arrived is not None:
+            return max(0.0, self._monotonic() - arrived)
+        return None if event_s is None else max(0.0, now_s - event_s)
+
+    def _look(self) -> tuple[bool | None, bool, bool]:
+        """Is the trainer alive, did it begin again after its end, is the folder there: asked every two seconds."""
+        now = self._monotonic()
+        if self._liveness is None or now - self._liveness[0] >= _LIVENESS_S:
+            is_there = os.path.isdir(self.folder.path)
+            alive = is_trainer_alive(self.folder) if is_there else False
+            is_again = self.view.end is not None and was_acquired_after(self.folder, self.view.end.t)
+            self._liveness = (now, alive, is_again, is_there)
+        return self._liveness[1:]
+
+
+class ReplaySource:
+    """Plays a run's events again.
+
+    Args:
+        folder: of the run.
+        speed: how many seconds of the run pass in one; a gap of more than a minute counts as a minute.
+        monotonic: gives seconds that never jump.
+
+    Raises:
+        RunError: there is nothing to play.
+    """
+
+    def __init__(self, folder: RunFolder, speed: float, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self.folder = folder
+        self.view = View()
+        self._monotonic = monotonic
+        self._speed = speed
+        self._items = EventReader(folder.events).read_raw()
+        if not self._items:
+            raise RunError(f"{folder.path}: no events to replay: has the run begun?")
+        self._due_s = list(_due_times([float(raw["t"]) for raw in self._items]))
+        self._next = 0
+        self._began = monotonic()
+
+    def poll(self) -> bool:
+        """Takes in what is due by now; whether more is due already."""
+        played_s = self._played_s()
+        end = self._next
+        while end < len(self._items) and self._due_s[end] <= played_s and end - self._next < 20_000:
+            end += 1
+        fold_events(self.view, self._items[self._next : end])
+        self._next = end
+        return end < len(self._items) and self._due_s[end] <= played_s
+
+    def status(self) -> Status:
+        """How the run stood at that moment of its life."""
+        view, is_over = self.view, self._next >= len(self._items)
+        last_s = view.last_s or float(self._items[0]["t"])
+        behind_s = max(0.0, self._played_s() - self._due_s[max(0, self._next - 1)])
+        now_s = last_s if is_over else last_s + behind_s
+        facts = RunFacts(
+            end_status=view.end.status if view.end is not None else None,
+            is_trainer_alive=not is_over,
+            event_age_s=now_s - last_s,
+            step_age_s=None if view.last_step_s is None else max(0.0, now_s - view.last_step_s),
+            step_interval_s=view.step_interval_s,
+        )
+        return Status(
+            state=derive_state(facts),
+            age_s=now_s - last_s,
+            now_s=now_s,
+            loaded_frac=1.0,
+            is_replay=True,
+            host=view.start.host if view.start else None,
+            pid=view.start.pid if view.start else None,
+        )
+
+    def _played_s(self) -> float:
+        return (self._monotonic() - self._began) * self._speed
+
+
+def _due_times(times_s: list[float]) -> Iterator[float]:
+    """Seconds from the start of the replay at which each event is due."""
+    due_s, previous_s = 0.0, times_s[0]
+    for time_s in times_s:
+        due_s += min(max(0.0, time_s - previous_s), _LONGEST_GAP_S)
+        previous_s = time_s
+        yield due_s
+
+
+def newest_pictures(folder: Path, limit: int = 64) -> list[Path]:
+    """The sample pictures of a run, newest first; empty where there are none."""
+    try:
+        with os.scandir(folder) as entries:
+            found = [
+                (entry.stat().st_mtime, entry.name)
+                for entry in entries
+                if entry.name.endswith(".png") and not entry.name.startswith(".") and entry.is_file()
+            ]
+    except OSError:
+        return []
+    return [folder / name for _, name in sorted(found, reverse=True)[:limit]]

@@ -1,0 +1,410 @@
+"""What the screen knows of a run: a pure fold of its events. No clock, no files, no widgets."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from segapp.run.events import (
+    FINAL_STATUSES,
+    Alert,
+    Checkpoint,
+    CommandAnswer,
+    DeviceMemory,
+    EpochStart,
+    Event,
+    Gpu0Bsz,
+    Memory,
+    RunEnd,
+    RunStart,
+    Step,
+    StepRun,
+    Val,
+    parse_event,
+)
+from segapp.run.text import printable
+from segapp.run.verdict import MemoryFit, fit_memory
+from segapp.tui.state.history import History, PastVal
+from segapp.tui.state.wording import LogLine, log_line
+
+STICKY_ALERTS = frozenset({"oom", "reverted", "non_finite", "storage"})
+"""Kinds of alert that stay on the screen until somebody has seen them."""
+
+
+class Mark(NamedTuple):
+    """A place on the curve."""
+
+    step: int
+    kind: str
+    """`gpu0_bsz`, `best` or `resume`."""
+    text: str
+
+
+@dataclass
+class Gpu0:
+    """The share of device 0: what holds, what is wished, what became of the last wish."""
+
+    value: int | None = None
+    pending: Gpu0Bsz | None = None
+    last: Gpu0Bsz | None = None
+    """The last change that was applied, cancelled or reverted."""
+    previous: list[int | None] = field(default_factory=list)
+    """Values that held before, the latest last."""
+    ceiling: int | None = None
+    """Samples on device 0 at which it ran out of memory."""
+
+
+@dataclass
+class View:
+    """A run as its events tell it."""
+
+    start: RunStart | None = None
+    first_start_s: float | None = None
+    num_starts: int = 0
+    classes: list[str] = field(default_factory=list)
+    """Made printable."""
+    epoch: int | None = None
+    lr: float | None = None
+    step: Step | None = None
+    """The last one."""
+    history: History = field(default_factory=History)
+    rates: deque[float] = field(default_factory=lambda: deque(maxlen=60))
+    """Images per second of the last steps."""
+    step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=21))
+    split: tuple[int, ...] | None = None
+    """Samples per device of a full batch, as observed."""
+    devices: list[DeviceMemory] = field(default_factory=list)
+    peaks_mib: dict[tuple[int, ...], list[float | None]] = field(default_factory=dict)
+    """Highest allocation of each device under each split."""
+    vals: list[Val | PastVal] = field(default_factory=list)
+    best: Val | PastVal | None = None
+    """The evaluation with the highest mIoU."""
+    checkpoint: Checkpoint | None = None
+    marks: list[Mark] = field(default_factory=list)
+    gpu0: Gpu0 = field(default_factory=Gpu0)
+    pending: dict[str, CommandAnswer] = field(default_factory=dict)
+    """Commands accepted and not yet answered for good."""
+    answers: dict[str, CommandAnswer] = field(default_factory=dict)
+    """Final answers, by id; the last thousand."""
+    phase: str | None = None
+    """As the last heartbeat says: train, eval, save, paused, start."""
+    is_paused: bool = False
+    log: deque[LogLine] = field(default_factory=lambda: deque(maxlen=1000))
+    alert: Alert | None = None
+    """The last one that asks to be seen."""
+    end: RunEnd | None = None
+    last_s: float | None = None
+    """Time of the last event."""
+    last_step_s: float | None = None
+    num_events: int = 0
+    num_bad: int = 0
+    """Events with fields that make no sense."""
+    _raw_step: dict[str, Any] | None = None
+    _raw_memory: dict[str, Any] | None = None
+    _is_memory_stale: bool = False
+    _split_text: bytes = b""
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the run; at least 1."""
+        return max(1, len(self.start.devices) if self.start else 0)
+
+    @property
+    def step_interval_s(self) -> float:
+        """Median time between two `step` events; 0 when unknown."""
+        times = list(self.step_times_s)
+        gaps = sorted(b - a for a, b in pairwise(times))
+        return max(0.0, gaps[len(gaps) // 2]) if gaps else 0.0
+
+    def memory_fit(self) -> MemoryFit:
+        """What the run has shown of its memory so far."""
+        return fit_memory((split, tuple(peaks)) for split, peaks in self.peaks_mib.items())
+
+
+def fold_events(view: View, items: Iterable[dict[str, Any] | StepRun]) -> None:
+    """Takes events in, in order; any content is safe, what makes no sense is counted and left out.
+
+    Args:
+        view: changed in place.
+        items: as `EventReader.read_raw` or `read_skimmed` gives them.
+    """
+    steps: list[int] = []
+    times_s: list[float] = []
+    losses: list[float] = []
+    columns: tuple[list[Any], ...] = (steps, times_s, losses)
+
+    run: StepRun | None = None
+
+    def keep_curve() -> None:
+        if steps:
+            view.history.extend(steps, times_s, losses)
+            for column in columns:
+                column.clear()
+
+    for item in items:
+        if isinstance(item, StepRun):
+            steps += item.step
+            times_s += item.t
+            losses += item.loss
+            view.num_events += len(item.step)
+            run = item
+            if item.split_text != view._split_text:
+                view._split_text = item.split_text
+                _note_run(view, item)
+            view.last_s = item.t[-1]
+            continue
+        view.num_events += 1
+        kind = item["type"]
+        if kind == "step":
+            if _note_step(view, item):
+                steps.append(item["step"])
+                times_s.append(_number(item["t"]))
+                losses.append(_number(item.get("loss")))
+        elif kind == "memory":
+            _note_memory(view, item)
+        elif kind == "heartbeat":
+            _note_heartbeat(view, item)
+        else:
+            if run is not None:
+                _note_run(view, run)
+                run = None
+            keep_curve()
+            _fold_rare(view, item)
+        view.last_s = _number(item["t"])
+    if run is not None:
+        _note_run(view, run)
+    keep_curve()
+    _settle(view)
+
+
+def _number(value: Any) -> float:
+    """A float, or nan for anything that is none."""
+    if isinstance(value, (int, float)):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.nan
+    return math.nan
+
+
+def _note_run(view: View, run: StepRun) -> None:
+    """Looks at the last step of a run; at most of them nobody has to."""
+    last = run.last
+    if last is not None and (view.last_step_s is None or _number(last["t"]) >= view.last_step_s):
+        last_s = view.last_s
+        _note_step(view, last)
+        view.last_s = last_s
+
+
+def _note_step(view: View, raw: dict[str, Any]) -> bool:
+    step = raw.get("step")
+    if type(step) is not int or not 0 <= step < 2**53:
+        view.num_bad += 1
+        return False
+    view._raw_step = raw
+    view.last_s = view.last_step_s = _number(raw["t"])
+    view.step_times_s.append(view.last_step_s)
+    rate = raw.get("images_per_s")
+    if isinstance(rate, float) and math.isfinite(rate):
+        view.rates.append(rate)
+    view.is_paused = False
+    split = raw.get("split")
+    if split and split != view.split:
+        _note_split(view, split)
+    return True
+
+
+def _note_split(view: View, split: Any) -> None:
+    """The last batch of an epoch is short: only a split of the full batch counts."""
+    if not (isinstance(split, (list, tuple)) and all(type(n) is int and 0 <= n < 2**31 for n in split)):
+        return
+    full = view.start.batch_size if view.start else sum(split)
+    if sum(split) == full and tuple(split) != view.split:
+        view.split = tuple(split)
+        view._is_memory_stale = True
+
+
+def _note_memory(view: View, raw: dict[str, Any]) -> None:
+    view._raw_memory = raw
+    devices = raw.get("devices")
+    if view.split is None or not isinstance(devices, list) or not all(isinstance(each, dict) for each in devices):
+        return
+    if view._is_memory_stale:  # its peak may still be one of the split before
+        view._is_memory_stale = False
+        return
+    peaks = view.peaks_mib.setdefault(view.split, [None] * len(view.split))
+    for i, device in enumerate(devices[: len(peaks)]):
+        peak = _number(device.get("peak_mib"))
+        if peak > (peaks[i] or 0.0):
+            peaks[i] = peak
+
+
+def _note_heartbeat(view: View, raw: dict[str, Any]) -> None:
+    phase = raw.get("phase")
+    if isinstance(phase, str):
+        view.phase = printable(phase)[:12]
+        view.is_paused = phase == "paused"
+
+
+def _fold_rare(view: View, raw: dict[str, Any]) -> None:
+    try:
+        event = parse_event(raw)
+    except (ValidationError, ValueError):
+        view.num_bad += 1
+        return
+    line = log_line(event, view.classes, view.vals[-1] if view.vals else None)
+    if isinstance(event, RunStart):
+        _fold_start(view, event)
+    elif isinstance(event, EpochStart):
+        view.epoch, view.lr = event.epoch, event.lr
+        view.phase = "train"
+        _note_split(view, event.split)
+    elif isinstance(event, Val):
+        _fold_val(view, event)
+    elif isinstance(event, Checkpoint):
+        _fold_checkpoint(view, event)
+    else:
+        _fold_control(view, event)
+    if line is not None:
+        view.log.append(line)
+
+
+def _fold_start(view: View, event: RunStart) -> None:
+    view.num_starts += 1
+    view.first_start_s = event.t if view.first_start_s is None else view.first_start_s
+    view.start = event
+    view.classes = [printable(name) for name in event.classes]
+    view.end, view.is_paused, view.phase = None, False, "start"
+    view.pending.clear()
+    view.gpu0.pending = None
+    view.gpu0.value = event.gpu0_bsz if event.gpu0_bsz is not None or view.num_starts == 1 else view.gpu0.value
+    view.step_times_s.clear()
+    _note_split(view, event.split)
+    if event.resumed_from_step is not None:
+        _take_back(view, event.resumed_from_step)
+        view.marks.append(Mark(event.resumed_from_step, "resume", "resumed"))
+
+
+def _take_back(view: View, step: int) -> None:
+    """Forgets what a resumed training will do again."""
+    view.history.drop_after(step)
+    view.vals = [val for val in view.vals if val.step <= step]
+    view.best = max((val for val in view.vals if val.miou is not None), key=_miou, default=None)
+    view.marks = [mark for mark in view.marks if mark.step <= step]
+    if view._raw_step is not None and view._raw_step["step"] > step:
+        view._raw_step = None
+        view.step = None
+
+
+def _miou(val: Val | PastVal) -> float:
+    return val.miou if val.miou is not None and math.isfinite(val.miou) else -1.0
+
+
+def _fold_val(view: View, event: Val) -> None:
+    view.vals.append(event)
+    if len(view.vals) > 64 and view.vals[-65].iou:  # old ones keep their sums, not their classes
+        view.vals[-65] = PastVal.of(view.vals[-65])
+    if event.miou is not None and (view.best is None or _miou(event) > _miou(view.best)):
+        view.best = event
+
+
+def _fold_checkpoint(view: View, event: Checkpoint) -> None:
+    view.checkpoint = event
+    if event.is_best:
+        view.marks.append(Mark(event.step, "best", f"best, epoch {event.epoch}"))
+
+
+def _fold_control(view: View, event: Event) -> None:
+    if isinstance(event, Gpu0Bsz):
+        _fold_gpu0_bsz(view, event)
+    elif isinstance(event, CommandAnswer):
+        _fold_answer(view, event)
+    elif isinstance(event, Alert):
+        if event.kind in STICKY_ALERTS:
+            view.alert = event
+    elif isinstance(event, RunEnd):
+        view.end = event
+        view.pending.clear()
+        view.gpu0.pending = None
+
+
+def _fold_gpu0_bsz(view: View, event: Gpu0Bsz) -> None:
+    gpu0 = view.gpu0
+    if event.status == "pending":
+        gpu0.pending = event
+        return
+    gpu0.pending, gpu0.last = None, event
+    if event.status == "cancelled":
+        return
+    if event.status == "applied":
+        gpu0.previous = [*gpu0.previous[-19:], event.old]
+        gpu0.value = event.new
+    else:
+        gpu0.value, gpu0.previous = event.old, gpu0.previous[:-1]
+        kept = event.split[0] if event.split else event.old
+        is_device_0 = event.new is not None and (kept is None or event.new > kept)
+        if event.new is not None and is_device_0 and "memory" in (event.reason or "memory"):
+            gpu0.ceiling = min(event.new, gpu0.ceiling or event.new)
+        view.alert = Alert(kind="reverted", message=_reverted(event), t=event.t)
+    _note_split(view, event.split)
+    if event.observed_mib and event.split:
+        _note_observed(view, event)
+    step = int(view.history.step[-1]) if view.history.size else 0
+    view.marks.append(Mark(step, "gpu0_bsz", f"gpu0_bsz {_word(event.old)} to {_word(gpu0.value)}"))
+
+
+def _reverted(event: Gpu0Bsz) -> str:
+    reason = f": {event.reason}" if event.reason else ""
+    return f"gpu0_bsz={_word(event.new)} was taken back to {_word(event.old)}{reason}"
+
+
+def _word(value: int | None) -> str:
+    return "even" if value is None else str(value)
+
+
+def _note_observed(view: View, event: Gpu0Bsz) -> None:
+    split = tuple(event.split or ())
+    peaks = view.peaks_mib.setdefault(split, [None] * len(split))
+    for i, peak in enumerate((event.observed_mib or [])[: len(peaks)]):
+        if peak is not None and math.isfinite(peak) and peak > (peaks[i] or 0.0):
+            peaks[i] = peak
+
+
+def _fold_answer(view: View, event: CommandAnswer) -> None:
+    if event.status not in FINAL_STATUSES:
+        view.pending[event.id] = event
+        return
+    view.pending.pop(event.id, None)
+    view.answers[event.id] = event
+    if len(view.answers) > 1000:
+        del view.answers[next(iter(view.answers))]
+    if event.status == "applied" and event.command in ("pause", "resume"):
+        view.is_paused = event.command == "pause"
+
+
+def _settle(view: View) -> None:
+    """Reads the latest step and memory sample in full: once a fold, not once an event."""
+    if view._raw_step is not None:
+        try:
+            step = parse_event(view._raw_step)
+        except ValueError:
+            view.num_bad += 1
+        else:
+            assert isinstance(step, Step)
+            view.step, view.epoch, view.lr = step, step.epoch, step.lr
+        view._raw_step = None
+    if view._raw_memory is not None:
+        try:
+            memory = parse_event(view._raw_memory)
+        except ValueError:
+            view.num_bad += 1
+        else:
+            assert isinstance(memory, Memory)
+            view.devices = memory.devices
+        view._raw_memory = None

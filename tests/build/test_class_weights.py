@@ -1,0 +1,59 @@
+"""Class weights by hand-worked cases, and the cache that notices a changed mask."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from segapp.build.class_weights import cached_frequencies, class_weights
+from segapp.datasets.frequencies import ClassFrequencies
+
+#: 100 valid pixels in two images of 50: class 0 in both, class 1 in one, class 2 in none.
+COUNTS = ClassFrequencies((80, 20, 0), (2, 1, 0), (100, 50, 0), 7, 2)
+
+
+def test_inverse_is_one_over_the_share_with_mean_one() -> None:
+    assert class_weights("inverse", COUNTS) == pytest.approx([1.25 / 3.125, 5 / 3.125, 0.0])
+
+
+def test_enet() -> None:
+    assert class_weights("enet", COUNTS) == pytest.approx([1 / math.log(1.82), 1 / math.log(1.22), 0.0])
+
+
+def test_median_frequency_counts_only_images_that_have_the_class() -> None:
+    # frequencies 80/100 and 20/50, median 0.6
+    assert class_weights("median-frequency", COUNTS) == pytest.approx([0.75, 1.5, 0.0])
+
+
+def test_nothing_valid_and_unknown_rules_are_refused() -> None:
+    with pytest.raises(ValueError, match="no valid pixel"):
+        class_weights("enet", ClassFrequencies((0,), (0,), (0,), 9, 1))
+    with pytest.raises(ValueError, match="inverse, enet, median-frequency"):
+        class_weights("sqrt", COUNTS)
+
+
+def test_counted_once_until_a_mask_changes(tmp_path: Path) -> None:
+    mask = tmp_path / "m.png"
+    mask.write_bytes(b"one")
+    calls: list[int] = []
+
+    def count() -> ClassFrequencies:
+        calls.append(1)
+        return COUNTS
+
+    for _ in range(2):
+        assert cached_frequencies([mask], "key", count, tmp_path / "cache") == COUNTS
+    assert len(calls) == 1
+    cached_frequencies([mask], "other key", count, tmp_path / "cache")
+    assert len(calls) == 2
+    mask.write_bytes(b"other")
+    os.utime(mask, ns=(1, 1))
+    cached_frequencies([mask], "key", count, tmp_path / "cache")
+    assert len(calls) == 3
+    for file in (tmp_path / "cache").iterdir():
+        file.write_text("{broken")
+    assert cached_frequencies([mask], "key", count, tmp_path / "cache") == COUNTS
+    assert len(calls) == 4

@@ -1,0 +1,764 @@
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections import OrderedDict, defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from segapp import failpoints
+from segapp.checkpoint.training_state import (
+    CheckpointStore,
+    capture_rng,
+    load_checkpoint,
+    restore_rng,
+    save_checkpoint,
+    snapshot,
+    verify_checkpoints,
+)
+from segapp.errors import CheckpointError, NonFiniteError, StorageError
+
+SAVE_POINTS = [
+    "ckpt.start",
+    "ckpt.opened",
+    "ckpt.write",
+    "ckpt.before_fsync",
+    "ckpt.after_fsync",
+    "ckpt.verified",
+    "ckpt.before_rename",
+    "ckpt.after_rename",
+    "ckpt.manifest.before_write",
+    "ckpt.manifest.before_fsync",
+    "ckpt.manifest.before_rename",
+    "ckpt.manifest.after_rename",
+    "ckpt.committed",
+    "ckpt.before_link",
+    "ckpt.before_name_rename",
+    "ckpt.after_name_rename",
+    "ckpt.before_retire",
+    "ckpt.retired_name",
+    "ckpt.retired_object",
+    "ckpt.end",
+]
+BEFORE_COMMIT = SAVE_POINTS[: SAVE_POINTS.index("ckpt.manifest.before_rename") + 1]
+
+
+@pytest.fixture(autouse=True)
+def _calm():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    failpoints.arm("")
+
+
+def state_of(step: int) -> dict:
+    """A state whose every number says its step."""
+    return {
+        "model": {"weight": torch.full((40, 50), float(step)), "steps": torch.tensor(step)},
+        "optimizer": {"state": {0: {"exp_avg": torch.full((40, 50), step / 2)}}, "param_groups": [{"lr": 0.1}]},
+        "rng": [step, None],
+    }
+
+
+def save(folder: Path, step: int, **fields):
+    return save_checkpoint(folder, state_of(step), step=step, epoch=1 + step // 10, **fields)
+
+
+def assert_is_whole(state: dict) -> int:
+    """Every number in a state says the same step; returns it."""
+    step = state["rng"][0]
+    assert torch.equal(state["model"]["weight"], torch.full((40, 50), float(step)))
+    assert torch.equal(state["optimizer"]["state"][0]["exp_avg"], torch.full((40, 50), step / 2))
+    return step
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name not in ("objects", "manifest.json"))
+
+
+def damage(path: Path, how: str) -> None:
+    """Changes a file in place, so that every hard link of it is changed."""
+    size = path.stat().st_size
+    with open(path, "r+b") as file:
+        if how == "flip":
+            file.seek(size // 2)
+            byte = file.read(1)[0]
+            file.seek(size // 2)
+            file.write(bytes([byte ^ 16]))
+        elif how == "zeros":
+            file.seek(size // 2 // 4096 * 4096)
+            file.write(bytes(4096))
+        else:
+            file.truncate({"empty": 0, "one": 1, "half": size // 2, "-1": size - 1, "-22": size - 22}[how])
+
+
+# -- what is saved ------------------------------------------------------------------------------------------------
+
+
+def test_real_training_state_comes_back_bit_for_bit(tmp_path):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(), nn.Conv2d(8, 2, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 3, 9, 9)).sum().backward()
+    optimizer.step()
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scaler": torch.amp.GradScaler("cpu").state_dict(),
+        "rng": capture_rng(),
+    }
+    expected = snapshot(state)
+    save_checkpoint(tmp_path, state, step=7, epoch=2, position=3, metric=0.5, config_hash="abc")
+    loaded = load_checkpoint(tmp_path)
+    assert (loaded.step, loaded.epoch, loaded.position, loaded.metric) == (7, 2, 3, 0.5)
+    assert (loaded.config_hash, loaded.is_verified, loaded.messages) == ("abc", True, ())
+    del loaded.state["checkpoint"]
+    assert repr(loaded.state) == repr(expected)
+    for name, tensor in expected["model"].items():
+        assert torch.equal(loaded.state["model"][name], tensor)
+    nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(), nn.Conv2d(8, 2, 1)).load_state_dict(
+        loaded.state["model"]
+    )
+    assert torch.load(tmp_path / "last.pt", weights_only=True)["checkpoint"]["step"] == 7
+
+
+def test_equal_states_have_equal_bytes_under_any_name(tmp_path):
+    one = save(tmp_path / "one", 3).entry
+    two = save(tmp_path / "another", 3, finished_epoch=7).entry
+    assert one.sha256 == two.sha256 == hashlib.sha256((tmp_path / "another" / "epoch_0007.pt").read_bytes()).hexdigest()
+
+
+def test_the_manifest_names_every_file_with_its_sha256_and_size(tmp_path):
+    save(tmp_path, 3, finished_epoch=1, metric=0.1, is_best=True)
+    save(tmp_path, 5)
+    raw = json.loads((tmp_path / "manifest.json").read_text())
+    assert sorted(raw["names"]) == names(tmp_path) == ["best.pt", "epoch_0001.pt", "last.pt"]
+    for name, sha256 in raw["names"].items():
+        content = (tmp_path / name).read_bytes()
+        assert hashlib.sha256(content).hexdigest() == sha256
+        [entry] = [entry for entry in raw["entries"] if entry["sha256"] == sha256]
+        assert entry["size_bytes"] == len(content)
+    assert [(entry["step"], entry["epoch"]) for entry in raw["entries"]] == [(5, 1), (3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (np.float64(0.5), "numpy.float64"),
+        (np.zeros(2), "numpy.ndarray"),
+        (Path("x"), "pathlib"),
+        ({1, 2}, "set"),
+        (defaultdict(list), "collections.defaultdict"),
+        (nn.ReLU(), "torch.nn"),
+        (lambda: 0, "function"),
+        (torch.float32, "torch.dtype"),
+    ],
+)
+def test_anything_but_tensors_and_plain_values_is_refused_by_place_and_type(tmp_path, value, kind):
+    state = {**state_of(1), "best": {"miou": [0.5, value]}}
+    for take in (snapshot, lambda s: save_checkpoint(tmp_path, s, step=1, epoch=1)):
+        with pytest.raises(TypeError, match=r"state\['best'\]\['miou'\]\[1\]") as caught:
+            take(state)
+        assert kind in str(caught.value)
+    assert not (tmp_path / "manifest.json").exists()
+
+
+def test_a_model_without_or_with_a_wrapped_name_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="needs 'model'"):
+        save_checkpoint(tmp_path, {"weights": {}}, step=1, epoch=1)
+    with pytest.raises(ValueError, match=r"module\.weight"):
+        save_checkpoint(tmp_path, {"model": {"module.weight": torch.ones(1)}}, step=1, epoch=1)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("part", ["model", "ema", "optimizer"])
+def test_what_is_not_finite_is_never_committed(tmp_path, bad, part):
+    save(tmp_path, 1)
+    state = state_of(2)
+    state[part] = {"layer": {"weight": torch.tensor([1.0, bad])}}
+    with pytest.raises(NonFiniteError, match=rf"{part}\.layer\.weight is not finite"):
+        save_checkpoint(tmp_path, state, step=2, epoch=1)
+    assert load_checkpoint(tmp_path).step == 1
+
+
+def test_a_metric_that_is_not_finite_is_never_the_best(tmp_path):
+    save(tmp_path, 1, metric=0.5, is_best=True)
+    assert not save(tmp_path, 2, metric=float("nan"), is_best=True).is_best
+    assert load_checkpoint(tmp_path, "best").step == 1
+
+
+# -- snapshot -----------------------------------------------------------------------------------------------------
+
+plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
+tensors = st.builds(
+    lambda shape, dtype: torch.ones(shape).to(dtype),
+    st.lists(st.integers(0, 3), max_size=3),
+    st.sampled_from([torch.float32, torch.float16, torch.int64, torch.bool, torch.complex64]),
+)
+states = st.recursive(
+    plain | tensors,
+    lambda child: (
+        st.lists(child, max_size=3)
+        | st.dictionaries(st.text(max_size=3) | st.integers(), child, max_size=3)
+        | st.tuples(child, child)
+    ),
+    max_leaves=8,
+)
+
+
+def assert_same(one, two):
+    assert type(one) is type(two)
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == two.dtype
+        assert torch.equal(one, two)
+        assert one.numel() == 0 or one.data_ptr() != two.data_ptr()
+    elif isinstance(one, dict):
+        assert list(one) == list(two)
+        for key in one:
+            assert_same(one[key], two[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(two)
+        for left, right in zip(one, two, strict=True):
+            assert_same(left, right)
+    else:
+        assert one == two
+
+
+@settings(max_examples=150, deadline=None)
+@given(states)
+def test_a_snapshot_is_equal_and_shares_nothing(state):
+    assert_same(snapshot(state), state)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(states)
+def test_whatever_a_snapshot_takes_is_read_back_with_weights_only(tmp_path, state):
+    save_checkpoint(tmp_path, {"model": {}, "any": state}, step=1, epoch=1)
+    assert_same(load_checkpoint(tmp_path).state["any"], state)
+
+
+def test_a_snapshot_does_not_follow_the_training_and_keeps_shared_weights_shared():
+    weight = nn.Parameter(torch.ones(3))
+    model = OrderedDict(a=weight, b=weight)
+    model._metadata = {"": {"version": 2}}
+    copy = snapshot({"model": model})
+    with torch.no_grad():
+        weight.zero_()
+    assert copy["model"]["a"].sum() == 3
+    assert copy["model"]["a"] is copy["model"]["b"]
+    assert not copy["model"]["a"].requires_grad
+    assert copy["model"]._metadata == {"": {"version": 2}}
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path):
+    save_checkpoint(tmp_path, {"model": {}, "rng": capture_rng()}, step=1, epoch=1)
+    expected = (random.random(), np.random.rand(3).tolist(), torch.rand(3).tolist(), np.random.normal())
+    restore_rng(load_checkpoint(tmp_path).state["rng"])
+    assert (random.random(), np.random.rand(3).tolist(), torch.rand(3).tolist(), np.random.normal()) == expected
+    with pytest.raises(ValueError, match="random generators"):
+        restore_rng({"python": 3})
+
+
+# -- a crash at any point -----------------------------------------------------------------------------------------
+
+
+def killed_save(folder: Path, armed: str) -> bool:
+    """Saves step 50 in a process of its own with a failpoint; whether it was killed by it."""
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            failpoints.arm(armed)
+            save(folder, 50, finished_epoch=5, metric=0.9, is_best=True, keep=2)
+            os._exit(0)
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+
+@pytest.mark.parametrize("point", SAVE_POINTS)
+def test_sigkill_at_every_point_leaves_the_old_or_the_new_checkpoint(tmp_path, point):
+    num_kills = 0
+    for visit in range(1, 400, 5 if point == "ckpt.write" else 1):
+        folder = tmp_path / str(visit)
+        for step in (10, 20, 30, 40):
+            save(folder, step, finished_epoch=step // 10, metric=step / 100, is_best=step == 20, keep=2)
+        if not killed_save(folder, f"{point}={visit}:kill"):
+            break
+        num_kills += 1
+        for file in folder.glob("*.pt"):
+            assert_is_whole(torch.load(file, weights_only=True))
+        assert [status.problem for status in verify_checkpoints(folder)] == [None] * len(verify_checkpoints(folder))
+        loaded = load_checkpoint(folder)
+        assert loaded.messages == ()
+        assert assert_is_whole(loaded.state) == loaded.step
+        assert loaded.step == (40 if point in BEFORE_COMMIT else 50)
+        assert load_checkpoint(folder, "best").step == (20 if point in BEFORE_COMMIT else 50)
+        assert load_checkpoint(folder, "epoch_0004").step == 40
+        assert CheckpointStore(folder, keep=2).load().step == loaded.step
+        assert assert_is_whole(torch.load(folder / "last.pt", weights_only=True)) == loaded.step
+        # The next save works, tidies up, and nothing is left over.
+        save(folder, 60, finished_epoch=6, keep=2)
+        epochs = ["epoch_0004.pt" if loaded.step == 40 else "epoch_0005.pt", "epoch_0006.pt"]
+        assert names(folder) == ["best.pt", *epochs, "last.pt"]
+        assert len(list((folder / "objects").iterdir())) == len(verify_checkpoints(folder))
+        assert [status.problem for status in verify_checkpoints(folder)] == [None] * len(verify_checkpoints(folder))
+    else:
+        pytest.fail("the sweep did not end")
+    assert num_kills > 0, "the point was never reached"
+
+
+def test_sigkill_in_a_fresh_process_through_the_environment(tmp_path):
+    code = (
+        "import sys, torch; from segapp.checkpoint.training_state import save_checkpoint\n"
+        "for step in (1, 2): save_checkpoint(sys.argv[1], {'model': {'w': torch.ones(9)}}, step=step, epoch=1)"
+    )
+    environment = {**os.environ, "SEGAPP_FAILPOINTS": "ckpt.before_rename=2:kill", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert load_checkpoint(tmp_path).step == 1
+
+
+@pytest.mark.parametrize("error", ["ENOSPC", "EIO", "EROFS"])
+@pytest.mark.parametrize("point", BEFORE_COMMIT)
+def test_an_error_before_the_commit_is_a_storage_error_and_leaves_no_trace(tmp_path, point, error):
+    save(tmp_path, 10)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    failpoints.arm(f"{point}=raise:{error}")
+    with pytest.raises(StorageError, match="cannot write a checkpoint in"):
+        save(tmp_path, 20)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    failpoints.arm("")
+    save(tmp_path, 30)
+    assert load_checkpoint(tmp_path).step == 30
+
+
+@pytest.mark.parametrize("point", ["ckpt.before_link", "ckpt.before_name_rename"])
+def test_an_error_after_the_commit_is_a_message_and_mended_later(tmp_path, point):
+    save(tmp_path, 10)
+    failpoints.arm(f"{point}=raise:EIO")
+    saved = save(tmp_path, 20)
+    assert any("last.pt could not be pointed" in message for message in saved.messages)
+    failpoints.arm("")
+    loaded = load_checkpoint(tmp_path, is_holder=True)
+    assert (loaded.step, loaded.messages) == (20, ())
+    assert torch.load(tmp_path / "last.pt", weights_only=True)["checkpoint"]["step"] == 20
+
+
+def test_everything_is_durable_before_what_refers_to_it(tmp_path, monkeypatch):
+    """The order that ALICE checks: data synced before its name, names synced before the manifest speaks of them."""
+    log, of_fd = [], {}
+    real_open, real_fsync, real_rename = os.open, os.fsync, os.rename
+
+    def spy_open(path, flags, *args, **kwargs):
+        fd = real_open(path, flags, *args, **kwargs)
+        of_fd[fd] = os.path.relpath(path, tmp_path)
+        assert not flags & os.O_TRUNC
+        if flags & os.O_CREAT:
+            assert flags & os.O_EXCL
+        return fd
+
+    monkeypatch.setattr(os, "open", spy_open)
+    monkeypatch.setattr(os, "fsync", lambda fd: (log.append(("fsync", of_fd[fd])), real_fsync(fd))[1])
+    monkeypatch.setattr(
+        os,
+        "rename",
+        lambda old, new: (
+            log.append(("rename", os.path.relpath(old, tmp_path), os.path.relpath(new, tmp_path))),
+            real_rename(old, new),
+        )[1],
+    )
+    entry = save(tmp_path, 10).entry
+    [data] = [item[1] for item in log if item[0] == "rename" and item[2] == f"objects/{entry.object}"]
+    [manifest] = [item[1] for item in log if item[0] == "rename" and item[2] == "manifest.json"]
+    order = [
+        ("fsync", data),
+        ("rename", data, f"objects/{entry.object}"),
+        ("fsync", "objects"),
+        ("fsync", manifest),
+        ("rename", manifest, "manifest.json"),
+        ("fsync", "."),
+    ]
+    assert log[: len(order)] == order
+    assert os.path.dirname(data) == "objects", "the temporary file lies where its target does"
+
+
+# -- damage -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["empty", "one", "half", "-1", "-22", "flip", "zeros"])
+def test_a_damaged_last_falls_back_to_the_one_before_and_is_kept_aside(tmp_path, how):
+    for step in (10, 20, 30):
+        save(tmp_path, step)
+    damage(tmp_path / "last.pt", how)
+    assert [status.problem is None for status in verify_checkpoints(tmp_path)] == [False, True]
+    viewer = load_checkpoint(tmp_path)
+    assert viewer.step == assert_is_whole(viewer.state) == 20
+    assert names(tmp_path) == ["last.pt"], "a reader changes nothing"
+    loaded = load_checkpoint(tmp_path, is_holder=True)
+    assert loaded.step == 20
+    assert "last.pt (epoch 4, step 30) is damaged" in loaded.messages[0]
+    assert names(tmp_path) == ["last.pt", "last.pt.corrupt"]
+    assert [status.problem for status in verify_checkpoints(tmp_path)] == [None]
+    again = load_checkpoint(tmp_path, is_holder=True)
+    assert (again.step, again.messages) == (20, ())
+    assert assert_is_whole(torch.load(tmp_path / "last.pt", weights_only=True)) == 20
+    with pytest.raises(CheckpointError, match="damaged"):
+        load_checkpoint(tmp_path / "last.pt.corrupt")
+
+
+def test_every_single_flipped_bit_and_zeroed_page_is_noticed(tmp_path):
+    save(tmp_path, 10)
+    content = (tmp_path / "last.pt").read_bytes()
+    generator = random.Random(0)
+    for _ in range(100):
+        broken = bytearray(content)
+        broken[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
+        (tmp_path / "last.pt").write_bytes(broken)
+        assert verify_checkpoints(tmp_path)[0].problem
+    for page in range(0, len(content), 4096):
+        if content[page : page + 4096].strip(b"\0"):
+            (tmp_path / "last.pt").write_bytes(content[:page] + bytes(4096) + content[page + 4096 :])
+            assert verify_checkpoints(tmp_path)[0].problem
+    (tmp_path / "last.pt").write_bytes(content)
+    assert verify_checkpoints(tmp_path)[0].problem is None
+
+
+def test_the_two_newest_damaged_go_back_to_the_third_and_name_both(tmp_path):
+    for epoch in (1, 2, 3):
+        save(tmp_path, epoch * 10, finished_epoch=epoch)
+    damage(tmp_path / "epoch_0003.pt", "flip")
+    damage(tmp_path / "epoch_0002.pt", "half")
+    loaded = load_checkpoint(tmp_path, is_holder=True)
+    assert loaded.step == 10
+    assert "step 30) is damaged: its sha256" in loaded.messages[0]
+    assert "step 20) is damaged: it has" in loaded.messages[1]
+    assert "went back to epoch_0001.pt" in loaded.messages[2]
+
+
+def test_all_damaged_is_an_error_that_lists_them_and_changes_nothing(tmp_path):
+    for epoch in (1, 2, 3):
+        save(tmp_path, epoch * 10, finished_epoch=epoch)
+        damage(tmp_path / f"epoch_000{epoch}.pt", "flip")
+    before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match="none of the 3 checkpoints") as caught:
+        load_checkpoint(tmp_path, is_holder=True)
+    assert str(caught.value).count("is damaged") == 3
+    assert caught.value.exit_code == 4
+    assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
+
+
+def test_a_name_put_over_by_another_file_costs_nothing_but_a_message(tmp_path):
+    save(tmp_path, 10)
+    other = tmp_path / "other"
+    other.write_bytes(b"rubbish")
+    os.replace(other, tmp_path / "last.pt")
+    assert "last.pt" in verify_checkpoints(tmp_path)[0].problem
+    with pytest.raises(CheckpointError, match="damaged"):
+        load_checkpoint(tmp_path / "last.pt")
+    loaded = load_checkpoint(tmp_path, is_holder=True)
+    assert loaded.step == 10
+    assert "last.pt is damaged" in loaded.messages[0]
+    assert (tmp_path / "last.pt.corrupt").read_bytes() == b"rubbish"
+    assert verify_checkpoints(tmp_path)[0].problem is None
+
+
+@pytest.mark.parametrize("put", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_a_pipe_a_folder_or_a_link_in_the_place_of_last_hangs_nothing(tmp_path, put):
+    save(tmp_path, 10)
+    (tmp_path / "last.pt").unlink()
+    put(tmp_path / "last.pt")
+    loaded = load_checkpoint(tmp_path, is_holder=True)
+    assert loaded.step == 10
+    assert names(tmp_path) == ["last.pt", "last.pt.corrupt"]
+
+
+def test_a_damaged_best_is_an_error_not_another_checkpoint(tmp_path):
+    save(tmp_path, 10, metric=0.5, is_best=True)
+    save(tmp_path, 20)
+    damage(tmp_path / "best.pt", "flip")
+    with pytest.raises(CheckpointError, match=r"best\.pt is damaged"):
+        load_checkpoint(tmp_path, "best")
+    assert load_checkpoint(tmp_path).step == 20
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda raw: "",
+        lambda raw: "{" * 10,
+        lambda raw: "[]",
+        lambda raw: json.dumps({**raw, "entries": [{**raw["entries"][0], "object": "../../x.pt"}], "names": {}}),
+        lambda raw: json.dumps({**raw, "entries": [{**raw["entries"][0], "size_bytes": "many"}]}),
+    ],
+)
+def test_a_damaged_manifest_commits_nothing_and_costs_no_byte(tmp_path, change):
+    save(tmp_path, 10)
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text(change(json.loads(manifest.read_text())))
+    with pytest.raises(CheckpointError, match=r"manifest|sha256|none of the 1"):
+        load_checkpoint(tmp_path, is_holder=True)
+    [kept] = [path.read_bytes() for path in (tmp_path / "objects").iterdir()]
+    # A person names the file: it is read on its own checksums, and later saves do not remove what was there.
+    shutil.copy(tmp_path / "last.pt", tmp_path / "mine.pt")
+    assert load_checkpoint(tmp_path / "mine.pt").step == 10
+    for step in (20, 30, 40, 50):
+        save(tmp_path, step)
+    assert kept in [path.read_bytes() for path in (tmp_path / "objects").iterdir()]
+
+
+@pytest.mark.parametrize(("field", "value"), [("sha256", "0" * 64), ("step", 11), ("epoch", 9), ("size_bytes", 5)])
+def test_a_manifest_that_tells_another_story_than_the_file_is_not_believed(tmp_path, field, value):
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    raw = json.loads((tmp_path / "manifest.json").read_text())
+    raw["entries"][0][field] = value
+    (tmp_path / "manifest.json").write_text(json.dumps(raw))
+    assert load_checkpoint(tmp_path).step == 10
+
+
+def test_a_lost_manifest_says_which_files_can_be_named(tmp_path):
+    save(tmp_path, 10, finished_epoch=1)
+    (tmp_path / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"epoch_0001\.pt, last\.pt"):
+        load_checkpoint(tmp_path)
+    assert load_checkpoint(tmp_path / "epoch_0001.pt").messages
+
+
+def test_the_newest_is_the_last_commit_not_the_highest_step(tmp_path):
+    for step in (10, 20, 30):
+        save(tmp_path, step)
+    save(tmp_path, 15)
+    (tmp_path / "objects" / "00000999-0123456789abcdef.pt").write_bytes(b"")
+    assert load_checkpoint(tmp_path).step == 15
+
+
+# -- files from elsewhere -----------------------------------------------------------------------------------------
+
+
+def test_a_copy_without_a_manifest_loads_with_a_warning(tmp_path):
+    save(tmp_path / "run" / "checkpoints", 10)
+    shutil.copy(tmp_path / "run" / "checkpoints" / "last.pt", tmp_path / "copy.pt")
+    loaded = load_checkpoint(tmp_path / "copy.pt")
+    assert (loaded.step, loaded.is_verified) == (10, False)
+    assert "no manifest" in loaded.messages[0]
+    assert load_checkpoint(tmp_path / "run").is_verified
+    assert load_checkpoint(tmp_path / "run" / "checkpoints" / "last.pt").is_verified
+    damage(tmp_path / "copy.pt", "flip")
+    with pytest.raises(CheckpointError, match="damaged"):
+        load_checkpoint(tmp_path / "copy.pt")
+
+
+class Evil:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (os.system, (f"touch {self.path}",))
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_a_malicious_pickle_does_not_run(tmp_path, is_zip, monkeypatch):
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    canary = tmp_path / "canary"
+    path = tmp_path / "evil.pt"
+    torch.save({"model": {}, "x": Evil(canary)}, path, _use_new_zipfile_serialization=is_zip)
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(path)
+    assert not canary.exists()
+    assert not is_zip or "could run code" in str(caught.value)
+
+
+def test_a_malicious_pickle_with_a_fitting_manifest_does_not_run_either(tmp_path):
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    canary, target = tmp_path / "canary", tmp_path / "last.pt"
+    torch.save({"model": {}, "x": Evil(canary)}, target)
+    raw = json.loads((tmp_path / "manifest.json").read_text())
+    content = target.read_bytes()
+    raw["entries"][0] |= {"sha256": hashlib.sha256(content).hexdigest(), "size_bytes": len(content)}
+    (tmp_path / "manifest.json").write_text(json.dumps(raw))
+    loaded = load_checkpoint(tmp_path)
+    assert loaded.step == 10
+    assert "could run code" in loaded.messages[0]
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda path: path.write_bytes(b""), "damaged or no checkpoint"),
+        (lambda path: path.write_text("hello"), "damaged or no checkpoint"),
+        (lambda path: torch.save({"weight": torch.ones(1)}, path), "not a checkpoint of segapp"),
+        (lambda path: torch.save([1], path), "not a checkpoint of segapp"),
+        (lambda path: torch.save({"model": {}, "checkpoint": {"format": 99}}, path), "format 99"),
+        (lambda path: torch.save({"model": {}, "checkpoint": {"format": 1}}, path), "step, epoch and position"),
+        (os.mkfifo, "no such file"),
+        (lambda path: None, "no such file"),
+    ],
+)
+def test_what_is_no_checkpoint_of_ours_is_one_clear_error(tmp_path, make, says):
+    make(tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match=says):
+        load_checkpoint(tmp_path / "x.pt")
+
+
+def test_a_newer_manifest_is_refused_and_an_empty_folder_is_no_new_training(tmp_path):
+    with pytest.raises(CheckpointError, match="nothing is committed"):
+        load_checkpoint(tmp_path)
+    save(tmp_path, 10)
+    raw = json.loads((tmp_path / "manifest.json").read_text())
+    (tmp_path / "manifest.json").write_text(json.dumps({**raw, "format": 2}))
+    for use in (load_checkpoint, verify_checkpoints, lambda folder: save(folder, 20)):
+        with pytest.raises(CheckpointError, match="newer segapp"):
+            use(tmp_path)
+
+
+def test_a_name_that_was_never_committed_is_told_with_those_that_were(tmp_path):
+    save(tmp_path, 10)
+    with pytest.raises(CheckpointError, match=r"no such checkpoint is committed: there are last\.pt"):
+        load_checkpoint(tmp_path, "best")
+
+
+@pytest.mark.slow
+def test_two_thousand_mutants_are_refused_or_read_and_never_crash(tmp_path):
+    save(tmp_path / "c", 10)
+    content = (tmp_path / "c" / "last.pt").read_bytes()
+    generator = random.Random(1)
+    for _ in range(2000):
+        broken = bytearray(content)
+        for _ in range(generator.randrange(1, 20)):
+            broken[generator.randrange(len(broken))] = generator.randrange(256)
+        (tmp_path / "x.pt").write_bytes(
+            broken[: generator.randrange(len(broken))] if generator.random() < 0.2 else broken
+        )
+        with contextlib.suppress(CheckpointError):
+            load_checkpoint(tmp_path / "x.pt")
+
+
+# -- space and retention ------------------------------------------------------------------------------------------
+
+
+def test_retention_keeps_n_epochs_the_best_and_two_of_the_newest(tmp_path):
+    for epoch in range(1, 13):
+        save(tmp_path, epoch * 10, finished_epoch=epoch, metric=1.0 if epoch == 3 else 0.1, is_best=epoch == 3, keep=2)
+        if epoch in (5, 9):
+            save(tmp_path, epoch * 10 + 5, keep=2)
+    assert names(tmp_path) == ["best.pt", "epoch_0011.pt", "epoch_0012.pt", "last.pt"]
+    assert load_checkpoint(tmp_path, "best").step == 30
+    assert len(list((tmp_path / "objects").iterdir())) == 3
+    inode = (tmp_path / "last.pt").stat().st_ino
+    assert inode == (tmp_path / "epoch_0012.pt").stat().st_ino, "kept copies cost no space"
+    for step in (121, 122, 123):
+        save(tmp_path, step, keep=2)
+    assert len(verify_checkpoints(tmp_path)) == 5
+    assert names(tmp_path) == ["best.pt", "epoch_0011.pt", "epoch_0012.pt", "last.pt"]
+
+
+def test_leftovers_of_dead_writers_are_removed_and_unknown_files_left_alone(tmp_path):
+    save(tmp_path, 10)
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    for name in (
+        f".tmp-20-{dead.pid}-abcd",
+        f"objects/.tmp-20-{dead.pid}-abcd",
+        "objects/00000020-0123456789abcdef.pt",
+    ):
+        (tmp_path / name).write_bytes(b"x")
+    for name in (f".tmp-20-{os.getppid()}-abcd", "notes.txt", "epoch_9999.pt", "last.pt.corrupt"):
+        (tmp_path / name).write_bytes(b"y")
+    save(tmp_path, 20)
+    found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    found = {name for name in found if (tmp_path / name).stat().st_size == 1}
+    assert found == {f".tmp-20-{os.getppid()}-abcd", "notes.txt", "epoch_9999.pt", "last.pt.corrupt"}
+
+
+def test_too_little_space_is_seen_before_a_byte_is_written_and_frees_what_would_go_anyway(tmp_path, monkeypatch):
+    for epoch in (1, 2, 3):
+        save(tmp_path, epoch * 10, finished_epoch=epoch, keep=3)
+    monkeypatch.setattr("segapp.run.checkpoints.free_bytes", lambda path: 1000)
+    with pytest.raises(StorageError, match=r"it needs 0\.1 MiB, 0\.0 MiB are free"):
+        save(tmp_path, 40, finished_epoch=4, keep=3)
+    assert names(tmp_path) == ["epoch_0002.pt", "epoch_0003.pt", "last.pt"]
+    assert load_checkpoint(tmp_path).step == 30
+
+
+def test_a_file_size_limit_is_a_storage_error_and_leaves_the_old_one(tmp_path):
+    save(tmp_path, 10)
+    size = (tmp_path / "last.pt").stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, limits[1]))
+    try:
+        with pytest.raises(StorageError, match=r"File too large.*ulimit"):
+            save(tmp_path, 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert load_checkpoint(tmp_path).step == 10
+    assert len(list((tmp_path / "objects").iterdir())) == 1
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 300 KiB: room for four checkpoints."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", disk], capture_output=True, check=False)
+    if done.returncode != 0:
+        pytest.skip("mounting a tmpfs needs root and the right to mount")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def test_a_disk_that_fills_up_keeps_the_old_and_gives_its_space_back(small_disk, monkeypatch):
+    save(small_disk, 10)
+    (small_disk / "ballast").write_bytes(bytes(shutil.disk_usage(small_disk).free - 12 * 1024))
+    with pytest.raises(StorageError, match=r"it needs .* MiB are free"):
+        save(small_disk, 20)
+    # The same without the look ahead: the write itself fails.
+    monkeypatch.setattr("segapp.run.checkpoints.free_bytes", lambda path: 2**40)
+    free = shutil.disk_usage(small_disk).free
+    with pytest.raises(StorageError, match="No space left"):
+        save(small_disk, 20)
+    assert shutil.disk_usage(small_disk).free == free
+    assert load_checkpoint(small_disk).step == 10
+    (small_disk / "ballast").unlink()
+    save(small_disk, 20)
+    assert load_checkpoint(small_disk).step == 20
+
+
+def test_a_read_only_disk_is_a_storage_error_and_still_readable(small_disk):
+    save(small_disk, 10)
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(StorageError, match=r"Read-only file system.*writable"):
+        save(small_disk, 20)
+    loaded = load_checkpoint(small_disk, is_holder=True)
+    assert (loaded.step, loaded.messages) == (10, ())
+
+
+def test_without_hard_links_the_names_are_copies(tmp_path, monkeypatch):
+    def no_links(*_args, **_kwargs):
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", no_links)
+    for epoch in (1, 2, 3, 4):
+        save(tmp_path, epoch * 10, finished_epoch=epoch, metric=0.1 * epoch, is_best=epoch == 2, keep=2)
+    assert names(tmp_path) == ["best.pt", "epoch_0003.pt", "epoch_0004.pt", "last.pt"]
+    assert all(status.problem is None for status in verify_checkpoints(tmp_path))
+    for entry in list((tmp_path / "objects").iterdir()):
+        if entry.name.startswith("00000040"):
+            damage(entry, "flip")
+    assert load_checkpoint(tmp_path).step == 40, "its copy under last.pt is intact"

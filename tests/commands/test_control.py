@@ -1,0 +1,191 @@
+"""Trainers as processes of their own, steered with the real program."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from segapp.commands.control import control_run, run_to_attach
+from segapp.commands.spawn import is_interactive
+from segapp.config import RunConfig, dump_config
+from segapp.errors import CommandError, RunError
+from segapp.run.commands import parse_command, send_command
+from segapp.run.folder import RunFolder
+from segapp.run.state import run_state
+from tests.support.live_runs import assert_answered_once, background, ended_after, seen, small, three_devices, wait_for
+from tests.support.runs import events, segapp, train
+
+
+def written(config: RunConfig, folder: Path) -> Path:
+    path = folder / "tiny.yaml"
+    path.write_text(dump_config(config))
+    return path
+
+
+def ctl(folder: Path, *words: str, timeout_s: float = 100, **options: Any) -> int:
+    """What `segapp ctl RUN ... --wait` does, without the time that a new interpreter takes."""
+    return control_run(str(folder), list(words), wait=True, timeout_s=timeout_s, **options)
+
+
+def test_a_detached_training_lives_on_and_does_what_ctl_says(
+    tiny: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(three_devices(tiny, 10_000), tmp_path)
+    run = tmp_path / "runs" / "tiny"
+    with ended_after(run):
+        started = segapp("train", "--config", "tiny.yaml", "--detach", cwd=tmp_path)
+        assert started.returncode == 0, started.stderr
+        assert "segapp attach tiny" in started.stdout
+        holder = RunFolder(run).read_holder()
+        assert holder is not None
+        assert os.getsid(holder.pid) == os.getpgid(holder.pid) == holder.pid  # no terminal's session
+        os.kill(holder.pid, signal.SIGHUP)
+
+        assert ctl(run, "pause") == 0
+        paused_at = events(run, "step")[-1]["step"]
+        os.kill(holder.pid, signal.SIGUSR1)
+        wait_for(lambda: [e for e in seen(run, "checkpoint") if e["step"] == paused_at])
+        wait_for(lambda: seen(run, "memory"))
+        status = json.loads(segapp("status", "tiny", "--json", cwd=tmp_path).stdout)
+        assert (status["phase"], status["state"] in ("live", "busy")) == ("paused", True)
+        assert status["devices"][0]["used_mib"] > 50
+        assert ctl(run, "checkpoint") == 0
+        assert events(run, "step")[-1]["step"] == paused_at
+        assert ctl(run, "resume") == 0
+
+        capsys.readouterr()
+        assert ctl(run, "set", "gpu0_bsz=3") == 0
+        said = capsys.readouterr().out
+        assert said.index("split 3·1·1 of 5") < said.index("accepted: from epoch") < said.index("applied")
+        wait_for(lambda: events(run, "step")[-1]["split"] == [3, 1, 1])
+        assert ctl(run, "set", "gpu0_bsz=6") == 1  # refused here
+        assert ctl(run, "cancel") == 1  # refused there
+        with pytest.raises(CommandError, match="did you mean pause"):
+            ctl(run, "pauze")
+        assert ctl(run, "stop", after_epoch=True) == 0
+    assert events(run, "run_end")[-1]["exit_code"] == 75
+    assert events(run, "run_end")[-1]["step"] % 2 == 0
+    assert_answered_once(run)
+    with pytest.raises(RunError, match="tiny is stopped"):
+        ctl(run, "pause")
+
+
+def test_what_goes_wrong_before_a_detached_training_begins_is_told_here(tiny: dict[str, Any], tmp_path: Path) -> None:
+    written(small(tiny), tmp_path)
+    lost = segapp("train", "--config", "tiny.yaml", "--detach", "data.root=nowhere", cwd=tmp_path)
+    assert lost.returncode == 3
+    assert lost.stderr.startswith("error: ")
+    assert "nowhere" in lost.stderr
+    wrong = segapp("train", "--config", "tiny.yaml", "--detach", "train.epoch=3", cwd=tmp_path)
+    assert (wrong.returncode, "did you mean train.epochs?" in wrong.stderr) == (2, True)
+    with RunFolder.create(path=tmp_path / "held"):
+        busy = segapp("train", "--config", "tiny.yaml", "--detach", "--run", "held", cwd=tmp_path)
+    assert (busy.returncode, str(os.getpid()) in busy.stderr) == (9, True)
+
+
+@pytest.mark.slow
+def test_killed_with_a_wish_that_waits_and_with_one_that_is_applied(tiny: dict[str, Any], tmp_path: Path) -> None:
+    config = three_devices(tiny)
+    assert train(config, tmp_path / "whole") == 0
+    path, run = written(config, tmp_path), tmp_path / "run"
+    # Two steps an epoch. It waits 5 s before the second step, in which the wish is sent, and dies in it.
+    with background(path, cwd=tmp_path, SEGAPP_FAILPOINTS="train.step=2:sleep:5;train.backward=2:kill") as process:
+        wait_for(lambda: seen(run, "step"), process=process)
+        wish = send_command(run, parse_command("set gpu0_bsz=0"))
+        assert process.wait(100) == -signal.SIGKILL
+    assert [e["status"] for e in events(run, "command")] == ["accepted"]
+    # It begins anew, takes the wish up and applies it at once, and dies before any checkpoint tells of it.
+    with background(path, "--resume", cwd=tmp_path, SEGAPP_FAILPOINTS="train.backward=2:kill") as process:
+        assert process.wait(100) == -signal.SIGKILL
+    answers = [(e["id"], e["status"]) for e in events(run, "command")]
+    assert answers[-1] == (wish, "applied")
+    with background(path, "--resume", cwd=tmp_path) as process:
+        assert process.wait(100) == 0
+    assert_answered_once(run)
+    assert [(e["step"], e["split"]) for e in events(run, "step")] == [(step, [0, 3, 2]) for step in range(1, 7)]
+    found, expected = ([e["loss"] for e in events(each, "step")] for each in (run, tmp_path / "whole"))
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_two_ranks_pause_save_and_stop_together(tiny: dict[str, Any], tmp_path: Path) -> None:
+    config = small(tiny, 10_000, parallel={"mode": "ddp", "devices": ["cpu", "cpu"]})
+    path, run = written(config, tmp_path), tmp_path / "run"
+    with background(path, cwd=tmp_path) as launcher:
+        wait_for(lambda: seen(run, "step"), process=launcher)
+        assert ctl(run, "set", "gpu0_bsz=1") == 1
+        assert "every rank" in events(run, "command")[-1]["reason"]
+        assert ctl(run, "pause") == 0
+        paused_at = events(run, "step")[-1]["step"]
+        launcher.send_signal(signal.SIGUSR1)
+        wait_for(lambda: [e for e in seen(run, "checkpoint") if e["step"] == paused_at])
+        assert events(run, "step")[-1]["step"] == paused_at
+        memory = wait_for(lambda: seen(run, "memory"))[-1]
+        assert len({e["used_mib"] for e in memory["devices"]}) == 2  # each rank its own
+        assert ctl(run, "resume") == 0
+        assert ctl(run, "set", "lr_factor=0.5") == 0
+        assert ctl(run, "stop") == 0
+        assert launcher.wait(100) == 75
+    assert events(run, "run_end")[-1]["exit_code"] == 75
+    assert_answered_once(run)
+
+
+def test_nobody_is_asked_who_is_not_there(tiny: dict[str, Any], tmp_path: Path) -> None:
+    assert train(small(tiny, 1), tmp_path / "run") == 0
+    with pytest.raises(RunError, match="run is finished"):
+        ctl(tmp_path / "run", "pause")
+    with pytest.raises(CommandError, match="belongs to stop"):
+        ctl(tmp_path / "run", "pause", after_epoch=True)
+    # A command that came too late is answered by whoever opens the run next.
+    send_command(tmp_path / "run", parse_command("set lr_factor=0.1"))
+    assert segapp("train", "--resume", tmp_path / "run", cwd=tmp_path).returncode == 0
+    assert assert_answered_once(tmp_path / "run")["set lr_factor=0.1"]["status"] == "rejected"
+
+
+def test_attach_means_the_newest_run_that_trains_else_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folders = [RunFolder.create(name) for name in ("old", "new")]
+    for age, folder in enumerate(folders):
+        with folder:
+            folder.write_info()
+        for file in (folder.run_json, folder.lock):
+            os.utime(file, (1e9 + age, 1e9 + age))
+    assert run_to_attach(None).name == "new"
+    assert run_to_attach("old").name == "old"
+    with folders[0]:
+        os.utime(folders[0].lock, (1e9, 1e9))
+        assert run_to_attach(None).name == "old"
+        assert run_state(folders[0].path) in ("live", "busy")
+
+
+class Stream:
+    def __init__(self, is_terminal: bool) -> None:
+        self.is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+
+@pytest.mark.parametrize(
+    ("stdin", "stderr", "environ", "expected"),
+    [
+        (True, True, {"TERM": "xterm-256color"}, True),
+        (False, True, {"TERM": "xterm-256color"}, False),
+        (True, False, {"TERM": "xterm-256color"}, False),
+        (True, True, {"TERM": "dumb"}, False),
+        (True, True, {"TERM": "unknown"}, False),
+        (True, True, {}, False),
+        (True, True, {"TERM": "tmux", "RANK": "0", "WORLD_SIZE": "2"}, False),
+    ],
+)
+def test_a_screen_is_shown_only_where_there_is_one(
+    stdin: bool, stderr: bool, environ: dict[str, str], expected: bool
+) -> None:
+    assert is_interactive(Stream(stdin), Stream(stderr), environ) is expected  # type: ignore[arg-type]

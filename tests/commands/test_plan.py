@@ -1,0 +1,84 @@
+"""`segapp plan` and `segapp profile` as a person meets them."""
+
+import json
+
+import pytest
+import yaml
+
+from segapp.memory.simulated import is_supported
+from tests.support.runs import segapp
+
+
+@pytest.fixture
+def folder(tiny, tmp_path):
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--gpus", "three cards"], ["--gpus", "3x24220MiB"]),
+        (["--gpus", "2x8GiB", "parallel.mode=single"], ["parallel.mode = single", "2"]),
+        (["--gpus", "8GiB", "parallel.mode=model"], ["parallel.mode = model"]),
+        (["--gpus", "3x8GiB", "parallel.mode=ddp"], ["3 ranks", "train.batch_size = 2"]),
+        (["--gpus", "3x8GiB", "parallel.shares=[1,1]"], ["parallel.shares", "3"]),
+        pytest.param(["--gpus", "2x8GiB", "model.name=deeplabv9"], ["model.name"], marks=pytest.mark.slow),
+        (["--gpus", "2x8GiB", "--run", "nowhere"], ["nowhere"]),
+    ],
+)
+def test_what_cannot_be_planned_is_one_clear_line(folder, arguments, named):
+    done = segapp("plan", "--config", "tiny.yaml", *arguments, cwd=folder)
+    assert done.returncode == 2, (done.stdout, done.stderr)
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    for part in named:
+        assert part in done.stderr
+
+
+def test_no_config_is_one_clear_line(folder):
+    done = segapp("plan", "--gpus", "8GiB", cwd=folder)
+    assert done.returncode == 2
+    assert "--config FILE is missing" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_supported(), reason="this torch cannot register a device in Python")
+def test_a_plan_as_json(folder):
+    done = segapp("plan", "--config", "tiny.yaml", "train.batch_size=4", "--gpus", "2x2GiB,1GiB", "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [row["gpu0_bsz"] for row in found["rows"]] == list(range(5))
+    for row in found["rows"]:
+        assert sum(row["split"]) == 4
+        assert len(row["split"]) == len(row["peak_mib"]) == 3
+        assert row["fits"]
+    assert found["best"]["gpu0_bsz"] in range(5)
+    assert found["max_batch"] > 4
+    assert {advice["in_use"] for advice in found["advice"]} <= {True, False}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_supported(), reason="this torch cannot register a device in Python")
+def test_a_plan_as_text_says_that_nothing_fits(folder):
+    text = segapp("plan", "--config", "tiny.yaml", "--gpus", "300MiB", cwd=folder)
+    assert text.returncode == 0, text.stderr
+    assert "largest batch that fits: none" in text.stdout
+    assert "won't fit" in text.stdout
+
+
+def test_a_profile_names_the_phases_and_parts(folder):
+    done = segapp("profile", "--config", "tiny.yaml", "--steps", "1", "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert set(found["phase_s"]) == {"data", "forward", "loss", "backward", "step"}
+    assert all(seconds > 0 for seconds in found["phase_s"].values())
+    assert found["peaks"][0]["backward"]["mib"] >= found["peaks"][0]["step"]["mib"] > 0
+    assert found["peaks"][0]["step"]["by_kind"]["optimizer"] == pytest.approx(
+        2 * found["peaks"][0]["step"]["by_kind"]["weights"], rel=0.1
+    )  # AdamW
+    assert any(name.startswith("backbone") for name in found["module_s"])
+    two = segapp("profile", "--config", "tiny.yaml", "--steps", "1", "parallel.devices=[cpu,cpu]", cwd=folder)
+    assert two.returncode == 0, two.stderr
+    assert "split 1+1" in two.stdout

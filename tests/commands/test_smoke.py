@@ -1,0 +1,101 @@
+"""The smoke run: what it says against what a whole run does, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from segapp.commands.smoke import Measured, need, report_lines
+from segapp.config import dump_config, validate_config
+from tests.support.runs import events, merged, segapp, train
+
+FOUND = Measured(
+    step_s=0.5,
+    data_wait_frac=0.1,
+    eval_image_s=0.2,
+    copy_s=0.25,
+    save_s=1.0,
+    checkpoint_bytes=1000,
+    step_event_bytes=300,
+    memory_event_bytes=200,
+    tensorboard_step_bytes=40,
+    samples_bytes=5000,
+    peak_mib={"cpu": 900.0},
+    resumed_step=4,
+)
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Every file with its time and content."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+def test_it_foretells_a_run_and_touches_no_other(tiny: dict[str, Any], tmp_path: Path) -> None:
+    config = merged(tiny, train={"epochs": 2}, log={"tensorboard": True, "every_steps": 1}, name="tiny")
+    (tmp_path / "tiny.yaml").write_text(dump_config(config))
+    assert train(config, tmp_path / "runs" / "tiny") == 0
+    before = snapshot(tmp_path)
+    result = segapp("train", "--config", "tiny.yaml", "--smoke", "--json", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert snapshot(tmp_path) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "tiny.yaml"]
+
+    report = json.loads(result.stdout)
+    measured, full = report["measured"], report["full_run"]
+    run = tmp_path / "runs" / "tiny"
+    vals = events(run, "val")
+    assert full["steps"] == events(run, "step")[-1]["step"] == 10
+    assert (full["evaluations"], full["saves"]) == (len(vals), len(events(run, "checkpoint")))
+    assert (full["num_train"], full["num_val"]) == (10, vals[0]["num_images"])
+    assert full["total_s"] == pytest.approx(full["train_s"] + full["eval_s"] + full["save_s"])
+    assert full["train_s"] == pytest.approx(10 * measured["step_s"])
+    assert measured["resumed_step"] == 4
+    size = max(path.stat().st_size for path in (run / "checkpoints").glob("*.pt"))
+    assert measured["checkpoint_bytes"] == pytest.approx(size, rel=0.1)
+    assert 200 < full["peak_mib"]["cpu"] < 8000
+    length = (run / "events.jsonl").stat().st_size
+    assert length / 4 < full["events_bytes"] < 4 * length
+    pictures = sum(p.stat().st_size for kind in ("tensorboard", "samples") for p in (run / kind).rglob("*"))
+    assert pictures / 4 < full["tensorboard_bytes"] < 4 * pictures
+
+
+def test_a_failing_run_fails_alike_and_leaves_nothing(tiny: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(dump_config(validate_config(tiny)))
+    cases = [
+        (("data.root=nowhere",), 3, "segapp check --config tiny.yaml"),
+        (("optim.lr=1e30", "train.max_bad_steps=1", "schedule.warmup_steps=0"), 5, "error: "),
+        (("--resume",), 2, "--smoke tries a new training"),
+        (("parallel.mode=ddp", "parallel.devices=[cpu,cpu]"), 2, "--smoke runs in one process"),
+        (("model.weights=gone.pt",), 4, "no file gone.pt"),
+    ]
+    for words, code, message in cases:
+        result = segapp("train", "--config", "tiny.yaml", "--smoke", *words, cwd=tmp_path)
+        assert (result.returncode, result.stdout) == (code, ""), result.stderr
+        assert message in result.stderr
+        assert "Traceback" not in result.stderr
+        assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
+    result = segapp("train", "--config", "tiny.yaml", "--json", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "--json belongs to --smoke" in result.stderr
+
+
+def test_the_arithmetic_of_a_whole_run(tiny: dict[str, Any]) -> None:
+    config = merged(
+        tiny,
+        train={"epochs": 10, "batch_size": 2, "accumulate": 2},
+        eval={"every_epochs": 4},
+        checkpoint={"every_epochs": 5, "every_steps": 20, "keep": 3},
+        log={"every_steps": 10, "tensorboard": True},
+    )
+    found = need(config, 2, FOUND, num_train=21, num_val=6, free_bytes=100)
+    assert found.steps == 10 * 5  # 10 full batches of 2, two of them a step
+    assert (found.evaluations, found.saves) == (3, 2 + 2)  # epochs 4, 8 and 10; every 5 epochs and every 20 steps
+    assert (found.train_s, found.eval_s, found.save_s) == (25.0, pytest.approx(3.6), 1.0)
+    assert found.checkpoints_bytes == 5000
+    lines = report_lines(config, FOUND, found)
+    assert "50 steps, 3 evaluations of 6 images" in lines[2]
+    assert lines[-1] == "  the disk is too small: lower checkpoint.keep, or choose another folder with --run"

@@ -1,0 +1,281 @@
+"""Evaluation: windows, sizes, averages, and the official Cityscapes evaluator."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import cv2
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from segapp.datasets.loader import Batch
+from segapp.inference.evaluate import evaluate
+from segapp.inference.normalize import Normalizer
+from segapp.inference.sliding import Inference, window_corners
+from segapp.losses import CriterionCE, CriterionDice, CriterionLovasz, upsample_probabilities
+from segapp.metrics import ConfusionMatrix
+from tests.support.runs import draw_scene, merged, segapp, train
+
+CPU = torch.device("cpu")
+NORMALIZER = Normalizer((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+
+
+class ColorNet(nn.Module):
+    """Logits are the averaged colours of 2 x 2 pixels; takes multiples of 4, as a strided network does."""
+
+    def suitable_size(self, height: int, width: int) -> tuple[int, int]:
+        return -(-height // 4) * 4, -(-width // 4) * 4
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        assert images.shape[-2] % 4 == images.shape[-1] % 4 == 0
+        return (F.avg_pool2d(images, 2) * 20,)
+
+
+def batch(height: int, width: int, seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randint(0, 256, (1, 3, height, width), generator=generator, dtype=torch.uint8)
+    target = torch.randint(0, 3, (1, height, width), generator=generator, dtype=torch.uint8)
+    target[:, :3] = 255
+    return Batch(images, target, (seed,))
+
+
+def test_images_of_different_sizes_equal_the_straightforward_way() -> None:
+    batches = [batch(16, 24, 0), batch(13, 18, 1), batch(9, 31, 2)]
+    found = evaluate(
+        ColorNet(), batches, Inference(NORMALIZER), num_classes=3, ignore_index=255, device=CPU, criterion=CriterionCE()
+    )
+    hits = np.zeros((3, 3), np.int64)
+    loss_sum, count = 0.0, 0
+    for each in batches:
+        height, width = each.target.shape[-2:]
+        size = ColorNet().suitable_size(height, width)
+        padded = F.pad(each.images.double() / 255, (0, size[1] - width, 0, size[0] - height))
+        logits = F.avg_pool2d(padded, 2) * 20
+        full = F.interpolate(logits, size, mode="bilinear", align_corners=True)[..., :height, :width]
+        target = each.target.long()
+        loss_sum += float(F.cross_entropy(full, target, ignore_index=255, reduction="sum"))
+        count += int((target != 255).sum())
+        prediction = full.argmax(1)
+        for t, p in zip(target[target != 255].tolist(), prediction[target != 255].tolist(), strict=True):
+            hits[t, p] += 1
+    iou = [hits[c, c] / (hits[c].sum() + hits[:, c].sum() - hits[c, c]) for c in range(3)]
+    assert found.scores.iou == pytest.approx(iou, abs=2e-3)  # argmax ties between float32 and float64
+    assert found.loss == pytest.approx(loss_sum / count, rel=1e-5)
+    assert found.num_images == 3
+
+
+@given(
+    st.integers(1, 60),
+    st.integers(1, 60),
+    st.integers(1, 70),
+    st.integers(1, 70),
+    st.sampled_from([0.0, 1 / 3, 0.5, 0.9]),
+)
+def test_windows_cover_every_pixel_and_stay_inside(h: int, w: int, wh: int, ww: int, overlap: float) -> None:
+    window = (min(wh, h), min(ww, w))
+    covered = np.zeros((h, w), int)
+    for top, left in window_corners((h, w), window, overlap):
+        assert 0 <= top <= h - window[0]
+        assert 0 <= left <= w - window[1]
+        covered[top : top + window[0], left : left + window[1]] += 1
+    assert covered.min() >= 1
+
+
+def full_probabilities(inference: Inference, model: Any, images: torch.Tensor) -> torch.Tensor:
+    views, size = inference.views(model, images)
+    return upsample_probabilities(views, size, align_corners=inference.align_corners)
+
+
+def naive(model: Any, images: torch.Tensor) -> torch.Tensor:
+    return F.interpolate(model(images)[0], images.shape[-2:], mode="bilinear", align_corners=True)
+
+
+def test_a_window_as_large_as_the_image_equals_no_window() -> None:
+    images = NORMALIZER(batch(16, 24, 0).images)
+    plain = full_probabilities(Inference(NORMALIZER), ColorNet(), images)
+    slid = full_probabilities(Inference(NORMALIZER, window_px=(16, 24)), ColorNet(), images)
+    torch.testing.assert_close(plain, slid)
+    torch.testing.assert_close(plain, naive(ColorNet(), images).softmax(1))
+
+
+def test_windows_are_averaged_where_they_overlap() -> None:
+    images = NORMALIZER(batch(16, 24, 0).images)
+    found = full_probabilities(Inference(NORMALIZER, window_px=(16, 16), overlap=0.5), ColorNet(), images)
+    left, right = naive(ColorNet(), images[..., :16]), naive(ColorNet(), images[..., 8:])
+    middle = (left[..., 8:] + right[..., :8]) / 2
+    torch.testing.assert_close(found, torch.cat([left[..., :8], middle, right[..., 8:]], -1).softmax(1))
+
+
+@pytest.mark.parametrize("window_px", [None, (16, 16), (40, 20)])
+def test_a_mirrored_view_of_an_image_that_needs_padding_equals_the_mirrored_prediction(
+    window_px: tuple[int, int] | None,
+) -> None:
+    images = NORMALIZER(batch(19, 29, 0).images)
+    inference = Inference(NORMALIZER, window_px=window_px, flip=True)
+    found = full_probabilities(inference, ColorNet(), images)[..., :19, :29]
+    plain = Inference(NORMALIZER, window_px=window_px)
+    one = full_probabilities(plain, ColorNet(), images)[..., :19, :29]
+    frame = images
+    if window_px is None:  # the padding stays where it is, at the right of the image
+        frame = F.pad(images, (0, 3, 0, 1))
+    other = full_probabilities(plain, ColorNet(), frame.flip(-1)).flip(-1)[..., :19, :29]
+    torch.testing.assert_close(found, (one + other) / 2, rtol=1e-4, atol=1e-6)
+
+
+def test_gaussian_windows_equal_the_weighted_mean_of_their_logits() -> None:
+    images = NORMALIZER(batch(16, 24, 0).images)
+    inference = Inference(NORMALIZER, window_px=(16, 16), overlap=0.5, weighting="gaussian")
+    found = full_probabilities(inference, ColorNet(), images)
+    at = torch.arange(16) - 7.5
+    weight = torch.exp(-(at**2) / (2 * 2.0**2)).clamp(min=1e-3)
+    left, right = naive(ColorNet(), images[..., :16]) * weight, naive(ColorNet(), images[..., 8:]) * weight
+    middle = (left[..., 8:] + right[..., :8]) / (weight[8:] + weight[:8])
+    expected = torch.cat([left[..., :8] / weight[:8], middle, right[..., 8:] / weight[8:]], -1).softmax(1)
+    torch.testing.assert_close(found, expected)
+    mirrored = full_probabilities(inference, ColorNet(), images.flip(-1)).flip(-1)
+    both = full_probabilities(replace(inference, flip=True), ColorNet(), images)
+    torch.testing.assert_close(both, (found + mirrored) / 2, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("window_px", [None, (16, 16)])
+def test_flip_average_is_symmetric(window_px: tuple[int, int] | None) -> None:
+    images = NORMALIZER(batch(16, 24, 0).images)
+    inference = Inference(NORMALIZER, flip=True, scales=(0.5, 1.0, 1.5), window_px=window_px)
+    found = full_probabilities(inference, ColorNet(), images)
+    mirrored = full_probabilities(inference, ColorNet(), images.flip(-1)).flip(-1)
+    torch.testing.assert_close(found, mirrored, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.sum(1), torch.ones(1, 16, 24))
+
+
+@pytest.mark.parametrize("criterion", [CriterionCE(label_smoothing=0.1), CriterionDice(), CriterionLovasz()])
+@pytest.mark.parametrize(
+    "options", [{}, {"window_px": (16, 16)}, {"flip": True, "scales": (0.5, 1.0)}], ids=["whole", "windows", "views"]
+)
+def test_scores_and_loss_are_those_of_the_upsampled_logits(criterion: Any, options: dict[str, Any]) -> None:
+    batches = [batch(16, 24, 0), batch(19, 29, 1)]
+    inference = Inference(NORMALIZER, **options)
+    model = ColorNet()
+    found = evaluate(model, batches, inference, num_classes=3, ignore_index=255, device=CPU, criterion=criterion)
+    matrix = ConfusionMatrix(3)
+    totals = None
+    for each in batches:
+        probabilities = full_probabilities(inference, model, NORMALIZER(each.images))
+        height, width = each.target.shape[-2:]
+        probabilities = probabilities[..., :height, :width]
+        matrix.update(probabilities.argmax(1), each.target)
+        statistics = criterion.statistics((probabilities.double().log(),), each.target)
+        totals = statistics if totals is None else tuple(a + b for a, b in zip(totals, statistics, strict=True))
+    assert found.scores == matrix.scores()
+    assert found.loss == pytest.approx(float(criterion.finalize(totals)), rel=1e-4)
+
+
+def test_the_model_is_left_in_the_mode_it_was_in() -> None:
+    for mode in (True, False):
+        model = ColorNet().train(mode)
+        evaluate(model, [batch(16, 16, 0)], Inference(NORMALIZER), num_classes=3, ignore_index=255, device=CPU)
+        assert model.training == mode
+
+
+# --- Cityscapes ----------------------------------------------------------------------------------------------------
+
+LABEL_IDS = np.array([7, 11, 26, 23], np.uint8)
+
+
+@pytest.fixture(scope="module")
+def cityscapes_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("cityscapes")
+    rng = np.random.default_rng(1)
+    for split, count in (("train", 6), ("val", 3)):
+        for kind in ("leftImg8bit", "gtFine"):
+            (root / kind / split / "town").mkdir(parents=True)
+        for i in range(count):
+            image, mask = draw_scene(rng, 64, 96)
+            ids = np.where(mask == 255, 0, LABEL_IDS[np.minimum(mask, 3)]).astype(np.uint8)
+            name = f"town_000000_{i:06}"
+            cv2.imwrite(str(root / "leftImg8bit" / split / "town" / f"{name}_leftImg8bit.png"), image)
+            cv2.imwrite(str(root / "gtFine" / split / "town" / f"{name}_gtFine_labelIds.png"), ids)
+    return root
+
+
+def test_eval_equals_the_official_evaluator_on_the_written_predictions(
+    cityscapes_root: Path, tiny: dict[str, Any], tmp_path: Path
+) -> None:
+    config = merged(
+        {**tiny, "data": {"format": "cityscapes", "root": str(cityscapes_root), "crop_px": [32, 32], "workers": 0}},
+        train={"epochs": 2, "batch_size": 2},
+        optim={"name": "adamw", "lr": 0.003},
+    )
+    assert train(config, tmp_path / "run") == 0
+    files = ("--json", "result.json", "--per-image", "images.csv", "--confusion", "matrix.svg")
+    result = segapp("eval", "run", *files, "--boundary", "--devices", "cpu,cpu", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    ours = json.loads((tmp_path / "result.json").read_text())
+    assert len(ours["boundary_iou"]) == 19
+    check_rows((tmp_path / "images.csv").read_text(), ours)
+    texts = [node.text for node in ElementTree.fromstring((tmp_path / "matrix.svg").read_text()).iter() if node.text]
+    assert texts.count("traffic light") == 2
+    images = cityscapes_root / "leftImg8bit" / "val"
+    result = segapp("predict", "run", images, "--out", "predictions", "--label-ids", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    official = official_scores(cityscapes_root, tmp_path / "predictions" / "labels", tmp_path / "official.json")
+    for name, iou in zip(ours["classes"], ours["iou"], strict=True):
+        theirs = official["classScores"][name]
+        if iou is None:
+            assert np.isnan(theirs)
+        else:
+            assert theirs == pytest.approx(iou, abs=1e-6)
+    assert official["averageScoreClasses"] == pytest.approx(ours["miou"], abs=1e-6)
+    assert {*ours["groups"], "void"} == set(official["categoryScores"])  # theirs of void is not a number
+    for name, iou in ours["groups"].items():
+        theirs = official["categoryScores"][name]
+        assert np.isnan(theirs) if iou is None else theirs == pytest.approx(iou, abs=1e-6)
+    assert official["averageScoreCategories"] == pytest.approx(ours["groups_miou"], abs=1e-6)
+
+
+def check_rows(text: str, ours: dict[str, Any]) -> None:
+    """The images' scores against the whole: valid pixels and hits add up."""
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert [row["image"] for row in rows] == [f"town/town_000000_{i:06}_leftImg8bit" for i in range(3)]
+    total = sum(int(row["num_valid_px"]) for row in rows)
+    hits = sum(float(row["pixel_accuracy"]) * int(row["num_valid_px"]) for row in rows)
+    assert total == np.sum(ours["confusion"])
+    assert hits / total == pytest.approx(ours["pixel_accuracy"], abs=1e-5)
+    for row in rows:
+        known = [float(value) for key, value in row.items() if key.startswith("iou ") and value]
+        assert float(row["miou"]) == pytest.approx(np.mean(known), abs=1e-5)
+
+
+def official_scores(root: Path, predictions: Path, out: Path) -> dict[str, Any]:
+    """The result of the cityscapesscripts package, in a process of its own (it keeps global state)."""
+    code = (
+        "import json, sys, glob\n"
+        "import cityscapesscripts.evaluation.evalPixelLevelSemanticLabeling as official\n"
+        "root, predictions, out = sys.argv[1:]\n"
+        "args = official.args\n"
+        "args.cityscapesPath, args.predictionPath, args.predictionWalk = root, predictions, None\n"
+        "args.groundTruthSearch = root + '/gtFine/val/*/*_gtFine_labelIds.png'\n"
+        "args.evalInstLevelScore = args.evalPixelAccuracy = False\n"
+        "args.JSONOutput, args.quiet = False, True\n"
+        "truth = sorted(glob.glob(args.groundTruthSearch))\n"
+        "guesses = [official.getPrediction(args, path) for path in truth]\n"
+        "result = official.evaluateImgLists(guesses, truth, args)\n"
+        "json.dump(result, open(out, 'w'), default=float)\n"
+    )
+    command = [sys.executable, "-c", code, str(root), str(predictions), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    scores: dict[str, Any] = json.loads(out.read_text())
+    return scores

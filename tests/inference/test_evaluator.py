@@ -1,0 +1,202 @@
+"""Evaluation in detail: devices, memory, groups, boundaries, each held against something independent."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassJaccardIndex
+
+from segapp.datasets.loader import Batch
+from segapp.errors import OutOfMemoryError
+from segapp.inference.boundary_iou import BoundaryIoU, boundary
+from segapp.inference.confusion_image import draw_confusion
+from segapp.inference.evaluate import evaluate
+from segapp.inference.evaluator import Judge, judge_all
+from segapp.inference.normalize import Normalizer
+from segapp.inference.sliding import Inference
+from segapp.losses import CriterionCE
+from segapp.metrics import ConfusionMatrix, group_iou, group_matrix
+
+CPU = torch.device("cpu")
+NORMALIZER = Normalizer((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+
+
+class ColorNet(nn.Module):
+    """Logits are averaged colours; refuses images of more pixels than its capacity, as a full device does."""
+
+    fixed_size_px = None
+
+    def __init__(self, capacity_px: int = 10**9) -> None:
+        super().__init__()
+        self.capacity_px = capacity_px
+        self.largest_px = 0
+
+    def suitable_size(self, height: int, width: int) -> tuple[int, int]:
+        return -(-height // 4) * 4, -(-width // 4) * 4
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        px = images.shape[0] * images.shape[-2] * images.shape[-1]
+        if px > self.capacity_px:
+            raise torch.OutOfMemoryError("no room")
+        self.largest_px = max(self.largest_px, px)
+        return (F.avg_pool2d(images, 2) * 20,)
+
+
+def batch(height: int, width: int, seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randint(0, 256, (1, 3, height, width), generator=generator, dtype=torch.uint8)
+    target = torch.randint(0, 3, (1, height, width), generator=generator, dtype=torch.uint8)
+    target[:, :3] = 255
+    return Batch(images, target, (seed,))
+
+
+def judge(model: Any = None, **options: Any) -> Judge:
+    return Judge(
+        model or ColorNet(),
+        options.pop("inference", Inference(NORMALIZER)),
+        CriterionCE(),
+        CPU,
+        num_classes=3,
+        ignore_index=255,
+        **options,
+    )
+
+
+BATCHES = [batch(16 + i, 24 + 2 * i, i) for i in range(7)]
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+def test_any_number_of_devices_counts_what_the_training_counts(num_devices: int) -> None:
+    expected = evaluate(
+        ColorNet(), BATCHES, Inference(NORMALIZER), num_classes=3, ignore_index=255, device=CPU, criterion=CriterionCE()
+    )
+    done: list[int] = []
+    first = judge(with_images=True, with_boundary=True)
+    judges = [first, *(first.on(CPU) for _ in range(num_devices - 1))]
+    found = judge_all(judges, BATCHES, done.append)
+    assert found.evaluation.scores == expected.scores
+    assert found.evaluation.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert found.evaluation.num_images == done[-1] == len(BATCHES)
+    assert list(found.per_image) == list(range(len(BATCHES)))
+    assert torch.equal(sum(found.per_image.values()), found.matrix)
+    assert found.boundary_iou == judge_all([judge(with_boundary=True)], BATCHES).boundary_iou
+
+
+def test_a_failing_device_ends_the_evaluation() -> None:
+    class Broken(ColorNet):
+        def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+            raise ValueError("no such layer")
+
+    with pytest.raises(ValueError, match="no such layer"):
+        judge_all([judge(), judge(Broken())], BATCHES)
+
+
+def test_what_does_not_fit_is_evaluated_in_windows_that_do() -> None:
+    batches = [batch(200, 300, 0), batch(40, 50, 1)]
+    model = ColorNet(capacity_px=80 * 90)
+    found = judge_all([judge(model)], batches)
+    windowed = judge(inference=Inference(NORMALIZER, window_px=(64, 75)))
+    windowed.add(batches[0])
+    whole = judge()
+    whole.add(batches[1])
+    assert torch.equal(found.matrix, windowed.matrix.matrix + whole.matrix.matrix)
+    assert len(found.notes) >= 1
+    assert "windows of" in found.notes[-1]
+    assert model.largest_px <= model.capacity_px
+    planned = ColorNet()
+    judge_all([judge(planned, max_px=10_000)], batches)
+    assert planned.largest_px <= 10_000
+    with pytest.raises(OutOfMemoryError, match="does not fit"):
+        judge_all([judge(ColorNet(capacity_px=100))], batches)
+
+
+@given(st.integers(0, 10_000), st.booleans())
+def test_scores_equal_torchmetrics_with_ignored_and_absent_classes(seed: int, has_absent: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    top = 4 if has_absent else 6
+    prediction = torch.randint(0, top, (2, 9, 11), generator=generator)
+    target = torch.randint(0, top, (2, 9, 11), generator=generator)
+    target[torch.rand(target.shape, generator=generator) < 0.3] = 255
+    matrix = ConfusionMatrix(6)
+    matrix.update(prediction, target)
+    scores = matrix.scores()
+    theirs = MulticlassJaccardIndex(6, average=None, ignore_index=255)(prediction, target)
+    for ours, value in zip(scores.iou, theirs.tolist(), strict=True):
+        assert value == pytest.approx(0.0 if ours is None else ours, abs=1e-6)  # they give absent classes 0
+    mean = MulticlassJaccardIndex(6, average="macro", ignore_index=255)(prediction, target)
+    assert scores.miou == pytest.approx(float(mean), abs=1e-6)  # and leave them out of the mean, as we do
+
+
+@given(st.integers(0, 10_000))
+def test_groups_equal_the_scores_of_relabelled_images(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    prediction, target = (torch.randint(0, 6, (1, 8, 9), generator=generator) for _ in range(2))
+    matrix = ConfusionMatrix(6)
+    matrix.update(prediction, target)
+    groups = [(0, 3), (5,)]
+    relabel = torch.tensor([0, 2, 2, 0, 2, 1])
+    expected = ConfusionMatrix(3)
+    expected.update(relabel[prediction], relabel[target])
+    assert torch.equal(group_matrix(matrix.matrix, groups), expected.matrix)
+    assert group_iou(matrix.matrix, groups) == expected.scores().iou[:2]
+
+
+def slow_boundary(region: np.ndarray, width_px: int) -> np.ndarray:
+    """Pixels of the region with a pixel outside it (or outside the image) at most so many rows and columns away."""
+    height, width = region.shape
+    found = np.zeros_like(region)
+    for y in range(height):
+        for x in range(width):
+            near = [
+                (v, u) for v in range(y - width_px, y + width_px + 1) for u in range(x - width_px, x + width_px + 1)
+            ]
+            is_edge = any(not (0 <= v < height and 0 <= u < width) or not region[v, u] for v, u in near)
+            found[y, x] = region[y, x] and is_edge
+    return found
+
+
+@hypothesis.settings(max_examples=25)
+@given(st.integers(1, 12), st.integers(1, 14), st.integers(1, 3), st.integers(0, 1000))
+def test_boundary_equals_a_search_around_every_pixel(h: int, w: int, width_px: int, seed: int) -> None:
+    region = np.random.default_rng(seed).random((h, w)) < 0.85
+    assert np.array_equal(boundary(region, width_px), slow_boundary(region, width_px))
+
+
+def test_boundary_iou_equals_the_slow_one_on_images_with_ignored_pixels() -> None:
+    rng = np.random.default_rng(0)
+    counter = BoundaryIoU(4, 255, dilation=0.1)
+    inter, union = np.zeros(4), np.zeros(4)
+    for _ in range(3):
+        target, prediction = (np.kron(rng.integers(0, 3, (4, 5)), np.ones((4, 4), int)).astype(np.uint8) for _ in "ab")
+        target[rng.random(target.shape) < 0.05] = 255
+        counter.update(prediction, target)
+        width_px = max(1, round(0.1 * float(np.hypot(*target.shape))))
+        for c in range(4):
+            a = slow_boundary((target == c) & (target != 255), width_px)
+            b = slow_boundary((prediction == c) & (target != 255), width_px)
+            inter[c] += (a & b).sum()
+            union[c] += (a | b).sum()
+    assert counter.iou()[3] is None
+    assert counter.iou()[:3] == tuple(inter[:3] / union[:3])
+
+
+def test_the_picture_of_the_matrix_has_its_shades() -> None:
+    matrix = torch.tensor([[90, 10], [0, 0]])
+    picture = np.array(Image.open(io.BytesIO(draw_confusion(matrix, ["road", "sky"], ".png"))))
+    right, below = picture.shape[1] - 8, picture.shape[0] - 8  # cells of 34 px end 8 px before the border
+    full, tenth, empty = (
+        picture[below - 65, right - 65],
+        picture[below - 65, right - 31],
+        picture[below - 31, right - 31],
+    )
+    assert full.sum() < tenth.sum() < empty.sum() == 3 * 255

@@ -1,0 +1,289 @@
+"""Prediction at work: tiles, rows written as they come, videos, metadata, threads that fail."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import cv2
+import hypothesis
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image, TiffImagePlugin
+
+from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.errors import OutOfMemoryError, StorageError
+from segapp.inference.predict import OutputPlan, Saved, Workspace, find_images, predict_files
+from segapp.inference.predict.outputs import PROBABILITY_SCALE
+from segapp.inference.predict.pipeline import Behind, ahead
+from segapp.inference.predict.png import PngWriter
+from segapp.inference.predict.reading import world_file
+from segapp.inference.predict.tiles import MIN_SIDE_PX, predict_strips
+
+SCHEME = ClassScheme(("dark", "red", "bright"), ((10, 20, 30), (200, 0, 0), (0, 0, 250)), {4: 0, 9: 1, 7: 2})
+
+
+class Blur:
+    """A predictor whose answer depends on the 5 x 5 pixels around each; holds what it was asked."""
+
+    def __init__(self, frame_px: tuple[int, int] | None = None, capacity_px: int = 10**9) -> None:
+        self.scheme, self.device, self.frame_px = SCHEME, torch.device("cpu"), frame_px
+        self.capacity_px = capacity_px
+        self.asked: list[tuple[int, ...]] = []
+
+    def probabilities(self, images: np.ndarray) -> np.ndarray:
+        self.asked.append(images.shape)
+        if images[..., 0].size > self.capacity_px:
+            raise torch.OutOfMemoryError("no room")
+        assert self.frame_px in (None, images.shape[1:3])
+        smooth = np.stack([cv2.blur(image, (5, 5)) for image in images]).astype(np.float32)
+        scores = torch.from_numpy(smooth.transpose(0, 3, 1, 2) / 25)
+        return scores.softmax(1).numpy()
+
+    def labels(self, images: np.ndarray) -> np.ndarray:
+        return self.probabilities(images).argmax(1).astype(np.uint8)
+
+
+def photo(height: int, width: int, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    coarse = rng.integers(0, 256, (max(2, height // 9), max(2, width // 9), 3), dtype=np.uint8)
+    return cv2.resize(coarse, (width, height), interpolation=cv2.INTER_LINEAR)
+
+
+def read(path: Path) -> np.ndarray:
+    return np.array(Image.open(path))
+
+
+@hypothesis.settings(max_examples=40)
+@given(st.integers(1, 500), st.integers(1, 500), st.integers(MIN_SIDE_PX**2, 60_000))
+def test_tiles_equal_the_whole_picture_where_the_margin_covers_the_context(h: int, w: int, max_px: int) -> None:
+    image = photo(h, w)
+    predictor = Blur()
+    strips = list(predict_strips(predictor, image, Workspace(max_px)))
+    assert [strip.rows.start for strip in strips] == [0, *(strip.rows.stop for strip in strips[:-1])]
+    assert np.array_equal(np.concatenate([strip.labels for strip in strips]), Blur().labels(image[None])[0])
+    assert all(n * height * width <= max_px for n, height, width, _ in predictor.asked)
+
+
+def test_a_network_of_one_size_gets_that_size_only() -> None:
+    image = photo(150, 333)
+    found = list(predict_strips(Blur((96, 96)), image, Workspace(10**9)))
+    labels = np.concatenate([strip.labels for strip in found])
+    expected = Blur().labels(image[None])[0]
+    assert np.array_equal(labels, expected)
+    small = list(predict_strips(Blur((96, 96)), photo(20, 30), Workspace(10**9)))
+    assert small[0].labels.shape == (20, 30)
+
+
+def test_blocks_shrink_until_they_fit_and_give_the_same() -> None:
+    image = photo(700, 600)
+    predictor, workspace = Blur(capacity_px=60_000), Workspace(400_000)
+    labels = np.concatenate([strip.labels for strip in predict_strips(predictor, image, workspace)])
+    assert np.array_equal(labels, Blur().labels(image[None])[0])
+    assert workspace.max_px <= 60_000
+    with pytest.raises(OutOfMemoryError, match="does not fit into memory"):
+        list(predict_strips(Blur(capacity_px=100), image, workspace))
+
+
+@hypothesis.settings(max_examples=40)
+@given(st.data())
+def test_a_png_in_strips_reads_back_as_the_picture(data: st.DataObject) -> None:
+    height, width = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
+    kind = data.draw(st.sampled_from(["grey", "grey16", "rgb", "photo", "palette"]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    channels = 3 if kind in ("rgb", "photo") else 1
+    dtype = np.uint16 if kind == "grey16" else np.uint8
+    top = {"grey16": 65_536, "palette": 3}.get(kind, 256)
+    shape = (height, width, 3) if channels == 3 else (height, width)
+    picture = rng.integers(0, top, shape).astype(dtype)
+    file = io.BytesIO()
+    palette = SCHEME.palette if kind == "palette" else None
+    writer = PngWriter(file, (height, width), dtype=dtype, channels=channels, palette=palette, is_photo=kind == "photo")
+    row = 0
+    while row < height:
+        step = data.draw(st.integers(1, height))
+        writer.write(picture[row : row + step])
+        row += step
+    writer.finish()
+    opened = Image.open(io.BytesIO(file.getvalue()))
+    opened.verify()
+    decoded = cv2.imdecode(np.frombuffer(file.getvalue(), np.uint8), cv2.IMREAD_UNCHANGED)
+    if kind == "palette":
+        assert np.array_equal(np.array(Image.open(io.BytesIO(file.getvalue()))), picture)
+        assert np.array_equal(decoded[..., ::-1], np.array(SCHEME.palette, np.uint8)[picture])
+    else:
+        assert np.array_equal(decoded[..., ::-1] if channels == 3 else decoded, picture)
+
+
+def predict(source: Path, out: Path, kinds: Sequence[Saved], predictor: Any = None, **options: Any) -> Any:
+    plan = OutputPlan(out, SCHEME, tuple(kinds), tuple(kinds), options.pop("label_ids", False))
+    return predict_files(predictor or Blur(), find_images([source]), plan, **options)
+
+
+def test_outputs_of_a_picture_in_tiles_are_those_of_the_whole(tmp_path: Path) -> None:
+    cv2.imwrite(str(tmp_path / "big.png"), photo(400, 300)[..., ::-1])
+    kinds: tuple[Saved, ...] = ("labels", "color", "overlay", "probabilities")
+    whole = predict(tmp_path / "big.png", tmp_path / "whole", kinds)
+    tiles = predict(tmp_path / "big.png", tmp_path / "tiles", kinds, workspace=Workspace(30_000))
+    assert (whole.num_images, whole.num_px, whole.notes) == (1, 120_000, [])
+    assert "predicted in tiles" in tiles.notes[0]
+    for kind in kinds[:3]:
+        assert np.array_equal(read(tmp_path / "whole" / kind / "big.png"), read(tmp_path / "tiles" / kind / "big.png"))
+    expected = Blur().probabilities(photo(400, 300)[None])[0].transpose(1, 2, 0)
+    for name in ("whole", "tiles"):
+        with np.load(tmp_path / name / "probabilities" / "big.npz") as stored:
+            assert stored["probabilities"].dtype == np.uint16
+            np.testing.assert_allclose(
+                stored["probabilities"] / PROBABILITY_SCALE, expected, atol=0.51 / PROBABILITY_SCALE
+            )
+    assert not list(tmp_path.rglob(".tmp-*"))
+
+
+@pytest.mark.parametrize("batch", [1, 3, None])
+def test_batches_of_mixed_sizes_give_each_picture_its_own(tmp_path: Path, batch: int | None) -> None:
+    sizes = [(20, 30), (20, 30), (20, 30), (20, 30), (30, 20), (20, 30), (8, 9)]
+    (tmp_path / "in").mkdir()
+    for number, size in enumerate(sizes):
+        cv2.imwrite(str(tmp_path / "in" / f"{number}.png"), photo(*size, seed=number)[..., ::-1])
+    predictor, done = Blur(), []
+    tally = predict(
+        tmp_path / "in", tmp_path / "out", ["labels"], predictor, batch=batch, label_ids=True, progress=done.append
+    )
+    assert (tally.num_images, done[-1]) == (len(sizes), len(sizes))
+    assert max(shape[0] for shape in predictor.asked) == (batch or 1)
+    for number, size in enumerate(sizes):
+        labels = Blur().labels(photo(*size, seed=number)[None])[0]
+        assert np.array_equal(read(tmp_path / "out" / "labels" / f"{number}.png"), np.array([4, 9, 7])[labels])
+
+
+def test_orientation_is_applied_and_the_profile_goes_to_the_overlay(tmp_path: Path) -> None:
+    upright = photo(40, 60)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned to the right
+    turned = Image.fromarray(np.ascontiguousarray(np.rot90(upright)))
+    turned.save(tmp_path / "a.png", exif=exif, icc_profile=b"profile of a camera")
+    predict(tmp_path / "a.png", tmp_path / "out", ["labels", "overlay"])
+    labels, overlay = (
+        Image.open(tmp_path / "out" / "labels" / "a.png"),
+        Image.open(tmp_path / "out" / "overlay" / "a.png"),
+    )
+    assert labels.size == overlay.size == (60, 40)
+    assert overlay.info["icc_profile"] == b"profile of a camera"
+    assert "icc_profile" not in labels.info
+    assert np.array_equal(np.array(labels), Blur().labels(upright[None])[0])
+
+
+def test_the_place_of_a_geotiff_stands_in_a_world_file(tmp_path: Path) -> None:
+    tags = TiffImagePlugin.ImageFileDirectory_v2()
+    tags.tagtype[33550] = tags.tagtype[33922] = 12
+    tags[33550] = (0.5, 0.25, 0.0)
+    tags[33922] = (0.0, 0.0, 0.0, 1000.0, 2000.0, 0.0)
+    Image.fromarray(photo(20, 30)).save(tmp_path / "geo.tif", tiffinfo=tags)
+    predict(tmp_path / "geo.tif", tmp_path / "out", ["labels"])
+    lines = (tmp_path / "out" / "labels" / "geo.pgw").read_text().split()
+    assert [float(line) for line in lines] == [0.5, 0.0, 0.0, -0.25, 1000.25, 1999.875]
+    assert world_file({}) is None
+
+
+def make_video(path: Path, num_frames: int, size: tuple[int, int] = (64, 96), rate: float = 12.5) -> list[np.ndarray]:
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), rate, (size[1], size[0]))
+    frames = []
+    for number in range(num_frames):
+        frame = np.full((*size, 3), (20, 40, 30), np.uint8)
+        frame[:, : 4 * number + 8] = (220, 30, 30)  # red grows from the left
+        writer.write(frame[..., ::-1])
+        frames.append(frame)
+    writer.release()
+    return frames
+
+
+def test_a_video_keeps_frames_rate_and_order(tmp_path: Path) -> None:
+    frames = make_video(tmp_path / "clip.mp4", 20)
+    tally = predict(tmp_path / "clip.mp4", tmp_path / "out", ["overlay", "labels"])
+    assert (tally.num_images, tally.problems) == (20, [])
+    found = cv2.VideoCapture(str(tmp_path / "out" / "overlay" / "clip.mp4"))
+    assert found.get(cv2.CAP_PROP_FPS) == pytest.approx(12.5)
+    assert found.get(cv2.CAP_PROP_FRAME_COUNT) == 20
+    for number, frame in enumerate(frames, start=1):
+        is_read, overlay = found.read()
+        assert is_read
+        assert overlay.shape == frame.shape
+        labels = read(tmp_path / "out" / "labels" / "clip" / f"{number:06}.png")
+        red = (labels == 0).mean(0).argmin()  # the first column that is not red
+        assert red == pytest.approx(4 * (number - 1) + 8, abs=3)
+        expected = (frame.astype(int) + np.array(SCHEME.palette)[labels]) / 2
+        assert np.abs(overlay[..., ::-1] - expected).mean() < 10  # what the codec loses
+
+
+def test_a_damaged_video_is_one_problem_and_the_rest_is_done(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    source.mkdir()
+    make_video(source / "a.mp4", 30)
+    (source / "b.mp4").write_bytes(b"no video" * 100)
+    (source / "empty.avi").write_bytes(b"")
+    make_video(source / "odd.mp4", 3, (64, 96))
+    cv2.imwrite(str(source / "c.png"), photo(20, 20))
+    tally = predict(source, tmp_path / "out", ["overlay"])
+    assert tally.num_images == 34
+    assert len(tally.problems) == 2
+    assert all("convert it" in problem for problem in tally.problems)
+    assert sorted(path.name for path in (tmp_path / "out" / "overlay").iterdir()) == ["a.mp4", "c.png", "odd.mp4"]
+
+
+def test_codecs_fall_back_to_one_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from segapp.inference.predict import video
+
+    monkeypatch.setattr(video, "CODECS", (("zzzz", ".mp4"), ("MJPG", ".avi")))
+    make_video(tmp_path / "clip.mp4", 4, (62, 94))
+    predict(tmp_path / "clip.mp4", tmp_path / "out", ["color"])
+    assert [path.name for path in (tmp_path / "out" / "color").iterdir()] == ["clip.avi"]
+    assert cv2.VideoCapture(str(tmp_path / "out" / "color" / "clip.avi")).get(cv2.CAP_PROP_FRAME_COUNT) == 4
+
+
+def test_a_folder_that_cannot_be_written_ends_the_prediction(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for number in range(8):
+        cv2.imwrite(str(tmp_path / "in" / f"{number}.png"), photo(20, 20))
+    (tmp_path / "out").write_text("a file is in the way")
+    with pytest.raises(StorageError, match="choose another --out"):
+        predict(tmp_path / "in", tmp_path / "out", ["labels"])
+
+
+def test_results_come_in_order_and_no_more_than_the_limit_waits() -> None:
+    begun: list[int] = []
+    under_way: list[int] = []
+
+    def call(number: int) -> int:
+        begun.append(number)
+        return number
+
+    for found in ahead(((3, lambda n=n: call(n)) for n in range(20)), 2, limit=7):
+        under_way.append(len(begun) - found - 1)
+        assert found == len(under_way) - 1
+    assert max(under_way) <= 2
+    with pytest.raises(ZeroDivisionError):
+        list(ahead([(1, lambda: 1 // 0)], 2))
+
+
+def test_work_behind_is_bounded_and_its_failure_comes_out() -> None:
+    most, now, lock = [0], [0], threading.Lock()
+
+    def work(weight: int) -> None:
+        with lock:
+            now[0] -= weight
+
+    with Behind(2, limit=10) as behind:
+        for _ in range(50):
+            behind.submit(lambda: work(4), 4)
+            with lock:
+                now[0] += 4
+                most[0] = max(most[0], now[0])
+    assert most[0] <= 12
+    with pytest.raises(ZeroDivisionError), Behind(1) as behind:
+        behind.submit(lambda: 1 // 0, 1)

@@ -1,0 +1,85 @@
+"""Every criterion on bands against itself at full resolution."""
+
+import pytest
+import torch
+
+from segapp.losses import CriterionCE, CriterionLovasz, lovasz
+from segapp.losses.fused import bands
+from segapp.losses.fused import pixel_sums as sums
+from segapp.losses.lovasz import lovasz_of_image
+from tests.support.loss_cases import criteria, draw, relative_error
+
+NAMES = list(criteria())
+
+
+@pytest.fixture
+def _on_small_bands(monkeypatch):
+    monkeypatch.setattr(sums, "FULL_BYTES", 0)
+    monkeypatch.setattr(bands, "CPU_BAND_BYTES", 4000)
+    monkeypatch.setattr(bands, "MIN_PART_BYTES", 10_000)
+    monkeypatch.setattr(bands, "MIN_CELL_BYTES", 0)
+    monkeypatch.setattr(bands, "MIN_SHARED_BYTES", 0)
+
+
+def gradients(criterion, logits, target):
+    x = logits.clone().requires_grad_()
+    loss = criterion(x, target)
+    (first,) = torch.autograd.grad(loss, x, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), x)
+    return loss.detach(), first.detach(), second
+
+
+def plain(monkeypatch):
+    monkeypatch.setattr(sums, "FULL_BYTES", 1 << 60)
+    monkeypatch.setattr(lovasz, "has_values", lambda _: False)
+
+
+@pytest.mark.usefixtures("_on_small_bands")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("ignored", [0.0, 0.4])
+def test_loss_and_both_derivatives_match_the_full_resolution(name, ignored, monkeypatch):
+    criterion = criteria()[name]
+    for part in criterion.modules():
+        if isinstance(part, CriterionCE):
+            part.implementation = "bands"
+    logits, target = draw(3, low=(5, 6), high=(33, 41), ignored=ignored)
+    ours = gradients(criterion, logits, target)
+    plain(monkeypatch)
+    for mine, truth in zip(ours, gradients(criterion, logits, target), strict=True):
+        assert relative_error(mine, truth) < 1e-11
+
+
+@pytest.mark.usefixtures("_on_small_bands")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lower_precision_is_accumulated_in_float32(name, dtype, monkeypatch):
+    criterion = criteria()[name]
+    logits, target = draw(3, low=(5, 6), high=(33, 41), dtype=dtype)
+    x = logits.clone().requires_grad_()
+    loss = criterion(x, target)
+    loss.backward()
+    plain(monkeypatch)
+    y = logits.double().requires_grad_()
+    truth = criterion(y, target)
+    truth.backward()
+    assert loss.dtype == torch.float32
+    assert relative_error(loss.detach(), truth.detach()) < 1e-5
+    assert relative_error(x.grad, y.grad) < (8e-3 if dtype == torch.bfloat16 else 1e-4)
+
+
+def test_lovasz_with_one_image_in_hand_passes_gradcheck():
+    logits, target = draw(2, 3, (3, 3), (7, 8))
+    logits.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: CriterionLovasz()(x, target), (logits,))
+    plain_sum = sum(lovasz_of_image(logits[i : i + 1], target[i], True, 255, "present") for i in range(2))
+    assert relative_error(CriterionLovasz()(logits, target).detach(), plain_sum.detach() / 2) < 1e-12
+
+
+@pytest.mark.usefixtures("_on_small_bands")
+@pytest.mark.parametrize("name", NAMES)
+def test_no_gradient_is_asked_for_in_evaluation(name):
+    logits, target = draw()
+    with torch.no_grad():
+        loss = criteria()[name](logits, target)
+    assert not loss.requires_grad
+    assert torch.isfinite(loss)

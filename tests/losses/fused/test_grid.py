@@ -1,0 +1,107 @@
+"""Interpolation tables and bands against F.interpolate and its autograd gradient in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from segapp.losses.fused import bands
+from segapp.losses.fused.bands import plan_parts, sweep_bands
+from segapp.losses.fused.grid import Axis, grid_of
+from tests.support.loss_cases import relative_error
+
+CPU = torch.device("cpu")
+SIZES = [(1, 1), (1, 9), (5, 5), (5, 33), (7, 50), (30, 31), (9, 4), (16, 128), (6, 2)]
+
+
+@pytest.mark.parametrize("align_corners", [True, False])
+@pytest.mark.parametrize(("size_in", "size_out"), SIZES)
+def test_axis_matches_interpolate(size_in, size_out, align_corners):
+    matrix = Axis(size_in, size_out, align_corners).matrix()
+    unit = torch.eye(size_in, dtype=torch.float64).unsqueeze(1)
+    columns = F.interpolate(unit.unsqueeze(2), (1, size_out), mode="bilinear", align_corners=align_corners)
+    assert torch.allclose(matrix, columns[:, 0, 0].T, atol=1e-12)
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize("align_corners", [True, False])
+@pytest.mark.parametrize(("size_in", "size_out"), SIZES)
+def test_widen_and_narrow_are_the_matrix_and_its_transpose(size_in, size_out, align_corners, precision):
+    torch.set_float32_matmul_precision(precision)
+    try:
+        grid = grid_of((2, size_in), (4, size_out), align_corners, torch.float64, CPU)
+        matrix = Axis(size_in, size_out, align_corners).matrix()
+        values, gradient = torch.randn(3, 2, size_in).double(), torch.randn(3, 2, size_out).double()
+        assert torch.allclose(grid.widen(values), values @ matrix.T, atol=1e-13)
+        assert torch.allclose(grid.narrow(gradient), gradient @ matrix, atol=1e-13)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_adjoint_table_of_a_part_is_its_rows_of_the_matrix():
+    axis = Axis(6, 20, False)
+    samples, weights = axis.adjoint_table(5, 14, 1, 5)
+    rebuilt = torch.zeros(9, 4, dtype=torch.float64)
+    for source in range(4):
+        rebuilt[:, source].index_add_(0, samples[source], weights[source])
+    assert torch.allclose(rebuilt, axis.matrix()[5:14, 1:5])
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 7, 100])
+@pytest.mark.parametrize("align_corners", [True, False])
+def test_parts_cover_every_row_once_and_are_even(num_parts, align_corners):
+    grid = grid_of((9, 9), (50, 40), align_corners, torch.float32, CPU)
+    parts = plan_parts(grid.cells, num_parts)
+    assert [row for part in parts for row in range(part.start, part.stop)] == list(range(50))
+    assert len(parts) == min(num_parts, len(grid.cells))
+    sizes = [part.stop - part.start for part in parts]
+    assert max(sizes) - min(sizes) <= 2 * grid.tallest_cell
+
+
+@pytest.mark.parametrize("band_bytes", [None, 2000])
+@pytest.mark.parametrize("small_parts", [True, False])
+@pytest.mark.parametrize("many_cells", [True, False])
+@pytest.mark.parametrize(("low", "high"), [((5, 7), (33, 50)), ((6, 6), (6, 6)), ((9, 9), (5, 4)), ((1, 3), (8, 9))])
+@pytest.mark.parametrize("align_corners", [True, False])
+def test_sweep_shows_every_pixel_and_gathers_the_gradient(
+    monkeypatch, low, high, align_corners, many_cells, small_parts, band_bytes
+):
+    monkeypatch.setattr(bands, "MIN_CELL_BYTES", 0)
+    if small_parts:
+        monkeypatch.setattr(bands, "MIN_PART_BYTES", 1)
+        monkeypatch.setattr(bands, "MIN_SHARED_BYTES", 0)
+    if many_cells:
+        monkeypatch.setattr(bands, "MIN_ROWS_OF_A_CELL", 10**9)
+    logits = torch.randn(3, 4, *low, dtype=torch.float64, requires_grad=True)
+    values = F.interpolate(logits, high, mode="bilinear", align_corners=align_corners)
+    slope = torch.randn_like(values)
+    (truth,) = torch.autograd.grad(values, logits, slope)
+    seen = torch.full_like(values, torch.nan)
+
+    def work(shown):
+        for band in shown:
+            seen[band.images, :, band.rows] = band.values
+            band.values.fill_(7)
+            assert torch.equal(band.refill(), seen[band.images, :, band.rows])
+            band.add_gradient(slope[band.images, :, band.rows])
+
+    _, gradient = sweep_bands(work, logits, high, align_corners, with_gradient=True, band_bytes=band_bytes)
+    assert relative_error(torch.softmax(seen, 1), torch.softmax(values.detach(), 1)) < 1e-12
+    assert relative_error(gradient, truth) < 1e-12
+
+
+def test_tables_made_in_inference_mode_serve_training():
+    with torch.inference_mode():
+        grid_of((3, 3), (21, 22), True, torch.float32, CPU)
+    grid = grid_of((3, 3), (21, 22), True, torch.float32, CPU)
+    assert not grid.fractions.is_inference()
+
+
+def test_the_number_of_threads_of_the_process_is_left_alone():
+    from concurrent.futures import ThreadPoolExecutor
+
+    before = torch.get_num_threads()
+    logits = torch.randn(4, 8, 16, 16)
+    sweep_bands(lambda shown: [None for _ in shown], logits, (256, 256), True)
+    assert torch.get_num_threads() == before
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(torch.get_num_threads).result() == before

@@ -1,0 +1,421 @@
+"""What the fault cases share: a tiny run, the uninterrupted run it is held against, and the invariants.
+
+A case is a test with `@case("F06", how=..., passes=...)`; `tests/faults/README.md` is made from what the cases did (see
+`fault_table`). Most of them have three lines: make a run, do something to it, `invariants.check`.
+
+The invariants, after any fault:
+
+- I1 old or new: what can be resumed is verified, and is the newest acknowledged checkpoint or a newer one;
+- I2 nothing acknowledged is lost: a `checkpoint` event is a promise;
+- I3 exact: resumed to the end, every step, every evaluation and every checkpoint has the bits of the reference;
+- I4 clear: the expected exit code, one `error:` line, no traceback;
+- I5 clean: no process, no temporary file, no lock, no shared memory is left;
+- I6 bounded: nothing takes longer than its limit;
+- I7 inert: no control byte of the data reaches the terminal (the cases with hostile names add their canaries).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from segapp.config import RunConfig, dump_config
+from tests.support.fault_table import case as case  # for the cases: `from harness import case`
+from tests.support.programs import Program, start
+from tests.support.runs import merged
+
+TAG = "SEGAPP_FAULT_TAG"
+"""In the environment of every process of a case: how those that are left behind are found."""
+
+SYNCHRONOUS = "ckpt.background=sync"
+"""The failpoint that makes every save wait, so that each step's checkpoint is written."""
+
+MODEL = {
+    "library": "smp",
+    "name": "PSPNet",
+    "encoder": "tu-test_resnet",
+    "options": {"encoder_depth": 3, "psp_out_channels": 32, "psp_dropout": 0.2},
+}
+
+
+def some(values: Sequence[Any], *short: Any) -> list[Any]:
+    """Parameters of a test that is marked case by case: those of the short form, and the others for the long one."""
+    marks = {True: pytest.mark.faults, False: pytest.mark.faults_long}
+    return [
+        pytest.param(*(each if isinstance(each, tuple) else (each,)), marks=marks[each in short]) for each in values
+    ]
+
+
+def tiny_config(root: Path, **sections: Any) -> RunConfig:
+    """18 steps with BatchNorm, dropout, AdamW, warm-up and an average of the weights, in about a second.
+
+    Args:
+        root: of the drawn data set (the fixture `tiny_root`).
+        **sections: keys to replace, section by section.
+    """
+    base = {
+        "name": "tiny",
+        "seed": 3,
+        "data": {
+            "format": "folder",
+            "root": str(root),
+            "classes": ["ground", "box", "disc"],
+            "crop_px": [32, 32],
+            "workers": 0,
+        },
+        "model": MODEL,
+        "optim": {"name": "adamw", "lr": 0.001},
+        "schedule": {"warmup_steps": 3},
+        "train": {"epochs": 3, "batch_size": 2, "ema": 0.9},
+        "checkpoint": {"every_steps": 1, "keep": 2},
+        "log": {"every_steps": 1, "tensorboard": False},
+    }
+    return merged(base, **sections)
+
+
+@dataclass
+class FaultRun:
+    """A run that things happen to.
+
+    Args:
+        work: an empty folder; the run is in `work / "run"`.
+        config: of the run.
+    """
+
+    work: Path
+    config: RunConfig
+    programs: list[Program] = field(default_factory=list)
+    tag: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    def __post_init__(self) -> None:
+        self.work.mkdir(parents=True, exist_ok=True)
+        (self.work / "config.yaml").write_text(dump_config(self.config))
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self.work / "run"
+
+    def start(self, *overrides: str, failpoints: str = "", is_stopped: bool = False, **env: str) -> Program:
+        """Starts (or resumes) the training."""
+        arguments = ["train", "--plain", "--config", "config.yaml", "--run", "run", "--resume", *overrides]
+        return self.program(*arguments, failpoints=failpoints, is_stopped=is_stopped, **env)
+
+    def train(self, *overrides: str, failpoints: str = "", timeout_s: float = 60, **env: str) -> Any:
+        """Trains (or resumes) to the end; fails the test where that takes too long."""
+        return self.ended(self.start(*overrides, failpoints=failpoints, **env), timeout_s)
+
+    def program(self, *arguments: str, failpoints: str = "", is_stopped: bool = False, **env: str) -> Program:
+        """Starts any command of segapp in the work folder."""
+        env = {**env, "SEGAPP_FAILPOINTS": failpoints, TAG: self.tag}
+        program = start(*arguments, cwd=self.work, logs=self.work, is_stopped=is_stopped, **env)
+        self.programs.append(program)
+        return program
+
+    def ended(self, program: Program, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+        """A program's end, which must come in time (I6)."""
+        if program.wait(timeout_s) is None:
+            program.send(signal.SIGABRT)  # it shows its stacks
+            program.wait(5)
+            self.kill_all()
+            pytest.fail(f"{' '.join(program.words[:1])} still ran after {timeout_s:g} s\n{program.stderr}")
+        return program.finish(1)
+
+    def command(self, *arguments: str, timeout_s: float = 60, **env: str) -> subprocess.CompletedProcess[str]:
+        """Runs another command of segapp to its end."""
+        return self.ended(self.program(*arguments, **env), timeout_s)
+
+    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
+        """What the run has written, also while it runs: whole lines only."""
+        path = self.folder / "events.jsonl"
+        if not path.exists():
+            return []
+        whole = path.read_bytes().rpartition(b"\n")[0]
+        found = [json.loads(line) for line in whole.splitlines()]
+        return [event for event in found if kind in (None, event["type"])]
+
+    def wait_for(self, what: Callable[[], Any], program: Program | None = None, timeout_s: float = 60) -> Any:
+        """Waits until `what()` is true, and gives it; a program that ends meanwhile fails the test."""
+        deadline_s = time.monotonic() + timeout_s
+        while not (found := what()):
+            assert time.monotonic() < deadline_s, "it did not happen in time"
+            assert program is None or program.returncode is None, f"the program ended:\n{program.stderr}"
+            time.sleep(0.01)
+        return found
+
+    def wait_for_step(self, step: int, program: Program, timeout_s: float = 60) -> None:
+        """Waits until a step was written."""
+        self.wait_for(lambda: any(e["step"] >= step for e in self.events("step")), program, timeout_s)
+
+    def acknowledged_step(self) -> int:
+        """The step of the last checkpoint that was promised; 0 where there is none."""
+        return max((event["step"] for event in self.events("checkpoint")), default=0)
+
+    def committed(self) -> list[dict[str, Any]]:
+        """What `segapp ckpt verify` finds, newest first; every one must be intact."""
+        if not (self.folder / "run.json").exists():
+            return []
+        done = self.command("ckpt", "verify", "run", "--json")
+        assert done.returncode == 0, done.stdout + done.stderr
+        rows: list[dict[str, Any]] = json.loads(done.stdout)
+        return rows
+
+    def newest(self) -> Path:
+        """The file of the newest checkpoint."""
+        return next((self.folder / "checkpoints" / "objects").glob(f"*{self.committed()[0]['sha256'][:16]}.pt"))
+
+    def left_behind(self) -> list[int]:
+        """Processes of this run that still live."""
+        return living_processes({program.pid for program in self.programs}, self.tag)
+
+    def kill_all(self) -> None:
+        """Ends whatever is left, by process id."""
+        for pid in self.left_behind():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def living_processes(sessions: set[int], tag: str) -> list[int]:
+    """Processes of some sessions, and those that carry a tag in their environment; zombies are left out.
+
+    A process that was forked, not executed, shows its parent's environment: it is found by its session.
+    """
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        with contextlib.suppress(OSError, IndexError):
+            state, *numbers = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            is_ours = int(numbers[2]) in sessions or f"{TAG}={tag}".encode() in (entry / "environ").read_bytes()
+            if is_ours and state != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+# --- the reference ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The uninterrupted run of a config.
+
+    Args:
+        course: every step and evaluation, without times.
+        sha256: of the checkpoint of each (step, epoch).
+        final: of the last checkpoint.
+    """
+
+    course: tuple[tuple[Any, ...], ...]
+    sha256: Mapping[tuple[int, int], str]
+    final: str
+
+
+class References:
+    """Uninterrupted runs, each made once.
+
+    Args:
+        root: of the data set.
+        work: where they lie.
+    """
+
+    def __init__(self, root: Path, work: Path) -> None:
+        self._root, self._work = root, work
+        self._made: dict[str, Reference] = {}
+
+    def config(self, **sections: Any) -> RunConfig:
+        """The tiny config, with keys replaced."""
+        return tiny_config(self._root, **sections)
+
+    def of(self, config: RunConfig) -> Reference:
+        """The reference of a config."""
+        key = dump_config(config)
+        if key not in self._made:
+            run = FaultRun(self._work / f"reference-{len(self._made)}", config)
+            done = run.train(failpoints=SYNCHRONOUS, timeout_s=240)
+            assert done.returncode == 0, done.stderr
+            found = {(e["step"], e["epoch"]): e["sha256"] for e in run.events("checkpoint")}
+            self._made[key] = Reference(course(run), found, run.committed()[0]["sha256"])
+        return self._made[key]
+
+
+def course(run: FaultRun) -> tuple[tuple[Any, ...], ...]:
+    """Every step and evaluation as the events tell them, without times."""
+    steps = [(e["step"], e["epoch"], e["loss"], e["lr"], e["grad_norm"]) for e in run.events("step")]
+    found = [(e["step"], e["epoch"], e["loss"], e["miou"], tuple(e["iou"])) for e in run.events("val")]
+    return (*steps, *found)
+
+
+# --- the invariants ---------------------------------------------------------------------------------------------------
+
+
+class Invariants:
+    """Checks what holds after any fault.
+
+    Args:
+        references: what runs are held against.
+    """
+
+    def __init__(self, references: References) -> None:
+        self.references = references
+
+    def check(self, run: FaultRun, *, resume: bool = True, timeout_s: float = 60, **env: str) -> None:
+        """All of them; `run`'s programs have ended, or were killed.
+
+        Args:
+            run: what the fault was done to.
+            resume: train to the end and compare with the reference (I3); False where the fault forbids it.
+            timeout_s: for the resumed training.
+            **env: for the resumed training.
+        """
+        self.assert_clean_processes(run)
+        self.assert_nothing_lost(run)
+        if resume:
+            self.assert_exact(run, timeout_s=timeout_s, **env)
+            self.assert_clean_folder(run)
+
+    @staticmethod
+    def assert_clean_processes(run: FaultRun, within_s: float = 5.0) -> None:
+        """I5: no process is left."""
+        deadline_s = time.monotonic() + within_s
+        while left := run.left_behind():
+            if time.monotonic() > deadline_s:
+                words = [Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")[-80:] for pid in left]
+                run.kill_all()
+                pytest.fail(f"still alive {within_s:g} s later: {left} {words}")
+            time.sleep(0.05)
+
+    @staticmethod
+    def assert_nothing_lost(run: FaultRun) -> None:
+        """I1 and I2: what is committed is intact, and the newest is not older than the last promise."""
+        promised, committed = run.acknowledged_step(), run.committed()
+        newest = committed[0]["step"] if committed else 0
+        assert newest >= promised, f"step {promised} was promised, the newest is {newest}"
+
+    def assert_exact(self, run: FaultRun, timeout_s: float = 60, **env: str) -> None:
+        """I3: resumed to its end, the run is the reference, bit for bit, and its events read as if nothing happened."""
+        done = run.train(timeout_s=timeout_s, **env)
+        assert done.returncode == 0, done.stderr
+        self.assert_same(run)
+
+    def assert_same(self, run: FaultRun) -> None:
+        """A finished run is the reference of its config."""
+        reference = self.references.of(run.config)
+        assert course(run) == reference.course
+        for event in run.events("checkpoint"):
+            expected = reference.sha256.get((event["step"], event["epoch"]))
+            is_regular = expected is not None and "epoch_" in event["path"]
+            assert event["sha256"] == expected or not is_regular, f"the checkpoint of step {event['step']} differs"
+        assert run.committed()[0]["sha256"] == reference.final
+        assert [event["seq"] for event in run.events()] == list(range(1, len(run.events()) + 1))
+
+    @staticmethod
+    def assert_clean_folder(run: FaultRun) -> None:
+        """I5: no temporary file and no lock is left."""
+        assert [path.name for path in run.folder.rglob(".tmp-*")] == []
+        assert [path.name for path in (run.folder / "commands").iterdir()] == []
+
+    @staticmethod
+    def assert_clear(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+        """I4: the exit code, and one error line that holds the words; no traceback."""
+        assert done.returncode == code, f"exit code {done.returncode} instead of {code}\n{done.stdout}\n{done.stderr}"
+        assert "Traceback" not in done.stdout + done.stderr
+        lines = done.stderr.replace("\0", "").splitlines()  # torch's own line about a crashed worker ends with a NUL
+        errors = [line for line in lines if line.startswith("error:")]
+        assert len(errors) == 1, done.stderr
+        for word in words:
+            assert word in done.stderr, f"{word!r} is not in {done.stderr!r}"
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def lacks(tool: str) -> str | None:
+    """Why a tool cannot be used here; None where it can: `strace`, `mount`, `unshare`, `root`."""
+    probes = {
+        "strace": ["strace", "-qq", "-o", "/dev/null", "true"],
+        "mount": ["unshare", "-m", "sh", "-c", "mount -t tmpfs none /mnt"],
+        "unshare": ["unshare", "-m", "true"],
+        "root": ["test", "0", "=", str(os.geteuid())],
+    }
+    try:
+        done = subprocess.run(probes[tool], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{tool}: {error}"
+    return None if done.returncode == 0 else f"{tool} is not allowed here: {done.stderr.strip()[:80]}"
+
+
+def needs(*tools: str) -> None:
+    """Skips the case, by name, where a tool is missing."""
+    for tool in tools:
+        if (why := lacks(tool)) is not None:
+            pytest.skip(why)
+
+
+@contextlib.contextmanager
+def small_disk(where: Path, size_kib: int) -> Iterator[Path]:
+    """A file system of its own, of so many KiB."""
+    needs("root", "mount")
+    where.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_kib}k", "tmpfs", str(where)], check=True)
+    try:
+        yield where
+    finally:
+        subprocess.run(["umount", "-l", str(where)], check=False)
+
+
+@contextlib.contextmanager
+def traced(run: FaultRun, program: Program, *options: str) -> Iterator[Path]:
+    """strace on a program that was started with `is_stopped`, and all it forks; it goes on once strace holds it.
+
+    Args:
+        run: whose folder takes the trace.
+        program: waits for SIGCONT.
+        *options: of strace: `-e inject=...`, `-P PATH`.
+    """
+    needs("strace")
+    run.wait_for(lambda: _state_of(program.pid) == "T", program)
+    trace = run.work / f"trace-{program.pid}"
+    command = ["strace", "-f", "-qq", "-y", "-o", str(trace), *options, "-p", str(program.pid)]
+    tracer = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        run.wait_for(lambda: _tracers_of(program.pid) == {tracer.pid} or tracer.poll() is not None)
+        if tracer.poll() is not None:
+            assert tracer.stderr is not None
+            pytest.skip(f"strace cannot attach: {tracer.stderr.read().strip()[:120]}")
+        program.send(signal.SIGCONT)
+        yield trace
+    finally:
+        program.wait(60)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            tracer.wait(10)
+        if tracer.poll() is None:
+            tracer.kill()
+            tracer.wait()
+
+
+def _state_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
+def _tracers_of(pid: int) -> set[int]:
+    """Who traces the threads of a process: strace takes hold of one after the other."""
+    found = set()
+    for path in Path(f"/proc/{pid}/task").glob("*/status"):
+        lines = path.read_text().splitlines()
+        found |= {int(line.split()[1]) for line in lines if line.startswith("TracerPid:")}
+    return found

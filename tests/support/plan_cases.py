@@ -1,0 +1,79 @@
+"""The published case, and what the small loss saves by model family, simulated. Prints one JSON object.
+
+python tests/support/plan_cases.py published|families
+"""
+
+import json
+import sys
+import warnings
+
+from segapp.config import validate_config
+from segapp.memory.affine import fit_model, splits_to_simulate
+from segapp.memory.jobs import SimulationJob
+from segapp.train.planning.simulate import Simulator
+
+PUBLISHED = {"model": {"name": "deeplabv3_resnet101"}, "crop_px": (945, 945), "num_classes": 21}
+"""Model and crop are unknown; this choice makes card 0 just hold 9 = 3 + 3 + 3 with the loss on card 0."""
+
+FAMILIES = [
+    ("LR-ASPP MobileNetV3-L", {"name": "lraspp_mobilenet_v3_large"}, (768, 768), 19, 8),
+    ("DeepLabV3 ResNet-50", {"name": "deeplabv3_resnet50"}, (768, 768), 19, 4),
+    ("PSPNet ResNet-50", {"library": "smp", "name": "PSPNet", "encoder": "resnet50"}, (768, 768), 19, 8),
+    ("UPerNet ResNet-50", {"library": "smp", "name": "UPerNet", "encoder": "resnet50"}, (512, 512), 150, 4),
+    ("SegFormer-B0", {"library": "smp", "name": "Segformer", "encoder": "mit_b0"}, (512, 512), 150, 8),
+    ("Unet ResNet-34", {"library": "smp", "name": "Unet", "encoder": "resnet34"}, (768, 768), 19, 4),
+]
+PRECISIONS = ("fp32", "amp-bf16")
+STYLES = ("full", "upsampled", "small")
+
+
+def simulator(model, crop_px, num_classes, precision="fp32"):
+    return Simulator(
+        validate_config(
+            {
+                "name": "case",
+                "data": {
+                    "format": "folder",
+                    "root": "nowhere",
+                    "classes": [f"c{i}" for i in range(num_classes)],
+                    "crop_px": crop_px,
+                },
+                "model": model,
+                "train": {"precision": precision},
+                "parallel": {"sync_bn": False},
+            }
+        )
+    )
+
+
+def published():
+    """Affine lines of the three ways, as (split -> peaks) tables."""
+    own = simulator(**PUBLISHED)
+    found = {}
+    for style in ("gathered", "full", "small"):
+        results = [
+            own.run(SimulationJob("dp", split, loss=style))
+            for split in splits_to_simulate("dp", 3, is_gathered=style == "gathered")
+        ]
+        model = fit_model("dp", results)
+        splits = [
+            (a, b, c) for a in range(0, 15) for b in range(0, 15) for c in (b, b - 1) if c >= 0 and 1 not in (a, b, c)
+        ]
+        found[style] = [[list(split), model.peak_mib(split)] for split in splits]
+    return found
+
+
+def families():
+    """Peak of one device by family, precision and loss."""
+    rows = []
+    for name, model, crop_px, num_classes, samples in FAMILIES:
+        for precision in PRECISIONS:
+            own = simulator(model, crop_px, num_classes, precision)
+            peaks = {style: own.run(SimulationJob("single", (samples,), loss=style)).peak_mib()[0] for style in STYLES}
+            rows.append({"family": name, "precision": precision, "crop": crop_px[0], "classes": num_classes, **peaks})
+    return rows
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    print(json.dumps({"published": published, "families": families}[sys.argv[1]]()))

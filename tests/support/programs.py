@@ -1,0 +1,157 @@
+"""The real program in processes of its own, forked from one that has done the imports (see `fork_server`)."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+from tests.support import ROOT
+
+
+class Program:
+    """A running `segapp`, the leader of a session and process group of its own.
+
+    Args:
+        pid: of the process.
+        words: its command line.
+        out: file of its standard output.
+        err: file of its standard error.
+    """
+
+    def __init__(self, pid: int, words: list[str], out: Path, err: Path) -> None:
+        self.pid, self.words = pid, words
+        self._out, self._err = out, err
+        self._status: int | None = None
+        self._has_ended = threading.Event()
+
+    def note_end(self, status: int) -> None:
+        """The process has ended: its exit code, or minus the signal's number."""
+        self._status = status
+        self._has_ended.set()
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs."""
+        return self._status
+
+    @property
+    def stdout(self) -> str:
+        """What it has printed so far."""
+        return _text(self._out)
+
+    @property
+    def stderr(self) -> str:
+        """What it has printed on standard error so far."""
+        return _text(self._err)
+
+    def send(self, number: int, *, to_group: bool = False) -> None:
+        """Sends a signal, to the process or to its whole group; one that is gone gets none."""
+        if self._status is None:
+            try:
+                (os.killpg if to_group else os.kill)(self.pid, number)
+            except ProcessLookupError:
+                return
+
+    def wait(self, timeout_s: float = 240) -> int | None:
+        """Waits for its end; None where it still runs after so many seconds."""
+        self._has_ended.wait(timeout_s)
+        return self._status
+
+    def finish(self, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+        """Waits for its end; after `timeout_s` the whole group is killed."""
+        if self.wait(timeout_s) is None:
+            self.send(signal.SIGKILL, to_group=True)
+            self.wait(60)
+        assert self._status is not None
+        return subprocess.CompletedProcess(self.words, self._status, self.stdout, self.stderr)
+
+
+def start(*arguments: str | Path, cwd: Path, logs: Path, is_stopped: bool = False, **env: str) -> Program:
+    """Starts the real program.
+
+    Args:
+        *arguments: its command line.
+        cwd: its working directory.
+        logs: an existing folder for what it prints.
+        is_stopped: let it wait for SIGCONT before it begins.
+        **env: variables to set.
+    """
+    words = [str(argument) for argument in arguments]
+    streams = [Path(tempfile.mkstemp(suffix=kind, dir=logs)[1]) for kind in (".out", ".err")]
+    command = {
+        "argv": words,
+        "cwd": str(cwd),
+        "env": {**os.environ, "OMP_NUM_THREADS": "1", **env},
+        "out": str(streams[0]),
+        "err": str(streams[1]),
+        "is_stopped": is_stopped,
+    }
+    return _fork_server().start(command, words, *streams)
+
+
+def segapp(*arguments: str | Path, cwd: Path, timeout_s: float = 240, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs the real program to its end."""
+    with tempfile.TemporaryDirectory() as logs:
+        return start(*arguments, cwd=cwd, logs=Path(logs), **env).finish(timeout_s)
+
+
+def _text(path: Path) -> str:
+    """As text=True of subprocess would give it."""
+    return path.read_bytes().decode(errors="surrogateescape").replace("\r\n", "\n")
+
+
+class _ForkServer:
+    """The process that forks, and the thread that hears from it."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.fork_server"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            cwd=ROOT,
+        )
+        self._running: dict[int, Program] = {}
+        self._asked: list[tuple[Any, ...]] = []
+        self._news = threading.Condition()
+        self._begun: list[Program] = []
+        threading.Thread(target=self._listen, name="fork server", daemon=True).start()
+
+    def start(self, command: dict[str, Any], words: list[str], out: Path, err: Path) -> Program:
+        assert self._process.stdin is not None
+        with self._news:
+            self._asked.append((words, out, err))
+            self._process.stdin.write(json.dumps(command) + "\n")
+            self._process.stdin.flush()
+            if not self._news.wait_for(lambda: self._begun, 240):  # its imports take that long on a busy machine
+                _fork_server.cache_clear()
+                self._process.kill()
+                raise AssertionError("the fork server does not answer")
+            return self._begun.pop()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            answer = json.loads(line)
+            with self._news:
+                if "status" in answer:
+                    self._running.pop(answer["pid"]).note_end(answer["status"])
+                else:
+                    program = Program(answer["pid"], *self._asked.pop())
+                    self._running[program.pid] = program
+                    self._begun.append(program)
+                    self._news.notify()
+
+
+@functools.cache
+def _fork_server() -> _ForkServer:
+    return _ForkServer()

@@ -1,0 +1,239 @@
+"""What one rank does in test_ranks.py: every check compares with one device and rank 0 writes the figures as JSON."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from segapp.parallel import (
+    DistributedSetupError,
+    SyncBatchNorm,
+    all_reduce_gradients,
+    allreduce,
+    any_rank,
+    convert_sync_batchnorm,
+    gradient_penalty,
+    init_from_env,
+    plan_chunks,
+    shutdown,
+    sum_over_ranks,
+    tighten_timeout,
+    wrap_ddp,
+)
+from tests.support.parallel_cases import (
+    IGNORE,
+    Critic,
+    PlainCE,
+    SmallNet,
+    grads_of,
+    make_batch,
+    relative_error,
+    state_error,
+)
+
+SPLITS = {2: [[3, 4], [1, 6], [6, 1], [7, 0]], 3: [[2, 2, 3], [1, 5, 1], [1, 1, 5], [3, 4, 0]]}
+
+
+def worst(*values: float) -> list[float]:
+    """The largest of each value over all ranks; a NaN counts as infinite."""
+    row = torch.tensor([float("inf") if value != value else value for value in values], dtype=torch.float64)
+    dist.all_reduce(row, dist.ReduceOp.MAX)
+    return row.tolist()
+
+
+def part_of(tensor: torch.Tensor, split: list[int]) -> torch.Tensor:
+    return tensor.split(split)[dist.get_rank()]
+
+
+def exact_step(split: list[int], is_training: bool) -> list[float]:
+    """finalize(allreduce(statistics)) through DDP: errors of loss, gradients and running statistics."""
+    images, target = make_batch(7)
+    torch.manual_seed(0)
+    truth = SmallNet().double().train(is_training)
+    net = convert_sync_batchnorm(copy.deepcopy(truth))
+    criterion = PlainCE(weight=torch.tensor([0.5, 1.0, 2.0, 0.1]), label_smoothing=0.1)
+    expected = criterion(truth(images), target)
+    expected.backward()
+    ddp = wrap_ddp(net)  # kept until after backward: its reducer dies with it
+    outputs = ddp(part_of(images, split))
+    loss = criterion.finalize(allreduce(*criterion.statistics(outputs, part_of(target, split))))
+    loss.backward()
+    errors = (
+        relative_error([loss.detach()], [expected.detach()]),
+        relative_error(grads_of(net), grads_of(truth)),
+        state_error(net, truth),
+    )
+    return worst(*errors)
+
+
+def mean_of_means(split: list[int]) -> list[float]:
+    """torch's usual DDP loss, as the contrast: errors of loss and gradients."""
+    images, target = make_batch(7)
+    torch.manual_seed(0)
+    truth = SmallNet(has_aux=False).double().eval()
+    net = copy.deepcopy(truth)
+    expected = PlainCE()(truth(images), target)
+    expected.backward()
+    ddp = wrap_ddp(net)
+    (logits,) = ddp(part_of(images, split))
+    loss = F.cross_entropy(logits, part_of(target, split), ignore_index=IGNORE)
+    loss.backward()
+    mean = sum_over_ranks(loss.detach()) / dist.get_world_size()
+    return worst(relative_error([mean], [expected.detach()]), relative_error(grads_of(net), grads_of(truth)))
+
+
+def accumulated_step(split: list[int]) -> list[float]:
+    """Micro-batches of one sample under no_sync: every one scaled by the whole step's weight."""
+    images, target = make_batch(7)
+    torch.manual_seed(0)
+    truth = SmallNet().double().eval()
+    net = copy.deepcopy(truth)
+    criterion = PlainCE()
+    criterion(truth(images), target).backward()
+    ddp = wrap_ddp(net)
+    own_images, own_target = part_of(images, split), part_of(target, split)
+    total = sum_over_ranks((own_target != IGNORE).sum().double())
+    micro = list(zip(own_images.split(1), own_target.split(1), strict=True))
+    for i, (image, labels) in enumerate(micro):
+        with ddp.no_sync() if i < len(micro) - 1 else nullcontext():
+            loss_sum, _ = criterion.statistics(ddp(image), labels)
+            (dist.get_world_size() * loss_sum / total).backward()
+    return worst(relative_error(grads_of(net), grads_of(truth)))
+
+
+def without_valid_pixels() -> list[float]:
+    """No valid pixel on the last rank, then on none."""
+    images, target = make_batch(6)
+    split = list(plan_chunks(6, dist.get_world_size()))
+    target[-split[-1] :] = IGNORE
+    values = []
+    for labels in (target, torch.full_like(target, IGNORE)):
+        torch.manual_seed(0)
+        truth = SmallNet().double()
+        net = convert_sync_batchnorm(copy.deepcopy(truth))
+        expected = PlainCE()(truth(images), labels)
+        expected.backward()
+        ddp = wrap_ddp(net)
+        outputs = ddp(part_of(images, split))
+        loss = PlainCE().finalize(allreduce(*PlainCE().statistics(outputs, part_of(labels, split))))
+        loss.backward()
+        values += [
+            relative_error([loss.detach()], [expected.detach()]),
+            relative_error(grads_of(net), grads_of(truth)),
+        ]
+    return worst(*values)
+
+
+def penalty_step(kind: str, split: list[int], through_ddp: bool = False) -> list[float]:
+    """A critic's penalty alone, bare with our own reduction of gradients, or through DDP's reducer."""
+    torch.manual_seed(2)
+    shape = (7, 3, 16, 16)
+    real, fake, noise = (torch.randn(shape).double() for _ in range(3))
+    alpha = torch.rand(7).double()
+    truth = Critic().double()
+    critic = convert_sync_batchnorm(copy.deepcopy(truth))
+    dist_calls = {"alpha": alpha, "noise": noise}
+    expected = alone(lambda: gradient_penalty(truth, real, fake, kind, **dist_calls))  # type: ignore[arg-type]
+    expected.backward()
+    own = {key: part_of(value, split) for key, value in {"real": real, "fake": fake, **dist_calls}.items()}
+    model = wrap_ddp(critic) if through_ddp else critic
+    penalty = gradient_penalty(model, kind=kind, **own)  # type: ignore[arg-type]
+    penalty.backward()
+    if not through_ddp:
+        all_reduce_gradients(critic.parameters())
+    return worst(
+        relative_error([penalty.detach()], [expected.detach()]), relative_error(grads_of(critic), grads_of(truth))
+    )
+
+
+def alone(function: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """As if this were the only rank."""
+    import segapp.parallel.penalties as penalties
+
+    before = penalties.has_other_ranks
+    penalties.has_other_ranks = lambda: False
+    try:
+        return function()
+    finally:
+        penalties.has_other_ranks = before
+
+
+def reduced_gradients() -> list[float]:
+    """A parameter used on rank 0 only, one used nowhere, one frozen, and half ones in their own bucket."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    everywhere, first, nowhere, half = (torch.nn.Parameter(torch.zeros(3)) for _ in range(4))
+    half.data = half.data.half()
+    everywhere.grad = torch.full((3,), float(rank + 1))
+    half.grad = torch.full((3,), float(rank), dtype=torch.float16)
+    if rank == 0:
+        first.grad = torch.ones(3)
+    frozen = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+    all_reduce_gradients([everywhere, first, nowhere, frozen, half])
+    assert nowhere.grad is None
+    assert frozen.grad is None
+    assert first.grad is not None
+    mean = (size + 1) / 2
+    errors = [(everywhere.grad - mean).abs().max(), (first.grad - 1 / size).abs().max()]
+    errors.append((half.grad.float() - (size - 1) / 2).abs().max())
+    return worst(*(float(error) for error in errors))
+
+
+def differentiated_twice() -> list[float]:
+    x = torch.linspace(0.3, 1.4, 4, dtype=torch.float64, requires_grad=True)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return allreduce(x.pow(3))[0].sin()
+
+    layer = SyncBatchNorm(2, affine=False, track_running_stats=False).double()
+    y = torch.randn(3, 2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    checks = [torch.autograd.gradcheck(f, x), torch.autograd.gradgradcheck(f, x)]
+    checks += [torch.autograd.gradcheck(layer, y), torch.autograd.gradgradcheck(layer, y)]
+    return [float(all(checks))]
+
+
+def set_up_twice() -> str:
+    try:
+        init_from_env()
+    except DistributedSetupError as error:
+        return str(error)
+    return "no error"
+
+
+def main(path: str) -> None:
+    torch.set_num_threads(1)
+    info = init_from_env(device="cpu", start_timeout_s=120)
+    tighten_timeout(60)
+    splits = SPLITS[info.world_size]
+    results = {
+        "exact, training": [exact_step(split, True) for split in splits],
+        "exact, evaluation": [exact_step(split, False) for split in splits[:-1]],
+        "mean of means": [mean_of_means(split) for split in splits[:-1]],
+        "accumulation": [accumulated_step(split) for split in splits[:1]],
+        "no valid pixel": without_valid_pixels(),
+        "penalties": {
+            kind: [penalty_step(kind, split) for split in splits] for kind in ("wgan-gp", "wgan-lp", "dragan")
+        },
+        "penalty through DDP": penalty_step("wgan-gp", splits[0], through_ddp=True),
+        "gradients": reduced_gradients(),
+        "differentiated twice": differentiated_twice(),
+        "any rank": [any_rank(info.rank == 1), any_rank(False)],
+        "set up twice": set_up_twice(),
+        "info": [info.rank, info.world_size, info.local_rank, str(info.device), info.backend, info.is_main],
+    }
+    if info.is_main:
+        Path(path).write_text(json.dumps(results))
+    shutdown()
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(sys.argv[1])

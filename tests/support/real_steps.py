@@ -1,0 +1,100 @@
+"""A training step really run on the CPU, its allocations as torch's profiler saw them, beside the simulation of it.
+
+    python tests/support/real_steps.py MODEL SPLIT...
+
+prints one JSON object a split. The backend of the simulation is for the whole process, so this has one of its own.
+"""
+
+import json
+import sys
+import warnings
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from segapp.config import validate_config
+from segapp.memory.jobs import SimulationJob
+from segapp.memory.recorder import Recorder
+from segapp.parallel import data_parallel
+from segapp.train.build import build_network
+from segapp.train.planning.simulate import Simulator, run_step
+
+MODELS = {
+    "lraspp": {"library": "torchvision", "name": "lraspp_mobilenet_v3_large"},
+    "fcn_resnet18": {"library": "torchvision", "name": "fcn", "encoder": "resnet18"},
+    "deeplabv3_resnet50": {"library": "torchvision", "name": "deeplabv3_resnet50"},
+    "unet_resnet18": {"library": "smp", "name": "Unet", "encoder": "resnet18"},
+    "fpn_mobilenet": {"library": "smp", "name": "FPN", "encoder": "mobilenet_v2"},
+    "segformer_b0": {"library": "smp", "name": "Segformer", "encoder": "mit_b0"},
+    "linknet_resnet18": {"library": "smp", "name": "Linknet", "encoder": "resnet18"},
+    "fcn_mobilenet": {"library": "torchvision", "name": "fcn", "encoder": "mobilenet_v3_large"},
+    "pspnet_resnet18": {"library": "smp", "name": "PSPNet", "encoder": "resnet18"},
+}
+
+
+def config_of(model, crop=(128, 160), **sections):
+    return validate_config(
+        {
+            "name": "real",
+            "data": {"format": "folder", "root": "nowhere", "classes": [f"c{i}" for i in range(19)], "crop_px": crop},
+            "model": MODELS[model],
+            "optim": {"name": "sgd", "momentum": 0.9},
+            "parallel": {"sync_bn": False},
+            **sections,
+        }
+    )
+
+
+def static_bytes(engine):
+    tensors = [*engine.model.parameters(), *engine.model.buffers(), *engine.guard.kept]
+    tensors += [t for state in engine.optimizer.state.values() for t in state.values()]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def run_in_this_thread(modules, inputs, kwargs=None, **_):
+    """The profiler sees the thread that started it and no other, so replicas take turns in this one, on both sides.
+
+    One thread for several logical devices has another order in backward than one thread for each: numbers of autograd's
+    nodes are per thread.
+    """
+    named = kwargs or [{}] * len(modules)
+    return [module(*args, **kw) for module, args, kw in zip(modules, inputs, named, strict=True)]
+
+
+def measured_mib(simulator, split):
+    """Highest sum of what lives before the step and what the profiler sees allocated and freed within it, MiB."""
+    torch.manual_seed(0)
+    model = build_network(simulator.config.model, 19, with_weights=False).train()
+    job = SimulationJob("dp" if len(split) > 1 else "single", split, loss="full")
+    devices = ["cpu"] * len(split)
+    engine, _ = simulator.build_engine(job, model, devices, {}, Recorder())
+    batch = simulator.batch(sum(split))
+    run_step(engine, [batch], Recorder())
+    before = static_bytes(engine) + batch.images.nbytes + batch.target.nbytes
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        engine.step([batch])
+    changes = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live, highest = 0, 0
+    for change in sorted(changes, key=lambda e: e.start_ns()):
+        live += change.nbytes()
+        highest = max(highest, live)
+    return (before + highest) / 2**20
+
+
+def simulated_mib(simulator, split):
+    job = SimulationJob("dp" if len(split) > 1 else "single", split, loss="full")
+    devices = ["simgpu:0"] * len(split)
+    return simulator.run(job, devices, granule_bytes=1, is_host_batch=False).peak_mib()[0]
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    simulator = Simulator(config_of(sys.argv[1]))
+    splits = [tuple(map(int, word.split("+"))) for word in sys.argv[2:]]
+    data_parallel.run_replicas = run_in_this_thread
+    simulated = [simulated_mib(simulator, split) for split in splits]
+    measured = [measured_mib(simulator, split) for split in splits]
+    for row in zip(splits, measured, simulated, strict=True):
+        print(json.dumps(row))

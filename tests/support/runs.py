@@ -1,0 +1,71 @@
+"""Small things that the tests of whole runs share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import torch
+
+from segapp.config import RunConfig, validate_config
+from segapp.train.request import Plan
+from segapp.train.session import run_session
+from tests.support.programs import segapp as segapp  # for those who train: `from tiny_runs import segapp`
+
+
+def draw_scene(rng: np.random.Generator, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """A picture of a textured ground, a box and a disc, and its class ids; 255 along the left border."""
+    mask = np.zeros((height, width), np.uint8)
+    cv2.rectangle(mask, (int(rng.integers(4, width // 2)), 0), (width, int(rng.integers(8, height))), 1, -1)
+    cv2.circle(mask, (int(rng.integers(0, width)), int(rng.integers(0, height))), int(rng.integers(4, 14)), 2, -1)
+    colors = np.array([[70, 110, 60], [150, 90, 80], [60, 80, 190]], np.float32)
+    image = colors[mask] + rng.normal(0, 12, (height, width, 3))
+    mask[:, :2] = 255
+    return image.clip(0, 255).astype(np.uint8), mask
+
+
+def merged(config: dict[str, Any], **sections: Any) -> RunConfig:
+    """A config with some keys of some sections replaced."""
+    values = {
+        key: {**config.get(key, {}), **value} if isinstance(value, dict) else value for key, value in sections.items()
+    }
+    return validate_config({**config, **values})
+
+
+def train(config: RunConfig, folder: Path, **plan: Any) -> int:
+    """Trains in this process, into `folder`; gives the exit code."""
+    return run_session(Plan(config, run=folder, **plan))
+
+
+def events(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """The events of a run, of one type or all."""
+    found = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [event for event in found if kind in (None, event["type"])]
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every tensor and plain value of a nested state, with its path."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from leaves(item, f"{path}/{key}")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from leaves(item, f"{path}/{index}")
+    else:
+        yield path, value
+
+
+def differing(a: Any, b: Any) -> list[str]:
+    """Paths at which two states are not bitwise equal."""
+    left, right = dict(leaves(a)), dict(leaves(b))
+    names = [path for path in {*left, *right} if path not in left or path not in right]
+    for path in {*left} & {*right}:
+        x, y = left[path], right[path]
+        is_equal = torch.equal(x, y) if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) else x == y
+        if not is_equal:
+            names.append(path)
+    return sorted(names)

@@ -1,0 +1,418 @@
+"""What becomes of a command: judged by tables, without a training; then in trainings in this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from segapp import failpoints
+from segapp.config import LiveSettings
+from segapp.datasets.loader import EvalLoader
+from segapp.errors import OutOfMemoryError, RunError
+from segapp.parallel import DataParallelModel
+from segapp.run.commands import parse_command, send_command
+from segapp.run.events import EventWriter
+from segapp.run.folder import RunFolder
+from segapp.train.control.batch_split import SplitKnob
+from segapp.train.control.commands import Standing, Steering
+from segapp.train.control.inbox import Inbox
+from segapp.train.request import Plan
+from segapp.train.session import run_session
+from segapp.train.telemetry.device_memory import MemoryWatch
+from segapp.train.telemetry.event_log import Journal
+from tests.support.live_runs import assert_answered_once, seen, small, three_devices
+from tests.support.runs import differing, events, train
+
+MIDDLE = Standing(epoch=2, step=15, next_epoch=3, epochs=9)
+
+
+class Desk:
+    """A steering over a real inbox, without a training."""
+
+    def __init__(self, path: Path, num_devices: int = 3, mode: str = "dp") -> None:
+        self.folder = RunFolder.create(path=path)
+        self.writer = EventWriter(self.folder.events)
+        journal = Journal(self.writer)
+        network = DataParallelModel(nn.Linear(1, 1), ["cpu"] * num_devices, full_batch=8)
+        self.knob = SplitKnob(network, 8, mode)
+        self.steering = Steering(Inbox(self.folder, journal), journal, self.knob, MemoryWatch(), LiveSettings())
+
+    def say(self, text: str, standing: Standing = MIDDLE) -> str:
+        command_id = send_command(self.folder.path, parse_command(text))
+        self.steering.inbox._looked_s = -1e9
+        if self.steering.inbox.has_news():
+            self.steering.hear(standing)
+        return command_id
+
+    def answers(self, command_id: str) -> list[str]:
+        return [event["status"] for event in events(self.folder.path, "command") if event["id"] == command_id]
+
+    def last(self) -> dict[str, Any]:
+        return events(self.folder.path, "command")[-1]
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    return Desk(tmp_path / "run")
+
+
+def test_a_new_split_waits_and_is_applied_when_a_full_batch_was_made_with_it(desk: Desk) -> None:
+    wish = desk.say("set gpu0_bsz=2 lr_factor=0.5")
+    assert desk.steering.settings == LiveSettings()
+    assert desk.steering.wishes.settings == LiveSettings(gpu0_bsz=2, lr_factor=0.5)
+    desk.say("set gpu0_bsz=0")
+    desk.steering.apply(desk.steering.wished_at(20), MIDDLE)
+    assert desk.steering.settings == LiveSettings(gpu0_bsz=0, lr_factor=0.5)
+    assert desk.knob.current == (0, 4, 4)
+    assert desk.answers(wish) == ["accepted", "applied"]  # what is left of it does not wait for a batch
+    desk.steering.saw_step([0, 3, 3], 6, 21)
+    assert seen(desk.folder.path, "gpu0_bsz")[-1]["status"] == "pending"  # a short batch proves nothing
+    desk.steering.saw_step([0, 4, 4], 8, 22)
+    statuses = [(event["status"], event["new"], event["split"]) for event in seen(desk.folder.path, "gpu0_bsz")]
+    assert statuses == [
+        ("pending", 2, [2, 3, 3]),
+        ("cancelled", 2, [2, 3, 3]),
+        ("pending", 0, [0, 4, 4]),
+        ("applied", 0, [0, 4, 4]),
+    ]
+    assert {event["status"] for event in assert_answered_once(desk.folder.path).values()} == {"applied"}
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "reason"),
+    [
+        ("set gpu0_bsz=9", "rejected", "gpu0_bsz=9 is more than the batch of 8"),
+        ("set shares=4,4", "rejected", "names 2 devices"),
+        ("set shares=4,4,4", "rejected", "add up to 12"),
+        ("set gpu0_bsz=auto", "rejected", "name a number"),
+        ("set gpu0_bsz=none", "applied", "in force already"),
+        ("set shares=2,3,3", "applied", "in force already"),
+        ("resume", "applied", "not paused"),
+        ("cancel", "rejected", "nothing waits"),
+        ("cancel 0123456789ab", "rejected", "0123456789ab"),
+    ],
+)
+def test_what_can_be_said_at_once_is_said_at_once(desk: Desk, text: str, status: str, reason: str) -> None:
+    desk.say(text)
+    assert desk.last()["status"] == status
+    assert reason in desk.last()["reason"]
+    assert_answered_once(desk.folder.path)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "model", "single"])
+def test_where_there_is_nothing_to_divide_the_answer_says_why(tmp_path: Path, mode: str) -> None:
+    desk = Desk(tmp_path / "run", num_devices=1, mode=mode)
+    desk.say("set gpu0_bsz=1")
+    assert desk.last()["status"] == "rejected"
+    assert {"ddp": "every rank", "model": "whole batch", "single": "one device"}[mode] in desk.last()["reason"]
+
+
+def test_no_setting_changes_after_the_last_epoch_has_begun(desk: Desk) -> None:
+    desk.say("set lr_factor=2", Standing(9, 80, 10, 9))
+    assert (desk.last()["status"], "9 is the last" in desk.last()["reason"]) == ("rejected", True)
+    desk.say("set lr_factor=2", Standing(9, 80, 9, 9))
+    assert desk.last()["status"] == "accepted"
+
+
+def test_cancel_takes_back_one_wish_or_all_that_wait(desk: Desk) -> None:
+    first, second = desk.say("set gpu0_bsz=3"), desk.say("set lr_factor=0.1")
+    stop = desk.say("stop epoch")
+    desk.say(f"cancel {first}")
+    assert desk.steering.wishes.settings == LiveSettings(lr_factor=0.1)
+    assert desk.steering.wishes.stop == "epoch"
+    desk.say("cancel")
+    assert desk.steering.wishes.settings is None
+    assert desk.steering.wishes.stop is None
+    for command_id in (first, second, stop):
+        assert desk.answers(command_id) == ["accepted", "cancelled"]
+
+
+def test_a_resume_before_the_pause_took_hold_cancels_it_and_a_stop_supersedes_a_later_one(desk: Desk) -> None:
+    pause = desk.say("pause")
+    assert desk.steering.wishes.is_paused
+    desk.say("resume")
+    assert not desk.steering.wishes.is_paused
+    assert desk.answers(pause) == ["cancelled"]
+    later = desk.say("stop epoch")
+    now = desk.say("stop")
+    assert desk.steering.wishes.stop == "now"
+    assert desk.answers(later) == ["accepted", "cancelled"]
+    desk.steering.end(MIDDLE, "the end", is_finished=False)
+    assert desk.answers(now) == ["applied"]
+
+
+def test_a_wish_for_settings_outlives_a_stop_and_every_other_is_answered(desk: Desk) -> None:
+    wish = desk.say("set gpu0_bsz=3")
+    unread = send_command(desk.folder.path, parse_command("pause"))
+    desk.steering.end(MIDDLE, "stopped", is_finished=False)
+    assert desk.answers(unread) == ["rejected"]
+    again = Inbox(desk.folder, Journal(desk.writer))
+    assert [received.id for received in again.take()] == [wish]
+    desk.steering.end(MIDDLE, "finished", is_finished=True)
+    assert desk.answers(wish) == ["accepted", "cancelled"]
+
+
+def test_an_answered_command_whose_file_was_left_by_a_crash_is_not_taken_up_again(desk: Desk) -> None:
+    wish = desk.say("checkpoint")
+    path = desk.steering._open["checkpoint"][0].path
+    content = path.read_bytes()
+    desk.steering.checkpoint_done(15, None)
+    assert not path.exists()
+    path.write_bytes(content)  # the crash came between the answer and the removal
+    again = Inbox(desk.folder, Journal(desk.writer))
+    assert again.take() == []
+    assert not path.exists()
+    assert desk.answers(wish) == ["applied"]
+
+
+# --- in a training ---------------------------------------------------------------------------------------------------
+
+
+def sent_before(folder: Path, *texts: str) -> None:
+    """Commands that lie in the inbox when the training begins: `set` then holds from its first epoch on."""
+    RunFolder.create(path=folder)
+    for text in texts:
+        send_command(folder, parse_command(text))
+
+
+def losses(folder: Path) -> list[float]:
+    return [event["loss"] for event in events(folder, "step")]
+
+
+def model_of(folder: Path) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(folder / "checkpoints" / "last.pt", weights_only=True)
+    return state
+
+
+@pytest.fixture(scope="module")
+def even(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """An undisturbed run over three devices, 5 images a step, 2 steps an epoch, split 1·2·2."""
+    tiny: dict[str, Any] = {
+        "name": "tiny",
+        "seed": 3,
+        "data": {"format": "folder", "root": str(tiny_root), "classes": ["ground", "box", "disc"], "workers": 0},
+        "log": {"every_steps": 1, "tensorboard": False},
+    }
+    folder = tmp_path_factory.mktemp("even") / "run"
+    assert train(three_devices(tiny), folder) == 0
+    return tiny, folder
+
+
+@pytest.mark.parametrize(("text", "split"), [("set gpu0_bsz=3", [3, 1, 1]), ("set shares=0,1,4", [0, 1, 4])])
+def test_a_changed_split_takes_the_course_of_the_unchanged_run(
+    even: tuple[dict[str, Any], Path], tmp_path: Path, text: str, split: list[int]
+) -> None:
+    tiny, reference = even
+    folder = tmp_path / "run"
+    sent_before(folder, text)
+    assert train(three_devices(tiny), folder) == 0
+    assert losses(folder) == pytest.approx(losses(reference), rel=1e-5)
+    pending, applied = events(folder, "gpu0_bsz")
+    assert (pending["status"], applied["status"]) == ("pending", "applied")
+    assert applied["split"] == split == events(folder, "step")[0]["split"]
+    assert applied["observed_mib"][0] > 10
+    assert [event["split"] for event in events(folder, "epoch_start")] == [split] * 3
+    assert assert_answered_once(folder)[text]["status"] == "applied"
+    saved = model_of(folder)["settings"]
+    assert (saved["gpu0_bsz"], saved["shares"]) == ((3, None) if "gpu0" in text else (None, split))
+
+
+@pytest.mark.parametrize("hit", [1, 2])
+def test_out_of_memory_after_a_change_takes_it_back_and_makes_the_step_again_without_a_trace(
+    even: tuple[dict[str, Any], Path], tmp_path: Path, hit: int
+) -> None:
+    tiny, reference = even
+    folder = tmp_path / "run"
+    sent_before(folder, "set gpu0_bsz=3")
+    failpoints.arm(f"train.backward={hit}:oom")
+    try:
+        assert train(three_devices(tiny), folder) == 0
+    finally:
+        failpoints.arm("")
+    if hit == 1:  # every step was made with the old split: bit for bit
+        assert losses(folder) == losses(reference)
+        assert not [
+            path
+            for path in differing(model_of(folder), model_of(reference))
+            if not path.startswith(("/best", "/memory"))
+        ]
+    else:
+        assert losses(folder) == pytest.approx(losses(reference), rel=1e-5)
+    assert [event["split"] for event in events(folder, "step")] == [[3, 1, 1]] * (hit - 1) + [[1, 2, 2]] * (7 - hit)
+    reverted = events(folder, "gpu0_bsz")[-1]
+    assert (reverted["status"], reverted["old"], reverted["new"]) == ("reverted", None, 3)
+    assert "out of memory" in reverted["reason"]
+    assert [event["kind"] for event in events(folder, "alert")] == ["oom"]
+    assert assert_answered_once(folder)["set gpu0_bsz=3"]["status"] == ("rejected" if hit == 1 else "applied")
+
+
+def test_a_replica_that_runs_out_of_memory_is_taken_back_too(
+    even: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, reference = even
+    from segapp.inference.normalize import NormalizedInput
+
+    forward = NormalizedInput.forward
+
+    def bounded(self: NormalizedInput, images: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self.training and len(images) > 2 and images.device.type == "cpu":
+            raise torch.OutOfMemoryError("more than two images")
+        return forward(self, images)
+
+    monkeypatch.setattr(NormalizedInput, "forward", bounded)
+    folder = tmp_path / "run"
+    sent_before(folder, "set gpu0_bsz=3")
+    assert train(three_devices(tiny), folder) == 0
+    assert losses(folder) == losses(reference)
+    assert "more than two images" in assert_answered_once(folder)["set gpu0_bsz=3"]["reason"]
+
+
+def test_out_of_memory_twice_in_a_step_saves_and_ends(even: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    tiny, _ = even
+    failpoints.arm("train.backward=4:oom*2")
+    try:
+        with pytest.raises(OutOfMemoryError, match=r"lower train\.batch_size"):
+            train(three_devices(tiny), tmp_path / "run")
+    finally:
+        failpoints.arm("")
+    assert model_of(tmp_path / "run")["position"]["step"] == 3
+    assert events(tmp_path / "run", "run_end")[-1]["exit_code"] == 6
+
+
+def test_a_factor_of_the_learning_rate_holds_from_the_next_epoch_and_after_a_resume(
+    tiny: dict[str, Any], tmp_path: Path
+) -> None:
+    config = small(tiny, 3, schedule={"name": "constant", "warmup_steps": 0})
+    folder = tmp_path / "run"
+    sent_before(folder, "set lr_factor=0.5", "stop epoch")
+    assert train(config, folder) == 75
+    assert [event["lr"] for event in events(folder, "step")] == [0.0005] * 5
+    assert run_session(Plan(config, RunFolder(folder))) == 0
+    assert {event["lr"] for event in events(folder, "step")} == {0.0005}
+    assert assert_answered_once(folder)["stop epoch"]["reason"].startswith("asked to stop after the epoch: saved")
+
+
+def test_a_stop_during_validation_is_heard_between_its_batches_and_resumed_bitwise(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small(tiny, 2)
+    assert train(config, tmp_path / "whole") == 0
+    folder = tmp_path / "run"
+    batches = EvalLoader.__iter__
+    num_seen = []
+
+    def watched(self: EvalLoader) -> Any:
+        for number, batch in enumerate(batches(self)):
+            if len(num_seen) == 1:
+                send_command(folder, parse_command("stop"))
+                time.sleep(0.3)  # the inbox is looked at four times a second
+            num_seen.append(number)
+            yield batch
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EvalLoader, "__iter__", watched)
+        assert train(config, folder) == 75
+    assert num_seen[-1] == 1  # of 0 to 3
+    assert not events(folder, "val")
+    assert run_session(Plan(config, RunFolder(folder))) == 0
+    assert losses(folder) == losses(tmp_path / "whole")
+    assert not differing(model_of(folder), model_of(tmp_path / "whole"))
+    assert_answered_once(folder)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_pause_leaves_the_course_and_the_speed_as_they_are(
+    tiny: dict[str, Any], tmp_path: Path, accumulate: int
+) -> None:
+    config = small(tiny, 2, train={"accumulate": accumulate})
+    assert train(config, tmp_path / "whole") == 0
+    folder = tmp_path / "run"
+    sent_before(folder, "pause")
+
+    def resume_later() -> None:
+        while not any(event["status"] == "applied" for event in seen(folder, "command")):
+            time.sleep(0.05)
+        time.sleep(1.5)
+        send_command(folder, parse_command("checkpoint"))
+        send_command(folder, parse_command("resume"))
+
+    thread = threading.Thread(target=resume_later)
+    thread.start()
+    assert train(config, folder) == 0
+    thread.join()
+    assert losses(folder) == losses(tmp_path / "whole")
+    assert not differing(model_of(folder), model_of(tmp_path / "whole"))
+    first, others = events(folder, "step")[0], events(folder, "step")[1:]
+    assert first["step_s"] < 1.0 + 5 * max(event["step_s"] for event in others)  # without the 1.5 s of the pause
+    phases = [event["phase"] for event in events(folder, "heartbeat")]
+    assert "paused" in phases
+    assert_answered_once(folder)
+
+
+def test_what_was_applied_after_the_checkpoint_is_applied_again_at_the_same_step(
+    even: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, reference = even
+    folder = tmp_path / "run"
+    batches = EvalLoader.__iter__
+
+    def with_a_wish(self: EvalLoader) -> Any:
+        send_command(folder, parse_command("set gpu0_bsz=0 lr_factor=0.25"))
+        time.sleep(0.3)
+        return batches(self)
+
+    failpoints.arm("train.step=4:raise:RuntimeError")
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(EvalLoader, "__iter__", with_a_wish)
+            with pytest.raises(RunError):
+                train(three_devices(tiny), folder)
+    finally:
+        failpoints.arm("")
+    saved = {"gpu0_bsz": None, "gpu0_bsz_auto": False, "shares": None, "lr_factor": 1.0}
+    assert model_of(folder)["settings"] == saved  # before
+    assert run_session(Plan(three_devices(tiny), RunFolder(folder))) == 0
+    steps, expected = events(folder, "step"), events(reference, "step")
+    assert [event["split"] for event in steps] == [[1, 2, 2]] * 2 + [[0, 3, 2]] * 4
+    factors = [event["lr"] / other["lr"] for event, other in zip(steps, expected, strict=True)]
+    assert factors == pytest.approx([1.0] * 2 + [0.25] * 4)
+    assert_answered_once(folder)
+
+
+def test_a_split_that_the_config_names_anew_goes_before_what_was_set(desk: Desk) -> None:
+    from segapp.config import ParallelConfig
+
+    saved = {"gpu0_bsz": None, "shares": None}
+    desk.steering.resume(LiveSettings(gpu0_bsz=5, lr_factor=0.5), saved, ParallelConfig())
+    assert desk.knob.current == (5, 2, 1)
+    desk.steering.replay = [(20, {"gpu0_bsz": 6, "lr_factor": 0.25}), (30, {"shares": [8, 0, 0]})]
+    desk.steering.resume(LiveSettings(gpu0_bsz=5, lr_factor=0.5), saved, ParallelConfig(gpu0_bsz=1))
+    assert desk.steering.settings == LiveSettings(gpu0_bsz=1, lr_factor=0.5)
+    assert desk.steering.replay == [(20, {"lr_factor": 0.25})]
+    assert desk.steering.wished_at(20) == LiveSettings(gpu0_bsz=1, lr_factor=0.25)
+    desk.steering.resume(LiveSettings(shares=[4, 4]), saved, ParallelConfig())  # of a machine with two devices
+    assert desk.knob.current == (2, 3, 3)
+    assert "impossible here" in seen(desk.folder.path, "alert")[-1]["message"]
+
+
+def test_sample_pictures_show_input_prediction_and_target_and_change_nothing(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import cv2
+
+    from segapp.train.telemetry.sample_images import SamplePictures
+
+    config = small(tiny, 1)
+    assert train(config, tmp_path / "run") == 0
+    paths = sorted((tmp_path / "run" / "samples").iterdir())
+    assert [path.name for path in paths] == ["epoch_0001_0.png", "epoch_0001_1.png", "epoch_0001_2.png"]
+    assert cv2.imread(str(paths[0])).shape == (48, 3 * 64, 3)
+    monkeypatch.setattr(SamplePictures, "_write", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+    assert train(config, tmp_path / "none") == 0
+    assert not differing(model_of(tmp_path / "run"), model_of(tmp_path / "none"))

@@ -1,0 +1,125 @@
+"""`auto`: the split that follows the measured memory, and the largest safe batch, on logical devices with budgets."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from segapp.config import RunConfig, load_config
+from segapp.errors import ConfigError
+from segapp.memory.saved_plan import read_outlook
+from segapp.run.commands import parse_command, send_command
+from segapp.run.folder import RunFolder
+from segapp.train.request import Plan
+from segapp.train.session import run_session
+from tests.support.live_runs import assert_answered_once, three_devices
+from tests.support.runs import events, merged, train
+
+
+def on_budgets(tiny: dict[str, Any], epochs: int, budget_mib: float, train_section: Any = (), **parallel: Any) -> Any:
+    return merged(
+        three_devices(tiny, epochs).model_dump(mode="json"),
+        train={"batch_size": 8, **dict(train_section)},
+        parallel={"memory_budget_mib": [budget_mib] * 3, **parallel},
+        eval={"every_epochs": 9},
+    )
+
+
+def test_from_a_bad_start_the_best_split_is_reached_within_three_epochs(tiny: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    RunFolder.create(path=folder)
+    send_command(folder, parse_command("set gpu0_bsz=auto"))
+    assert train(on_budgets(tiny, 5, 30.0, gpu0_bsz=8), folder) == 0
+    splits = [event["split"] for event in events(folder, "epoch_start")]
+    observed = {tuple(split): peaks for split, peaks in state_of(folder)["memory"]["observed"]}
+    print(splits, observed)
+    assert splits[0] == [8, 0, 0]
+    assert splits[3] == splits[4]
+    # The splits around it, each trained with for one step; the far ones hold more images on some device.
+    for gpu0_bsz in (1, 3):
+        other = tmp_path / str(gpu0_bsz)
+        assert train(on_budgets(tiny, 1, 30.0, gpu0_bsz=gpu0_bsz), other) == 0
+        ((split, peaks),) = state_of(other)["memory"]["observed"]
+        observed.setdefault(tuple(split), peaks)
+    best = min(max(peaks) for peaks in observed.values())
+    assert max(observed[tuple(splits[3])]) <= best + 0.02 * 30
+    moves = events(folder, "gpu0_bsz")
+    assert [event["new"] for event in moves] == [split[0] for a, split in itertools.pairwise(splits) if a != split]
+    assert all("auto: device" in event["reason"] and event["is_auto"] and event["predicted_mib"] for event in moves)
+    assert_answered_once(folder)
+
+
+def state_of(folder: Path) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(folder / "checkpoints" / "last.pt", weights_only=True)
+    return state
+
+
+@pytest.mark.slow
+def test_auto_begins_with_the_plan_and_a_person_switches_it_off_and_on(tiny: dict[str, Any], tmp_path: Path) -> None:
+    config = on_budgets(tiny, 2, 30.0, gpu0_bsz="auto")
+    folder = tmp_path / "run"
+    RunFolder.create(path=folder)
+    send_command(folder, parse_command("stop epoch"))
+    assert train(config, folder) == 75
+    outlook = read_outlook(folder.joinpath("memory_plan.json"))
+    assert outlook is not None
+    assert events(folder, "run_start")[0]["split"] == list(outlook.best_split)
+    assert state_of(folder)["settings"]["gpu0_bsz_auto"] is True
+    kept = folder.joinpath("memory_plan.json").stat().st_mtime_ns
+    send_command(folder, parse_command("set gpu0_bsz=5"))
+    assert run_session(Plan(config, RunFolder(folder))) == 0
+    assert folder.joinpath("memory_plan.json").stat().st_mtime_ns == kept  # not simulated again
+    assert "auto is switched off" in assert_answered_once(folder)["set gpu0_bsz=5"]["reason"]
+    assert events(folder, "epoch_start")[-1]["split"] == [5, 2, 1]
+    assert state_of(folder)["settings"]["gpu0_bsz_auto"] is False
+
+
+def test_a_split_that_will_not_fit_is_refused_unless_forced(tiny: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert train(on_budgets(tiny, 1, 14.0, gpu0_bsz=2), folder) == 0
+    send_command(folder, parse_command("set gpu0_bsz=3"))
+    assert run_session(Plan(on_budgets(tiny, 2, 14.0, gpu0_bsz=2), RunFolder(folder))) == 0
+    send_command(folder, parse_command("set gpu0_bsz=8"))
+    assert run_session(Plan(on_budgets(tiny, 3, 14.0, gpu0_bsz=2), RunFolder(folder))) == 0
+    refused = assert_answered_once(folder)["set gpu0_bsz=8"]
+    assert refused["status"] == "rejected"
+    assert "won't fit" in refused["reason"]
+    send_command(folder, parse_command("set gpu0_bsz=8 force"))
+    assert run_session(Plan(on_budgets(tiny, 4, 14.0, gpu0_bsz=2), RunFolder(folder))) == 0
+    assert "out of memory" in assert_answered_once(folder)["set gpu0_bsz=8 force"]["reason"]
+    assert [event["split"][0] for event in events(folder, "step")] == [2, 3, 3, 3]
+
+
+@pytest.mark.slow
+def test_the_largest_safe_batch_keeps_the_step_and_is_the_same_after_a_resume(
+    tiny: dict[str, Any], tmp_path: Path
+) -> None:
+    section = {"batch_size": "auto", "effective_batch_size": 12}
+    config = on_budgets(tiny, 1, 9.0, section, gpu0_bsz="auto")
+    folder = tmp_path / "run"
+    assert train(config, folder) == 0
+    settled = load_config(folder / "config.yaml")
+    batch, accumulate = settled.train.batch_size, settled.train.accumulate
+    assert batch * accumulate == 12
+    assert 2 <= batch < 12
+    assert not events(folder, "oom")
+    assert events(folder, "run_start")[0]["batch_size"] == batch
+    more = merged(config.model_dump(mode="json"), train={"epochs": 2}, parallel={"memory_budget_mib": [900.0] * 3})
+    assert run_session(Plan(more, RunFolder(folder))) == 0  # more memory changes nothing
+    assert load_config(folder / "config.yaml").train.batch_size == batch
+
+
+def test_without_a_memory_to_go_by_the_refusal_says_what_to_do(tiny: dict[str, Any], tmp_path: Path) -> None:
+    config: RunConfig = merged(tiny, train={"batch_size": "auto"})
+    with pytest.raises(ConfigError, match=r"parallel\.memory_budget_mib"):
+        train(config, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_what_no_batch_fits_is_refused(tiny: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="would not fit"):
+        train(on_budgets(tiny, 1, 0.5, {"batch_size": "auto"}, gpu0_bsz="auto"), tmp_path / "run")

@@ -1,0 +1,85 @@
+"""The plain lines: throttled, complete, and inert whatever stands in a name."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+
+from segapp.train.telemetry.console import PlainReporter, format_duration, iou_table
+
+START: dict[str, Any] = {
+    "type": "run_start",
+    "classes": ["a", "b"],
+    "num_params": 1_500_000,
+    "batch_size": 4,
+    "epochs": 2,
+    "steps_per_epoch": 10,
+    "devices": [{"device": "cpu"}],
+}
+
+
+def step(number: int, **fields: Any) -> dict[str, Any]:
+    event = {"type": "step", "epoch": 1, "step": number, "loss": 0.5, "lr": 0.01, "images_per_s": 12.0}
+    return {**event, "data_wait_frac": 0.25, "eta_epoch_s": 61.0, "eta_run_s": 3700.0, **fields}
+
+
+def lines(*events: dict[str, Any], interval_s: float = 1e9) -> list[str]:
+    stream = io.StringIO()
+    reporter = PlainReporter(stream, interval_s)
+    for event in (START, *events):
+        reporter(event)
+    reporter.close()
+    return stream.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(None, "-"), (7.4, "0:07"), (754, "12:34"), (3723, "1:02:03"), (-1, "0:00")]
+)
+def test_durations(seconds: float | None, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+def test_a_step_line_has_everything_a_person_asks_for() -> None:
+    line = lines(step(1))[-1]
+    for part in (
+        "epoch 1/2",
+        "step 1/10",
+        "loss 0.5000",
+        "1.00e-02",
+        "12.0 images/s",
+        "data wait 25 %",
+        "1:01",
+        "1:01:40",
+    ):
+        assert part in line
+
+
+def test_step_lines_are_throttled_but_the_last_of_an_epoch_is_shown() -> None:
+    shown = lines(*(step(number) for number in range(1, 11)))
+    assert [line.split("step ")[1].split("/")[0] for line in shown[1:]] == ["1", "10"]
+
+
+def test_a_loss_that_is_not_finite_is_shown_as_such() -> None:
+    assert "loss n/a" in lines(step(1, loss=None, skipped=3))[-1]
+    assert "skipped 3" in lines(step(1, loss=None, skipped=3))[-1]
+
+
+def test_names_from_outside_move_no_cursor() -> None:
+    alert = {"type": "alert", "kind": "data", "message": "bad \x1b[2J name"}
+    assert "\x1b" not in "".join(lines(alert))
+    assert "\x1b" not in "".join(iou_table(["\x1b[2J"], [0.5]))
+
+
+def test_the_worst_class_comes_first_and_absent_ones_last() -> None:
+    table = iou_table(["a", "bb", "c"], [0.9, None, 0.1])
+    assert [row.split()[0] for row in table] == ["c", "a", "bb"]
+    assert table[-1].endswith("absent")
+
+
+def test_a_closed_stream_does_not_end_the_training() -> None:
+    stream = io.StringIO()
+    reporter = PlainReporter(stream, 0.0)
+    stream.close()
+    reporter._line("nobody reads this")

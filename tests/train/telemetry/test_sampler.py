@@ -1,0 +1,200 @@
+"""The monitor against fakes that are independent of it: counters that are set by hand, and an nvidia-smi of our own."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from segapp.memory.gpus import GpuPoller
+from segapp.run.events import EventWriter
+from segapp.run.folder import RunFolder
+from segapp.train.telemetry.device_memory import MemoryWatch, Place, ProcessProbe, host_memory_mib
+from segapp.train.telemetry.event_log import Journal
+from segapp.train.telemetry.sampler import Monitor
+from tests.support.fault_table import case
+from tests.support.runs import events
+
+SMI = """\
+0, GPU-aaaa, 10, 24220, 4220, 20000, 535.1, Fast Card, 1, Disabled, Disabled, 50
+1, GPU-bbbb, [N/A], 24220, 1000, 23220, 535.1, Fast Card, 2, Disabled, Disabled, [N/A]
+2, GPU-cccc, 99, 11019, 11000, 19, 535.1, Small Card, 3, Disabled, Disabled, 80
+"""
+
+
+class Counters:
+    """An allocator whose numbers the test sets."""
+
+    def __init__(self) -> None:
+        self.now, self.peak = 0.0, 0.0
+
+    def use(self, mib: float) -> None:
+        self.now = mib
+        self.peak = max(self.peak, mib)
+
+    def used_mib(self) -> float | None:
+        return None
+
+    def allocated_mib(self) -> float | None:
+        return self.now
+
+    def reserved_mib(self) -> float | None:
+        return self.now + 1
+
+    def take_peak_mib(self) -> float | None:
+        peak, self.peak = self.peak, self.now
+        return peak
+
+    def utilization(self) -> float | None:
+        return None
+
+
+def gpu_places() -> list[Place]:
+    """As torch numbers them: not in nvidia-smi's order."""
+    uuids = ("cccc", "aaaa", "bbbb")
+    return [Place(f"cuda:{i}", uuid, 1000.0, name=f"card {uuid}") for i, uuid in enumerate(uuids)]
+
+
+def step(watch: MemoryWatch, counters: Counters, peaks: dict[str, float]) -> None:
+    for phase, mib in peaks.items():
+        watch.mark(phase)
+        counters.use(mib)
+        counters.use(10.0)
+    watch.mark("data")
+
+
+def test_each_phase_of_a_profiled_step_gets_its_own_peak() -> None:
+    counters = Counters()
+    watch = MemoryWatch([Place("cuda:0", "aaaa")], [counters])
+    peaks = {"forward": 300.0, "loss": 350.0, "backward": 500.0, "step": 120.0}
+    watch.mark("data")
+    watch.sample()  # asks for the profile of the steps that follow
+    for _ in range(2):
+        step(watch, counters, peaks)
+    (found,) = watch.sample()
+    assert found["phase_peak_mib"] == peaks
+    assert (found["peak_mib"], found["phase"]) == (500.0, "backward")
+    assert (found["allocated_mib"], found["reserved_mib"]) == (10.0, 11.0)
+    step(watch, counters, {"forward": 200.0})
+    watch.mark("eval")
+    watch.sample()
+    counters.use(90.0)
+    assert watch.sample()[0]["phase_peak_mib"]["eval"] == 90.0
+
+
+def test_observed_peaks_begin_with_the_new_split() -> None:
+    counters = Counters()
+    watch = MemoryWatch([Place("cuda:0", "aaaa")], [counters])
+    counters.use(900.0)
+    counters.use(100.0)
+    watch.observe()
+    step(watch, counters, {"forward": 400.0})
+    assert watch.observed_mib() == [400.0]
+    assert watch.sample()[0]["peak_mib"] == 900.0  # of the interval, before the change too
+
+
+def test_logical_devices_share_the_numbers_of_the_real_one() -> None:
+    watch = MemoryWatch([Place("cpu", pid=os.getpid())] * 3)
+    found = watch.sample()
+    assert watch.is_shared
+    assert len({device["used_mib"] for device in found}) == 1
+    assert [device["device"] for device in found] == ["cpu"] * 3
+
+
+def test_the_memory_of_this_process_is_what_the_system_says() -> None:
+    import resource
+
+    probe = ProcessProbe()
+    probe.take_peak_mib()
+    before = probe.used_mib()
+    mapped = mmap.mmap(-1, 64 * 2**20)  # not from the heap, which may hold freed memory
+    block = np.frombuffer(mapped, np.uint8)
+    block[:] = 1
+    after, peak = probe.used_mib(), probe.take_peak_mib()
+    assert before is not None
+    assert after is not None
+    assert peak is not None
+    assert after - before == pytest.approx(64, abs=8)
+    assert after - 1 <= peak <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 + 1
+    assert host_memory_mib() > peak  # type: ignore[operator]
+    assert ProcessProbe(2**22 + 1).used_mib() is None  # no such process
+    assert probe.utilization() is None
+    began = time.perf_counter()
+    while time.perf_counter() - began < 0.3:
+        block.sum()
+    busy = probe.utilization()
+    assert busy is not None
+    assert 0 < busy <= 1
+
+
+def smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / "nvidia-smi"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+def monitored(folder: Path, gpus: GpuPoller) -> tuple[Monitor, RunFolder]:
+    run = RunFolder.create(path=folder / "run")
+    places = gpu_places()
+    watch = MemoryWatch(places, [Counters() for _ in places])
+    watch.mark("data")
+    return Monitor(Journal(EventWriter(run.events)), watch, gpus=gpus, memory_s=0.1, heartbeat_s=0.2), run
+
+
+def test_three_gpus_are_matched_by_uuid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out").write_text(SMI)
+    smi(tmp_path, f"cat {tmp_path / 'out'}", monkeypatch)
+    monitor, run = monitored(tmp_path, GpuPoller())
+    with monitor:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and not any(e["devices"][0]["used_mib"] for e in samples(run)):
+            time.sleep(0.05)
+    devices = samples(run)[-1]["devices"]
+    assert [device["used_mib"] for device in devices] == [11000, 4220, 1000]
+    assert [device["utilization"] for device in devices] == [0.99, 0.1, None]
+    assert [device["temperature"] for device in devices] == [80, 50, None]
+    assert devices[0]["name"] == "card cccc"
+    assert events(run.path, "heartbeat")[0]["phase"] == "train"
+
+
+def samples(run: RunFolder) -> list[dict[str, Any]]:
+    return events(run.path, "memory") if run.events.exists() else []
+
+
+@case("G01", how="nvidia-smi fails or hangs under a monitor", passes="its numbers are missing, one call, no storm")
+@pytest.mark.parametrize("script", ["echo 'No devices were found'", "exit 9", "sleep 30"])
+def test_a_failing_or_hanging_nvidia_smi_costs_its_numbers_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    smi(tmp_path, f"echo x >> {tmp_path / 'calls'}\n{script}", monkeypatch)
+    monitor, run = monitored(tmp_path, GpuPoller(timeout_s=1.0, retry_s=60.0))
+    began = time.monotonic()
+    with monitor:
+        while len(samples(run)) < 5:
+            assert time.monotonic() - began < 30
+            time.sleep(0.05)
+    assert time.monotonic() - began < 20  # leaving did not wait for it either
+    devices = samples(run)[-1]["devices"]
+    assert [device["used_mib"] for device in devices] == [None] * 3
+    assert [device["reserved_mib"] for device in devices] == [1.0] * 3
+    assert (tmp_path / "calls").read_text().count("x") == 1  # no second one beside a hanging one, no storm of failures
+
+
+def test_an_error_in_the_monitor_ends_neither_it_nor_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monitor, run = monitored(tmp_path, GpuPoller(retry_s=60.0))
+    found = monitor.watch.sample
+    calls = iter(range(1000))
+    monkeypatch.setattr(monitor.watch, "sample", lambda: found() if next(calls) else 1 / 0)
+    with monitor:
+        deadline = time.monotonic() + 20
+        while not samples(run):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)

@@ -1,0 +1,165 @@
+"""Trackers for real, on this machine: what TensorBoard, Weights & Biases and MLflow have is what the events say."""
+
+from __future__ import annotations
+
+import math
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from segapp.errors import ConfigError
+from segapp.run.folder import RunFolder
+from segapp.train.telemetry import trackers
+from segapp.train.telemetry.trackers import TrackerListener, make_trackers
+from tests.support.runs import events, merged, train
+
+
+class Notes:
+    """A tracker that writes down what it is told."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.told: list[Any] = []
+        self.fails = fails
+
+    def scalars(self, values: Any, step: int) -> None:
+        if self.fails:
+            raise ConnectionError("no \x1b[31mroute\nto host")
+        self.told.append((step, dict(values)))
+
+    def picture(self, file: Path, step: int) -> None:
+        self.told.append((step, file.name))
+
+    def close(self, status: str, best: Any) -> None:
+        self.told.append((status, dict(best)))
+
+
+def test_what_is_told_is_finite_named_and_once(tmp_path: Path) -> None:
+    notes = Notes()
+    (tmp_path / "epoch_0001_0.png").write_bytes(b"")
+    listener = TrackerListener("x", notes, ["road", "sky"], tmp_path)
+    listener({"type": "step", "step": 3, "loss": math.nan, "lr": 0.1})
+    listener({"type": "val", "step": 4, "loss": 0.5, "miou": 0.25, "pixel_accuracy": None, "iou": [0.5, None]})
+    listener({"type": "memory", "devices": [{"device": "cuda:0", "peak_mib": 7.0}, {"device": None, "peak_mib": None}]})
+    (tmp_path / "epoch_0002_1.png").write_bytes(b"")
+    for _ in range(2):
+        listener({"type": "epoch_start"})
+    listener({"type": "run_end", "status": "finished"})
+    listener.close()
+    listener.close()
+    assert notes.told == [
+        (3, {"train/lr": 0.1}),
+        (4, {"val/loss": 0.5, "val/miou": 0.25, "iou/road": 0.5}),
+        (4, {"memory/0_cuda:0_peak_mib": 7.0}),
+        (4, "epoch_0002_1.png"),
+        ("finished", {"best_miou": 0.25}),
+    ]
+
+
+def test_a_tracker_that_fails_is_switched_off_and_says_so_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notes = Notes(fails=True)
+    listener = TrackerListener("wandb", notes, [], tmp_path)
+    for step in range(3):
+        listener({"type": "step", "step": step, "loss": 1.0})
+    listener.close()
+    said = capsys.readouterr().err
+    assert said.count("wandb is switched off") == 1
+    assert "\x1b" not in said
+    assert notes.told == []
+
+
+def test_tensorboard_has_scalars_pictures_memory_and_settings(tiny: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = tmp_path / "run"
+    assert train(merged(tiny, train={"epochs": 2}, log={"tensorboard": True}), run) == 0
+    found = EventAccumulator(str(run / "tensorboard"), size_guidance={"images": 0, "scalars": 0})
+    found.Reload()
+    tags = found.Tags()
+    assert [s.step for s in found.Scalars("train/loss")] == [e["step"] for e in events(run, "step")]
+    assert found.Scalars("train/loss")[-1].value == pytest.approx(events(run, "step")[-1]["loss"], rel=1e-6)
+    assert found.Scalars("val/miou")[-1].value == pytest.approx(events(run, "val")[-1]["miou"], rel=1e-6)
+    assert any(tag.startswith("samples/") for tag in tags["images"])
+    assert "_hparams_/session_start_info" in found.summary_metadata
+
+
+def level_db_records(log: bytes) -> Iterator[bytes]:
+    """Records of a LevelDB log: blocks of 32 KiB, the first 7 bytes short here; each part has crc, length, kind."""
+    at, waiting = 0, b""
+    while at + 7 <= len(log):
+        room = 32768 - (at + 7) % 32768
+        if room < 7:
+            at += room
+            continue
+        length, kind = struct.unpack("<HB", log[at + 4 : at + 7])
+        waiting += log[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield waiting
+            waiting = b""
+
+
+def finished_history(file: Path) -> list[dict[str, str]]:
+    """The history of an offline run, by key; wandb's own process writes the end of the file when it comes to it."""
+    from wandb.proto import wandb_internal_pb2
+
+    for _ in range(300):
+        history, is_finished = [], False
+        for data in level_db_records(file.read_bytes()[7:]):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            is_finished |= record.WhichOneof("record_type") == "exit"
+            if record.history.item:
+                history.append({item.key or "/".join(item.nested_key): item.value_json for item in record.history.item})
+        if is_finished:
+            return history
+        time.sleep(0.1)
+    raise AssertionError(f"{file} has no end")
+
+
+def test_wandb_offline_has_the_whole_run(tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run = tmp_path / "run"
+    assert train(merged(tiny, train={"epochs": 1}, log={"wandb": "tests", "tensorboard": False}), run) == 0
+    (file,) = run.glob("wandb/offline-run-*/*.wandb")
+    history = finished_history(file)
+    losses = [float(line["train/loss"]) for line in history if "train/loss" in line]
+    assert losses == pytest.approx([e["loss"] for e in events(run, "step")])
+
+
+def test_mlflow_has_the_whole_run_and_a_resumed_one_goes_on(tiny: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    from mlflow.tracking import MlflowClient
+
+    uri, run = f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "run"
+    config = merged(tiny, train={"epochs": 1}, log={"mlflow": uri, "tensorboard": False})
+    assert train(config, run) == 0
+    client = MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("tiny")
+    (found,) = client.search_runs([experiment.experiment_id])
+    told = client.get_metric_history(found.info.run_id, "train/loss")
+    assert [(m.step, m.value) for m in told] == [(e["step"], pytest.approx(e["loss"])) for e in events(run, "step")]
+    assert found.info.status == "FINISHED"
+    assert found.data.params["optim.lr"] == "0.001"
+    made = make_trackers(config, RunFolder(run), ["a"], 5)
+    made[0].close()
+    assert len(client.search_runs([experiment.experiment_id])) == 1
+
+
+def test_a_missing_package_is_one_clear_error(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(*_: Any) -> None:
+        raise ModuleNotFoundError("No module named 'wandb'", name="wandb")
+
+    monkeypatch.setattr(trackers, "WandbTracker", absent)
+    config = merged(tiny, log={"wandb": "tests", "tensorboard": False})
+    with pytest.raises(ConfigError, match="pip install wandb"):
+        make_trackers(config, RunFolder.create(path=tmp_path / "run"), ["a"], None)

@@ -1,0 +1,112 @@
+"""Columns, scales and dots against brute force over every point."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from segapp.tui.panes.glyphs import ASCII, UNICODE
+from segapp.tui.panes.plot import Scale, choose_scale, draw_columns, pack_dots, reduce_columns, roomy_range
+
+NAN = math.nan
+
+
+def reduced(y: list[float], num: int):
+    x = np.arange(len(y), dtype=float)
+    values = np.array(y)
+    return reduce_columns(x, values, values, np.isnan(values), 0.0, float(max(len(y) - 1, 1)), num)
+
+
+@given(st.lists(st.floats(-5, 5) | st.just(NAN), min_size=2, max_size=300), st.integers(2, 40))
+def test_columns_are_the_extremes_of_their_points(y: list[float], num: int) -> None:
+    columns = reduced(y, num)
+    span = len(y) - 1
+    for column in range(num):
+        inside = [v for i, v in enumerate(y) if min(int(i * (num / span)), num - 1) == column]
+        finite = [v for v in inside if not math.isnan(v)]
+        if finite:
+            assert columns.low[column] == min(finite)
+            assert columns.high[column] == max(finite)
+        assert columns.is_bad[column] == (len(finite) < len(inside))
+
+
+def test_neighbours_are_joined_and_a_gap_stays_a_gap() -> None:
+    joined = reduced([0.0, 1.0, 2.0], 9)
+    assert np.isfinite(joined.low).all()
+    assert (np.diff(joined.low) >= 0).all()
+    broken = reduced([0.0, NAN, 2.0], 9)
+    assert np.flatnonzero(np.isfinite(broken.low)).tolist() == [0, 8]
+    assert broken.is_bad.sum() == 1
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=60), st.integers(4, 40))
+def test_the_drawn_curve_has_no_holes(y: list[float], num_rows: int) -> None:
+    columns = reduced(y, 2 * len(y))
+    dots = draw_columns(columns, Scale(0.0, 1.0), num_rows)
+    drawn = [np.flatnonzero(column) for column in dots.T]
+    assert all(len(rows) for rows in drawn)
+    for rows, after in itertools.pairwise(drawn):
+        assert (np.diff(rows) == 1).all()
+        assert rows[0] - 1 <= after[-1]
+        assert after[0] <= rows[-1] + 1
+
+
+@pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
+def test_every_dot_has_its_own_character(glyphs) -> None:
+    rows, columns = glyphs.dots_per_cell
+    seen = set()
+    for row in range(rows):
+        for column in range(columns):
+            dots = np.zeros((rows, columns), dtype=bool)
+            dots[row, column] = True
+            seen.add(glyphs.dot_cells[int(pack_dots(dots, glyphs.dot_weights)[0, 0])])
+    assert len(seen) == rows * columns
+    full = pack_dots(np.ones((rows, columns), dtype=bool), glyphs.dot_weights)[0, 0]
+    assert full == len(glyphs.dot_cells) - 1
+
+
+def test_one_spike_is_clipped_and_a_high_start_is_not() -> None:
+    flat = [0.5 + 0.01 * (i % 7) for i in range(400)]
+    spiked = reduced([*flat, 90.0, *flat], 100)
+    scale = choose_scale(
+        spiked, spiked.__class__(spiked.low * NAN, spiked.high * NAN, spiked.is_bad), np.array([]), is_log=False
+    )
+    assert scale is not None
+    assert scale.top < 5
+    falling = reduced([3.0 * math.exp(-i / 100) for i in range(400)], 100)
+    scale = choose_scale(falling, falling, np.array([]), is_log=False)
+    assert scale is not None
+    assert scale.top >= 3.0
+
+
+def test_logarithm_leaves_out_what_has_none() -> None:
+    columns = reduced([-1.0, 0.0, 0.1, 10.0], 8)
+    scale = choose_scale(columns, columns, np.array([]), is_log=True)
+    assert scale is not None
+    assert scale.is_log
+    assert 0 < scale.bottom <= 0.1
+    assert scale.fraction(np.array([1.0]))[0] == pytest.approx(0.5, abs=0.1)
+    nothing = reduced([0.0, -1.0], 4)
+    assert choose_scale(nothing, nothing, np.array([]), is_log=True) is None
+
+
+@given(st.floats(1e-12, 1e12), st.floats(1.0001, 1e9), st.integers(2, 12), st.booleans())
+def test_ticks_are_few_rising_and_inside(bottom: float, ratio: float, count: int, is_log: bool) -> None:
+    scale = Scale(bottom, bottom * ratio, is_log)
+    ticks = scale.ticks(count)
+    assert len(ticks) <= 4 * count + 6
+    assert all(a < b for a, b in itertools.pairwise(ticks))
+    assert all(bottom * (1 - 1e-6) <= tick <= bottom * ratio * (1 + 1e-6) for tick in ticks)
+
+
+@given(st.floats(0, 2e9), st.just(0.0) | st.floats(1e-3, 1e9))
+def test_the_range_holds_the_curve_with_little_room(first: float, span: float) -> None:
+    left, right = roomy_range(first, first + span)
+    assert left <= first
+    assert first + span <= right
+    assert right - left <= max(1.2 * span, 1.0)

@@ -1,0 +1,73 @@
+"""The curve in bounded memory against plain loops over every step."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from segapp.tui.state.history import SMOOTHINGS, History
+
+losses = st.lists(st.one_of(st.floats(-10, 10), st.just(math.nan)), min_size=1, max_size=400)
+
+
+def plain_average(values: list[float], factor: float) -> list[float]:
+    out, average, count = [], 0.0, 0
+    for value in values:
+        if math.isnan(value):
+            out.append(math.nan)
+            continue
+        average, count = factor * average + (1 - factor) * value, count + 1
+        out.append(average / (1 - factor**count))
+    return out
+
+
+def filled(values: list[float], pieces: int = 1, capacity: int = 2**17) -> History:
+    history = History(capacity)
+    steps = list(range(1, len(values) + 1))
+    size = -(-len(values) // pieces)
+    for start in range(0, len(values), size):
+        part = slice(start, start + size)
+        history.extend(steps[part], [float(s) for s in steps[part]], values[part])
+    return history
+
+
+@given(losses, st.integers(1, 7))
+def test_averages_are_the_loop_of_the_definition_in_any_pieces(values: list[float], pieces: int) -> None:
+    history = filled(values, pieces)
+    for factor in SMOOTHINGS:
+        np.testing.assert_allclose(history.average(factor), plain_average(values, factor), rtol=1e-9, atol=1e-9)
+    assert history.is_bad.tolist() == [math.isnan(value) for value in values]
+
+
+@given(losses, st.integers(1, 5))
+def test_merging_keeps_extremes_bad_steps_and_the_last_average(values: list[float], pieces: int) -> None:
+    history = filled(values, pieces, capacity=32)
+    assert history.size <= 32
+    assert history.num_steps == len(values)
+    known = [value for value in values if not math.isnan(value)]
+    if known:
+        assert np.nanmin(history.low) == min(known)
+        assert np.nanmax(history.high) == max(known)
+        wanted = [value for value in plain_average(values, 0.9) if not math.isnan(value)][-1]
+        assert history.last_average(0.9) == pytest.approx(wanted, rel=1e-6, abs=1e-9)
+    assert history.is_bad.any() == (len(known) < len(values))
+    assert history.step[-1] == len(values)
+    assert (np.diff(history.step) > 0).all()
+
+
+@given(losses, st.integers(0, 400))
+def test_taking_steps_back_is_as_if_they_had_not_been(values: list[float], step: int) -> None:
+    history = filled(values)
+    history.drop_after(step)
+    history.extend([step + 1], [0.0], [0.5])
+    expected = filled([*values[:step], 0.5])
+    np.testing.assert_allclose(history.average(0.98), expected.average(0.98), rtol=1e-9)
+    assert history.size == expected.size
+
+
+def test_a_constant_stays_a_constant_from_the_first_step_on() -> None:
+    assert filled([3.0] * 50).average(0.98).tolist() == pytest.approx([3.0] * 50)

@@ -1,0 +1,194 @@
+"""What a viewer is told of a run's state, with real folders and locks: alive, dead, torn, replaced, gone, skewed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from segapp.errors import RunError
+from segapp.run.folder import RunFolder
+from segapp.tui.state.source import LiveSource, ReplaySource, newest_pictures
+from tests.support.recorded_runs import CannedRun, live_run
+
+
+def read_all(source: LiveSource | ReplaySource) -> None:
+    while source.poll():
+        pass
+
+
+def small_run(path: Path, **keywords: object) -> CannedRun:
+    run = CannedRun(path, steps_per_epoch=20, epochs=5, **keywords)  # type: ignore[arg-type]
+    run.epoch()
+    run.train(5)
+    return run
+
+
+def test_a_live_run_and_its_pause(tmp_path: Path) -> None:
+    run = live_run(tmp_path / "run", steps_per_epoch=40, epochs=20)
+    source = LiveSource(run.folder)
+    read_all(source)
+    assert source.status().state == "live"
+    assert source.status().age_s == pytest.approx(0.4, abs=2)
+    later = LiveSource(run.folder, clock=lambda: time.time() + 60)
+    read_all(later)
+    assert later.status().state == "stale"
+    run.folder.release()
+
+
+def test_a_trainer_that_is_gone_without_a_word_has_crashed(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    code = "import sys; from segapp.run.folder import RunFolder; RunFolder(sys.argv[1]).acquire()"
+    subprocess.run([sys.executable, "-c", code, str(run.folder.path)], check=True)
+    run.shift_to_now()
+    source = LiveSource(run.folder)
+    read_all(source)
+    assert source.status().state == "crashed"
+    assert source.status().is_over
+
+
+def test_a_silent_trainer_on_another_machine_is_lost(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    here = socket.gethostname()
+    for file in (run.folder.run_json, run.folder.lock):
+        if file.exists():
+            file.write_text(file.read_text().replace(f'"{here}"', '"elsewhere"'))
+    source = LiveSource(run.folder, clock=lambda: run.clock.now_s + 100)
+    read_all(source)
+    assert source.status().state == "lost"
+    assert not source.status().is_over
+
+
+def test_a_finished_run_that_goes_on_is_not_finished(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    run.end()
+    source = LiveSource(run.folder)
+    read_all(source)
+    assert source.status().state == "finished"
+    with run.folder:
+        again = LiveSource(run.folder)
+        read_all(again)
+        assert again.status().state != "finished"
+
+
+def test_a_torn_line_waits_and_bad_lines_are_left_out(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    whole = run.folder.events.read_bytes()
+    run.folder.events.write_bytes(whole[:-10])
+    source = LiveSource(run.folder)
+    read_all(source)
+    assert source.view.step is not None
+    assert source.view.step.step == 24
+    with run.folder.events.open("ab") as file:
+        file.write(whole[-10:] + b'garbage\n{"v":1,"seq":9999,"t":1.0,"type":"from_the_future","x":1}\n')
+    read_all(source)
+    assert source.view.step.step == 25
+    assert source.view.num_bad == 0
+
+
+def test_a_replaced_file_begins_a_new_picture(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    source = LiveSource(run.folder)
+    read_all(source)
+    before = source.view
+    run.writer.rewind(20, epoch=99, batch=1)
+    read_all(source)
+    assert source.view is not before
+    assert source.view.history.step.tolist() == list(range(1, 21))
+
+
+def test_a_folder_that_vanishes_leaves_its_last_picture(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    source = LiveSource(run.folder, monotonic=iter(range(0, 10_000, 3)).__next__)
+    read_all(source)
+    shutil.rmtree(run.folder.path)
+    read_all(source)
+    status = source.status()
+    assert not status.is_there
+    assert status.is_over
+    assert source.view.history.size == 25
+    other = CannedRun(tmp_path / "run", steps_per_epoch=20, epochs=5)
+    other.train(3)
+    read_all(source)
+    assert source.view.history.size == 3
+
+
+@pytest.mark.parametrize("skew_s", [-7200.0, 7200.0])
+def test_clocks_that_disagree(tmp_path: Path, skew_s: float) -> None:
+    run = small_run(tmp_path / "run")
+    run.shift_to_now(age_s=-skew_s)
+    run.clock.now_s = time.time() + skew_s
+    run.folder.acquire()
+    source = LiveSource(run.folder)
+    read_all(source)
+    run.train(3)
+    read_all(source)
+    status = source.status()
+    assert status.state == "live"
+    assert status.age_s is not None
+    assert status.age_s < 5
+    assert status.skew_s == pytest.approx(skew_s, abs=10)
+    assert status.now_s == pytest.approx(time.time() + skew_s, abs=10)
+    run.folder.release()
+
+
+def test_two_viewers_see_the_same(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    first, second = LiveSource(run.folder), LiveSource(run.folder)
+    read_all(first)
+    run.train(4)
+    read_all(first)
+    read_all(second)
+    assert first.view.history.step.tolist() == second.view.history.step.tolist()
+    assert first.view.step == second.view.step
+
+
+def test_a_run_that_has_written_nothing_yet(tmp_path: Path) -> None:
+    folder = RunFolder.create(path=tmp_path / "run")
+    folder.write_info()
+    source = LiveSource(folder)
+    assert not source.poll()
+    assert source.status().age_s is None
+    with pytest.raises(RunError, match="no events to replay"):
+        ReplaySource(folder, 10)
+
+
+def test_a_replay_takes_the_time_of_the_run_divided_by_the_speed(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    run.write_start()
+    run.clock.now_s += 86_400  # a night between two sessions counts as a minute
+    run.train(10)
+    run.end()
+    now = [0.0]
+    source = ReplaySource(run.folder, 10.0, monotonic=lambda: now[0])
+    read_all(source)
+    assert source.view.history.size == 0
+    seen: list[int] = []
+    states: list[str] = []
+    for tick in range(1, 20):
+        now[0] = tick * 0.5
+        read_all(source)
+        seen.append(source.view.history.size)
+        assert source.status().is_replay
+        states.append(source.status().state)
+    assert seen == sorted(seen)
+    assert states[2] == "live"  # while the first steps are played
+    assert states[-1] == "stale"  # in the night between
+    now[0] = 1000.0
+    read_all(source)
+    assert source.view.history.size == 35
+    assert source.status().state == "finished"
+
+
+def test_pictures_are_the_newest_first(tmp_path: Path) -> None:
+    for i, name in enumerate(("a.png", "b.png", ".tmp.png", "c.txt")):
+        (tmp_path / name).write_bytes(b"")
+        os.utime(tmp_path / name, (i, i))
+    assert [path.name for path in newest_pictures(tmp_path)] == ["b.png", "a.png"]
+    assert newest_pictures(tmp_path / "nothing") == []

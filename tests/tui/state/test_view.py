@@ -1,0 +1,232 @@
+"""The fold of events: the same in any pieces, skimmed or not; what a resume takes back; no content that breaks it."""
+
+from __future__ import annotations
+
+import gc
+import math
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from segapp.run.events import EVENT_TYPES, CommandAnswer, EventReader, Gpu0Bsz
+from segapp.tui.panes.devices import judge
+from segapp.tui.state.view import View, fold_events
+from tests.support.recorded_runs import CannedRun
+
+
+def summary(view: View) -> dict[str, Any]:
+    """Everything in a view that a picture is made from."""
+    history = view.history
+    curves = (history.step, history.low, history.average(0.9))
+    return {
+        "curve": [np.nan_to_num(c, nan=-1.0).round(9).tolist() for c in curves],
+        "step": view.step, "epoch": view.epoch, "vals": view.vals, "best": view.best, "marks": view.marks,
+        "split": view.split, "gpu0": view.gpu0, "peaks": view.peaks_mib, "devices": view.devices, "log": list(view.log),
+        "pending": view.pending, "answers": view.answers, "end": view.end, "last": (view.last_s, view.last_step_s),
+        "num": view.num_events,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def canned(tmp_path_factory: pytest.TempPathFactory) -> CannedRun:
+    run = CannedRun(tmp_path_factory.mktemp("view") / "run", steps_per_epoch=20, epochs=6)
+    run.epoch()
+    run.change_gpu0(5)
+    run.epoch(loss=math.nan)
+    run.beat("eval")
+    run.epoch()
+    run.end()
+    return run
+
+
+def folded(run: CannedRun) -> View:
+    view = View()
+    fold_events(view, EventReader(run.folder.events).read_raw())
+    return view
+
+
+@given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=20))
+@settings(max_examples=25)
+def test_any_pieces_give_the_same_picture(canned: CannedRun, sizes: list[int]) -> None:
+    raws = EventReader(canned.folder.events).read_raw()
+    view, start = View(), 0
+    for size in [*sizes, len(raws)]:
+        fold_events(view, raws[start : start + size])
+        start += size
+    assert summary(view) == summary(folded(canned))
+
+
+@given(sizes=st.lists(st.integers(1, 4000), min_size=1, max_size=10))
+@settings(max_examples=25)
+def test_skimming_gives_the_same_picture_when_the_end_is_read_in_full(canned: CannedRun, sizes: list[int]) -> None:
+    reader, view = EventReader(canned.folder.events), View()
+    for size in sizes:
+        fold_events(view, reader.read_skimmed(size))
+    fold_events(view, reader.read_raw())
+    skimmed, full = summary(view), summary(folded(canned))
+    assert skimmed == full
+
+
+def test_the_picture_is_that_of_the_run(canned: CannedRun) -> None:
+    view = folded(canned)
+    assert view.history.num_steps == 60
+    assert view.step is not None
+    assert view.step.step == 60
+    assert [val.epoch for val in view.vals] == [1, 2, 3]
+    assert view.history.is_bad.sum() == 20
+    assert view.split == (5, 9, 9, 9)
+    assert view.gpu0.value == 5
+    assert view.gpu0.pending is None
+    assert [mark.kind for mark in view.marks if mark.kind == "gpu0_bsz"] == ["gpu0_bsz"]
+    assert view.end is not None
+    assert view.end.status == "finished"
+    assert set(view.peaks_mib) == {(4, 10, 9, 9), (5, 9, 9, 9)}
+
+
+def test_a_resume_takes_back_what_will_happen_again(tmp_path: Path) -> None:
+    run = CannedRun(tmp_path / "run", steps_per_epoch=10, epochs=4)
+    run.epoch()
+    run.epoch()
+    run.train(5)
+    run.step = 10
+    run.write_start(resumed_from_step=10)
+    run.train(3)
+    view = folded(run)
+    assert view.history.step.tolist() == [*range(1, 11), 11, 12, 13]
+    assert [val.epoch for val in view.vals] == [1]
+    assert view.best == view.vals[0]
+    assert view.step is not None
+    assert view.step.step == 13
+    assert view.num_starts == 2
+
+
+def test_a_short_last_batch_is_not_taken_for_a_new_split(tmp_path: Path) -> None:
+    run = CannedRun(tmp_path / "run")
+    run.train(2)
+    raws = EventReader(run.folder.events).read_raw()
+    step = dict(next(raw for raw in raws if raw["type"] == "step"), step=3, split=[2, 2, 2, 1])
+    view = View()
+    fold_events(view, [*raws, step])
+    assert view.split == (4, 10, 9, 9)
+
+
+def test_a_change_is_pending_then_applied_then_reverted(tmp_path: Path) -> None:
+    run = CannedRun(tmp_path / "run")
+    run.train(3)
+    run.change_gpu0(6, apply=False)
+    view = folded(run)
+    assert view.gpu0.pending is not None
+    assert view.gpu0.value == 4
+    assert list(view.pending) == ["0123456789ab"]
+    run.write(Gpu0Bsz(status="applied", old=4, new=6, split=[6, 9, 9, 8], epoch=2, observed_mib=[1.0, 2.0, 3.0, 4.0]))
+    run.write(CommandAnswer(id="0123456789ab", command="set gpu0_bsz=6", by="a@b", status="applied"))
+    view = folded(run)
+    assert view.gpu0.value == 6
+    assert view.gpu0.previous == [4]
+    assert not view.pending
+    assert view.answers["0123456789ab"].status == "applied"
+    assert view.peaks_mib[(6, 9, 9, 8)] == [1.0, 2.0, 3.0, 4.0]
+    run.write(Gpu0Bsz(status="reverted", old=4, new=6, split=[4, 10, 9, 9], epoch=2, reason="out of memory on cuda:0"))
+    view = folded(run)
+    assert view.gpu0.value == 4
+    assert view.gpu0.previous == []
+    assert view.gpu0.ceiling == 6
+    assert view.alert is not None
+    assert "out of memory" in view.alert.message
+    assert judge(view, 6).word == "won't fit"
+    assert judge(view, 7).word == "won't fit"
+
+
+def test_a_smaller_share_that_fails_says_nothing_about_device_0(tmp_path: Path) -> None:
+    run = CannedRun(tmp_path / "run")
+    run.train(1)
+    run.write(Gpu0Bsz(status="reverted", old=4, new=2, split=[4, 10, 9, 9], epoch=2, reason="out of memory on cuda:1"))
+    assert folded(run).gpu0.ceiling is None
+
+
+def test_a_cancelled_change_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    run = CannedRun(tmp_path / "run")
+    run.train(1)
+    run.change_gpu0(6, apply=False)
+    run.write(Gpu0Bsz(status="cancelled", old=4, new=6))
+    view = folded(run)
+    assert view.gpu0.pending is None
+    assert view.gpu0.value == 4
+    assert not [mark for mark in view.marks if mark.kind == "gpu0_bsz"]
+
+
+def test_pause_is_seen_from_the_answer_the_heartbeat_and_the_next_step(tmp_path: Path) -> None:
+    run = CannedRun(tmp_path / "run")
+    run.train(1)
+    run.write(CommandAnswer(id="a" * 12, command="pause", by="a@b", status="applied"))
+    assert folded(run).is_paused
+    run.train(1)
+    assert not folded(run).is_paused
+    run.beat("paused")
+    assert folded(run).is_paused
+
+
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+fields = st.sampled_from(
+    sorted({name for model in EVENT_TYPES.values() for name in model.model_fields} - {"v", "seq", "t", "type"})
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from(sorted(EVENT_TYPES)), st.dictionaries(fields, junk, max_size=8)), max_size=8))
+def test_no_content_of_known_types_breaks_the_fold(events: list[tuple[str, dict[str, Any]]]) -> None:
+    view = View()
+    raws = [{"v": 1, "seq": i, "t": 1e9 + i, "type": kind, **body} for i, (kind, body) in enumerate(events, 1)]
+    fold_events(view, raws)
+    assert view.num_events == len(raws)
+
+
+@given(st.lists(st.tuples(fields, junk), min_size=1, max_size=3), st.integers(0, 10**6))
+def test_no_changed_field_of_a_good_run_breaks_the_fold(
+    canned: CannedRun, changes: list[tuple[str, Any]], at: int
+) -> None:
+    raws = EventReader(canned.folder.events).read_raw()
+    for i, (name, value) in enumerate(changes):
+        index = (at + 7 * i) % len(raws)
+        raws[index] = {**raws[index], name: value}
+    view = View()
+    fold_events(view, raws)
+    assert view.num_events == len(raws)
+
+
+def test_an_evaluation_of_long_ago_weighs_little() -> None:
+    """An evaluation every few seconds, for hours: a soak found a kilobyte for each."""
+    vals = [
+        {
+            "v": 1,
+            "seq": n,
+            "t": float(n),
+            "type": "val",
+            "epoch": n,
+            "step": n,
+            "loss": n / 7,
+            "miou": n / 1e5,
+            "iou": [0.5],
+        }
+        for n in range(1, 3001)
+    ]
+    view = View()
+    fold_events(view, vals[:2000])  # the log is full by then
+    gc.collect()
+    tracemalloc.start()
+    fold_events(view, [dict(val) for val in vals[2000:]])
+    gc.collect()
+    grown_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(view.vals) == 3000
+    assert view.best is not None
+    assert view.best.epoch == 3000
+    assert grown_bytes < 400 * 1000
