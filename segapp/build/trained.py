@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from segapp.build.data import build_scheme
 from segapp.build.devices import choose_devices
+from segapp.build.network import build_inference, build_network
 from segapp.checkpoint.training_state import LoadedCheckpoint, load_checkpoint
 from segapp.config import RunConfig, load_config, validate_config
 from segapp.datasets.layouts.formats import ClassScheme
@@ -22,7 +24,6 @@ from segapp.models.weights import load_weights, read_metadata, read_weights_file
 from segapp.precision import Precision
 from segapp.run.folder import find_run
 from segapp.run.text import printable
-from segapp.train.build import build_inference, build_network, build_scheme
 
 CONFIG_KEY = "config"
 """Of a safetensors file's metadata: the complete config as JSON."""

@@ -15,6 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from segapp.build.class_weights import RULES, class_weights
+from segapp.build.data import build_pairs, build_scheme, split_names
 from segapp.commands.check_html import page
 from segapp.config import DataConfig, RunConfig
 from segapp.datasets.doctor import Finding, SplitReport, examine, summary_of_ids
@@ -24,7 +25,6 @@ from segapp.datasets.layouts.root_guard import OutsideError, PartialError
 from segapp.datasets.sums import check_sums, write_sums
 from segapp.errors import DataError, StorageError
 from segapp.run.text import printable
-from segapp.train.build import build_pairs, build_scheme, split_names
 
 EXIT_DATA = 3
 _MAX_SHOWN = 5

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from segapp.build.criterion import build_criterion
+from segapp.build.data import build_dataset, build_groups
 from segapp.build.devices import choose_devices
 from segapp.build.trained import TrainedModel, load_trained
-from segapp.commands.predict import progress_bar
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.loader import EvalLoader
 from segapp.errors import ConfigError, StorageError
@@ -21,10 +22,10 @@ from segapp.inference.confusion_image import PICTURE_SUFFIXES, draw_confusion
 from segapp.inference.evaluator import Findings, Judge, judge_all
 from segapp.inference.predict import TrainedPredictor
 from segapp.inference.predict.tiles import plan_workspace
+from segapp.inference.progress_bar import progress_bar
 from segapp.metrics import ConfusionMatrix, Scores, group_iou, mean_of_known
 from segapp.run.files import write_atomic, write_json
 from segapp.run.text import printable
-from segapp.train.build import build_criterion, build_dataset, build_groups
 from segapp.train.telemetry.console import iou_table
 
 

@@ -8,13 +8,13 @@ from typing import Any, Final, Literal, get_args
 from numpy.typing import NDArray
 
 from segapp import __version__
+from segapp.build.data import split_names
 from segapp.build.trained import CONFIG_KEY, TrainedModel, load_trained
 from segapp.datasets.layouts.formats import find_pairs
 from segapp.datasets.masks import read_image
 from segapp.errors import ConfigError, SegappError
 from segapp.export import CheckResult, ExportInfo, Format, write_export, write_weights
 from segapp.run.text import printable
-from segapp.train.build import split_names
 
 NUM_PICTURES = 3
 """Validation images that the check looks at."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from segapp.inference.predict import (
     find_images,
     predict_files,
 )
+from segapp.inference.progress_bar import progress_bar
 from segapp.run.text import printable
 
 
@@ -96,16 +96,3 @@ def _predictor(target: str, options: PredictOptions) -> Predictor:
         )
     device = choose_devices("auto")[0][0]
     return ExportedPredictor(ExportedModel(Path(target), device), device)
-
-
-@contextmanager
-def progress_bar(total: int, label: str, unit: str = "image") -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr where it is a terminal; gives a function that takes the number of units done."""
-    from tqdm import tqdm
-
-    with tqdm(total=total, desc=label, unit=unit, disable=not sys.stderr.isatty(), leave=False) as bar:
-
-        def progress(done: int) -> None:
-            bar.update(done - bar.n)
-
-        yield progress

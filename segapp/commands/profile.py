@@ -17,6 +17,7 @@ from statistics import median
 import torch
 from torch import nn
 
+from segapp.build.data import build_dataset, build_scheme, split_names
 from segapp.build.devices import plan_devices
 from segapp.config import RunConfig, load_config
 from segapp.datasets.loader import Batch, TrainLoader
@@ -24,7 +25,7 @@ from segapp.errors import ConfigError, DataError
 from segapp.memory.jobs import PHASES, PhasePeak
 from segapp.memory.recorder import PhaseMarks, Recorder
 from segapp.memory.report import aligned
-from segapp.train.build import build_dataset, build_scheme, seed_everything, split_names
+from segapp.train.build import seed_everything
 from segapp.train.planning.simulate import Simulator, phase_peaks, watch_modules
 from segapp.train.planning.trial_step import build_real_engine
 from segapp.train.step.engine import StepEngine

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from segapp.build.data import build_pairs, split_names
 from segapp.build.devices import plan_devices
 from segapp.config import RunConfig, validate_config
 from segapp.datasets.sampling import num_batches
@@ -27,7 +28,6 @@ from segapp.errors import CheckpointError, ConfigError, DataError, StorageError
 from segapp.run.events import EventReader
 from segapp.run.folder import RunFolder
 from segapp.run.text import printable
-from segapp.train.build import build_pairs, split_names
 from segapp.train.request import ImageLimit, Plan
 from segapp.train.session import run_session
 from segapp.train.telemetry.console import format_duration

@@ -17,9 +17,9 @@ from torch import Tensor
 from segapp.failpoints import failpoint
 from segapp.inference.sliding import Inference
 from segapp.losses import CriterionCE, View, upsample_confusion, upsample_logits
+from segapp.memory.oom_failpoint import oom_failpoint
 from segapp.metrics import ConfusionMatrix, Scores
 from segapp.parallel.ranks import PeerOutOfMemoryError, Ranks
-from segapp.train.recovery.memory_limit import fail_for_want_of_memory
 
 if TYPE_CHECKING:
     from segapp.datasets.loader import Batch
@@ -132,7 +132,7 @@ def _count(
     device: torch.device,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """(C, C) counts of (target, prediction) of some images, and the criterion's statistics."""
-    fail_for_want_of_memory("eval.forward")
+    oom_failpoint("eval.forward")
     normalized = inference.normalizer(images.to(device, non_blocking=True))
     views, size = inference.views(model, normalized)
     return count_views(views, size, target.to(device, non_blocking=True), ignore_index, inference, criterion)

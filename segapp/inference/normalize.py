@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from segapp.train.recovery.memory_limit import fail_for_want_of_memory
+from segapp.memory.oom_failpoint import oom_failpoint
 
 
 class Normalizer(nn.Module):
@@ -53,7 +53,7 @@ class NormalizedInput(nn.Module):
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         """uint8 images (N, 3, H, W) -> (logits, *auxiliary logits)."""
         if self.training:
-            fail_for_want_of_memory("train.forward")
+            oom_failpoint("train.forward")
         outputs: tuple[Tensor, ...] = self.model(self.normalized(images))
         return outputs
 

@@ -13,16 +13,16 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from segapp.build.data import build_dataset
 from segapp.build.trained import load_trained
-from segapp.commands.predict import progress_bar
 from segapp.errors import SegappError, StorageError
+from segapp.inference.progress_bar import progress_bar
 from segapp.report import charts
 from segapp.report.charts import Frame, Line
 from segapp.report.pictures import Judgement, judge
 from segapp.report.run_report import Story, read_story
 from segapp.run.files import write_atomic
 from segapp.run.text import printable
-from segapp.train.build import build_dataset
 from segapp.tui.state import wording
 from segapp.tui.state.history import SMOOTHINGS
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,30 +14,16 @@ from torch import nn
 from segapp.build.class_weights import cached_frequencies, class_weights
 from segapp.build.devices import DevicePlan
 from segapp.checkpoint.training_state import CheckpointStore
-from segapp.config import DataConfig, EvalConfig, LiveSettings, LossConfig, LossTerm, ModelConfig, RunConfig
-from segapp.datasets.augment import EvalTransform, TrainTransform
+from segapp.config import LiveSettings, RunConfig
 from segapp.datasets.dataset import SegmentationDataset
-from segapp.datasets.doctor import check_masks
-from segapp.datasets.files import ImagePair, check_pairs
 from segapp.datasets.frequencies import ClassFrequencies, compute_class_frequencies
-from segapp.datasets.layouts.formats import ClassScheme, class_scheme, find_pairs
-from segapp.datasets.layouts.published_classes import CITYSCAPES_CATEGORIES, CITYSCAPES_NAMES
+from segapp.datasets.layouts.formats import ClassScheme
 from segapp.datasets.loader import EvalLoader, TrainLoader
 from segapp.errors import ConfigError
 from segapp.inference.normalize import NormalizedInput, Normalizer
-from segapp.inference.sliding import Inference
-from segapp.losses import (
-    AdditiveCriterion,
-    CriterionCE,
-    CriterionDice,
-    CriterionFocal,
-    CriterionLovasz,
-    CriterionOHEM,
-    CriterionSum,
-)
 from segapp.memory.saved_plan import Outlook
-from segapp.models import SegmentationModel, build_model
-from segapp.optim import WeightAverage, build_optimizer, norm_and_bias, parameter_groups
+from segapp.models import SegmentationModel
+from segapp.optim import WeightAverage, build_optimizer
 from segapp.parallel import (
     DataParallelModel,
     balance_stages,
@@ -74,6 +60,15 @@ from segapp.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from segapp.build.trained import TrainedState
+from segapp.build.criterion import build_criterion
+from segapp.build.data import build_dataset, build_scheme, split_names
+from segapp.build.network import (
+    build_inference,
+    build_network,
+    build_parameter_groups,
+    check_sizes,
+    set_batchnorm_momentum,
+)
 
 
 def seed_everything(seed: int) -> None:
@@ -81,182 +76,6 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-
-
-def build_scheme(data: DataConfig) -> ClassScheme:
-    """Classes, colours and label map of a data section."""
-    return class_scheme(
-        data.format,
-        classes=data.classes,
-        palette=data.palette,
-        label_map=data.label_map,
-        ignore_index=data.ignore_index,
-        rgb=data.rgb_masks,
-    )
-
-
-def build_pairs(data: DataConfig, split: str) -> tuple[ImagePair, ...]:
-    """The image and mask files of one split."""
-    return find_pairs(
-        data.format,
-        data.root,
-        split,
-        image_dir=data.image_dir,
-        mask_dir=data.mask_dir,
-        image_suffix=data.image_suffix,
-        mask_suffix=data.mask_suffix,
-        allow_outside_root=data.allow_outside_root,
-    )
-
-
-def build_groups(data: DataConfig, scheme: ClassScheme) -> dict[str, tuple[int, ...]]:
-    """Name -> class ids of the groups that are scored too: those of the config, or the format's; empty without.
-
-    Raises:
-        ConfigError: a group names a class that there is not.
-    """
-    groups: Mapping[str, Sequence[str]] = data.groups or {}
-    if data.groups is None and data.format == "cityscapes" and scheme.names == CITYSCAPES_NAMES:
-        groups = CITYSCAPES_CATEGORIES
-    ids = {name: number for number, name in enumerate(scheme.names)}
-    for group, names in groups.items():
-        unknown = [name for name in names if name not in ids]
-        if unknown:
-            raise ConfigError(f"data.groups: {group} names {unknown[0]!r}, which is no class: use {', '.join(ids)}")
-    return {group: tuple(ids[name] for name in names) for group, names in groups.items()}
-
-
-def build_dataset(
-    data: DataConfig, scheme: ClassScheme, split: str, *, is_training: bool, seed: int, most: int | None = None
-) -> SegmentationDataset:
-    """The images and masks of one split, cheaply checked, with the training or the evaluation transform.
-
-    Args:
-        data: where they are, and how they are read.
-        scheme: of the classes.
-        split: its name.
-        is_training: with the training transform.
-        seed: of the augmentation.
-        most: only so many, spread over the split; None: all.
-    """
-    pairs = build_pairs(data, split)
-    if most is not None:
-        pairs = pairs[:: max(1, len(pairs) // max(most, 1))][:most]
-    check_masks(pairs, check_pairs(pairs), scheme)
-    transform: TrainTransform | EvalTransform | None = None
-    if is_training:
-        transform = TrainTransform(
-            data.crop_px,
-            scale=data.scale,
-            hflip=data.hflip,
-            cat_max_ratio=data.cat_max_ratio,
-            photometric=data.photometric,
-            ignore_index=scheme.ignore_index,
-            resize_px=data.resize_px,
-        )
-    elif data.resize_px is not None:
-        transform = EvalTransform(data.resize_px)
-    return SegmentationDataset(pairs, scheme, transform, seed=seed, cache=data.cache)
-
-
-def split_names(data: DataConfig) -> tuple[str, str]:
-    """Names of the training and the validation split."""
-    return data.train_split or "train", data.val_split or "val"
-
-
-def build_network(section: ModelConfig, num_classes: int, *, with_weights: bool = True) -> SegmentationModel:
-    """The model of a config; without its pretrained weights where a checkpoint follows."""
-    return build_model(
-        section.library,
-        section.name,
-        num_classes,
-        weights=section.weights if with_weights else None,
-        weights_backbone=section.weights_backbone if with_weights else None,
-        aux=section.aux,
-        encoder=section.encoder,
-        options=section.options,
-    )
-
-
-def build_criterion(
-    section: LossConfig, num_classes: int, ignore_index: int, weights_of: Callable[[str], list[float]]
-) -> AdditiveCriterion:
-    """The criterion of a loss section.
-
-    Args:
-        section: the first term and those added to it.
-        num_classes: C.
-        ignore_index: target value that counts nowhere.
-        weights_of: gives class weights by a rule's name.
-    """
-    terms = [section, *section.plus]
-    criteria = [(term.weight, _build_term(term, num_classes, ignore_index, weights_of)) for term in terms]
-    return criteria[0][1] if len(criteria) == 1 and criteria[0][0] == 1.0 else CriterionSum(criteria)
-
-
-def _build_term(
-    term: LossTerm, num_classes: int, ignore_index: int, weights_of: Callable[[str], list[float]]
-) -> AdditiveCriterion:
-    weights = term.class_weights
-    if isinstance(weights, str):
-        weights = weights_of(weights)
-    if weights is not None and len(weights) != num_classes:
-        raise ConfigError(f"loss.class_weights has {len(weights)} values for {num_classes} classes: give one a class")
-    weight = None if weights is None else torch.tensor(weights, dtype=torch.float32)
-    common: dict[str, Any] = {
-        "ignore_index": ignore_index,
-        "align_corners": term.align_corners,
-        "aux_weight": term.aux_weight,
-    }
-    if term.name == "ohem":
-        return CriterionOHEM(term.ohem_threshold, term.ohem_min_kept, weight=weight, **common)
-    if term.name == "dice":
-        return CriterionDice(term.dice_smooth, **common)
-    if term.name == "focal":
-        return CriterionFocal(term.focal_gamma, alpha=weight, **common)
-    if term.name == "lovasz":
-        return CriterionLovasz(**common)
-    return CriterionCE(
-        weight=weight, label_smoothing=term.label_smoothing, implementation=term.implementation, **common
-    )
-
-
-def build_inference(
-    data: DataConfig, section: EvalConfig, model: SegmentationModel, precision: Precision, align_corners: bool
-) -> Inference:
-    """How whole images are evaluated and predicted."""
-    window = (section.slide_px or data.crop_px) if section.slide else None
-    if model.fixed_size_px is not None:
-        window = model.fixed_size_px
-    return Inference(
-        Normalizer(data.mean, data.std, precision.input_dtype).to(precision.device),
-        align_corners=align_corners,
-        window_px=window,
-        overlap=section.slide_overlap,
-        weighting=section.slide_weighting,
-        scales=tuple(section.scales) if section.tta else (1.0,),
-        flip=section.tta,
-        autocast=precision.autocast,
-    )
-
-
-def check_sizes(config: RunConfig, model: SegmentationModel) -> None:
-    """Refuses crops and batches that the model cannot take.
-
-    Raises:
-        ConfigError: names the size that would do.
-    """
-    height, width = config.data.crop_px
-    wanted = model.suitable_size(height, width)
-    if wanted != (height, width):
-        raise ConfigError(
-            f"data.crop_px = [{height}, {width}] does not suit {config.model.name}: use [{wanted[0]}, {wanted[1]}]"
-        )
-    if config.train.batch_size < model.min_train_batch:
-        raise ConfigError(
-            f"train.batch_size = {config.train.batch_size} is too small for {config.model.name}: its BatchNorm after "
-            f"global pooling needs at least {model.min_train_batch} images"
-        )
 
 
 def build_trainer(
@@ -479,29 +298,6 @@ def build_parallel(
         return wrapped
     except (ValueError, TypeError) as error:
         raise ConfigError(f"parallel: {error}") from None
-
-
-def set_batchnorm_momentum(model: nn.Module, momentum: float | None) -> None:
-    """Sets the momentum of every BatchNorm layer; None leaves them as they are."""
-    if momentum is not None:
-        for module in model.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                module.momentum = momentum
-
-
-def build_parameter_groups(
-    config: RunConfig, model: SegmentationModel, precision: Precision
-) -> list[Mapping[str, Any]]:
-    """The optimizer's groups: backbone and head, with and without weight decay, as `precision`'s master weights."""
-    no_decay = set() if config.optim.decay_norm_and_bias else norm_and_bias(model)
-    groups = parameter_groups(
-        model.backbone_parameters(),
-        model.head_parameters(),
-        no_decay,
-        weight_decay=config.optim.weight_decay,
-        head_lr_factor=config.optim.head_lr_factor,
-    )
-    return [{**group, "params": precision.master_weights(group["params"])} for group in groups]
 
 
 def _frequencies(dataset: SegmentationDataset, scheme: ClassScheme) -> ClassFrequencies:

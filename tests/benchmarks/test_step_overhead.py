@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from segapp.build.devices import DevicePlan
+from segapp.build.network import build_network
 from segapp.checkpoint.training_state import CheckpointStore
 from segapp.losses import CriterionCE
 from segapp.run.events import EventWriter
 from segapp.run.folder import RunFolder
-from segapp.train.build import build_network, build_trainer, seed_everything
+from segapp.train.build import build_trainer, seed_everything
 from segapp.train.control.signals import StopSignals
 from segapp.train.saving.position import Position
 from segapp.train.telemetry.event_log import Journal

@@ -8,11 +8,11 @@ import cv2
 import numpy as np
 import pytest
 
+from segapp.build.data import build_dataset, build_scheme
 from segapp.commands.init import propose_config
 from segapp.config import RunConfig, load_config
 from segapp.datasets.layouts.survey import find_layout, flat_folders, write_split_lists
 from segapp.errors import ConfigError, DataError
-from segapp.train.build import build_dataset, build_scheme
 from tests.support.runs import segapp
 
 

@@ -14,6 +14,7 @@ import cv2
 import numpy as np
 import pytest
 
+from segapp.build.data import build_dataset
 from segapp.build.trained import load_trained
 from segapp.errors import ConfigError, RunError, StorageError
 from segapp.report import charts, compare_runs, write_report
@@ -21,7 +22,6 @@ from segapp.report.charts import Frame, Line
 from segapp.report.pictures import judge
 from segapp.report.run_report import Thinned, read_story
 from segapp.run.folder import RunFolder
-from segapp.train.build import build_dataset
 from tests.support.recorded_runs import CannedRun
 from tests.support.runs import events, merged, segapp, train
 

@@ -12,11 +12,11 @@ import warnings
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from segapp.build.network import build_network
 from segapp.config import validate_config
 from segapp.memory.jobs import SimulationJob
 from segapp.memory.recorder import Recorder
 from segapp.parallel import data_parallel
-from segapp.train.build import build_network
 from segapp.train.planning.simulate import Simulator, run_step
 
 MODELS = {

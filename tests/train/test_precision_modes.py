@@ -13,7 +13,7 @@ from segapp.config import RunConfig, dump_config
 from segapp.errors import NonFiniteError
 from segapp.precision import LossScaler
 from segapp.run.folder import RunFolder
-from segapp.train import build
+from segapp.build import network
 from segapp.train.request import Plan
 from segapp.train.session import run_session
 from tests.support.runs import differing, events, merged, segapp, train
@@ -108,7 +108,7 @@ def test_skipped_steps_are_counted_and_leave_no_trace(
 def test_a_scale_that_collapses_stops_the_run_and_names_the_layer(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make = build.build_model
+    make = network.build_model
 
     def with_a_huge_layer(*arguments: Any, **keywords: Any) -> Any:
         model = make(*arguments, **keywords)
@@ -119,7 +119,7 @@ def test_a_scale_that_collapses_stops_the_run_and_names_the_layer(
         return model
 
     names: list[str] = []
-    monkeypatch.setattr(build, "build_model", with_a_huge_layer)
+    monkeypatch.setattr(network, "build_model", with_a_huge_layer)
     with pytest.raises(NonFiniteError, match="loss scale fell below 1") as caught:
         train(config_of(tiny, "fp16", epochs=20), tmp_path / "run")
     assert f"first in {names[0]} " in str(caught.value)

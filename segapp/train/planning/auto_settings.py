@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from segapp.build.devices import DevicePlan
-from segapp.commands.plan import plan_largest, plan_memory
 from segapp.config import RunConfig, validate_config
 from segapp.datasets.files import check_pairs
 from segapp.datasets.layouts.formats import find_pairs
@@ -23,6 +22,7 @@ from segapp.memory.planner import Allowance
 from segapp.memory.saved_plan import Outlook, advice_text, read_outlook
 from segapp.parallel.ranks import Ranks
 from segapp.run.folder import RunFolder
+from segapp.train.planning.plan import plan_largest, plan_memory
 from segapp.train.planning.trial_step import probe_batch
 from segapp.train.recovery.out_of_memory import is_out_of_memory
 from segapp.train.telemetry.device_memory import MemoryWatch, Place

@@ -23,6 +23,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
+from segapp.build.criterion import build_criterion
+from segapp.build.data import build_scheme, split_names
+from segapp.build.network import (
+    build_inference,
+    build_network,
+    build_parameter_groups,
+    check_sizes,
+    set_batchnorm_momentum,
+)
 from segapp.build.trained import TrainedState, read_trained
 from segapp.config import RunConfig, validate_config
 from segapp.datasets.dataset import image_sizes
@@ -50,16 +59,6 @@ from segapp.parallel import (
 )
 from segapp.parallel.ranks import Ranks
 from segapp.precision import Precision, half_except_norm
-from segapp.train.build import (
-    build_criterion,
-    build_inference,
-    build_network,
-    build_parameter_groups,
-    build_scheme,
-    check_sizes,
-    set_batchnorm_momentum,
-    split_names,
-)
 from segapp.train.step.build_distill import (
     build_critic,
     build_distillation,

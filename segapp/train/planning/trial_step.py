@@ -8,13 +8,13 @@ import gc
 import torch
 
 from segapp.build.devices import DevicePlan
+from segapp.build.network import build_network
 from segapp.config import RunConfig
 from segapp.memory.jobs import SimulationJob
 from segapp.memory.recorder import Recorder
 from segapp.memory.saved_plan import Outlook
 from segapp.parallel import convert_sync_batchnorm
 from segapp.precision import Precision
-from segapp.train.build import build_network
 from segapp.train.planning.simulate import Simulator, eval_size
 from segapp.train.recovery.memory_limit import build_budget
 from segapp.train.step.engine import StepEngine

@@ -9,7 +9,6 @@ pass of that replica, in the loss, in backward, in the update, in an evaluation.
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,6 @@ from torch.utils._pytree import tree_iter
 
 from segapp.config import ParallelConfig
 from segapp.errors import ConfigError
-from segapp.failpoints import failpoint
 from segapp.memory.oom_report import LiveTensor, Scene
 from segapp.parallel import DataParallelModel, current_replica
 from segapp.train.telemetry.device_memory import MemoryWatch
@@ -29,23 +27,12 @@ from segapp.train.telemetry.device_memory import MemoryWatch
 if TYPE_CHECKING:
     from segapp.train.step.engine import StepEngine
 
+
 MIB = 2**20
+
 _LARGEST = 8
+
 _HELD = "held"
-
-
-def fail_for_want_of_memory(point: str) -> None:
-    """Runs out of memory where a test has armed the failpoint `point`, `point.N` for replica N, or `point.rankN`.
-
-    Raises:
-        torch.OutOfMemoryError: it is armed with `oom`, and due.
-    """
-    replica = current_replica()
-    names = [point, f"{point}.rank{os.environ.get('RANK', 0)}"]
-    names += [] if replica is None else [f"{point}.{replica.index}"]
-    for name in names:
-        if failpoint(name) == "oom":
-            raise torch.OutOfMemoryError(f"failpoint {name}")
 
 
 class MemoryBudget(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -18,11 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from segapp.failpoints import failpoint
 from segapp.losses import AdditiveCriterion, Statistics, surrogate
+from segapp.memory.oom_failpoint import oom_failpoint
 from segapp.optim import WeightAverage, set_lr
 from segapp.parallel import DataParallelCriterion, DataParallelModel
 from segapp.parallel.ranks import Ranks
 from segapp.precision import Precision
-from segapp.train.recovery.memory_limit import fail_for_want_of_memory
 from segapp.train.step.rollback import BufferGuard, TorchRng, capture_torch_rng, restore_torch_rng
 from segapp.train.telemetry.device_memory import IDLE, MemoryWatch
 
@@ -128,7 +128,7 @@ class StepEngine:
             if self.critic is not None:
                 self.critic.backward(batches)
             self.watch.mark("step")
-            fail_for_want_of_memory("train.optimizer")
+            oom_failpoint("train.optimizer")
             with torch.no_grad():
                 sums = self.ranks.sums(sums)
                 loss = self.criterion.finalize(sums)
@@ -192,7 +192,7 @@ class StepEngine:
             statistics = self._statistics(batch)
         failpoint("train.device")
         self.watch.mark("backward")
-        fail_for_want_of_memory("train.backward")
+        oom_failpoint("train.backward")
         own = tuple(s.detach() for s in statistics)
         if totals is None and self.ranks.world_size == 1:
             loss = self.criterion.finalize(statistics)
@@ -223,7 +223,7 @@ class StepEngine:
         if self.critic is not None:
             self.critic.take(outputs)
         self.watch.mark("loss")
-        fail_for_want_of_memory("train.loss")
+        oom_failpoint("train.loss")
         return self._summed.statistics(outputs, target)
 
     @torch.no_grad()

@@ -1,0 +1,287 @@
+"""The memory plan of a config, from simulations in other processes. No torch here."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from segapp.config import RunConfig
+from segapp.errors import ConfigError
+from segapp.memory.advice import (
+    Variant,
+    accumulate_advice,
+    ranked,
+    split_advice,
+    variant_advice,
+    variants,
+)
+from segapp.memory.affine import MemoryModel, fit_model, splits_to_simulate
+from segapp.memory.calibration import Measurement, PeakError, calibrated
+from segapp.memory.cards import Card
+from segapp.memory.jobs import Mode, SimulationJob
+from segapp.memory.planner import (
+    CONTEXT_MIB,
+    LARGEST_BATCH,
+    Advice,
+    Allowance,
+    MemoryPlan,
+    Planner,
+    PlanRow,
+)
+from segapp.train.planning.simulation_pool import NUM_PROCESSES, SimulationPool
+
+
+def choose_mode(config: RunConfig, num_cards: int) -> Mode:
+    """How so many GPUs would work together.
+
+    Raises:
+        ConfigError: the config's mode, shares or batch do not suit the number of GPUs.
+    """
+    section, wish = config.parallel, config.parallel.mode
+    if wish == "single" and num_cards > 1:
+        raise ConfigError(f"parallel.mode = single uses one GPU and --gpus names {num_cards}: use dp, or name one")
+    if wish == "model" and num_cards < 2:
+        raise ConfigError("parallel.mode = model needs two GPUs or more and --gpus names 1: name them all")
+    if wish == "ddp" and 0 < config.train.batch_size < num_cards:
+        raise ConfigError(
+            f"parallel.mode = ddp: {num_cards} ranks cannot share train.batch_size = {config.train.batch_size}: "
+            f"use {num_cards} or more"
+        )
+    if section.shares is not None and len(section.shares) != num_cards and wish in ("auto", "dp"):
+        raise ConfigError(
+            f"parallel.shares = {section.shares} is for {len(section.shares)} GPUs and --gpus names {num_cards}: "
+            "make them equal"
+        )
+    if wish == "auto" or (wish == "dp" and num_cards == 1):
+        return "dp" if num_cards > 1 else "single"
+    return wish
+
+
+def plan_memory(
+    config: RunConfig,
+    cards: Sequence[Card],
+    measurement: Measurement | None = None,
+    *,
+    mode: Mode | None = None,
+    allowance: Allowance | None = None,
+    with_advice: bool = True,
+) -> tuple[MemoryPlan, list[PeakError]]:
+    """The plan of a config on some GPUs, and how far the prediction lay from what a run has measured.
+
+    Args:
+        config: the complete config; with `train.batch_size: auto` the plan is for the largest batch that fits.
+        cards: the GPUs.
+        measurement: of a run of this config.
+        mode: how the cards work together; by default as the config says.
+        allowance: what comes on top of tensors.
+        with_advice: simulate too what would need less, which takes longer than all the rest.
+
+    Raises:
+        ConfigError: the config does not suit the GPUs, or cannot be built.
+    """
+    if not config.train.batch_size:
+        return plan_largest(config, cards, None, mode=mode, allowance=allowance, with_advice=with_advice), []
+    mode = mode or choose_mode(config, len(cards))
+    found = _simulated(config, cards, mode, with_advice=with_advice)
+    allowance = allowance or Allowance((CONTEXT_MIB,) * len(cards))
+    errors: list[PeakError] = []
+    if measurement is not None:
+        allowance, errors = calibrated(measurement, found.model, allowance)
+    planner = Planner(found.model, cards, allowance, found.facts["smallest_chunk"])
+    return _assembled(config, planner, found), errors
+
+
+def plan_largest(
+    config: RunConfig,
+    cards: Sequence[Card],
+    batches: Sequence[int] | None,
+    *,
+    mode: Mode | None = None,
+    allowance: Allowance | None = None,
+    with_advice: bool = True,
+) -> MemoryPlan:
+    """The plan of the largest batch that fits, in training and in evaluation.
+
+    Args:
+        config: the complete config; its batch does not count, but its split does.
+        cards: the GPUs.
+        batches: those to choose from, ascending; None: any.
+        mode: how the cards work together; by default as the config says.
+        allowance: what comes on top of tensors.
+        with_advice: simulate too what would need less.
+
+    Raises:
+        ConfigError: none fits.
+    """
+    small = with_batch(config, 2 * len(cards))
+    mode = mode or choose_mode(small, len(cards))
+    found = _simulated(small, cards, mode, with_advice=with_advice)
+    planner = Planner(
+        found.model, cards, allowance or Allowance((CONTEXT_MIB,) * len(cards)), found.facts["smallest_chunk"]
+    )
+    is_free = mode == "dp" and config.parallel.gpu0_bsz == "auto"
+    allowed = range(1, LARGEST_BATCH + 1) if batches is None else batches
+    allowed = [batch for batch in allowed if batch >= _least_batch(config, found.facts, mode, len(cards))]
+
+    def fits(batch: int) -> bool:
+        rows = planner.rows(batch)[0] if is_free else [_current_row(with_batch(config, batch), planner)]
+        return any(row is not None and row.fits for row in rows)
+
+    count = bisect_left(allowed, True, key=lambda batch: not fits(batch))
+    if not count:
+        tried = f"{allowed[0]} images" if allowed else "no batch that is allowed"
+        raise ConfigError(
+            f"train.batch_size = auto: {tried} would not fit {', '.join(f'{c.total_mib:.0f}' for c in cards)} MiB: "
+            "lower data.crop_px, or take a smaller network or train.precision=amp-bf16"
+        )
+    return _assembled(with_batch(config, allowed[count - 1]), planner, found)
+
+
+def with_batch(config: RunConfig, batch_size: int) -> RunConfig:
+    """The config with another batch; what a step is to see is left to whoever settles it."""
+    train = config.train.model_copy(update={"batch_size": batch_size, "effective_batch_size": None})
+    return config.model_copy(update={"train": train})
+
+
+def _least_batch(config: RunConfig, facts: Mapping[str, Any], mode: Mode, num_cards: int) -> int:
+    gpu0_bsz = config.parallel.gpu0_bsz
+    return max(
+        int(facts["min_train_batch"]),
+        num_cards if mode == "ddp" else 1,
+        gpu0_bsz if isinstance(gpu0_bsz, int) and mode == "dp" else 1,
+    )
+
+
+@dataclass(frozen=True)
+class _Simulated:
+    """What the simulations of a config have shown.
+
+    Attributes:
+        model: the peaks under any split.
+        facts: of the network and the evaluation.
+        tried: changes that were simulated.
+        probes: peaks of one device as it is, with the large loss, with each change, as a rank of ddp.
+    """
+
+    model: MemoryModel
+    facts: Mapping[str, Any]
+    tried: Sequence[Variant]
+    probes: Sequence[float]
+
+
+def _simulated(config: RunConfig, cards: Sequence[Card], mode: Mode, *, with_advice: bool) -> _Simulated:
+    with SimulationPool(config) as pool:
+        facts = pool.ask([{"ask": "facts"}] * NUM_PROCESSES)[0]  # every process builds its model now
+        job = SimulationJob(
+            mode,
+            (),
+            num_ranks=len(cards) if mode == "ddp" else 1,
+            accumulate=config.train.accumulate,
+            eval_px=tuple(facts["eval_px"]),
+        )
+        tried = variants(config.train.precision, config.data.crop_px, _smaller(facts["smaller_crop_px"]))
+        splits = splits_to_simulate(mode, len(cards))
+        probes = _probe_jobs(config, config.train.batch_size, len(cards), tried) if with_advice else []
+        results = pool.simulate([*(replace(job, split=split) for split in splits), *probes])
+    model = fit_model(mode, results[: len(splits)])
+    return _Simulated(model, facts, tried, [result.peak_mib()[0] for result in results[len(splits) :]])
+
+
+def _smaller(size: Sequence[int] | None) -> tuple[int, int] | None:
+    return None if size is None else (size[0], size[1])
+
+
+def _probe_jobs(config: RunConfig, batch_size: int, num_cards: int, tried: Sequence[Variant]) -> list[SimulationJob]:
+    """One device with its share: as it is, with the loss at full resolution, with each change, as a rank of ddp."""
+    samples = max(2, math.ceil(batch_size / num_cards))
+    alone = SimulationJob("single", (samples,), accumulate=config.train.accumulate)
+    return [
+        alone,
+        replace(alone, loss="upsampled"),
+        *(replace(alone, changes=dict(variant.changes)) for variant in tried),
+        replace(alone, mode="ddp", num_ranks=max(2, num_cards)),
+    ]
+
+
+def _assembled(config: RunConfig, planner: Planner, found: _Simulated) -> MemoryPlan:
+    facts = found.facts
+    rows, refused = planner.rows(config.train.batch_size)
+    if not rows:
+        raise ConfigError(f"train.batch_size = {config.train.batch_size}: {refused[0][1]}")
+    current = _current_row(config, planner)
+    max_batch, max_row = planner.largest_batch()
+    shares = planner.largest_shares() if planner.model.mode == "dp" else ()
+    plan = MemoryPlan(
+        name=config.name,
+        mode=planner.model.mode,
+        batch_size=config.train.batch_size,
+        cards=planner.cards,
+        model=planner.model,
+        allowance=planner.allowance,
+        rows=rows,
+        refused=refused,
+        current=current,
+        max_batch=max_batch,
+        max_row=max_row,
+        shares=shares if sum(shares) > max_batch else None,
+        notes=_notes(config, planner, facts),
+        facts={key: facts[key] for key in ("num_params", "eval_px", "eval_px_from", "smallest_chunk")},
+    )
+    if not found.probes:
+        return plan
+    return replace(plan, advice=ranked(_advice(config, plan, planner, found.tried, found.probes)))
+
+
+def _current_row(config: RunConfig, planner: Planner) -> PlanRow | None:
+    """The split that the config asks for; None where no split can honour it."""
+    section = config.parallel
+    is_dp = planner.model.mode == "dp"
+    gpu0_bsz = section.gpu0_bsz
+    if gpu0_bsz == "auto":
+        if is_dp:
+            return None
+        gpu0_bsz = None
+    try:
+        return planner.row(config.train.batch_size, gpu0_bsz if is_dp else None, section.shares if is_dp else None)
+    except ValueError:
+        return None
+
+
+def _advice(
+    config: RunConfig, plan: MemoryPlan, planner: Planner, tried: Sequence[Variant], peaks: Sequence[float]
+) -> list[Advice]:
+    row = plan.current or plan.best
+    reference, upsampled, *varied = peaks
+    found = split_advice(row, plan.best, planner)
+    small_loss = Variant("loss", "the loss from low-resolution logits", "the same loss", {}, in_use=True)
+    found.append(variant_advice(small_loss, reference, upsampled, plan.best, planner))
+    for variant, peak in zip(tried, varied, strict=False):
+        found.append(variant_advice(variant, reference, peak, plan.best, planner))
+    gradients = planner.model.first[0].get("step/gradients")
+    found += accumulate_advice(
+        config.train.batch_size, config.train.accumulate, gradients.fixed if gradients else 0.0, plan.best, planner
+    )
+    if plan.mode == "dp" and config.train.batch_size >= len(plan.cards):
+        rank_mib = planner.allowance.card_mib(0, planner.allowance.tensors_mib(0, varied[-1]))
+        fits = all(rank_mib <= card.total_mib for card in plan.cards)
+        note = f"one process a GPU (torchrun --nproc-per-node {len(plan.cards)}); every card holds an optimizer state"
+        found.append(
+            Advice("parallel.mode=ddp", round(max(plan.best.peak_mib) - rank_mib, 1), round(rank_mib, 1), fits, note)
+        )
+    return found
+
+
+def _notes(config: RunConfig, planner: Planner, facts: Mapping[str, Any]) -> tuple[str, ...]:
+    height, width = facts["eval_px"]
+    crop = config.data.crop_px
+    notes = [
+        f"{facts['num_params'] / 1e6:.1f} M parameters, crops {crop[0]}x{crop[1]}, {config.train.precision}, "
+        f"accumulate {config.train.accumulate}; evaluation of {config.eval.batch_size} x {height}x{width} "
+        f"({facts['eval_px_from']})"
+    ]
+    if planner.model.mode == "ddp":
+        notes.append("ddp: its reducer's buckets are modelled, all else is the real step of one rank")
+    return tuple(notes)
