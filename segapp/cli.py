@@ -175,9 +175,9 @@ def train(
     if json_out and not smoke:
         raise ConfigError("--json belongs to --smoke: add it, or ask a run with segapp status RUN --json")
     from segapp.config import dump_config
-    from segapp.train.request import plan_session
+    from segapp.train.request import plan_request
 
-    plan = plan_session(config, overrides or [], run, resume)
+    plan = plan_request(config, overrides or [], run, resume)
     if print_config:
         print(dump_config(plan.config), end="")
         return
@@ -185,11 +185,11 @@ def train(
         from segapp.commands import smoke as trial
 
         sys.exit(trial.smoke(plan, config or "FILE", as_json=json_out))
-    from segapp.commands.spawn import is_interactive, see_begin, spawn_trainer
+    from segapp.commands.spawn import is_interactive, spawn_trainer, wait_for_start
 
     if detach or (not plain and is_interactive()):
         trainer = spawn_trainer(plan, config=config, resume=resume, overrides=overrides or [])
-        code = see_begin(trainer, is_detached=detach)
+        code = wait_for_start(trainer, is_detached=detach)
         if code is None:
             from segapp.tui.app import run_ui
 

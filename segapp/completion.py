@@ -180,8 +180,8 @@ def _values(name: str) -> Iterator[Candidate]:
         yield from ([Candidate("auto", "the newest run of this config")] if name == "resume" else [])
         yield from (Candidate(run, "run") for run in _run_names())
     elif name == "words":
-        steering = ("set", "pause", "resume", "checkpoint", "stop", "cancel", "gpu0_bsz=", "shares=", "lr_factor=")
-        yield from (Candidate(word) for word in steering)
+        controller = ("set", "pause", "resume", "checkpoint", "stop", "cancel", "gpu0_bsz=", "shares=", "lr_factor=")
+        yield from (Candidate(word) for word in controller)
     else:
         known: dict[str, tuple[str, ...]] = {
             "shell": tuple(SCRIPTS),

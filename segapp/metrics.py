@@ -113,12 +113,12 @@ class ConfusionMatrix:
                 f"must have the same (N, H, W)"
             )
         num_places = self.counts.numel() + 1  # one more, for ignored pixels
-        counted = _count(self._places(prediction_NHW, target_NHW), num_places)[:-1]
+        counted = _count(self._device_infos(prediction_NHW, target_NHW), num_places)[:-1]
         if self.counts.device.type == "cpu":
             self._check(int(counted[-1]))
         self.counts += counted
 
-    def _places(self, prediction_NHW: Tensor, target_NHW: Tensor) -> Tensor:
+    def _device_infos(self, prediction_NHW: Tensor, target_NHW: Tensor) -> Tensor:
         """Each pixel's place in `counts`; the place behind the last one for ignored pixels."""
         prediction = self._as_int64(prediction_NHW, "prediction")
         target = self._as_int64(target_NHW, "target")

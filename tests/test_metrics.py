@@ -172,7 +172,7 @@ def test_counting_off_the_cpu_calls_no_function_that_waits_for_the_device():
     confusion = ConfusionMatrix(4)
     ids = torch.zeros(2, 8, 8, dtype=torch.int64)
     with NamesOfFunctions() as functions:
-        confusion.counts += metrics._count_by_scatter(confusion._places(ids, ids.to(torch.uint8)), 18)[:-1]
+        confusion.counts += metrics._count_by_scatter(confusion._device_infos(ids, ids.to(torch.uint8)), 18)[:-1]
     waiting = {
         "item",
         "tolist",

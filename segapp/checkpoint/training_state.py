@@ -280,7 +280,7 @@ def _load_newest_intact(store: CheckpointFolder, is_holder: bool) -> LoadedCheck
             if entry is not manifest.entries[0]:
                 messages.append(f"went back to {label}")
             if is_holder:
-                messages += store.quarantine(damaged) if damaged else store.mend_names()
+                messages += store.quarantine(damaged) if damaged else store.repair_aliases()
             name = next(iter(manifest.names_of(entry)), None)
             path = store.path / name if name else store.objects / entry.object
             return _loaded(state, path, entry.sha256, messages)
@@ -389,7 +389,7 @@ def _check_zip(file: BinaryIO, path: Path) -> None:
 
 def _astray_messages(store: CheckpointFolder, manifest: Manifest, entry: CheckpointEntry, is_holder: bool) -> list[str]:
     """A sentence for each name of an intact checkpoint that leads elsewhere; the holder puts them right."""
-    names = store.names_astray(manifest, entry)
+    names = store.mismatched_aliases(manifest, entry)
     messages = [f"{name} is damaged; step {entry.step} itself is intact" for name in names]
     return messages + (store.set_aside(names) if is_holder and names else [])
 

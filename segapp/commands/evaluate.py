@@ -19,7 +19,7 @@ from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.loader import EvalLoader
 from segapp.errors import ConfigError, StorageError
 from segapp.inference.confusion_image import PICTURE_SUFFIXES, draw_confusion
-from segapp.inference.evaluator import Findings, Judge, judge_all
+from segapp.inference.evaluator import EvaluationResult, Evaluator, evaluate_on_devices
 from segapp.inference.predict import TrainedPredictor
 from segapp.inference.predict.tiles import plan_workspace
 from segapp.inference.progress_bar import progress_bar
@@ -74,7 +74,7 @@ def evaluate_target(target: str, options: EvalOptions) -> None:
     dataset = build_dataset(data, scheme, options.split, is_training=False, seed=config.seed)
     loader = EvalLoader(dataset, workers=data.workers, timeout_s=data.timeout_s, batch_size=config.eval.batch_size)
     with progress_bar(len(dataset), "evaluating") as progress:
-        found = judge_all(_judges(trained, options), loader, progress)
+        found = evaluate_on_devices(_judges(trained, options), loader, progress)
     for note in found.notes:
         print(f"note: {printable(note)}", file=sys.stderr)
     _show(found, trained, groups, options.split)
@@ -88,7 +88,7 @@ def evaluate_target(target: str, options: EvalOptions) -> None:
         _write(options.confusion, lambda path: write_atomic(path, picture))
 
 
-def _judges(trained: TrainedModel, options: EvalOptions) -> list[Judge]:
+def _judges(trained: TrainedModel, options: EvalOptions) -> list[Evaluator]:
     scheme, config = trained.scheme, trained.config
     criterion = build_criterion(
         config.loss, scheme.num_classes, scheme.ignore_index, lambda _: [1.0] * len(scheme.names)
@@ -102,7 +102,7 @@ def _judges(trained: TrainedModel, options: EvalOptions) -> list[Judge]:
         if not devices:
             raise ConfigError("--devices names none: give one or more, e.g. 0,1 or cpu")
     predictor = TrainedPredictor(trained.model, trained.inference, scheme, trained.device)
-    first = Judge(
+    first = Evaluator(
         trained.model,
         trained.inference,
         criterion.to(trained.device),
@@ -116,7 +116,7 @@ def _judges(trained: TrainedModel, options: EvalOptions) -> list[Judge]:
     return [first] if devices == [trained.device] else [first.on(device) for device in devices]
 
 
-def _show(found: Findings, trained: TrainedModel, groups: dict[str, tuple[int, ...]], split: str) -> None:
+def _show(found: EvaluationResult, trained: TrainedModel, groups: dict[str, tuple[int, ...]], split: str) -> None:
     evaluation = found.evaluation
     for line in iou_table(trained.scheme.names, evaluation.scores.iou):
         print(line)
@@ -138,7 +138,9 @@ def _number(value: float | None) -> str:
     return "n/a" if value is None else f"{value:.4f}"
 
 
-def as_json(found: Findings, trained: TrainedModel, groups: dict[str, tuple[int, ...]], split: str) -> dict[str, Any]:
+def as_json(
+    found: EvaluationResult, trained: TrainedModel, groups: dict[str, tuple[int, ...]], split: str
+) -> dict[str, Any]:
     """The result as plain values."""
     evaluation = found.evaluation
     result: dict[str, Any] = {
@@ -162,7 +164,7 @@ def as_json(found: Findings, trained: TrainedModel, groups: dict[str, tuple[int,
     return result
 
 
-def per_image_csv(found: Findings, dataset: SegmentationDataset, trained: TrainedModel) -> str:
+def per_image_csv(found: EvaluationResult, dataset: SegmentationDataset, trained: TrainedModel) -> str:
     """One line an image, in the order of the data set; a score that an image has not is empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

@@ -28,7 +28,7 @@ from segapp.errors import CheckpointError, ConfigError, DataError, StorageError
 from segapp.run.events import EventReader
 from segapp.run.folder import RunFolder
 from segapp.run.text import printable
-from segapp.train.request import ImageLimit, Plan
+from segapp.train.request import ImageLimit, TrainRequest
 from segapp.train.session import run_session
 from segapp.train.telemetry.console import format_duration
 
@@ -116,7 +116,7 @@ class Need:
     disk_free_bytes: int
 
 
-def smoke(plan: Plan, config_name: str, *, as_json: bool) -> int:
+def smoke(plan: TrainRequest, config_name: str, *, as_json: bool) -> int:
     """`segapp train --smoke`: runs the few steps and prints the report; lines of the trainings go to stderr.
 
     Args:
@@ -177,13 +177,13 @@ def _train(config: RunConfig, folder: Path) -> int:
     """
     limit = ImageLimit(NUM_STEPS * config.train.accumulate, NUM_VAL)
     with contextlib.redirect_stdout(sys.stderr):
-        code = run_session(Plan(_shortened(config, 1), run=folder / "run", limit=limit))
+        code = run_session(TrainRequest(_shortened(config, 1), run=folder / "run", limit=limit))
         if code != 0:
             return code
         run = RunFolder(folder / "run")
         step_s = _events(run.events, "step")[-1]["step_s"]
         num_more = max(1, min(MAX_EPOCHS, round(TIMED_S / NUM_STEPS / max(step_s, 1e-3))))
-        code = run_session(Plan(_shortened(config, 1 + num_more), run, limit=limit))
+        code = run_session(TrainRequest(_shortened(config, 1 + num_more), run, limit=limit))
     starts = _events(run.events, "run_start")
     if code == 0 and (len(starts) != 2 or starts[1].get("resumed_from_step") != starts[0]["steps_per_epoch"]):
         raise CheckpointError("the smoke run did not go on from its own checkpoint: keep its lines and report this")

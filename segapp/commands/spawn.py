@@ -21,7 +21,7 @@ from segapp.run.folder import RunFolder
 from segapp.run.state import run_state
 from segapp.run.text import printable
 from segapp.train.control.signals import EXIT_STOPPED_AND_SAVED
-from segapp.train.request import Plan
+from segapp.train.request import TrainRequest
 
 ATTACH_AFTER_S = 15.0
 """The UI opens after this long at the latest: it shows a trainer that still begins as just that."""
@@ -116,7 +116,9 @@ class TrainerProcess:
             return []
 
 
-def spawn_trainer(plan: Plan, *, config: str | None, resume: str | None, overrides: Sequence[str]) -> TrainerProcess:
+def spawn_trainer(
+    plan: TrainRequest, *, config: str | None, resume: str | None, overrides: Sequence[str]
+) -> TrainerProcess:
     """Starts the training of a plan in a process of its own.
 
     Args:
@@ -157,7 +159,7 @@ def run_name(folder: RunFolder) -> str:
     return folder.name if Path("runs", folder.name).exists() else str(folder.path)
 
 
-def see_begin(trainer: TrainerProcess, *, is_detached: bool) -> int | None:
+def wait_for_start(trainer: TrainerProcess, *, is_detached: bool) -> int | None:
     """Waits until a trainer has begun, or for long enough.
 
     Args:

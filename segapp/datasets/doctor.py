@@ -224,7 +224,7 @@ def _examine_files(found: _Examined, scheme: ClassScheme) -> None:
         image = read_image(pair.image)
         found.size = (image.shape[0], image.shape[1])
         found.digest = hashlib.sha256(repr(image.shape).encode() + image.tobytes()).hexdigest()
-        found.look = _look(image)
+        found.look = _difference_hash(image)
     except DataError as error:
         found.problems.append(("unreadable", str(error), 0))
     if pair.mask is None:
@@ -268,7 +268,7 @@ def summary_of_ids(unknown: UnknownIds) -> str:
     return f"{unknown.num_masks} {plural} ids outside the classes: {name_ids(unknown.pixels)}. {unknown.cause}"
 
 
-def _look(image: NDArray[np.uint8]) -> bytes | None:
+def _difference_hash(image: NDArray[np.uint8]) -> bytes | None:
     """Which of neighbouring pixels of a tiny grey copy are brighter (difference hash); None for a flat image."""
     grey = cv2.cvtColor(image, cv2.COLOR_RGB2GRAY)
     tiny = cv2.resize(grey, (_LOOK_PX + 1, _LOOK_PX), interpolation=cv2.INTER_AREA).astype(np.int16)

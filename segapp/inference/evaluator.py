@@ -28,7 +28,7 @@ MIN_WINDOW_PX = 64
 
 
 @dataclass
-class Findings:
+class EvaluationResult:
     """What an evaluation found.
 
     Attributes:
@@ -46,7 +46,7 @@ class Findings:
     notes: list[str] = field(default_factory=list)
 
 
-class Judge:
+class Evaluator:
     """One device's part of an evaluation.
 
     Args:
@@ -84,9 +84,9 @@ class Judge:
         self.num_images = 0
         self.notes: list[str] = []
 
-    def on(self, device: torch.device) -> Judge:
+    def on(self, device: torch.device) -> Evaluator:
         """The same on another device, with nothing counted yet."""
-        return Judge(
+        return Evaluator(
             copy.deepcopy(self.model).to(device),
             replace(self.inference, normalizer=copy.deepcopy(self.inference.normalizer).to(device)),
             copy.deepcopy(self.criterion).to(device),
@@ -163,9 +163,9 @@ class Judge:
         return counts
 
 
-def judge_all(
-    judges: Sequence[Judge], batches: Iterable[Batch], progress: Callable[[int], None] = lambda _: None
-) -> Findings:
+def evaluate_on_devices(
+    judges: Sequence[Evaluator], batches: Iterable[Batch], progress: Callable[[int], None] = lambda _: None
+) -> EvaluationResult:
     """Shares batches over devices in turns, and joins what they count: the same for any number of them.
 
     Args:
@@ -189,7 +189,7 @@ def judge_all(
         if first.boundary is not None and other.boundary is not None:
             first.boundary.counts += other.boundary.counts
     loss = float(first.criterion.finalize(first.totals))
-    return Findings(
+    return EvaluationResult(
         Evaluation(first.matrix.scores(), loss if math.isfinite(loss) else None, first.num_images),
         first.matrix.matrix.cpu().clone(),
         dict(sorted(first.per_image.items())),
@@ -198,12 +198,12 @@ def judge_all(
     )
 
 
-def _judge_in_threads(judges: Sequence[Judge], batches: Iterable[Batch], progress: Callable[[int], None]) -> None:
+def _judge_in_threads(judges: Sequence[Evaluator], batches: Iterable[Batch], progress: Callable[[int], None]) -> None:
     """One thread a device; batch i goes to device i mod n, so that sums do not depend on who is faster."""
     queues: list[Queue[Batch | None]] = [Queue(maxsize=2) for _ in judges]
     errors: list[BaseException] = []
 
-    def work(judge: Judge, queue: Queue[Batch | None]) -> None:
+    def work(judge: Evaluator, queue: Queue[Batch | None]) -> None:
         while (batch := queue.get()) is not None:
             try:
                 if not errors:

@@ -14,7 +14,7 @@ from typing import Any
 from segapp.errors import ConfigError
 from segapp.memory.affine import MemoryModel
 from segapp.memory.cards import Card
-from segapp.memory.planner import Allowance
+from segapp.memory.planner import OverheadEstimate
 from segapp.run.events import EventReader
 from segapp.run.folder import RunFolder
 from segapp.run.verdict import MemoryFit, MemoryObservation, fit_memory
@@ -121,7 +121,9 @@ def collect(events: Iterable[dict[str, Any]]) -> Measurement:
     )
 
 
-def calibrated(measurement: Measurement, model: MemoryModel, assumed: Allowance) -> tuple[Allowance, list[PeakError]]:
+def calibrated(
+    measurement: Measurement, model: MemoryModel, assumed: OverheadEstimate
+) -> tuple[OverheadEstimate, list[PeakError]]:
     """The allowance with what was measured in place of what was assumed, and how good both are.
 
     Args:
@@ -144,7 +146,7 @@ def calibrated(measurement: Measurement, model: MemoryModel, assumed: Allowance)
         for i, mib in enumerate(_padded(measurement.beside_mib, len(ratios)))
     )
     errors = [PeakError(split, i, measured, mib, mib * scale[i]) for split, i, measured, mib in pairs]
-    return Allowance(context, assumed.room, scale, "measured"), errors
+    return OverheadEstimate(context, assumed.room, scale, "measured"), errors
 
 
 def _padded(values: Sequence[float | None], length: int) -> list[float]:

@@ -30,7 +30,7 @@ class OtherProcess:
 
 
 @dataclass(frozen=True)
-class Scene:
+class OomSnapshot:
     """One device at the moment of the failure; None where nobody can say.
 
     Attributes:
@@ -80,7 +80,7 @@ class OomReport:
         advice: what to change, the best first.
     """
 
-    scene: Scene
+    scene: OomSnapshot
     epoch: int
     step: int
     problem: str
@@ -95,11 +95,11 @@ class OomReport:
         return f"out of memory on {self.scene.name} (device {self.scene.device}) in {self.scene.phase}: {self.action}"
 
 
-def scene_of(error: BaseException | None) -> Scene | None:
+def oom_snapshot_of(error: BaseException | None) -> OomSnapshot | None:
     """The scene that an exception, or what caused it, carries as its `scene`."""
     while error is not None:
         scene = getattr(error, "scene", None)
-        if isinstance(scene, Scene):
+        if isinstance(scene, OomSnapshot):
             return scene
         error = error.__cause__
     return None
@@ -153,7 +153,7 @@ def report_fields(report: OomReport) -> dict[str, Any]:
     }
 
 
-def _amounts(scene: Scene) -> str:
+def _amounts(scene: OomSnapshot) -> str:
     words = [
         f"{label} {mib:.1f} MiB"
         for label, mib in (
@@ -169,7 +169,7 @@ def _amounts(scene: Scene) -> str:
     return ", ".join(words) or "the device does not say"
 
 
-def _others(scene: Scene) -> str:
+def _others(scene: OomSnapshot) -> str:
     if scene.others:
         return "; ".join(
             f"{other.name} (process {other.pid})" + (f" {other.used_mib:.0f} MiB" if other.used_mib else "")

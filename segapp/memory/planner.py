@@ -21,7 +21,7 @@ LARGEST_BATCH = 4096
 
 
 @dataclass(frozen=True)
-class Allowance:
+class OverheadEstimate:
     """What no simulation knows, per card.
 
     Attributes:
@@ -106,7 +106,7 @@ class MemoryPlan:
     batch_size: int
     cards: tuple[Card, ...]
     model: MemoryModel
-    allowance: Allowance
+    allowance: OverheadEstimate
     rows: tuple[PlanRow, ...]
     refused: tuple[tuple[int, str], ...] = ()
     current: PlanRow | None = None
@@ -135,7 +135,7 @@ class Planner:
     """
 
     def __init__(
-        self, model: MemoryModel, cards: Sequence[Card], allowance: Allowance, smallest_chunk: int = 1
+        self, model: MemoryModel, cards: Sequence[Card], allowance: OverheadEstimate, smallest_chunk: int = 1
     ) -> None:
         self.model, self.cards, self.allowance = model, tuple(cards), allowance
         self.smallest_chunk = smallest_chunk

@@ -14,7 +14,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Outlook:
+class SavedMemoryPlan:
     """What a plan said before the first step.
 
     Attributes:
@@ -50,7 +50,7 @@ class Outlook:
         return dict(zip(self.splits, self.tensors_mib, strict=True)).get(tuple(split), ())
 
     @classmethod
-    def of_plan(cls, plan: MemoryPlan, accumulate: int, notes: Sequence[str] = ()) -> Outlook:
+    def of_plan(cls, plan: MemoryPlan, accumulate: int, notes: Sequence[str] = ()) -> SavedMemoryPlan:
         """What is worth keeping of a plan."""
         row = plan.current or plan.best
         many = plan.batch_size + 8  # where the activations set the peak
@@ -73,7 +73,7 @@ class Outlook:
         write_atomic(path, json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
 
 
-def read_outlook(path: Path) -> Outlook | None:
+def read_saved_plan(path: Path) -> SavedMemoryPlan | None:
     """The outlook in a file; None where there is none that can be read."""
     try:
         raw = json.loads(path.read_text())
@@ -81,7 +81,7 @@ def read_outlook(path: Path) -> Outlook | None:
             return None
         tuples = {name: tuple(tuple(row) for row in raw[name]) for name in ("splits", "tensors_mib")}
         tuples["best_split"] = tuple(raw["best_split"])
-        return Outlook(**{**raw, **tuples, "advice": tuple(raw["advice"]), "notes": tuple(raw["notes"])})
+        return SavedMemoryPlan(**{**raw, **tuples, "advice": tuple(raw["advice"]), "notes": tuple(raw["notes"])})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

@@ -243,7 +243,7 @@ def _further_blocks(taken: Mapping[str, str], found: Shapes) -> list[str]:
     last_of_list: dict[str, int] = {}
     last_of_kind: dict[str, tuple[int, ...]] = {}
     for name in taken.values():
-        for list_name, kind, numbers in _places(name):
+        for list_name, kind, numbers in _device_infos(name):
             last_of_list[list_name] = max(numbers[-1], last_of_list.get(list_name, -1))
             last_of_kind[kind] = max(numbers, last_of_kind.get(kind, ()))
     used = set(taken.values())
@@ -253,12 +253,12 @@ def _further_blocks(taken: Mapping[str, str], found: Shapes) -> list[str]:
         if name not in used
         and any(
             list_name in last_of_list and numbers[-1] > last_of_list[list_name] and numbers < last_of_kind[kind]
-            for list_name, kind, numbers in _places(name)
+            for list_name, kind, numbers in _device_infos(name)
         )
     ]
 
 
-def _places(name: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+def _device_infos(name: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Each place in a list: `layer1.2.conv1.weight` -> ("layer1.", "layer#.#", (1, 2))."""
     for at in re.finditer(r"(?<=\.)\d+(?=\.)", name):
         head = name[: at.end()]

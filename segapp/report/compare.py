@@ -15,7 +15,7 @@ from segapp.errors import ConfigError
 from segapp.report import charts
 from segapp.report.charts import Frame
 from segapp.report.page import loss_chart, miou_lines, render, save_page
-from segapp.report.run_report import Story, read_story
+from segapp.report.run_report import RunReport, read_story
 from segapp.run.text import printable
 from segapp.train.telemetry.trackers import flat_settings
 from segapp.tui.state import wording
@@ -116,7 +116,7 @@ def _table(heading: str, names: Sequence[str], lines: Mapping[str, Sequence[Any]
     return table
 
 
-def run_row(story: Story) -> RunRow:
+def run_row(story: RunReport) -> RunRow:
     """A run in numbers."""
     view = story.view
     assert view.start is not None
@@ -141,7 +141,7 @@ def run_row(story: Story) -> RunRow:
     )
 
 
-def config_differences(stories: Sequence[Story]) -> dict[str, list[Any]]:
+def config_differences(stories: Sequence[RunReport]) -> dict[str, list[Any]]:
     """Config keys whose values are not the same in all runs, with the value of each; "?" where a config is missing."""
     flat = [flat_settings(story.config.model_dump(mode="json")) if story.config else {} for story in stories]
     keys = sorted({key for values in flat for key in values} - UNIMPORTANT_KEYS)

@@ -20,7 +20,7 @@ from segapp.inference.progress_bar import progress_bar
 from segapp.report import charts
 from segapp.report.charts import Frame, Line
 from segapp.report.pictures import Judgement, judge
-from segapp.report.run_report import Story, read_story
+from segapp.report.run_report import RunReport, read_story
 from segapp.run.files import write_atomic
 from segapp.run.text import printable
 from segapp.tui.state import wording
@@ -88,7 +88,7 @@ def save_page(out: Path, page: str) -> None:
         raise StorageError(f"{out} cannot be written: {error.strerror}: choose another --out") from None
 
 
-def _judge(story: Story, split: str, num_worst: int) -> Judgement:
+def _judge(story: RunReport, split: str, num_worst: int) -> Judgement:
     trained = load_trained(str(story.folder.path))
     dataset = build_dataset(trained.config.data, trained.scheme, split, is_training=False, seed=trained.config.seed)
     with progress_bar(len(dataset), "looking at images") as progress:
@@ -113,7 +113,7 @@ def render(template: str, values: dict[str, Any]) -> str:
     return environment.get_template(template).render(**values)
 
 
-def report_parts(story: Story, judgement: Judgement | None, why_not: str) -> dict[str, Any]:
+def report_parts(story: RunReport, judgement: Judgement | None, why_not: str) -> dict[str, Any]:
     """What the template asks for."""
     view = story.view
     assert view.start is not None
@@ -139,7 +139,7 @@ def report_parts(story: Story, judgement: Judgement | None, why_not: str) -> dic
     }
 
 
-def loss_chart(stories: Sequence[Story]) -> Markup:
+def loss_chart(stories: Sequence[RunReport]) -> Markup:
     """Training loss as a smoothed curve, one run also as a band of raw values with its evaluations and marks."""
     lines, marks = [], []
     is_alone = len(stories) == 1
@@ -161,7 +161,7 @@ def loss_chart(stories: Sequence[Story]) -> Markup:
     return charts.line_chart(lines, Frame("step", "loss", is_log, marks))
 
 
-def miou_lines(stories: Sequence[Story]) -> list[Line]:
+def miou_lines(stories: Sequence[RunReport]) -> list[Line]:
     """The mIoU of every evaluation of every run."""
     return [
         Line(
@@ -176,7 +176,7 @@ def miou_lines(stories: Sequence[Story]) -> list[Line]:
     ]
 
 
-def _miou_chart(story: Story) -> Markup:
+def _miou_chart(story: RunReport) -> Markup:
     vals = story.view.vals
     accuracy = [np.nan if val.pixel_accuracy is None else val.pixel_accuracy for val in vals]
     lines = [*miou_lines([story]), Line("pixel accuracy", [val.step for val in vals], accuracy, 2, True)]
@@ -195,7 +195,7 @@ def _small_chart(label: str, points: list[tuple[int, float]], y_label: str) -> M
     return charts.line_chart([line] if points else [], Frame("step", y_label, bottom=0.0, width_px=charts.HALF_PX))
 
 
-def class_rows(story: Story, judgement: Judgement | None) -> list[ClassRow]:
+def class_rows(story: RunReport, judgement: Judgement | None) -> list[ClassRow]:
     """The classes, worst first, absent ones last; judged as the model is now, else as it was evaluated last."""
     view = story.view
     names = list(view.start.classes) if view.start else []
@@ -236,7 +236,7 @@ def top_confusions(matrix: np.ndarray[Any, np.dtype[np.int64]], names: Sequence[
     return [(names[a], names[b], float(shares[a, b])) for a, b in pairs if shares[a, b] > 0]
 
 
-def _memory_rows(story: Story) -> list[dict[str, Any]]:
+def _memory_rows(story: RunReport) -> list[dict[str, Any]]:
     """Each device's peak under each split, with its total."""
     start = story.view.start
     assert start is not None

@@ -44,7 +44,7 @@ class Thinned:
 
 
 @dataclass
-class Story:
+class RunReport:
     """One run.
 
     Attributes:
@@ -88,7 +88,7 @@ class Story:
         return self.view.peaks_mib
 
 
-def read_story(run: str | Path) -> Story:
+def read_story(run: str | Path) -> RunReport:
     """Reads a run's events and config.
 
     Args:
@@ -99,7 +99,7 @@ def read_story(run: str | Path) -> Story:
         RunError: it has not begun.
     """
     folder = find_run(run)
-    story = Story(folder, run_state(folder.path))
+    story = RunReport(folder, run_state(folder.path))
     reader = EventReader(folder.events)
     while raw := reader.read_raw(_BLOCK_BYTES):
         fold_events(story.view, raw)
@@ -116,7 +116,7 @@ def read_story(run: str | Path) -> Story:
     return story
 
 
-def _take(story: Story, raw: dict[str, Any]) -> None:
+def _take(story: RunReport, raw: dict[str, Any]) -> None:
     kind = raw["type"]
     if kind == "step":
         for curve, name in ((story.lr, "lr"), (story.rate, "images_per_s")):

@@ -130,7 +130,7 @@ class CheckpointStatus:
 class CheckpointFolder:
     """The `checkpoints` folder of a run.
 
-    Only the holder of the run's lock may call `commit`, `quarantine` and `mend_names`; everybody may read.
+    Only the holder of the run's lock may call `commit`, `quarantine` and `repair_aliases`; everybody may read.
 
     Args:
         path: The folder; made by the first commit.
@@ -202,7 +202,7 @@ class CheckpointFolder:
         damage = [problem for problem in problems if problem != "is missing"]
         raise DamagedError((damage or problems)[0])
 
-    def names_astray(self, manifest: Manifest, entry: CheckpointEntry, *, hashes: bool = True) -> list[str]:
+    def mismatched_aliases(self, manifest: Manifest, entry: CheckpointEntry, *, hashes: bool = True) -> list[str]:
         """The names of a checkpoint that hold no committed bytes at all, `last.pt` first.
 
         A name that a crash left missing, or still at the checkpoint before, is not astray: the next commit moves it.
@@ -246,7 +246,7 @@ class CheckpointFolder:
         ]
 
     def _problem_of(self, entry: CheckpointEntry, manifest: Manifest, hashes: bool) -> str | None:
-        problems = [f"{name} is damaged" for name in self.names_astray(manifest, entry, hashes=hashes)]
+        problems = [f"{name} is damaged" for name in self.mismatched_aliases(manifest, entry, hashes=hashes)]
         try:
             _open_if_intact(self.objects / entry.object, entry, hashes=hashes).close()
         except FileNotFoundError:
@@ -327,7 +327,7 @@ class CheckpointFolder:
             self._remove_uncommitted()
             raise storage_error("write a checkpoint in", self.path, error) from error
         failpoint("ckpt.committed")
-        problems = self.mend_names(manifest)
+        problems = self.repair_aliases(manifest)
         failpoint("ckpt.before_retire")
         problems += self._remove_unnamed(manifest)
         failpoint("ckpt.end")
@@ -357,7 +357,7 @@ class CheckpointFolder:
             self._write_manifest(manifest)
         except OSError as error:
             return [f"damaged checkpoints could not be set aside: {_reason(error)}"]
-        return self.mend_names(manifest)
+        return self.repair_aliases(manifest)
 
     def set_aside(self, names: Iterable[str]) -> list[str]:
         """Renames files that do not hold what their names stand for to `*.corrupt`, and puts the names right.
@@ -368,9 +368,9 @@ class CheckpointFolder:
         for name in names:
             with contextlib.suppress(OSError):
                 os.rename(self.path / name, _corrupt_name(self.path / name))
-        return self.mend_names()
+        return self.repair_aliases()
 
-    def mend_names(self, manifest: Manifest | None = None) -> list[str]:
+    def repair_aliases(self, manifest: Manifest | None = None) -> list[str]:
         """Points every name at the checkpoint it stands for, where a crash or a hand changed that.
 
         Returns:

@@ -21,7 +21,7 @@ from segapp.datasets.layouts.formats import ClassScheme
 from segapp.datasets.loader import EvalLoader, TrainLoader
 from segapp.errors import ConfigError
 from segapp.inference.normalize import NormalizedInput, Normalizer
-from segapp.memory.saved_plan import Outlook
+from segapp.memory.saved_plan import SavedMemoryPlan
 from segapp.models import SegmentationModel
 from segapp.optim import WeightAverage, build_optimizer
 from segapp.parallel import (
@@ -36,12 +36,12 @@ from segapp.parallel import (
 from segapp.parallel.ranks import Ranks
 from segapp.precision import Precision
 from segapp.run.folder import RunFolder
-from segapp.train.control.batch_split import SplitKnob
-from segapp.train.control.commands import Steering
+from segapp.train.control.batch_split import BatchSplitController
+from segapp.train.control.commands import CommandController
 from segapp.train.control.inbox import Inbox
 from segapp.train.control.signals import StopSignals
 from segapp.train.recovery.memory_limit import build_budget
-from segapp.train.recovery.out_of_memory import Rescue
+from segapp.train.recovery.out_of_memory import OomHandler
 from segapp.train.request import ImageLimit
 from segapp.train.step.build_distill import (
     build_critic,
@@ -53,8 +53,8 @@ from segapp.train.step.build_distill import (
     needs_sync_batchnorm,
 )
 from segapp.train.step.engine import StepEngine
-from segapp.train.telemetry.device_memory import MemoryWatch
-from segapp.train.telemetry.event_log import Journal
+from segapp.train.telemetry.device_memory import DeviceMemoryTracker
+from segapp.train.telemetry.event_log import EventLog
 from segapp.train.telemetry.sample_images import SamplePictures
 from segapp.train.trainer import Trainer
 
@@ -82,15 +82,15 @@ def build_trainer(
     config: RunConfig,
     *,
     store: CheckpointStore,
-    journal: Journal,
+    event_log: EventLog,
     signals: StopSignals,
     devices: DevicePlan,
     ranks: Ranks | None = None,
     with_weights: bool = True,
     inbox: Inbox | None = None,
-    watch: MemoryWatch | None = None,
+    watch: DeviceMemoryTracker | None = None,
     folder: RunFolder | None = None,
-    outlook: Outlook | None = None,
+    outlook: SavedMemoryPlan | None = None,
     advise: Callable[[], Sequence[str]] = tuple,
     limit: ImageLimit | None = None,
     teacher: TrainedState | None = None,
@@ -100,7 +100,7 @@ def build_trainer(
     Args:
         config: the complete config.
         store: of the run folder.
-        journal: of the run folder.
+        event_log: of the run folder.
         signals: asks for a stop.
         devices: which devices, in which mode; in ddp this rank's own.
         ranks: the processes that train together.
@@ -118,7 +118,7 @@ def build_trainer(
         DataError: the data cannot be used.
         CheckpointError: a weights file cannot be used.
     """
-    ranks, device, watch = ranks or Ranks(), devices.devices[0], watch or MemoryWatch()
+    ranks, device, watch = ranks or Ranks(), devices.devices[0], watch or DeviceMemoryTracker()
     seed_everything(config.seed)
     torch.backends.cudnn.benchmark = config.train.cudnn_benchmark
     data, train = config.data, config.train
@@ -182,8 +182,8 @@ def build_trainer(
     )
     if isinstance(network, DataParallelModel) and not config.parallel.sync_bn:
         engine.smallest_chunk = smallest_chunk(wrapped, torch.zeros(1, 3, *data.crop_px, dtype=torch.uint8))
-    steering = build_steering(config, devices, engine, inbox or Inbox(None, journal), journal, watch, gpu0_bsz)
-    steering.knob.outlook = outlook
+    controller = build_steering(config, devices, engine, inbox or Inbox(None, event_log), event_log, watch, gpu0_bsz)
+    controller.batch_split.outlook = outlook
     inference = build_inference(data, config.eval, model, precision, config.loss.align_corners)
     torch.manual_seed(config.seed + ranks.rank)  # every rank drops out other pixels
     return Trainer(
@@ -222,10 +222,10 @@ def build_trainer(
             "num_val": len(val_set),
         },
         store=store,
-        journal=journal,
+        event_log=event_log,
         signals=signals,
-        steering=steering,
-        rescue=Rescue(journal, watch, None if folder is None else folder.reports, advise, rank=ranks.rank),
+        controller=controller,
+        rescue=OomHandler(event_log, watch, None if folder is None else folder.reports, advise, rank=ranks.rank),
         samples=None
         if folder is None or not ranks.is_main
         else SamplePictures(folder.samples, val_set, inference, device),
@@ -233,7 +233,7 @@ def build_trainer(
     )
 
 
-def first_gpu0_bsz(config: RunConfig, outlook: Outlook | None) -> int | None:
+def first_gpu0_bsz(config: RunConfig, outlook: SavedMemoryPlan | None) -> int | None:
     """`gpu0_bsz` of the first epoch: as the config says, or where it says `auto`, of the plan."""
     wish = config.parallel.gpu0_bsz
     if wish == "auto":
@@ -246,15 +246,15 @@ def build_steering(
     devices: DevicePlan,
     engine: StepEngine,
     inbox: Inbox,
-    journal: Journal,
-    watch: MemoryWatch,
+    event_log: EventLog,
+    watch: DeviceMemoryTracker,
     gpu0_bsz: int | None,
-) -> Steering:
+) -> CommandController:
     """What takes commands, with the settings that the config begins with."""
     parallel = config.parallel
-    knob = SplitKnob(engine.network, config.train.batch_size, devices.mode, engine.smallest_chunk)
+    batch_split = BatchSplitController(engine.network, config.train.batch_size, devices.mode, engine.smallest_chunk)
     settings = LiveSettings(gpu0_bsz=gpu0_bsz, gpu0_bsz_auto=parallel.gpu0_bsz == "auto", shares=parallel.shares)
-    return Steering(inbox, journal, knob, watch, settings)
+    return CommandController(inbox, event_log, batch_split, watch, settings)
 
 
 def build_parallel(

@@ -26,7 +26,7 @@ class ImageLimit:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainRequest:
     """What a `segapp train` command means.
 
     Args:
@@ -46,7 +46,7 @@ class Plan:
     limit: ImageLimit | None = None
 
 
-def plan_session(config: str | None, overrides: Sequence[str], run: Path | None, resume: str | None) -> Plan:
+def plan_request(config: str | None, overrides: Sequence[str], run: Path | None, resume: str | None) -> TrainRequest:
     """Decides what to train and where, without touching anything.
 
     Args:
@@ -72,7 +72,7 @@ def _check_teacher(config: RunConfig) -> None:
         raise type(error)(f"distill.teacher: {error}; train the teacher first, or name its checkpoint file") from None
 
 
-def _plan(config: str | None, overrides: Sequence[str], run: Path | None, resume: str | None) -> Plan:
+def _plan(config: str | None, overrides: Sequence[str], run: Path | None, resume: str | None) -> TrainRequest:
     if resume is None or resume == "auto":
         folder = None
         if resume == "auto":
@@ -80,17 +80,17 @@ def _plan(config: str | None, overrides: Sequence[str], run: Path | None, resume
             folder = _newest_run(name, run)
         if folder is None:
             note = None if resume is None else "nothing to resume yet: a new training begins"
-            return Plan(_named_config(config, overrides), run=run, note=note)
-        return Plan(_config_of(folder, config, overrides), folder)
+            return TrainRequest(_named_config(config, overrides), run=run, note=note)
+        return TrainRequest(_config_of(folder, config, overrides), folder)
     path = Path(resume)
     if not path.is_file():
         folder = find_run(resume)
-        return Plan(_config_of(folder, config, overrides), folder)
+        return TrainRequest(_config_of(folder, config, overrides), folder)
     owner = path.resolve().parent.parent
     if run is None and is_run(owner):
         folder = RunFolder(owner)
-        return Plan(_config_of(folder, config, overrides), folder, checkpoint=path)
-    return Plan(_named_config(config, overrides), run=run, checkpoint=path)
+        return TrainRequest(_config_of(folder, config, overrides), folder, checkpoint=path)
+    return TrainRequest(_named_config(config, overrides), run=run, checkpoint=path)
 
 
 def _named_config(config: str | None, overrides: Sequence[str]) -> RunConfig:

@@ -32,7 +32,7 @@ from segapp.errors import (
     SegappError,
     StorageError,
 )
-from segapp.memory.saved_plan import Outlook
+from segapp.memory.saved_plan import SavedMemoryPlan
 from segapp.parallel import (
     DistributedSetupError,
     ReplicaError,
@@ -51,13 +51,13 @@ from segapp.train.build import build_trainer
 from segapp.train.control.inbox import Inbox, applied_after
 from segapp.train.control.signals import EXIT_STOPPED_AND_SAVED, StopRequest, StopSignals
 from segapp.train.malloc import keep_freed_memory
-from segapp.train.planning.auto_settings import planned_advice, settle_memory
-from segapp.train.recovery.out_of_memory import is_out_of_memory, learned_after
-from segapp.train.request import ImageLimit, Plan
+from segapp.train.planning.auto_settings import planned_advice, resolve_auto
+from segapp.train.recovery.out_of_memory import fallbacks_after, is_out_of_memory
+from segapp.train.request import ImageLimit, TrainRequest
 from segapp.train.telemetry.console import PlainReporter
-from segapp.train.telemetry.device_memory import MemoryWatch, Place, place_of
-from segapp.train.telemetry.event_log import Journal
-from segapp.train.telemetry.sampler import Monitor
+from segapp.train.telemetry.device_memory import DeviceInfo, DeviceMemoryTracker, device_info_of
+from segapp.train.telemetry.event_log import EventLog
+from segapp.train.telemetry.sampler import MemorySampler
 from segapp.train.telemetry.trackers import make_trackers
 from segapp.train.telemetry.watchdog import Watchdog
 from segapp.train.trainer import Trainer
@@ -69,7 +69,7 @@ _OF_A_COLLECTIVE = re.compile(
 logger = logging.getLogger("segapp")
 
 
-def run_session(plan: Plan, arguments: Sequence[str] = ()) -> int:
+def run_session(plan: TrainRequest, arguments: Sequence[str] = ()) -> int:
     """Trains as planned.
 
     Args:
@@ -95,13 +95,13 @@ def run_session(plan: Plan, arguments: Sequence[str] = ()) -> int:
                 return error.exit_code  # every rank finds the same; rank 0 says it
 
 
-def _launch_ranks(plan: Plan, devices: DevicePlan, arguments: Sequence[str], signals: StopSignals) -> int:
+def _launch_ranks(plan: TrainRequest, devices: DevicePlan, arguments: Sequence[str], signals: StopSignals) -> int:
     """Starts the ranks and waits for them; a wish for a checkpoint that reaches this process goes to their inbox."""
     names = ", ".join(str(device) for device in devices.devices)
     print(f"devices: {names} ({devices.reason}), one rank each", flush=True)
     folder = plan.folder or RunFolder.create(plan.config.name, path=plan.run)
     run = [] if plan.folder is not None else ["--run", str(folder.path)]
-    signals.forward_checkpoint_wish = lambda: _ask_for_checkpoint(folder)
+    signals.forward_checkpoint_request = lambda: _ask_for_checkpoint(folder)
     override = f"parallel.devices=[{names}]"
     return launch_local(["-m", "segapp", *arguments, *run, override], len(devices.devices))
 
@@ -130,7 +130,7 @@ def _joined_ranks(config: RunConfig, devices: DevicePlan) -> Iterator[tuple[Rank
         shutdown()
 
 
-def _run_rank(plan: Plan, devices: DevicePlan, ranks: Ranks, signals: StopSignals) -> int:
+def _run_rank(plan: TrainRequest, devices: DevicePlan, ranks: Ranks, signals: StopSignals) -> int:
     if plan.config.train.keep_freed_memory and devices.devices[0].type == "cpu":
         keep_freed_memory()
     if not ranks.is_main:
@@ -151,14 +151,14 @@ def _run_rank(plan: Plan, devices: DevicePlan, ranks: Ranks, signals: StopSignal
             return _run_in(folder, plan, devices, ranks, signals)
 
 
-def _settled(
-    folder: RunFolder, config: RunConfig, devices: DevicePlan, places: Sequence[Place], ranks: Ranks
-) -> tuple[RunConfig, Outlook | None]:
+def _with_resolved_auto(
+    folder: RunFolder, config: RunConfig, devices: DevicePlan, places: Sequence[DeviceInfo], ranks: Ranks
+) -> tuple[RunConfig, SavedMemoryPlan | None]:
     """The config without any `auto` that has to be known now, kept in the folder; and the plan it comes from."""
     is_planned = not config.train.batch_size or config.parallel.gpu0_bsz == "auto"
     if is_planned and ranks.is_main and not folder.outlook.exists():
         print("planning the memory (some seconds)", flush=True)
-    settled, outlook = settle_memory(config, folder, devices, places, ranks)
+    settled, outlook = resolve_auto(config, folder, devices, places, ranks)
     if ranks.is_main:
         folder.write_config(dump_config(settled))
         for note in outlook.notes if outlook is not None else ():
@@ -166,9 +166,9 @@ def _settled(
     return settled, outlook
 
 
-def _places(devices: DevicePlan, ranks: Ranks, budgets_mib: Sequence[float] | None) -> list[Place]:
+def _device_infos(devices: DevicePlan, ranks: Ranks, budgets_mib: Sequence[float] | None) -> list[DeviceInfo]:
     """The devices of all ranks, as this process sees them; those with budgets have no more than that."""
-    own = [place_of(device) for device in devices.devices]
+    own = [device_info_of(device) for device in devices.devices]
     host = socket.gethostname()
     places = []
     for rank, (theirs, there) in enumerate(ranks.gather((own, host))):
@@ -197,25 +197,25 @@ def _logging_to(folder: RunFolder, rank: int = 0) -> Iterator[None]:
         handler.close()
 
 
-def _run_in(folder: RunFolder, plan: Plan, devices: DevicePlan, ranks: Ranks, signals: StopSignals) -> int:
-    journal = Journal(EventWriter(folder.events), [PlainReporter()]) if ranks.is_main else Journal(None)
-    places = _places(devices, ranks, plan.config.parallel.memory_budget_mib)
-    watch = MemoryWatch(places)
-    monitor = Monitor(journal, watch, blocked_s=plan.config.checkpoint.grace_s)
-    watchdog = _watchdog(folder, plan.config, journal, watch, ranks)
+def _run_in(folder: RunFolder, plan: TrainRequest, devices: DevicePlan, ranks: Ranks, signals: StopSignals) -> int:
+    event_log = EventLog(EventWriter(folder.events), [PlainReporter()]) if ranks.is_main else EventLog(None)
+    places = _device_infos(devices, ranks, plan.config.parallel.memory_budget_mib)
+    watch = DeviceMemoryTracker(places)
+    monitor = MemorySampler(event_log, watch, blocked_s=plan.config.checkpoint.grace_s)
+    watchdog = _watchdog(folder, plan.config, event_log, watch, ranks)
     is_saved = False
     try:
-        config, outlook = _settled(folder, plan.config, devices, places, ranks)
+        config, outlook = _with_resolved_auto(folder, plan.config, devices, places, ranks)
         checkpoint = ranks.from_main(_checkpoint_to_resume(folder, plan) if ranks.is_main else None)
         is_saved = checkpoint is not None
         with watchdog, monitor if ranks.is_main else contextlib.nullcontext():
-            inbox = Inbox(folder if ranks.is_main else None, journal)
+            inbox = Inbox(folder if ranks.is_main else None, event_log)
             trainer = _build(
-                folder, config, devices, ranks, checkpoint, journal, signals, inbox, watch, outlook, plan.limit
+                folder, config, devices, ranks, checkpoint, event_log, signals, inbox, watch, outlook, plan.limit
             )
             if trainer.is_complete:
                 if ranks.is_main:
-                    trainer.steering.end(trainer.standing(), "the run is complete", is_finished=True)
+                    trainer.controller.end(trainer.standing(), "the run is complete", is_finished=True)
                     print(f"already complete: {config.train.epochs} epochs; raise train.epochs to train on")
                 return 0
             watchdog.first_step = trainer.position.step
@@ -224,29 +224,31 @@ def _run_in(folder: RunFolder, plan: Plan, devices: DevicePlan, ranks: Ranks, si
             monitor.saving_s = trainer.saving.written_for_s
             is_saved = True  # from here on every way out saves first, or raises
             reason = trainer.fit()
-        journal.emit("run_end", status="finished", reason=reason, exit_code=0, step=monitor.step())
+        event_log.emit("run_end", status="finished", reason=reason, exit_code=0, step=monitor.step())
         return 0
     except StopRequest as request:
         code = EXIT_STOPPED_AND_SAVED if is_saved else 128 + signals.number
         end = "a checkpoint was saved; --resume goes on from it" if is_saved else "nothing was there to save yet"
-        journal.emit("run_end", status="stopped", reason=f"{request}: {end}", exit_code=code, step=monitor.step())
+        event_log.emit("run_end", status="stopped", reason=f"{request}: {end}", exit_code=code, step=monitor.step())
         return code
     except Exception as error:
         known = as_segapp_error(error)
         logger.exception("training failed")
         reason = str(known).partition("\n")[0]  # the report of an out-of-memory has an event of its own
-        journal.emit("run_end", status="failed", reason=reason, exit_code=known.exit_code, step=monitor.step())
+        event_log.emit("run_end", status="failed", reason=reason, exit_code=known.exit_code, step=monitor.step())
         if known is error:
             raise
         raise type(known)(f"{known}\n(traceback in {folder.log})") from error
     finally:
-        journal.close()
+        event_log.close()
 
 
-def _watchdog(folder: RunFolder, config: RunConfig, journal: Journal, watch: MemoryWatch, ranks: Ranks) -> Watchdog:
+def _watchdog(
+    folder: RunFolder, config: RunConfig, event_log: EventLog, watch: DeviceMemoryTracker, ranks: Ranks
+) -> Watchdog:
     return Watchdog(
         folder.path,
-        journal,
+        event_log,
         watch,
         timeout_s=config.train.hang_timeout_s,
         data_timeout_s=config.data.timeout_s,
@@ -262,17 +264,17 @@ def _build(
     devices: DevicePlan,
     ranks: Ranks,
     checkpoint: LoadedCheckpoint | None,
-    journal: Journal,
+    event_log: EventLog,
     signals: StopSignals,
     inbox: Inbox,
-    watch: MemoryWatch,
-    outlook: Outlook | None,
+    watch: DeviceMemoryTracker,
+    outlook: SavedMemoryPlan | None,
     limit: ImageLimit | None,
 ) -> Trainer:
     trainer = build_trainer(
         config,
         store=CheckpointStore(folder.checkpoints, keep=config.checkpoint.keep, config_hash=config_hash(config)),
-        journal=journal,
+        event_log=event_log,
         signals=signals,
         devices=devices,
         ranks=ranks,
@@ -286,25 +288,25 @@ def _build(
         teacher=None if config.distill is None else read_trained(config.distill.teacher),
     )
     step = 0 if checkpoint is None else checkpoint.step
-    trainer.steering.replay = ranks.from_main(applied_after(folder.events, step) if ranks.is_main else None)
-    trainer.learned_later = ranks.from_main(learned_after(folder, step) if ranks.is_main else None)
-    if checkpoint is None and journal.writer is not None:
-        journal.writer.rewind(0, epoch=1, batch=0)  # a run that was killed before its first checkpoint begins anew
+    trainer.controller.replay = ranks.from_main(applied_after(folder.events, step) if ranks.is_main else None)
+    trainer.learned_later = ranks.from_main(fallbacks_after(folder, step) if ranks.is_main else None)
+    if checkpoint is None and event_log.writer is not None:
+        event_log.writer.rewind(0, epoch=1, batch=0)  # a run that was killed before its first checkpoint begins anew
     if checkpoint is not None:
         check_resumable(checkpoint, config, trainer)
         trainer.load_state_dict(checkpoint.state)
-        if journal.writer is not None:
+        if event_log.writer is not None:
             at = checkpoint
-            journal.writer.rewind(at.step, epoch=at.epoch, batch=at.position, sha256=at.sha256)
+            event_log.writer.rewind(at.step, epoch=at.epoch, batch=at.position, sha256=at.sha256)
         for message in checkpoint.messages:
-            journal.emit("alert", kind="checkpoint", message=message, step=checkpoint.step)
+            event_log.emit("alert", kind="checkpoint", message=message, step=checkpoint.step)
     if ranks.is_main:
         at_step = None if checkpoint is None else checkpoint.step
-        journal.listeners += make_trackers(config, folder, trainer.description["classes"], at_step)
+        event_log.listeners += make_trackers(config, folder, trainer.description["classes"], at_step)
     return trainer
 
 
-def _checkpoint_to_resume(folder: RunFolder, plan: Plan) -> LoadedCheckpoint | None:
+def _checkpoint_to_resume(folder: RunFolder, plan: TrainRequest) -> LoadedCheckpoint | None:
     """The state to go on from; None for a new training, or a run that was stopped before its first checkpoint."""
     if plan.checkpoint is not None:
         return load_checkpoint(plan.checkpoint)

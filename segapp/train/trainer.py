@@ -21,29 +21,29 @@ from segapp.errors import DataError, NonFiniteError, OutOfMemoryError, WorkerErr
 from segapp.failpoints import failpoint
 from segapp.inference.evaluate import Evaluation, evaluate
 from segapp.inference.sliding import Inference
-from segapp.memory.oom_report import OomReport, Scene
+from segapp.memory.oom_report import OomReport, OomSnapshot
 from segapp.optim import lr_at
 from segapp.parallel.ranks import PeerOutOfMemoryError
-from segapp.train.control.commands import Standing, Steering
-from segapp.train.control.safe_point import Attention
+from segapp.train.control.commands import CommandController, TrainingPosition
+from segapp.train.control.safe_point import SafePoint
 from segapp.train.control.signals import PauseRequest, StopRequest, StopSignals
 from segapp.train.recovery.memory_limit import MemoryBudget
 from segapp.train.recovery.out_of_memory import (
     MAX_PIECES,
-    Lessons,
-    Rescue,
+    MemoryFallbacks,
+    OomHandler,
     final_error,
     first_line,
     is_out_of_memory,
-    next_eval_lesson,
+    next_eval_fallback,
 )
 from segapp.train.saving.position import Best, Clock, Position, images_in
-from segapp.train.saving.saver import Captured, Saving
+from segapp.train.saving.saver import Captured, CheckpointSaver
 from segapp.train.step.engine import StepEngine, StepResult
 from segapp.train.step.precise_bn import BatchNormMemoryError, recompute_batchnorm
 from segapp.train.step.rollback import rng_fields
 from segapp.train.telemetry.device_memory import IDLE
-from segapp.train.telemetry.event_log import Journal
+from segapp.train.telemetry.event_log import EventLog
 from segapp.train.telemetry.sample_images import SamplePictures
 
 if TYPE_CHECKING:
@@ -69,9 +69,9 @@ class Trainer:
         ignore_index: target value that counts nowhere.
         description: facts for the `run_start` event (classes, num_params, devices, ...) and for the checkpoint.
         store: writes checkpoints.
-        journal: writes events.
+        event_log: writes events.
         signals: asks for a stop.
-        steering: what is asked for by commands, and the settings.
+        controller: what is asked for by commands, and the settings.
         rescue: examines and reports out-of-memory errors.
         samples: draws sample pictures after an evaluation; None: none.
         budget: what each device may hold; None: all that it has.
@@ -89,10 +89,10 @@ class Trainer:
         ignore_index: int,
         description: Mapping[str, Any],
         store: CheckpointStore,
-        journal: Journal,
+        event_log: EventLog,
         signals: StopSignals,
-        steering: Steering,
-        rescue: Rescue,
+        controller: CommandController,
+        rescue: OomHandler,
         samples: SamplePictures | None = None,
         budget: MemoryBudget | None = None,
     ) -> None:
@@ -102,15 +102,15 @@ class Trainer:
         self.inference = inference
         self.num_classes, self.ignore_index = num_classes, ignore_index
         self.description = dict(description)
-        self.journal = journal
+        self.event_log = event_log
         self.position = Position()
         self.best = Best()
-        self.steering, self.samples = steering, samples
+        self.controller, self.samples = controller, samples
         self.rescue, self.budget = rescue, budget
         self._is_parted = False
         """Whether this rank left a step in which the others wait for it: then nobody can meet any more."""
-        self.lessons = Lessons()
-        self.learned_later: list[tuple[int, Lessons]] = []
+        self.lessons = MemoryFallbacks()
+        self.learned_later: list[tuple[int, MemoryFallbacks]] = []
         """Lessons learned after the checkpoint that training goes on from, with the step of each."""
         self.watch = engine.watch
         self.resumed_from_step: int | None = None
@@ -118,14 +118,14 @@ class Trainer:
         self._num_val_checks = max(self.ranks.gather(len(val_loader)))
         self._clock = Clock()
         self._begun_epoch = 0
-        self.saving = Saving(store, config.checkpoint, journal, self.ranks, self.watch, self._capture)
-        self.attention = Attention(
+        self.saving = CheckpointSaver(store, config.checkpoint, event_log, self.ranks, self.watch, self._capture)
+        self.attention = SafePoint(
             signals,
-            steering,
+            controller,
             self.ranks,
             self._clock,
             self.watch,
-            journal,
+            event_log,
             standing=self.standing,
             saving=self.saving,
             position=lambda: self.position,
@@ -169,7 +169,7 @@ class Trainer:
             reason = self._train_epochs()
         except StopRequest as request:
             self.saving.finish(self.position, is_required=True)
-            self.steering.end(self.standing(), f"{request}: saved at step {self.position.step}", is_finished=False)
+            self.controller.end(self.standing(), f"{request}: saved at step {self.position.step}", is_finished=False)
             raise
         except NonFiniteError:
             self.saving.finish(self.position, is_required=False)
@@ -177,18 +177,18 @@ class Trainer:
         except OutOfMemoryError:  # on every rank
             if self.engine.is_whole and not self._is_parted:
                 self.saving.finish(self.position, is_required=False)
-            self.saving.let_finish()
+            self.saving.wait_for_writer()
             raise
         except (DataError, WorkerError):
             if self.ranks.world_size == 1:  # the other ranks would not come to a save
                 self.saving.finish(self.position, is_required=False)
-            self.saving.let_finish()
+            self.saving.wait_for_writer()
             raise
         except Exception:
-            self.saving.let_finish()
+            self.saving.wait_for_writer()
             raise
         self.saving.finish(self.position, is_required=True)
-        self.steering.end(self.standing(), f"the run has finished: {reason}", is_finished=True)
+        self.controller.end(self.standing(), f"the run has finished: {reason}", is_finished=True)
         return reason
 
     def _train_epochs(self) -> str:
@@ -197,7 +197,7 @@ class Trainer:
             self._finish_epoch()
             if self._is_stale():
                 return f"no better {self.config.checkpoint.monitor} for {self.config.train.early_stop} evaluations"
-            if self.steering.wishes.stop is not None and not self.is_complete:
+            if self.controller.requests.stop is not None and not self.is_complete:
                 raise StopRequest("asked to stop after the epoch")
         return f"{self.config.train.epochs} epochs"
 
@@ -218,32 +218,32 @@ class Trainer:
             result = self.train_step(group)
             self._clock.count_step(images_in(self.position.batch, len(group), batch_size, num_images))
             self.position.batch += len(group)
-            self.steering.saw_step(result.split, sum(result.split), self.position.step)
+            self.controller.saw_step(result.split, sum(result.split), self.position.step)
             is_last = self.position.batch >= total
             if is_last or self.position.step % self.config.log.every_steps == 0:
                 self._publish(result, group)
             if not is_last and self.saving.is_due(self.position.step):
                 self.saving.begin_or_put_off()
-        self.steering.saw_epoch()
+        self.controller.saw_epoch()
 
     def _begin_epoch(self) -> None:
         """Puts the settings that were wished for into force; this is the one place where they change."""
         self.attention.check()
-        wished = self.ranks.from_main(self.steering.wished_at(self.position.step))
+        wished = self.ranks.from_main(self.controller.settings_for_step(self.position.step))
         if (wished.gpu0_bsz, wished.shares) != (self.settings.gpu0_bsz, self.settings.shares):
             if not self.saving.is_fresh(FRESH_CHECKPOINT_S):
                 self.saving.begin()
             if self.engine.device.type == "cuda":
                 torch.cuda.empty_cache()  # blocks of the old sizes
-        self.steering.apply(wished, self.standing())
+        self.controller.apply(wished, self.standing())
         self.watch.observe()
         self._begun_epoch = self.position.epoch
-        self.journal.emit(
+        self.event_log.emit(
             "epoch_start",
             epoch=self.position.epoch,
             step=self.position.step,
             lr=self._lr(self.position.step + 1),
-            split=self.steering.knob.current,
+            split=self.controller.batch_split.current,
         )
 
     def train_step(self, group: list[Batch]) -> StepResult:
@@ -262,7 +262,9 @@ class Trainer:
             failure: Exception | None = None
             try:
                 with self._within_budget():
-                    result = self.engine.step(group, self.attention.check_in_step, num_pieces=self.lessons.num_pieces)
+                    result = self.engine.step(
+                        group, self.attention.check_within_step, num_pieces=self.lessons.num_pieces
+                    )
             except PauseRequest:
                 pass
             except Exception as error:
@@ -273,11 +275,11 @@ class Trainer:
                 self.position.step += 1
                 return result
             if failure is None:
-                self.attention.grant()
+                self.attention.run_pending()
             else:
-                num_failures += self._make_room(failure, may_learn=num_failures == 0)
+                num_failures += self._handle_step_oom(failure, may_learn=num_failures == 0)
 
-    def _make_room(self, error: Exception, *, may_learn: bool) -> int:
+    def _handle_step_oom(self, error: Exception, *, may_learn: bool) -> int:
         """After a step ran out of memory: back to the last good split where there is one, else smaller pieces.
 
         Returns:
@@ -287,9 +289,9 @@ class Trainer:
             OutOfMemoryError: nothing is left to try.
         """
         if self.ranks.world_size > 1:
-            raise self._parted(error)
+            raise self._fail_rank(error)
         report = self._examined(error)
-        reverted = self.steering.take_back(report.problem, self.position.step)
+        reverted = self.controller.revert_split(report.problem, self.position.step)
         if reverted is not None:
             self.rescue.report(replace(report, action=f"{reverted}; the step was made again"))
             return 0
@@ -301,7 +303,7 @@ class Trainer:
         if not may_learn:
             raise self._given_up(report, "smaller pieces failed in the same step: the training is saved and stops")
         self.lessons = lessons
-        self.steering.knob.forget_peaks()
+        self.controller.batch_split.forget_peaks()
         action = (
             f"the step is made again, and all later ones, with micro-batches in {lessons.num_pieces} pieces: the same "
             "mean over the step, but BatchNorm takes its statistics from smaller pieces"
@@ -309,7 +311,7 @@ class Trainer:
         self.rescue.report(replace(report, action=action), lessons)
         return 1
 
-    def _parted(self, error: Exception) -> OutOfMemoryError:
+    def _fail_rank(self, error: Exception) -> OutOfMemoryError:
         """The end of a rank that ran out of memory while the others wait in an exchange of the same step."""
         self._is_parted = True
         scene, problem = self.rescue.examine(error, self.ranks.rank), first_line(error)
@@ -322,7 +324,7 @@ class Trainer:
         self.rescue.report_alone(report, lessons)
         return final_error(report)
 
-    def _smaller_pieces(self) -> Lessons | None:
+    def _smaller_pieces(self) -> MemoryFallbacks | None:
         """Twice as many pieces; None where BatchNorm, or the batch, allows no more."""
         num_pieces = 2 * self.lessons.num_pieces
         size = self.config.train.batch_size // num_pieces
@@ -337,22 +339,22 @@ class Trainer:
             own = self.rescue.examine(error, self.ranks.rank), first_line(error)
         self.rescue.release(error, self.engine.device)
         scene, problem = self.ranks.first_of(own)
-        knob = self.steering.knob
+        batch_split = self.controller.batch_split
         return OomReport(
             scene,
             self.position.epoch,
             self.position.step,
             problem,
             "",
-            split=knob.current or (),
-            predicted_mib=knob.predicted_mib(),
+            split=batch_split.current or (),
+            predicted_mib=batch_split.predicted_mib(),
         )
 
     def _given_up(self, report: OomReport, action: str) -> OutOfMemoryError:
         report = replace(report, action=action, advice=self._simple_advice(report.scene))
         return final_error(self.rescue.report(report, is_final=True))
 
-    def _simple_advice(self, scene: Scene) -> tuple[str, ...]:
+    def _simple_advice(self, scene: OomSnapshot) -> tuple[str, ...]:
         """What helps without a plan."""
         train, crop = self.config.train, self.config.data.crop_px
         if scene.phase == "eval":
@@ -391,9 +393,9 @@ class Trainer:
                 if not is_out_of_memory(error):
                     raise
                 failure = error
-            self._make_room_for_evaluation(failure)
+            self._handle_eval_oom(failure)
         self._clock.evaluation_s = time.perf_counter() - began - (self._clock.away_s - away_s)
-        self.journal.emit(
+        self.event_log.emit(
             "val",
             epoch=self.position.epoch,
             step=self.position.step,
@@ -427,7 +429,7 @@ class Trainer:
             is_single=self.lessons.is_eval_single,
         )
 
-    def _make_room_for_evaluation(self, error: Exception) -> None:
+    def _handle_eval_oom(self, error: Exception) -> None:
         """After an evaluation ran out of memory: another way to evaluate, on every rank.
 
         Raises:
@@ -435,14 +437,14 @@ class Trainer:
         """
         is_precise_bn = isinstance(error, BatchNormMemoryError)
         report = self._examined(error)
-        found: tuple[Lessons, str] | None
+        found: tuple[MemoryFallbacks, str] | None
         if is_precise_bn:
             num_pieces = 2 * self.lessons.num_bn_pieces
             lessons = replace(self.lessons, num_bn_pieces=num_pieces)
             found = lessons, f"train.precise_bn cuts its batches into {num_pieces} pieces"
             found = found if self.config.train.batch_size // num_pieces >= self.engine.model.min_train_batch else None
         else:
-            found = next_eval_lesson(
+            found = next_eval_fallback(
                 self.lessons,
                 self.lessons.adapted(self.inference),
                 self.config.eval.batch_size,
@@ -459,13 +461,13 @@ class Trainer:
     @property
     def settings(self) -> LiveSettings:
         """What a person may change while the run is going on, as it is now."""
-        return self.steering.settings
+        return self.controller.settings
 
-    def standing(self) -> Standing:
+    def standing(self) -> TrainingPosition:
         """Where the training stands, for whoever judges a command."""
         at = self.position
         is_before = at.batch == 0 and self._begun_epoch != at.epoch
-        return Standing(at.epoch, at.step, at.epoch if is_before else at.epoch + 1, self.config.train.epochs)
+        return TrainingPosition(at.epoch, at.step, at.epoch if is_before else at.epoch + 1, self.config.train.epochs)
 
     def _next_group(self, batches: Iterable[Batch], size: int) -> list[Batch]:
         began = time.perf_counter()
@@ -522,7 +524,7 @@ class Trainer:
     # --- what is written -------------------------------------------------------------------------------------------
 
     def _announce_start(self) -> None:
-        self.journal.emit(
+        self.event_log.emit(
             "run_start",
             **self.description,
             batch_size=self.config.train.batch_size,
@@ -531,10 +533,10 @@ class Trainer:
             resumed_from_step=self.resumed_from_step,
             gpu0_bsz=self.settings.gpu0_bsz,
             is_auto=self.settings.gpu0_bsz_auto,
-            split=self.steering.knob.current,
+            split=self.controller.batch_split.current,
         )
         for report in self.engine.model.load_reports:
-            self.journal.emit("weights", **report.as_event())
+            self.event_log.emit("weights", **report.as_event())
         self.watch.mark(IDLE)
 
     def _publish(self, result: StepResult, group: list[Batch]) -> None:
@@ -544,7 +546,7 @@ class Trainer:
         scaler = self.engine.precision.scaler
         step_s = elapsed / max(self._clock.num_steps, 1)
         eta_epoch_s, eta_run_s = self._etas(step_s)
-        self.journal.emit(
+        self.event_log.emit(
             "step",
             epoch=self.position.epoch,
             step=self.position.step,
@@ -562,11 +564,11 @@ class Trainer:
             terms={name: float(value) for name, value in result.terms.items()} or None,
         )
         self._clock.restart()
-        self._stop_if_hopeless(group)
+        self._stop_if_diverged(group)
 
-    def _stop_if_hopeless(self, group: list[Batch]) -> None:
+    def _stop_if_diverged(self, group: list[Batch]) -> None:
         """Ends a training that cannot make a step: too many bad ones in a row, or a loss scale that fell below 1."""
-        if problem := self.engine.hopeless_problem(group[-1], self.config.train.max_bad_steps):
+        if problem := self.engine.divergence(group[-1], self.config.train.max_bad_steps):
             move = "use train.precision amp-bf16, or lower" if self.engine.precision.scaler is not None else "lower"
             raise NonFiniteError(
                 f"{problem[0]}, up to step {self.position.step}{problem[1]} (no bad step changed the weights): "
@@ -612,7 +614,7 @@ class Trainer:
             "best": vars(self.best).copy(),
             "settings": self.settings.model_dump(),
             "lessons": self.lessons.to_json(),
-            "memory": self.steering.knob.state_dict(),
+            "memory": self.controller.batch_split.state_dict(),
             "rng": rng,
             "config": self.config.model_dump(mode="json"),
             "data": {"num_train": len(self.train_loader.dataset), "batches_per_epoch": self.batches_per_epoch},
@@ -628,9 +630,9 @@ class Trainer:
         self.engine.load_state_dict(state)
         self.position = Position(**state["position"])
         self.best = Best(**state["best"])
-        self.steering.resume(LiveSettings(**state["settings"]), state["config"]["parallel"], self.config.parallel)
-        self.lessons = Lessons.from_json(state.get("lessons", {}))
-        self.steering.knob.load_state_dict(state.get("memory", {}))
+        self.controller.resume(LiveSettings(**state["settings"]), state["config"]["parallel"], self.config.parallel)
+        self.lessons = MemoryFallbacks.from_json(state.get("lessons", {}))
+        self.controller.batch_split.load_state_dict(state.get("memory", {}))
         self.resumed_from_step = self.position.step
         if self.ranks.rank < len(state["rng"]):
             restore_rng(state["rng"][self.ranks.rank])

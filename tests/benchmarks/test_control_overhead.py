@@ -17,15 +17,15 @@ from segapp.config import LiveSettings
 from segapp.parallel.ranks import Ranks
 from segapp.run.events import EventWriter
 from segapp.run.folder import RunFolder
-from segapp.train.control.batch_split import SplitKnob
-from segapp.train.control.commands import Standing, Steering
+from segapp.train.control.batch_split import BatchSplitController
+from segapp.train.control.commands import CommandController, TrainingPosition
 from segapp.train.control.inbox import Inbox
-from segapp.train.control.safe_point import Attention
+from segapp.train.control.safe_point import SafePoint
 from segapp.train.control.signals import StopSignals
 from segapp.train.saving.position import Clock
-from segapp.train.telemetry.device_memory import MemoryWatch, place_of
-from segapp.train.telemetry.event_log import Journal
-from segapp.train.telemetry.sampler import HEARTBEAT_S, MEMORY_S, Monitor
+from segapp.train.telemetry.device_memory import DeviceMemoryTracker, device_info_of
+from segapp.train.telemetry.event_log import EventLog
+from segapp.train.telemetry.sampler import HEARTBEAT_S, MEMORY_S, MemorySampler
 from tests.support.runs import events, merged, train
 
 REPEATS = 400
@@ -56,21 +56,25 @@ def test_control_overhead(tiny: dict[str, Any], tmp_path: Path) -> None:
     step_us = statistics.median(event["step_s"] for event in events(tmp_path / "run", "step")) * 1e6
 
     folder = RunFolder.create(path=tmp_path / "desk")
-    journal = Journal(EventWriter(folder.events))
-    watch = MemoryWatch([place_of(torch.device("cpu"))])
-    steering = Steering(
-        Inbox(folder, journal), journal, SplitKnob(torch.nn.Linear(1, 1), 2, "single"), watch, LiveSettings()
+    event_log = EventLog(EventWriter(folder.events))
+    watch = DeviceMemoryTracker([device_info_of(torch.device("cpu"))])
+    controller = CommandController(
+        Inbox(folder, event_log),
+        event_log,
+        BatchSplitController(torch.nn.Linear(1, 1), 2, "single"),
+        watch,
+        LiveSettings(),
     )
-    attention = Attention(
-        StopSignals(), steering, Ranks(), Clock(), watch, journal,
-        standing=lambda: Standing(1, 1, 2, 9), save=lambda: None,
+    attention = SafePoint(
+        StopSignals(), controller, Ranks(), Clock(), watch, event_log,
+        standing=lambda: TrainingPosition(1, 1, 2, 9), save=lambda: None,
     )  # fmt: skip
-    monitor = Monitor(journal, watch)
+    monitor = MemorySampler(event_log, watch)
     parts_us = {
         "a look (no poll due)": median_us(attention.check),
         "five marks": median_us(lambda: [watch.mark(phase) for phase in PHASES]),
-        "step event": median_us(lambda: journal.emit("step", epoch=1, step=1, loss=0.5, lr=0.1, split=[2, 3, 3])),
-        "poll of the inbox, 4 a second": median_us(lambda: steering.inbox.take(is_last=True)) * 4 * step_us / 1e6,
+        "step event": median_us(lambda: event_log.emit("step", epoch=1, step=1, loss=0.5, lr=0.1, split=[2, 3, 3])),
+        "poll of the inbox, 4 a second": median_us(lambda: controller.inbox.take(is_last=True)) * 4 * step_us / 1e6,
         "memory event, every 2 s": median_us(monitor.sample) * step_us / 1e6 / MEMORY_S,
         "heartbeat, every 5 s": median_us(monitor.beat) * step_us / 1e6 / HEARTBEAT_S,
     }

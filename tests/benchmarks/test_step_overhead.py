@@ -22,7 +22,7 @@ from segapp.run.folder import RunFolder
 from segapp.train.build import build_trainer, seed_everything
 from segapp.train.control.signals import StopSignals
 from segapp.train.saving.position import Position
-from segapp.train.telemetry.event_log import Journal
+from segapp.train.telemetry.event_log import EventLog
 from segapp.train.trainer import Trainer
 from tests.support.runs import merged
 
@@ -57,11 +57,11 @@ def test_step_overhead(tiny: dict[str, Any], tmp_path: Path, workers: int) -> No
         log={"every_steps": 1},
     )
     folder = RunFolder.create("bench", path=tmp_path / "run")
-    journal = Journal(EventWriter(folder.events))
+    event_log = EventLog(EventWriter(folder.events))
     trainer = build_trainer(
         config,
         store=CheckpointStore(folder.checkpoints),
-        journal=journal,
+        event_log=event_log,
         signals=StopSignals(),
         devices=DevicePlan("single", (torch.device("cpu"),), ""),
     )
@@ -81,7 +81,7 @@ def test_step_overhead(tiny: dict[str, Any], tmp_path: Path, workers: int) -> No
             run(round_number + 1)
             if round_number >= 2:
                 times[name].append(time.perf_counter() - began)
-    journal.close()
+    event_log.close()
     trainer.train_loader.close()
     ratios = sorted(p / s for s, p in zip(times["segapp"], times["plain"], strict=True))
     images = trainer.batches_per_epoch * config.train.batch_size

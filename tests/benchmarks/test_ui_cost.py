@@ -23,7 +23,7 @@ from segapp.run.events import EventReader
 from segapp.tui.panes.chart import LossChart
 from segapp.tui.state.source import LiveSource
 from segapp.tui.state.view import View, fold_events
-from tests.support.recorded_runs import CannedRun, live_run
+from tests.support.recorded_runs import RecordedRun, live_run
 
 pytestmark = pytest.mark.benchmark
 
@@ -47,7 +47,7 @@ def many_events(path: Path, num: int) -> None:
 
 
 def test_attaching_to_a_million_events(tmp_path: Path) -> None:
-    run = CannedRun(tmp_path / "run")
+    run = RecordedRun(tmp_path / "run")
     many_events(run.folder.events, 1_000_000)
     size_mib = run.folder.events.stat().st_size / 2**20
     began, cpu = time.perf_counter(), time.process_time()

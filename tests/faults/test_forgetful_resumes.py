@@ -15,7 +15,7 @@ from segapp import failpoints
 from segapp.config import RunConfig
 from segapp.run.commands import parse_command, send_command
 from segapp.run.folder import RunFolder
-from segapp.train.request import Plan
+from segapp.train.request import TrainRequest
 from segapp.train.session import run_session
 from segapp.train.trainer import Trainer
 from tests.support.fault_runs import case, tiny_config
@@ -116,5 +116,5 @@ def test_a_forgetful_resume_is_noticed(
 
     monkeypatch.setattr(Trainer, "load_state_dict", forgetful)
     failpoints.arm("")
-    assert run_session(Plan(config, RunFolder(folder))) == 0
+    assert run_session(TrainRequest(config, RunFolder(folder))) == 0
     assert differs(folder, reference) == (component is not None)

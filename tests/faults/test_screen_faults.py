@@ -14,7 +14,7 @@ from segapp.run.commands import parse_command, send_command
 from segapp.run.events import Device, DeviceMemory, Memory, RunStart
 from tests.support.fault_runs import FaultRun, Invariants, case
 from tests.support.hostile_files import is_inert
-from tests.support.recorded_runs import CannedRun
+from tests.support.recorded_runs import RecordedRun
 from tests.support.terminals import COLUMNS, ROWS, Terminal, peak_mib, terminal
 
 NewRun = Callable[..., FaultRun]
@@ -111,10 +111,10 @@ HOSTILE = (
 )
 
 
-def hostile_run(work: Path) -> CannedRun:
+def hostile_run(work: Path) -> RecordedRun:
     """A run in which every word from outside is hostile."""
     words = iter(HOSTILE * 9)
-    run = CannedRun(work / "[@click=app.quit]\x1b[2JEVIL", classes=HOSTILE, num_devices=3)
+    run = RecordedRun(work / "[@click=app.quit]\x1b[2JEVIL", classes=HOSTILE, num_devices=3)
     devices = [Device(device=next(words), name=next(words), uuid=next(words), total_mib=9) for _ in range(3)]
     run.write(
         RunStart(
@@ -178,7 +178,7 @@ def test_a_huge_damaged_history_on_the_screen(tmp_path: Path, record_property: N
 
 
 def _damaged_history(tmp_path: Path, record_property: Note, hole_bytes: int) -> None:
-    run = CannedRun(tmp_path / "run", num_devices=2)
+    run = RecordedRun(tmp_path / "run", num_devices=2)
     for _ in range(3):
         run.epoch()
     run.end()
@@ -211,7 +211,7 @@ def _damaged_history(tmp_path: Path, record_property: Note, hole_bytes: int) -> 
 @case("S11", how="status on events with a hole of 256 MB", passes="reads on; takes less than half of it")
 def test_a_hole_in_the_events(new_run: NewRun, record_property: Note) -> None:
     run = new_run()
-    canned = CannedRun(run.folder, num_devices=2)
+    canned = RecordedRun(run.folder, num_devices=2)
     canned.epoch()
     canned.end()
     peaks = []

@@ -21,7 +21,7 @@ from segapp.errors import OutOfMemoryError
 from segapp.inference.boundary_iou import BoundaryIoU, boundary
 from segapp.inference.confusion_image import draw_confusion
 from segapp.inference.evaluate import evaluate
-from segapp.inference.evaluator import Judge, judge_all
+from segapp.inference.evaluator import Evaluator, evaluate_on_devices
 from segapp.inference.normalize import Normalizer
 from segapp.inference.sliding import Inference
 from segapp.losses import CriterionCE
@@ -60,8 +60,8 @@ def batch(height: int, width: int, seed: int) -> Batch:
     return Batch(images, target, (seed,))
 
 
-def judge(model: Any = None, **options: Any) -> Judge:
-    return Judge(
+def judge(model: Any = None, **options: Any) -> Evaluator:
+    return Evaluator(
         model or ColorNet(),
         options.pop("inference", Inference(NORMALIZER)),
         CriterionCE(),
@@ -83,13 +83,13 @@ def test_any_number_of_devices_counts_what_the_training_counts(num_devices: int)
     done: list[int] = []
     first = judge(with_images=True, with_boundary=True)
     judges = [first, *(first.on(CPU) for _ in range(num_devices - 1))]
-    found = judge_all(judges, BATCHES, done.append)
+    found = evaluate_on_devices(judges, BATCHES, done.append)
     assert found.evaluation.scores == expected.scores
     assert found.evaluation.loss == pytest.approx(expected.loss, rel=1e-6)
     assert found.evaluation.num_images == done[-1] == len(BATCHES)
     assert list(found.per_image) == list(range(len(BATCHES)))
     assert torch.equal(sum(found.per_image.values()), found.matrix)
-    assert found.boundary_iou == judge_all([judge(with_boundary=True)], BATCHES).boundary_iou
+    assert found.boundary_iou == evaluate_on_devices([judge(with_boundary=True)], BATCHES).boundary_iou
 
 
 def test_a_failing_device_ends_the_evaluation() -> None:
@@ -98,13 +98,13 @@ def test_a_failing_device_ends_the_evaluation() -> None:
             raise ValueError("no such layer")
 
     with pytest.raises(ValueError, match="no such layer"):
-        judge_all([judge(), judge(Broken())], BATCHES)
+        evaluate_on_devices([judge(), judge(Broken())], BATCHES)
 
 
 def test_what_does_not_fit_is_evaluated_in_windows_that_do() -> None:
     batches = [batch(200, 300, 0), batch(40, 50, 1)]
     model = ColorNet(capacity_px=80 * 90)
-    found = judge_all([judge(model)], batches)
+    found = evaluate_on_devices([judge(model)], batches)
     windowed = judge(inference=Inference(NORMALIZER, window_px=(64, 75)))
     windowed.add(batches[0])
     whole = judge()
@@ -114,10 +114,10 @@ def test_what_does_not_fit_is_evaluated_in_windows_that_do() -> None:
     assert "windows of" in found.notes[-1]
     assert model.largest_px <= model.capacity_px
     planned = ColorNet()
-    judge_all([judge(planned, max_px=10_000)], batches)
+    evaluate_on_devices([judge(planned, max_px=10_000)], batches)
     assert planned.largest_px <= 10_000
     with pytest.raises(OutOfMemoryError, match="does not fit"):
-        judge_all([judge(ColorNet(capacity_px=100))], batches)
+        evaluate_on_devices([judge(ColorNet(capacity_px=100))], batches)
 
 
 @given(st.integers(0, 10_000), st.booleans())

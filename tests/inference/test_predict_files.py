@@ -21,7 +21,7 @@ from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import OutOfMemoryError, StorageError
 from segapp.inference.predict import OutputPlan, Saved, Workspace, find_images, predict_files
 from segapp.inference.predict.outputs import PROBABILITY_SCALE
-from segapp.inference.predict.pipeline import Behind, ahead
+from segapp.inference.predict.pipeline import BoundedExecutor, ahead
 from segapp.inference.predict.png import PngWriter
 from segapp.inference.predict.reading import world_file
 from segapp.inference.predict.tiles import MIN_SIDE_PX, predict_strips
@@ -278,12 +278,12 @@ def test_work_behind_is_bounded_and_its_failure_comes_out() -> None:
         with lock:
             now[0] -= weight
 
-    with Behind(2, limit=10) as behind:
+    with BoundedExecutor(2, limit=10) as behind:
         for _ in range(50):
             behind.submit(lambda: work(4), 4)
             with lock:
                 now[0] += 4
                 most[0] = max(most[0], now[0])
     assert most[0] <= 12
-    with pytest.raises(ZeroDivisionError), Behind(1) as behind:
+    with pytest.raises(ZeroDivisionError), BoundedExecutor(1) as behind:
         behind.submit(lambda: 1 // 0, 1)

@@ -7,7 +7,7 @@ import pytest
 from segapp.errors import ConfigError
 from segapp.memory.affine import Line, MemoryModel
 from segapp.memory.calibration import calibrated, collect, read_measurement
-from segapp.memory.planner import Allowance
+from segapp.memory.planner import OverheadEstimate
 from segapp.run.events import Device, DeviceMemory, EventWriter, Memory, RunStart
 from segapp.run.folder import RunFolder
 
@@ -42,7 +42,7 @@ def run_of(*splits, factor=1.06):
 def test_measured_peaks_replace_what_was_assumed():
     measurement = collect(run_of((2, 3, 3), (1, 4, 3)))
     assert [o.split for o in measurement.observations] == [(2, 3, 3), (1, 4, 3)]
-    allowance, errors = calibrated(measurement, MODEL, Allowance((500.0,) * 3))
+    allowance, errors = calibrated(measurement, MODEL, OverheadEstimate((500.0,) * 3))
     assert allowance.context_mib == pytest.approx((650.0, 420.0, 420.0))
     assert allowance.scale == pytest.approx((1.06,) * 3)
     assert [error.error for error in errors] == pytest.approx([1 / 1.06 - 1] * 6)

@@ -8,7 +8,7 @@ import pytest
 from segapp.memory.affine import Line, MemoryModel, fit_model, splits_to_simulate
 from segapp.memory.cards import Card
 from segapp.memory.jobs import PhasePeak, SimulationResult
-from segapp.memory.planner import Allowance, MemoryPlan, Planner, plan_as_json
+from segapp.memory.planner import MemoryPlan, OverheadEstimate, Planner, plan_as_json
 from segapp.memory.report import plan_lines
 
 CARDS = tuple(Card(10_000.0, f"GPU {i}") for i in range(3))
@@ -22,7 +22,7 @@ def model(fixed0=1000.0, fixed=500.0, slope=1000.0, per_batch=0.0, evaluation=30
 
 def planner(memory=None, cards=CARDS, smallest_chunk=1, **allowance):
     return Planner(
-        memory or model(), cards, Allowance((500.0,) * len(cards), **allowance), smallest_chunk=smallest_chunk
+        memory or model(), cards, OverheadEstimate((500.0,) * len(cards), **allowance), smallest_chunk=smallest_chunk
     )
 
 
@@ -89,7 +89,7 @@ def test_a_card_smaller_than_the_context_fits_nothing():
 
 
 def test_measured_scale_and_context_enter_the_need():
-    own = Planner(model(), CARDS, Allowance((700.0, 300.0, 300.0), 0.95, (1.1, 1.0, 1.0), "measured"))
+    own = Planner(model(), CARDS, OverheadEstimate((700.0, 300.0, 300.0), 0.95, (1.1, 1.0, 1.0), "measured"))
     row = own.row(6, 2)
     assert row.tensors_mib == (3300.0, 2500.0, 2500.0)
     assert row.peak_mib[0] == pytest.approx(700 + 3300 / 0.95, abs=0.1)
@@ -102,7 +102,7 @@ def test_modes_without_gpu0_bsz_have_one_row(mode):
     own = Planner(
         MemoryModel(mode, (lines,), ((lines,), (lines,)) if mode == "model" else ()),
         cards,
-        Allowance((0.0,) * len(cards)),
+        OverheadEstimate((0.0,) * len(cards)),
     )
     rows, _ = own.rows(6)
     assert [row.gpu0_bsz for row in rows] == [None]

@@ -22,7 +22,7 @@ from segapp.report.charts import Frame, Line
 from segapp.report.pictures import judge
 from segapp.report.run_report import Thinned, read_story
 from segapp.run.folder import RunFolder
-from tests.support.recorded_runs import CannedRun
+from tests.support.recorded_runs import RecordedRun
 from tests.support.runs import events, merged, segapp, train
 
 VOID = {"meta", "img", "br", "link", "hr"}
@@ -141,7 +141,7 @@ def test_without_the_model_the_rest_is_there_and_the_reason_too(trained: Path, t
 
 def test_names_from_outside_are_inert(tmp_path: Path) -> None:
     nasty = "<script>alert(1)</script>\x1b[31m[/b]"
-    run = CannedRun(tmp_path / "run", classes=[nasty, '"><img src=x onerror=alert(1)>', "{{ 7 * 7 }}"])
+    run = RecordedRun(tmp_path / "run", classes=[nasty, '"><img src=x onerror=alert(1)>', "{{ 7 * 7 }}"])
     run.epoch()
     run.alert("oom", nasty)
     run.end("failed", nasty)
@@ -232,7 +232,7 @@ def test_a_long_curve_is_thinned_and_taken_back() -> None:
 
 
 def test_a_resumed_run_counts_once(tmp_path: Path) -> None:
-    run = CannedRun(tmp_path / "run")
+    run = RecordedRun(tmp_path / "run")
     run.epoch()
     last = run.step
     run.write_start(last - 20)

@@ -96,9 +96,9 @@ def test_nothing_observed_predicts_nothing() -> None:
     st.integers(2, 5),
     st.lists(st.tuples(st.integers(0, 16), st.integers(0, 10**6)), min_size=2, max_size=6, unique_by=lambda p: p[0]),
 )
-def test_fit_is_numpys_least_squares(num_devices: int, wishes: list[tuple[int, int]]) -> None:
-    splits = [plan_chunks(16, num_devices, wish) for wish, _ in wishes]
-    noise = [np.random.default_rng(seed).normal(0, 20, num_devices) for _, seed in wishes]
+def test_fit_is_numpys_least_squares(num_devices: int, requests: list[tuple[int, int]]) -> None:
+    splits = [plan_chunks(16, num_devices, wish) for wish, _ in requests]
+    noise = [np.random.default_rng(seed).normal(0, 20, num_devices) for _, seed in requests]
     peaks = [[500 + 100 * i + 80 * n + e[i] for i, n in enumerate(s)] for s, e in zip(splits, noise, strict=True)]
     fit = fit_memory(zip(splits, peaks, strict=True))
     rows = [[*(float(j == i) for j in range(num_devices)), n] for s in splits for i, n in enumerate(s)]

@@ -50,7 +50,7 @@ def written_at(clock: Clock) -> Iterator[None]:
         yield
 
 
-class CannedRun:
+class RecordedRun:
     """Writes a plausible training, an epoch at a time.
 
     Args:
@@ -233,9 +233,9 @@ class CannedRun:
         self.writer = EventWriter(self.folder.events)
 
 
-def live_run(path: Path, **keywords: object) -> CannedRun:
+def live_run(path: Path, **keywords: object) -> RecordedRun:
     """A run in the middle of its 13th epoch, with a pending wish; this process holds its lock."""
-    run = CannedRun(path, **keywords)  # type: ignore[arg-type]
+    run = RecordedRun(path, **keywords)  # type: ignore[arg-type]
     for _ in range(6):
         run.epoch()
     if run.num_devices > 1:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from segapp.config import RunConfig, validate_config
-from segapp.train.request import Plan
+from segapp.train.request import TrainRequest
 from segapp.train.session import run_session
 from tests.support.programs import segapp as segapp  # for those who train: `from tiny_runs import segapp`
 
@@ -38,7 +38,7 @@ def merged(config: dict[str, Any], **sections: Any) -> RunConfig:
 
 def train(config: RunConfig, folder: Path, **plan: Any) -> int:
     """Trains in this process, into `folder`; gives the exit code."""
-    return run_session(Plan(config, run=folder, **plan))
+    return run_session(TrainRequest(config, run=folder, **plan))
 
 
 def events(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from segapp.config import RunConfig, dump_config
 from segapp.errors import ConfigError
 from segapp.precision import Precision
 from segapp.run.folder import RunFolder
-from segapp.train.request import Plan
+from segapp.train.request import TrainRequest
 from segapp.train.session import run_session
 from tests.support.fault_table import case
 from tests.support.runs import differing, events, merged, segapp, train
@@ -120,7 +120,7 @@ def test_ddp_with_two_processes_equals_one_device_and_its_checkpoint_goes_on_alo
     assert not [key for key in state["model"] if key.startswith("module.")]
     longer = merged(tiny, **{**ten_steps(tiny, mode="single").model_dump(mode="json"), "schedule": {}})
     longer = longer.model_copy(update={"train": longer.train.model_copy(update={"epochs": 6})})
-    assert run_session(Plan(longer, RunFolder(run))) == 0
+    assert run_session(TrainRequest(longer, RunFolder(run))) == 0
     assert len(losses(run)) == 12
 
 
@@ -146,7 +146,7 @@ def test_dp_resumes_bitwise_with_dropout_on_logical_devices(tiny: dict[str, Any]
     first = config.model_copy(update={"train": config.train.model_copy(update={"epochs": 1})})
     assert train(config, tmp_path / "whole2") == 0
     assert train(first, tmp_path / "parts") == 0
-    assert run_session(Plan(config, RunFolder(tmp_path / "parts"))) == 0
+    assert run_session(TrainRequest(config, RunFolder(tmp_path / "parts"))) == 0
     a = torch.load(tmp_path / "whole2" / "checkpoints" / "last.pt", weights_only=True)
     b = torch.load(tmp_path / "parts" / "checkpoints" / "last.pt", weights_only=True)
     assert [path for path in differing(a, b) if not path.startswith("/best")] == []

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from segapp.build import network
 from segapp.config import RunConfig, dump_config
 from segapp.errors import NonFiniteError
 from segapp.precision import LossScaler
 from segapp.run.folder import RunFolder
-from segapp.build import network
-from segapp.train.request import Plan
+from segapp.train.request import TrainRequest
 from segapp.train.session import run_session
 from tests.support.runs import differing, events, merged, segapp, train
 
@@ -76,7 +76,7 @@ def test_a_resumed_run_is_bitwise_the_same(tiny: dict[str, Any], tmp_path: Path,
     whole, first = config_of(tiny, precision, epochs=2), config_of(tiny, precision, epochs=1)
     assert train(whole, tmp_path / "whole") == 0
     assert train(first, tmp_path / "parts") == 0
-    assert run_session(Plan(whole, RunFolder(tmp_path / "parts"))) == 0
+    assert run_session(TrainRequest(whole, RunFolder(tmp_path / "parts"))) == 0
     a, b = last_state(tmp_path / "whole"), last_state(tmp_path / "parts")
     assert [path for path in differing(a, b) if not path.startswith("/best")] == []
     assert ("scaler" in a["precision"]) == (precision != "amp-bf16")

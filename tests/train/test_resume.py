@@ -21,7 +21,7 @@ from segapp.errors import CheckpointError, NonFiniteError
 from segapp.run.files import hash_file
 from segapp.run.folder import RunFolder
 from segapp.train.control import signals as control
-from segapp.train.request import Plan
+from segapp.train.request import TrainRequest
 from segapp.train.session import run_session
 from tests.support.runs import differing, events, merged, segapp, train
 
@@ -122,7 +122,7 @@ def test_any_seed_stopped_anywhere_in_any_mode_and_resumed_is_bitwise_the_same(
 
 
 def resume(config: RunConfig, folder: Path) -> int:
-    return run_session(Plan(config, RunFolder(folder)))
+    return run_session(TrainRequest(config, RunFolder(folder)))
 
 
 def write_config(config: RunConfig, folder: Path) -> Path:
@@ -206,12 +206,12 @@ def test_epochs_may_be_raised_and_the_run_goes_on(reference: tuple[RunConfig, Pa
 def test_an_incompatible_config_is_refused_with_the_keys(reference: tuple[RunConfig, Path], tmp_path: Path) -> None:
     config, uninterrupted = reference
     other = config.model_copy(update={"optim": config.optim.model_copy(update={"lr": 0.5})})
-    plan = Plan(other, run=tmp_path / "run", checkpoint=uninterrupted / "checkpoints" / "last.pt")
+    plan = TrainRequest(other, run=tmp_path / "run", checkpoint=uninterrupted / "checkpoints" / "last.pt")
     with pytest.raises(CheckpointError, match=r"optim\.lr: 0\.001 -> 0\.5"):
         run_session(plan)
     other = config.model_copy(update={"model": config.model.model_copy(update={"encoder": "mobilenet_v3_large"})})
     with pytest.raises(CheckpointError, match=r"model\.encoder"):
-        run_session(Plan(other, run=tmp_path / "run2", checkpoint=uninterrupted / "checkpoints" / "last.pt"))
+        run_session(TrainRequest(other, run=tmp_path / "run2", checkpoint=uninterrupted / "checkpoints" / "last.pt"))
 
 
 def test_a_damaged_last_falls_back_with_an_alert(reference: tuple[RunConfig, Path], tmp_path: Path) -> None:

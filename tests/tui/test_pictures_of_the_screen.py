@@ -17,58 +17,58 @@ from unittest import mock
 import pytest
 
 from segapp.tui.app import MonitorApp
-from tests.support.recorded_runs import CannedRun
+from tests.support.recorded_runs import RecordedRun
 from tests.tui.test_screen import settled, source_of
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 
 
-def train(run: CannedRun, num_epochs: int = 6) -> CannedRun:
+def train(run: RecordedRun, num_epochs: int = 6) -> RecordedRun:
     for _ in range(num_epochs):
         run.epoch()
     return run
 
 
-def finished(path: Path) -> CannedRun:
-    run = train(CannedRun(path, epochs=6))
+def finished(path: Path) -> RecordedRun:
+    run = train(RecordedRun(path, epochs=6))
     run.end(reason="6 epochs")
     return run
 
 
-def live(path: Path) -> CannedRun:
-    run = train(CannedRun(path))
+def live(path: Path) -> RecordedRun:
+    run = train(RecordedRun(path))
     run.change_gpu0(6, apply=False)
     run.train(20)
     run.folder.acquire()
     return run
 
 
-def crashed(path: Path) -> CannedRun:
-    run = train(CannedRun(path), 3)
+def crashed(path: Path) -> RecordedRun:
+    run = train(RecordedRun(path), 3)
     run.train(7)
     return run
 
 
-def eight_gpus(path: Path) -> CannedRun:
-    run = train(CannedRun(path, num_devices=8, batch_size=64))
+def eight_gpus(path: Path) -> RecordedRun:
+    run = train(RecordedRun(path, num_devices=8, batch_size=64))
     run.end()
     return run
 
 
-def many_classes(path: Path) -> CannedRun:
-    run = train(CannedRun(path, classes=[f"class {i:03}" for i in range(150)], num_devices=1), 3)
+def many_classes(path: Path) -> RecordedRun:
+    run = train(RecordedRun(path, classes=[f"class {i:03}" for i in range(150)], num_devices=1), 3)
     run.end()
     return run
 
 
-def one_class(path: Path) -> CannedRun:
-    run = train(CannedRun(path, classes=["road"], num_devices=1, device="cpu"), 3)
+def one_class(path: Path) -> RecordedRun:
+    run = train(RecordedRun(path, classes=["road"], num_devices=1, device="cpu"), 3)
     run.end()
     return run
 
 
-def not_finite(path: Path) -> CannedRun:
-    run = train(CannedRun(path), 2)
+def not_finite(path: Path) -> RecordedRun:
+    run = train(RecordedRun(path), 2)
     run.train(30, loss=float("nan"))
     run.alert("non_finite", "loss not finite for 30 steps in a row")
     run.end("failed", "loss not finite")
@@ -86,7 +86,7 @@ def _same_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     time.tzset()
 
 
-def picture(run: CannedRun, size: tuple[int, int]) -> str:
+def picture(run: RecordedRun, size: tuple[int, int]) -> str:
     async def go() -> str:
         app = MonitorApp(source_of(run))
         async with app.run_test(size=size) as pilot:
@@ -104,7 +104,7 @@ def words(svg: str) -> list[str]:
     return [re.sub(r"<[^>]*>", "", text).replace("&#160;", " ") for text in re.findall(r"<text.*?</text>", svg)]
 
 
-CASES: list[tuple[Callable[[Path], CannedRun], tuple[int, int]]] = [
+CASES: list[tuple[Callable[[Path], RecordedRun], tuple[int, int]]] = [
     (finished, (120, 36)),
     (live, (120, 36)),
     (live, (80, 24)),
@@ -118,7 +118,7 @@ CASES: list[tuple[Callable[[Path], CannedRun], tuple[int, int]]] = [
 
 
 @pytest.mark.parametrize(("make", "size"), CASES, ids=[f"{m.__name__}-{w}x{h}" for m, (w, h) in CASES])
-def test_the_screen_looks_as_it_did(make: Callable[[Path], CannedRun], size: tuple[int, int], tmp_path: Path) -> None:
+def test_the_screen_looks_as_it_did(make: Callable[[Path], RecordedRun], size: tuple[int, int], tmp_path: Path) -> None:
     run = make(tmp_path / "camvid-042")
     try:
         found = picture(run, size)

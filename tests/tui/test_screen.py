@@ -21,7 +21,7 @@ from segapp.tui.app import MonitorApp
 from segapp.tui.layout import plan_layout
 from segapp.tui.settings import UiSettings, load_settings
 from segapp.tui.state.source import LiveSource, ReplaySource
-from tests.support.recorded_runs import CAMVID, CannedRun, live_run
+from tests.support.recorded_runs import CAMVID, RecordedRun, live_run
 
 SIZES = [(120, 36), (100, 30), (80, 24), (60, 15), (40, 10)]
 
@@ -49,7 +49,7 @@ def check_regions(app: MonitorApp) -> None:
 
 
 def run_screen(
-    source: LiveSource | ReplaySource | CannedRun,
+    source: LiveSource | ReplaySource | RecordedRun,
     act: Callable[[MonitorApp, Pilot[None]], Awaitable[None]],
     size: tuple[int, int] = (120, 36),
     **keywords: Any,
@@ -57,7 +57,7 @@ def run_screen(
     """Shows a run and acts on it."""
 
     async def go() -> None:
-        app = MonitorApp(source_of(source) if isinstance(source, CannedRun) else source, **keywords)
+        app = MonitorApp(source_of(source) if isinstance(source, RecordedRun) else source, **keywords)
         async with app.run_test(size=size, notifications=True) as pilot:
             await settled(app, pilot)
             await act(app, pilot)
@@ -65,7 +65,7 @@ def run_screen(
     asyncio.run(go())
 
 
-def source_of(run: CannedRun) -> LiveSource:
+def source_of(run: RecordedRun) -> LiveSource:
     """Looks at a run on its own clock, just after its last event."""
     return LiveSource(run.folder, clock=lambda: run.clock.now_s + 0.4)
 
@@ -99,7 +99,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture
 def fresh(tmp_path: Path) -> Any:
     """A short live run that a test may change."""
-    run = CannedRun(tmp_path / "run", steps_per_epoch=20, epochs=8)
+    run = RecordedRun(tmp_path / "run", steps_per_epoch=20, epochs=8)
     run.epoch()
     run.train(5)
     run.shift_to_now()
@@ -108,14 +108,14 @@ def fresh(tmp_path: Path) -> Any:
     run.folder.release()
 
 
-def sent(run: CannedRun) -> list[str]:
+def sent(run: RecordedRun) -> list[str]:
     return [received.text for received in drain_commands(run.folder.path)]
 
 
 # --- what it says -----------------------------------------------------------------------------------------------------
 
 
-def test_everything_one_looks_for_first_is_on_the_wide_screen(live: CannedRun) -> None:
+def test_everything_one_looks_for_first_is_on_the_wide_screen(live: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         text = screen_text(app)
         for wanted in (
@@ -137,7 +137,7 @@ def test_everything_one_looks_for_first_is_on_the_wide_screen(live: CannedRun) -
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_captures_at_the_named_sizes(live: CannedRun, size: tuple[int, int]) -> None:
+def test_captures_at_the_named_sizes(live: RecordedRun, size: tuple[int, int]) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         text = screen_text(app)
         assert "LIVE" in text
@@ -154,7 +154,7 @@ def test_captures_at_the_named_sizes(live: CannedRun, size: tuple[int, int]) -> 
     run_screen(live, act, size)
 
 
-def test_no_size_breaks_the_screen_or_puts_a_pane_outside(live: CannedRun) -> None:
+def test_no_size_breaks_the_screen_or_puts_a_pane_outside(live: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         for width, height in [(200, 60), (140, 20), (100, 15), (99, 40), (60, 60), (61, 16), (59, 30), (20, 5), (8, 3),
                               (1, 1), (120, 22), (101, 29), (300, 90), (80, 24)]:  # fmt: skip
@@ -168,17 +168,17 @@ def test_no_size_breaks_the_screen_or_puts_a_pane_outside(live: CannedRun) -> No
     run_screen(live, act)
 
 
-CASES: dict[str, Callable[[Path], CannedRun]] = {}
+CASES: dict[str, Callable[[Path], RecordedRun]] = {}
 
 
-def case(make: Callable[[Path], CannedRun]) -> Callable[[Path], CannedRun]:
+def case(make: Callable[[Path], RecordedRun]) -> Callable[[Path], RecordedRun]:
     CASES[make.__name__] = make
     return make
 
 
 @case
-def finished(path: Path) -> CannedRun:
-    run = CannedRun(path, steps_per_epoch=20, epochs=3)
+def finished(path: Path) -> RecordedRun:
+    run = RecordedRun(path, steps_per_epoch=20, epochs=3)
     for _ in range(3):
         run.epoch()
     run.end()
@@ -186,38 +186,38 @@ def finished(path: Path) -> CannedRun:
 
 
 @case
-def failed(path: Path) -> CannedRun:
-    run = CannedRun(path, steps_per_epoch=20, epochs=3)
+def failed(path: Path) -> RecordedRun:
+    run = RecordedRun(path, steps_per_epoch=20, epochs=3)
     run.epoch()
     run.end("failed", "device 0 ran out of memory: use a smaller batch_size")
     return run
 
 
 @case
-def eight_gpus(path: Path) -> CannedRun:
-    run = CannedRun(path, steps_per_epoch=20, num_devices=8, batch_size=64)
+def eight_gpus(path: Path) -> RecordedRun:
+    run = RecordedRun(path, steps_per_epoch=20, num_devices=8, batch_size=64)
     run.epoch()
     return run
 
 
 @case
-def many_classes(path: Path) -> CannedRun:
-    run = CannedRun(path, steps_per_epoch=20, classes=[f"class number {i}" for i in range(150)], num_devices=1)
+def many_classes(path: Path) -> RecordedRun:
+    run = RecordedRun(path, steps_per_epoch=20, classes=[f"class number {i}" for i in range(150)], num_devices=1)
     run.epoch()
     run.epoch()
     return run
 
 
 @case
-def one_class_on_a_cpu(path: Path) -> CannedRun:
-    run = CannedRun(path, steps_per_epoch=20, classes=["road"], num_devices=1, device="cpu")
+def one_class_on_a_cpu(path: Path) -> RecordedRun:
+    run = RecordedRun(path, steps_per_epoch=20, classes=["road"], num_devices=1, device="cpu")
     run.epoch()
     return run
 
 
 @case
-def nan_losses(path: Path) -> CannedRun:
-    run = CannedRun(path, steps_per_epoch=20)
+def nan_losses(path: Path) -> RecordedRun:
+    run = RecordedRun(path, steps_per_epoch=20)
     run.train(30)
     run.train(10, loss=math.nan)
     run.train(20)
@@ -225,19 +225,19 @@ def nan_losses(path: Path) -> CannedRun:
 
 
 @case
-def only_nan(path: Path) -> CannedRun:
-    run = CannedRun(path, steps_per_epoch=20)
+def only_nan(path: Path) -> RecordedRun:
+    run = RecordedRun(path, steps_per_epoch=20)
     run.train(5, loss=math.nan)
     return run
 
 
 @case
-def nothing_yet(path: Path) -> CannedRun:
-    return CannedRun(path)
+def nothing_yet(path: Path) -> RecordedRun:
+    return RecordedRun(path)
 
 
 @case
-def odd_names(path: Path) -> CannedRun:
+def odd_names(path: Path) -> RecordedRun:
     names = [
         "[/] [bold red]",
         "[@click=app.exit]x[/]",
@@ -246,7 +246,7 @@ def odd_names(path: Path) -> CannedRun:
         "a" * 300,
         "$error\u202e",
     ]
-    run = CannedRun(path, classes=names, steps_per_epoch=20)
+    run = RecordedRun(path, classes=names, steps_per_epoch=20)
     run.epoch()
     run.alert("oom", "[red]alert[/red] \x1b[31m and [/]")
     run.write(CommandAnswer(id="f" * 12, command="set [/]", by="[/]@\x1b[1m", status="rejected", reason="[b]"))
@@ -288,7 +288,7 @@ def test_unusual_runs_are_shown_as_what_they_are(tmp_path: Path, name: str, size
 
 
 def test_eight_gpus_all_have_a_line(tmp_path: Path) -> None:
-    run = CannedRun(tmp_path / "run", num_devices=8, batch_size=64, gpu0_bsz=8, steps_per_epoch=20)
+    run = RecordedRun(tmp_path / "run", num_devices=8, batch_size=64, gpu0_bsz=8, steps_per_epoch=20)
     run.epoch()
 
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
@@ -302,7 +302,7 @@ def test_eight_gpus_all_have_a_line(tmp_path: Path) -> None:
 
 
 def test_eight_gpus_and_their_editor_fit_at_every_size(tmp_path: Path) -> None:
-    run = CannedRun(tmp_path / "run", num_devices=8, batch_size=64, gpu0_bsz=8, steps_per_epoch=20)
+    run = RecordedRun(tmp_path / "run", num_devices=8, batch_size=64, gpu0_bsz=8, steps_per_epoch=20)
     run.epoch()
 
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
@@ -318,7 +318,7 @@ def test_eight_gpus_and_their_editor_fit_at_every_size(tmp_path: Path) -> None:
 
 
 def test_the_trainers_end_without_a_word_is_said_with_the_next_move(tmp_path: Path) -> None:
-    run = CannedRun(tmp_path / "run", steps_per_epoch=20)
+    run = RecordedRun(tmp_path / "run", steps_per_epoch=20)
     run.epoch()
     run.folder.run_json.write_text(run.folder.run_json.read_text().replace('"pid": ', '"pid": 99'))
     text = run.folder.run_json.read_text()
@@ -335,7 +335,7 @@ def test_the_trainers_end_without_a_word_is_said_with_the_next_move(tmp_path: Pa
     run_screen(run, act)
 
 
-def test_a_folder_that_vanishes_is_said_and_the_picture_stays(fresh: CannedRun) -> None:
+def test_a_folder_that_vanishes_is_said_and_the_picture_stays(fresh: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         shutil.rmtree(fresh.folder.path)
         assert isinstance(app.source, LiveSource)
@@ -350,7 +350,7 @@ def test_a_folder_that_vanishes_is_said_and_the_picture_stays(fresh: CannedRun) 
     fresh.folder.path.mkdir()
 
 
-def test_a_reverted_change_stays_on_the_screen_until_it_was_seen(fresh: CannedRun) -> None:
+def test_a_reverted_change_stays_on_the_screen_until_it_was_seen(fresh: RecordedRun) -> None:
     fresh.alert("reverted", "gpu0_bsz=6 ran out of memory: back to 4")
 
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
@@ -364,7 +364,7 @@ def test_a_reverted_change_stays_on_the_screen_until_it_was_seen(fresh: CannedRu
 # --- what its keys do -------------------------------------------------------------------------------------------------
 
 
-def test_the_share_of_gpu_0_is_changed_with_two_keys_and_undone_with_one(fresh: CannedRun) -> None:
+def test_the_share_of_gpu_0_is_changed_with_two_keys_and_undone_with_one(fresh: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "b")
         assert "no change" in screen_text(app)
@@ -406,7 +406,7 @@ def test_the_share_of_gpu_0_is_changed_with_two_keys_and_undone_with_one(fresh: 
         (["e", "enter", "enter"], "", "set gpu0_bsz=none"),
     ],
 )
-def test_the_editor(fresh: CannedRun, typed: list[str], word: str, is_sent: str | None) -> None:
+def test_the_editor(fresh: RecordedRun, typed: list[str], word: str, is_sent: str | None) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "b", *typed)
         assert sent(fresh) == ([] if is_sent is None else [is_sent])
@@ -417,7 +417,7 @@ def test_the_editor(fresh: CannedRun, typed: list[str], word: str, is_sent: str 
     run_screen(fresh, act)
 
 
-def test_pause_resume_checkpoint_and_stop_reach_the_inbox(fresh: CannedRun) -> None:
+def test_pause_resume_checkpoint_and_stop_reach_the_inbox(fresh: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "space", "c")
         assert sent(fresh) == ["pause", "checkpoint"]
@@ -440,7 +440,7 @@ def test_pause_resume_checkpoint_and_stop_reach_the_inbox(fresh: CannedRun) -> N
     run_screen(fresh, act)
 
 
-def test_a_rejected_wish_is_said_with_its_reason(fresh: CannedRun) -> None:
+def test_a_rejected_wish_is_said_with_its_reason(fresh: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "c")
         received = drain_commands(fresh.folder.path)[0]
@@ -454,7 +454,7 @@ def test_a_rejected_wish_is_said_with_its_reason(fresh: CannedRun) -> None:
     run_screen(fresh, act)
 
 
-def test_a_read_only_view_can_ask_for_nothing_and_does_not_offer_it(fresh: CannedRun) -> None:
+def test_a_read_only_view_can_ask_for_nothing_and_does_not_offer_it(fresh: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "space", "c", "u", "S", "b", "plus", "enter")
         assert sent(fresh) == []
@@ -470,7 +470,7 @@ def test_a_read_only_view_can_ask_for_nothing_and_does_not_offer_it(fresh: Canne
     run_screen(fresh, act, readonly=True)
 
 
-def test_an_inbox_that_cannot_be_written_is_said(fresh: CannedRun) -> None:
+def test_an_inbox_that_cannot_be_written_is_said(fresh: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         shutil.rmtree(fresh.folder.commands)
         await press(app, pilot, "c")
@@ -479,7 +479,7 @@ def test_an_inbox_that_cannot_be_written_is_said(fresh: CannedRun) -> None:
     run_screen(fresh, act)
 
 
-def test_every_key_of_the_table_does_something_and_breaks_nothing(live: CannedRun) -> None:
+def test_every_key_of_the_table_does_something_and_breaks_nothing(live: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         for key in keys.available(is_readonly=True):
             for name in key.keys.split(","):
@@ -490,7 +490,7 @@ def test_every_key_of_the_table_does_something_and_breaks_nothing(live: CannedRu
     run_screen(live, act, readonly=True)
 
 
-def test_help_is_made_from_the_table_of_keys(live: CannedRun) -> None:
+def test_help_is_made_from_the_table_of_keys(live: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "question_mark")
         text = screen_text(app)
@@ -500,7 +500,7 @@ def test_help_is_made_from_the_table_of_keys(live: CannedRun) -> None:
     run_screen(live, act)
 
 
-def test_panes_zoom_sort_filter_and_chart_keys(live: CannedRun) -> None:
+def test_panes_zoom_sort_filter_and_chart_keys(live: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "3", "f")
         assert "Classes" in screen_text(app)
@@ -529,7 +529,7 @@ def test_panes_zoom_sort_filter_and_chart_keys(live: CannedRun) -> None:
     run_screen(live, act, (120, 40))
 
 
-def test_the_palette_offers_the_actions(live: CannedRun) -> None:
+def test_the_palette_offers_the_actions(live: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         offered = {command.title for command in app.get_system_commands(app.screen)}
         assert {key.help for key in keys.KEYS} <= offered
@@ -538,7 +538,7 @@ def test_the_palette_offers_the_actions(live: CannedRun) -> None:
     run_screen(live, act)
 
 
-def test_choices_are_remembered(live: CannedRun, tmp_path: Path) -> None:
+def test_choices_are_remembered(live: RecordedRun, tmp_path: Path) -> None:
     file = tmp_path / "segapp" / "ui.toml"
 
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
@@ -549,7 +549,7 @@ def test_choices_are_remembered(live: CannedRun, tmp_path: Path) -> None:
     assert (found.is_log, found.sort, found.theme) == (True, "best", "segapp-light")
 
 
-def test_keys_can_be_given_other_names(fresh: CannedRun) -> None:
+def test_keys_can_be_given_other_names(fresh: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         assert "w Ckpt" in screen_text(app).replace("  ", " ")
         await press(app, pilot, "w")
@@ -559,7 +559,7 @@ def test_keys_can_be_given_other_names(fresh: CannedRun) -> None:
 
 
 @pytest.mark.parametrize("theme", themes.NAMES)
-def test_themes(live: CannedRun, theme: str) -> None:
+def test_themes(live: RecordedRun, theme: str) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         assert app.theme == theme
         assert "LIVE" in screen_text(app)
@@ -568,7 +568,7 @@ def test_themes(live: CannedRun, theme: str) -> None:
     run_screen(live, act, settings=UiSettings(theme=theme))
 
 
-def test_without_colour(live: CannedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_colour(live: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
 
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
@@ -581,7 +581,7 @@ def test_without_colour(live: CannedRun, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("size", [(120, 36), (80, 24), (60, 15)])
-def test_ascii_is_ascii_on_every_page(live: CannedRun, size: tuple[int, int]) -> None:
+def test_ascii_is_ascii_on_every_page(live: RecordedRun, size: tuple[int, int]) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         for keys_pressed in (["1"], ["2"], ["3"], ["4"], ["i"], ["b"], ["escape", "question_mark"], ["escape", "S"]):
             await press(app, pilot, *keys_pressed)
@@ -590,7 +590,7 @@ def test_ascii_is_ascii_on_every_page(live: CannedRun, size: tuple[int, int]) ->
     run_screen(live, act, size, ascii_only=True)
 
 
-def test_pictures_are_shown_and_damaged_ones_said(fresh: CannedRun) -> None:
+def test_pictures_are_shown_and_damaged_ones_said(fresh: RecordedRun) -> None:
     import cv2
     import numpy as np
 
@@ -626,7 +626,7 @@ def test_a_replay_says_that_it_is_one_and_sends_nothing(tmp_path: Path) -> None:
     run_screen(ReplaySource(run.folder, 1e6), act)
 
 
-def test_ctrl_c_ends_nothing(live: CannedRun) -> None:
+def test_ctrl_c_ends_nothing(live: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "ctrl+c")
         assert app.is_running
@@ -635,7 +635,7 @@ def test_ctrl_c_ends_nothing(live: CannedRun) -> None:
     run_screen(live, act)
 
 
-def test_all_classes_of_the_canned_run_have_a_row(live: CannedRun) -> None:
+def test_all_classes_of_the_canned_run_have_a_row(live: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         text = screen_text(app)
         assert all(name in text for name in CAMVID)

@@ -20,7 +20,7 @@ import pytest
 from segapp.errors import ConfigError
 from segapp.tui import terminal
 from segapp.tui.app import run_ui
-from tests.support.recorded_runs import CannedRun, live_run
+from tests.support.recorded_runs import RecordedRun, live_run
 
 SHOW = "import sys\nfrom segapp.tui.app import run_ui\nsys.exit(run_ui(sys.argv[1]))"
 
@@ -28,7 +28,7 @@ SHOW = "import sys\nfrom segapp.tui.app import run_ui\nsys.exit(run_ui(sys.argv[
 class Terminal:
     """A child at a pseudo-terminal."""
 
-    def __init__(self, run: CannedRun, home: Path, *, ignores_hangup: bool = False) -> None:
+    def __init__(self, run: RecordedRun, home: Path, *, ignores_hangup: bool = False) -> None:
         self.output = b""
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
@@ -69,7 +69,7 @@ def run(tmp_path: Path) -> Any:
     run.folder.release()
 
 
-def test_q_leaves_says_how_to_come_back_and_puts_the_terminal_right(run: CannedRun, tmp_path: Path) -> None:
+def test_q_leaves_says_how_to_come_back_and_puts_the_terminal_right(run: RecordedRun, tmp_path: Path) -> None:
     shown = Terminal(run, tmp_path)
     shown.read_until(b"LIVE")
     os.write(shown.fd, b"q")
@@ -80,14 +80,14 @@ def test_q_leaves_says_how_to_come_back_and_puts_the_terminal_right(run: CannedR
 
 
 @pytest.mark.parametrize("ignores_hangup", [False, True])
-def test_a_closed_terminal_ends_it(run: CannedRun, tmp_path: Path, ignores_hangup: bool) -> None:
+def test_a_closed_terminal_ends_it(run: RecordedRun, tmp_path: Path, ignores_hangup: bool) -> None:
     shown = Terminal(run, tmp_path, ignores_hangup=ignores_hangup)
     shown.read_until(b"LIVE")
     os.close(shown.fd)
     shown.wait()
 
 
-def test_a_term_signal_ends_it_in_order(run: CannedRun, tmp_path: Path) -> None:
+def test_a_term_signal_ends_it_in_order(run: RecordedRun, tmp_path: Path) -> None:
     shown = Terminal(run, tmp_path)
     shown.read_until(b"LIVE")
     os.kill(shown.pid, signal.SIGTERM)
@@ -95,7 +95,7 @@ def test_a_term_signal_ends_it_in_order(run: CannedRun, tmp_path: Path) -> None:
     assert shown.wait() == 0
 
 
-def test_no_terminal_no_screen(run: CannedRun) -> None:
+def test_no_terminal_no_screen(run: RecordedRun) -> None:
     code = (
         "import sys\nfrom segapp.tui.app import run_ui\n"
         "try:\n run_ui(sys.argv[1])\nexcept Exception as error: print(type(error).__name__, error)"
@@ -115,7 +115,7 @@ def test_a_dumb_terminal_is_refused(monkeypatch: pytest.MonkeyPatch, term: str) 
         terminal.check_terminal()
 
 
-def test_mistakes_are_named(tmp_path: Path, run: CannedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_named(tmp_path: Path, run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match="no such run"):
         run_ui(tmp_path / "nothing")

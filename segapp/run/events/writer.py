@@ -156,14 +156,14 @@ class EventWriter:
         self._is_torn = False
 
     def _enqueue(self, body: dict[str, Any]) -> None:
-        if len(self._pending) >= self._max_pending and not self._make_room(body):
+        if len(self._pending) >= self._max_pending and not self._handle_step_oom(body):
             self.num_dropped += 1
             return
         self._pending.append(body)
         if self.problem is None or time.monotonic() >= self._retry_at_s:
             self._write_pending()
 
-    def _make_room(self, body: dict[str, Any]) -> bool:
+    def _handle_step_oom(self, body: dict[str, Any]) -> bool:
         if body["type"] in _EXPENDABLE:
             return False
         for index, waiting in enumerate(self._pending):

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from segapp.config import LiveSettings
-from segapp.memory.saved_plan import Outlook
+from segapp.memory.saved_plan import SavedMemoryPlan
 from segapp.parallel import DataParallelModel
 from segapp.run.balance import SplitMove, plan_move
 from segapp.run.verdict import MemoryObservation, SplitVerdict, fit_memory, split_verdict
@@ -26,7 +26,7 @@ def with_split(settings: LiveSettings, changes: Mapping[str, Any]) -> LiveSettin
     return settings.model_copy(update=dict(changes))
 
 
-class SplitKnob:
+class BatchSplitController:
     """The shares of the devices.
 
     Args:
@@ -44,7 +44,7 @@ class SplitKnob:
         self._failed: set[tuple[int, ...]] = set()
         self.ceiling: int | None = None
         """Samples on device 0 at which it ran out of memory."""
-        self.outlook: Outlook | None = None
+        self.outlook: SavedMemoryPlan | None = None
         """The plan that the run began with, where one was made."""
 
     @property

@@ -1,7 +1,7 @@
 """What a running training was asked for: judged when it is heard, done at its place, answered once.
 
-The main rank hears and judges; `Wishes`, what is left to do, is the same on every rank. The trainer asks in its loop
-(`hear`), does what is wished where its state is whole, and says that it was done.
+The main rank reads and judges commands; `PendingRequests`, what is left to do, is the same on every rank. The trainer
+calls `handle_commands` in its loop, carries requests out where its state is whole, and reports that it did.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 from segapp.config import LiveSettings, ParallelConfig
 from segapp.run.commands import CancelCommand, Received, SetCommand, StopCommand
-from segapp.train.control.batch_split import AUTO_ON, SplitKnob, with_split
+from segapp.train.control.batch_split import AUTO_ON, BatchSplitController, with_split
 from segapp.train.control.inbox import Final, Inbox
-from segapp.train.telemetry.device_memory import MemoryWatch
-from segapp.train.telemetry.event_log import Journal
+from segapp.train.telemetry.device_memory import DeviceMemoryTracker
+from segapp.train.telemetry.event_log import EventLog
 
 _SHARES = {"gpu0_bsz", "gpu0_bsz_auto", "shares"}
 
@@ -24,7 +24,7 @@ TRIAL_STEPS = 20
 
 
 @dataclass(frozen=True)
-class Standing:
+class TrainingPosition:
     """Where the training is when it hears a command."""
 
     epoch: int
@@ -35,7 +35,7 @@ class Standing:
 
 
 @dataclass
-class Wishes:
+class PendingRequests:
     """What is left to do, the same on every rank."""
 
     is_paused: bool = False
@@ -70,7 +70,7 @@ class _Set:
 
 
 @dataclass
-class _Trial:
+class SplitProbation:
     """A split that was applied a moment ago."""
 
     old: LiveSettings
@@ -84,26 +84,31 @@ class _Trial:
     """Whether a full batch was made with it."""
 
 
-class Steering:
+class CommandController:
     """The wishes for one training.
 
     Args:
         inbox: where they come from.
-        journal: takes `gpu0_bsz` and `alert` events.
-        knob: the shares.
+        event_log: takes `gpu0_bsz` and `alert` events.
+        batch_split: the shares.
         watch: the memory.
         settings: those that the run begins with.
     """
 
     def __init__(
-        self, inbox: Inbox, journal: Journal, knob: SplitKnob, watch: MemoryWatch, settings: LiveSettings
+        self,
+        inbox: Inbox,
+        event_log: EventLog,
+        batch_split: BatchSplitController,
+        watch: DeviceMemoryTracker,
+        settings: LiveSettings,
     ) -> None:
-        self.inbox, self.journal, self.knob, self.watch = inbox, journal, knob, watch
+        self.inbox, self.event_log, self.batch_split, self.watch = inbox, event_log, batch_split, watch
         self.settings = settings
-        self.wishes = Wishes()
+        self.requests = PendingRequests()
         self._open: dict[str, list[Received]] = {"pause": [], "checkpoint": [], "stop": []}
         self._sets: list[_Set] = []
-        self._trial: _Trial | None = None
+        self._trial: SplitProbation | None = None
         self._has_full_batch = False
         """Whether a full batch was made since the peaks began to count anew."""
         self.replay: list[tuple[int, dict[str, Any]]] = []
@@ -111,82 +116,82 @@ class Steering:
 
     # --- hearing ---------------------------------------------------------------------------------------------------
 
-    def hear(self, standing: Standing) -> None:
+    def handle_commands(self, position: TrainingPosition) -> None:
         """Judges every command that waits; on the main rank only."""
         for received in self.inbox.take():
             command = received.command
             if command is None:
-                self.inbox.answer(received, "rejected", received.problem, standing.step)
+                self.inbox.answer(received, "rejected", received.problem, position.step)
             elif isinstance(command, SetCommand):
-                self._hear_set(received, command, standing)
+                self._handle_set(received, command, position)
             elif isinstance(command, StopCommand):
-                self._hear_stop(received, command, standing)
+                self._handle_stop(received, command, position)
             elif isinstance(command, CancelCommand):
-                self._hear_cancel(received, command, standing)
+                self._handle_cancel(received, command, position)
             elif command.kind == "checkpoint":
-                self.wishes.wants_checkpoint = True
+                self.requests.wants_checkpoint = True
                 self._open["checkpoint"].append(received)
             else:
-                self._hear_pause(received, standing, is_pause=command.kind == "pause")
+                self._handle_pause(received, position, is_pause=command.kind == "pause")
 
-    def _hear_pause(self, received: Received, standing: Standing, *, is_pause: bool) -> None:
-        if is_pause and not self.wishes.is_paused:
-            self.wishes.is_paused = True
+    def _handle_pause(self, received: Received, position: TrainingPosition, *, is_pause: bool) -> None:
+        if is_pause and not self.requests.is_paused:
+            self.requests.is_paused = True
             self._open["pause"].append(received)
         elif is_pause and self._open["pause"]:
             self._open["pause"].append(received)
         elif is_pause:
-            self.inbox.answer(received, "applied", "it was paused already", standing.step)
+            self.inbox.answer(received, "applied", "it was paused already", position.step)
         else:
-            note = None if self.wishes.is_paused else "it was not paused"
-            self.settle("pause", "cancelled", "resumed before it took effect", standing.step)
-            self.wishes.is_paused = False
-            self.inbox.answer(received, "applied", note, standing.step)
+            note = None if self.requests.is_paused else "it was not paused"
+            self.settle("pause", "cancelled", "resumed before it took effect", position.step)
+            self.requests.is_paused = False
+            self.inbox.answer(received, "applied", note, position.step)
 
-    def _hear_stop(self, received: Received, command: StopCommand, standing: Standing) -> None:
+    def _handle_stop(self, received: Received, command: StopCommand, position: TrainingPosition) -> None:
         if command.when == "now":
-            self.settle("stop", "cancelled", f"superseded by {received.id}: stop", standing.step)
-            self.wishes.stop = "now"
+            self.settle("stop", "cancelled", f"superseded by {received.id}: stop", position.step)
+            self.requests.stop = "now"
         else:
-            self.wishes.stop = self.wishes.stop or "epoch"
-            self.inbox.accept(received, f"after epoch {standing.epoch}", standing.step)
+            self.requests.stop = self.requests.stop or "epoch"
+            self.inbox.accept(received, f"after epoch {position.epoch}", position.step)
         self._open["stop"].append(received)
 
-    def _hear_cancel(self, received: Received, command: CancelCommand, standing: Standing) -> None:
+    def _handle_cancel(self, received: Received, command: CancelCommand, position: TrainingPosition) -> None:
         reason, is_any = f"by {received.id} of {received.by}", False
         for waiting in [each for each in self._sets if each.received and command.id in (None, each.received.id)]:
-            self._drop_set(waiting, "cancelled", reason, standing)
+            self._drop_set(waiting, "cancelled", reason, position)
             is_any = True
         stops = [each for each in self._open["stop"] if command.id in (None, each.id)]
-        if self.wishes.stop == "epoch" and stops:
+        if self.requests.stop == "epoch" and stops:
             self._open["stop"] = [each for each in self._open["stop"] if each not in stops]
-            self.wishes.stop = "epoch" if self._open["stop"] else None
+            self.requests.stop = "epoch" if self._open["stop"] else None
             for each in stops:
-                self.inbox.answer(each, "cancelled", reason, standing.step)
+                self.inbox.answer(each, "cancelled", reason, position.step)
             is_any = True
-        self._renew_settings()
+        self._update_pending_settings()
         if is_any:
-            self.inbox.answer(received, "applied", None, standing.step)
+            self.inbox.answer(received, "applied", None, position.step)
         else:
             what = "nothing waits to be applied" if command.id is None else f"{command.id} does not wait to be applied"
-            self.inbox.answer(received, "rejected", what, standing.step)
+            self.inbox.answer(received, "rejected", what, position.step)
 
-    def _hear_set(self, received: Received, command: SetCommand, standing: Standing) -> None:
+    def _handle_set(self, received: Received, command: SetCommand, position: TrainingPosition) -> None:
         wish = _Set(received, dict(command.changes))
-        is_auto = (self.wishes.settings or self.settings).gpu0_bsz_auto
-        if standing.next_epoch > standing.epochs:
-            reason = f"settings change between epochs, and {standing.epoch} is the last"
-            self.inbox.answer(received, "rejected", reason, standing.step)
+        is_auto = (self.requests.settings or self.settings).gpu0_bsz_auto
+        if position.next_epoch > position.epochs:
+            reason = f"settings change between epochs, and {position.epoch} is the last"
+            self.inbox.answer(received, "rejected", reason, position.step)
             return
-        reason = f"from epoch {standing.next_epoch} on"
+        reason = f"from epoch {position.next_epoch} on"
         is_new_split = False
         if wish.is_split:
-            verdict, wish.changes = self.knob.judge(wish.changes, self.watch.usable_mib())
+            verdict, wish.changes = self.batch_split.judge(wish.changes, self.watch.usable_mib())
             problem = verdict.reason if not verdict.is_possible else None
             if verdict.word == "won't fit" and not command.force:
                 problem = f"won't fit: {verdict.reason}: or insist with force"
             if problem is not None:
-                self.inbox.answer(received, "rejected", problem, standing.step)
+                self.inbox.answer(received, "rejected", problem, position.step)
                 return
             wish.split, wish.predicted_mib = verdict.split, verdict.predicted_mib
             is_new_split = verdict.word != "no change"
@@ -194,19 +199,19 @@ class Steering:
             if is_auto and wish.is_split:
                 wish.notes.append("auto is switched off")
                 reason += "; auto is switched off"
-        self._supersede(wish, standing)
+        self._supersede(wish, position)
         if wish.changes == AUTO_ON and is_auto:
-            self.inbox.answer(received, "applied", "auto is on already", standing.step)
+            self.inbox.answer(received, "applied", "auto is on already", position.step)
         elif wish.is_split and not is_new_split and len(wish.changes) == 1 and not is_auto:
-            self.inbox.answer(received, "applied", "this split is in force already", standing.step)
+            self.inbox.answer(received, "applied", "this split is in force already", position.step)
         else:
             self._sets.append(wish)
-            self.inbox.accept(received, reason, standing.step)
+            self.inbox.accept(received, reason, position.step)
             if wish.is_split:
-                self._emit_split("pending", wish, epoch=standing.next_epoch)
-        self._renew_settings()
+                self._emit_split("pending", wish, epoch=position.next_epoch)
+        self._update_pending_settings()
 
-    def _supersede(self, wish: _Set, standing: Standing) -> None:
+    def _supersede(self, wish: _Set, position: TrainingPosition) -> None:
         """Takes what a newer wish says anew out of those that wait."""
         assert wish.received is not None
         by = f"superseded by {wish.received.id}"
@@ -215,26 +220,26 @@ class Steering:
             if not over:
                 continue
             if over == older.changes.keys():
-                self._drop_set(older, "cancelled", by, standing)
+                self._drop_set(older, "cancelled", by, position)
                 continue
             if older.is_split and over & _SHARES:
                 self._emit_split("cancelled", older, reason=by)
             older.notes.append(f"{', '.join(sorted(over))} was {by}")
             older.changes = {name: value for name, value in older.changes.items() if name not in over}
 
-    def _drop_set(self, waiting: _Set, status: Final, reason: str, standing: Standing) -> None:
+    def _drop_set(self, waiting: _Set, status: Final, reason: str, position: TrainingPosition) -> None:
         self._sets.remove(waiting)
         if waiting.is_split:
             self._emit_split("cancelled", waiting, reason=reason)
         if waiting.received is not None:
-            self.inbox.answer(waiting.received, status, reason, standing.step)
+            self.inbox.answer(waiting.received, status, reason, position.step)
 
-    def _renew_settings(self) -> None:
+    def _update_pending_settings(self) -> None:
         """What the waiting wishes come to, in the order in which they came."""
         settings = self.settings
         for wish in self._sets:
             settings = with_split(settings, wish.changes)
-        self.wishes.settings = settings if self._sets else None
+        self.requests.settings = settings if self._sets else None
 
     # --- what the trainer has done ---------------------------------------------------------------------------------
 
@@ -268,14 +273,14 @@ class Steering:
             kept = with_split(settings, start)
             later = [(at, {n: v for n, v in changes.items() if n not in _SHARES}) for at, changes in self.replay]
             self.replay = [(at, changes) for at, changes in later if changes]
-        if not self.knob.apply(kept):
+        if not self.batch_split.apply(kept):
             message = f"gpu0_bsz={kept.gpu0_bsz}, shares={kept.shares} is impossible here: the config's split holds"
-            self.journal.emit("alert", kind="settings", message=message)
+            self.event_log.emit("alert", kind="settings", message=message)
             kept = with_split(kept, start)
-            self.knob.apply(kept)
+            self.batch_split.apply(kept)
         self.settings = kept
 
-    def wished_at(self, step: int) -> LiveSettings:
+    def settings_for_step(self, step: int) -> LiveSettings:
         """The settings for the epoch that begins after `step` updates."""
         if any(at <= step for at, _ in self.replay):
             settings = self.settings
@@ -285,38 +290,38 @@ class Steering:
             for wish in self._sets:
                 settings = with_split(settings, wish.changes)
             return settings
-        settings = self.wishes.settings or self.settings
+        settings = self.requests.settings or self.settings
         if settings.gpu0_bsz_auto and not any(wish.is_split for wish in self._sets):
-            move = self.knob.auto_move(self.watch.usable_mib())
+            move = self.batch_split.auto_move(self.watch.usable_mib())
             if move is not None:
                 changes = {"gpu0_bsz": move.gpu0_bsz, **AUTO_ON}
                 self._sets.append(_Set(None, changes, [], move.reason, move.split, move.predicted_mib))
                 settings = with_split(settings, changes)
         return settings
 
-    def apply(self, settings: LiveSettings, standing: Standing) -> None:
+    def apply(self, settings: LiveSettings, position: TrainingPosition) -> None:
         """Puts settings into force, at the boundary of an epoch, on every rank."""
-        old, old_split = self.settings, self.knob.current
-        sets, self._sets, self.wishes.settings = self._sets, [], None
-        if not self.knob.apply(settings):
+        old, old_split = self.settings, self.batch_split.current
+        sets, self._sets, self.requests.settings = self._sets, [], None
+        if not self.batch_split.apply(settings):
             settings = with_split(settings, {"gpu0_bsz": old.gpu0_bsz, "shares": old.shares})
         self.settings = settings
-        is_new_split = self.knob.current != old_split
+        is_new_split = self.batch_split.current != old_split
         for wish in [each for each in sets if not (is_new_split and each.is_split)]:
-            self._answer_applied(wish, standing.step)
+            self._answer_applied(wish, position.step)
         if is_new_split:
-            self._prove_unseen()
+            self.confirm_untested()
             proving = [each for each in sets if each.is_split]
-            self._trial = _Trial(old, settings, old_split, standing.epoch, standing.step, proving)
+            self._trial = SplitProbation(old, settings, old_split, position.epoch, position.step, proving)
 
     def saw_step(self, split: Sequence[int], num_samples: int, step: int) -> None:
         """A step was made: the first full batch after a change proves it."""
-        self._has_full_batch |= num_samples == self.knob.batch_size
+        self._has_full_batch |= num_samples == self.batch_split.batch_size
         trial = self._trial
         if trial is None:
             return
         trial.steps_left -= 1
-        if not trial.is_seen and num_samples == self.knob.batch_size:
+        if not trial.is_seen and num_samples == self.batch_split.batch_size:
             trial.is_seen = True
             observed = self._note_peaks(split)
             for wish in trial.sets:
@@ -329,17 +334,17 @@ class Steering:
 
     def saw_epoch(self) -> None:
         """The training of an epoch is done, and its evaluation to come: its peaks are those of its split."""
-        if self._has_full_batch and self.knob.current is not None:
-            self._note_peaks(self.knob.current)
+        if self._has_full_batch and self.batch_split.current is not None:
+            self._note_peaks(self.batch_split.current)
         self._has_full_batch = False
 
     def _note_peaks(self, split: Sequence[int]) -> list[float | None]:
         observed = self.watch.observed_mib()[: len(split)]
         if not self.watch.is_shared:  # logical devices without budgets: nobody can say whose memory it is
-            self.knob.note_peaks(split, observed)
+            self.batch_split.note_peaks(split, observed)
         return observed
 
-    def take_back(self, problem: str, step: int) -> str | None:
+    def revert_split(self, problem: str, step: int) -> str | None:
         """Goes back to the last good split, because the present one ran out of memory.
 
         Returns:
@@ -349,16 +354,16 @@ class Steering:
         if trial is None or trial.old_split is None:
             return None
         self._trial = None
-        failed = self.knob.current or ()
-        self.knob.note_failure(failed, trial.old_split)
+        failed = self.batch_split.current or ()
+        self.batch_split.note_failure(failed, trial.old_split)
         restored = {
             "gpu0_bsz": trial.old.gpu0_bsz,
             "shares": trial.old.shares,
             "gpu0_bsz_auto": self.settings.gpu0_bsz_auto or trial.old.gpu0_bsz_auto,
         }
         self.settings = with_split(self.settings, restored)
-        self.knob.apply(self.settings)
-        self._renew_settings()
+        self.batch_split.apply(self.settings)
+        self._update_pending_settings()
         done = f"split {_shown(failed)} needs too much, split {_shown(trial.old_split)} is back"
         reason = f"out of memory: {done} ({problem})"
         for wish in trial.sets:
@@ -369,30 +374,30 @@ class Steering:
                 self.inbox.answer(wish.received, "rejected", reason, step)
         return done
 
-    def _prove_unseen(self) -> None:
+    def confirm_untested(self) -> None:
         """A change that no full batch was made with is applied all the same."""
         if self._trial is not None and not self._trial.is_seen:
             for wish in self._trial.sets:
                 self._answer_applied(wish, self._trial.step, "no full batch was made with it")
 
-    def end(self, standing: Standing, reason: str, *, is_finished: bool) -> None:
+    def end(self, position: TrainingPosition, reason: str, *, is_finished: bool) -> None:
         """Answers what the end of the training answers.
 
         A wish for settings outlives a stop: the training that goes on takes it up.
         """
-        self.settle("stop", "applied", reason, standing.step)
-        self.settle("checkpoint", "applied", f"saved at step {standing.step}, at the end", standing.step)
-        self.settle("pause", "cancelled", reason, standing.step)
+        self.settle("stop", "applied", reason, position.step)
+        self.settle("checkpoint", "applied", f"saved at step {position.step}, at the end", position.step)
+        self.settle("pause", "cancelled", reason, position.step)
         for received in self.inbox.take(is_last=True):
             command = received.command
             if command is not None and command.kind in ("stop", "checkpoint"):
-                self.inbox.answer(received, "applied", reason, standing.step)
+                self.inbox.answer(received, "applied", reason, position.step)
             elif is_finished or not isinstance(command, SetCommand):
-                self.inbox.answer(received, "rejected", received.problem or reason, standing.step)
+                self.inbox.answer(received, "rejected", received.problem or reason, position.step)
         if is_finished:
-            self._prove_unseen()
+            self.confirm_untested()
             for waiting in list(self._sets):
-                self._drop_set(waiting, "cancelled", reason, standing)
+                self._drop_set(waiting, "cancelled", reason, position)
 
     def _answer_applied(self, wish: _Set, step: int, note: str | None = None) -> None:
         if wish.received is None:
@@ -415,7 +420,7 @@ class Steering:
         old = self.settings if old is None else old
         shares = wish.changes.get("shares")
         chosen = split if split is not None else wish.split
-        self.journal.emit(
+        self.event_log.emit(
             "gpu0_bsz",
             status=status,
             old=old.gpu0_bsz if old.shares is None else old.shares[0],

@@ -11,7 +11,7 @@ from segapp.failpoints import failpoint
 from segapp.run.commands import Received, drain_commands, parse_command, settle_answered, settle_command
 from segapp.run.events import EventReader, read_answers
 from segapp.run.folder import RunFolder
-from segapp.train.telemetry.event_log import Journal
+from segapp.train.telemetry.event_log import EventLog
 
 POLL_S = 0.25
 
@@ -26,12 +26,12 @@ class Inbox:
 
     Args:
         folder: the run; None for a rank that decides nothing.
-        journal: takes the answers.
+        event_log: takes the answers.
     """
 
-    def __init__(self, folder: RunFolder | None, journal: Journal) -> None:
+    def __init__(self, folder: RunFolder | None, event_log: EventLog) -> None:
         self._path = None if folder is None else folder.path
-        self._journal = journal
+        self._event_log = event_log
         self._handled: set[str] = set()
         self._looked_s = -POLL_S
         self._found: list[Received] = []
@@ -68,12 +68,12 @@ class Inbox:
         """Answers a command for good."""
         self._emit(received, status, reason, step)
         failpoint("command.answered")
-        writer = self._journal.writer
+        writer = self._event_log.writer
         if writer is None or writer.num_pending == 0:
             settle_command(received)  # otherwise the answer is not on disk yet, and the file is what is left of it
 
     def _emit(self, received: Received, status: str, reason: str | None, step: int | None) -> None:
-        self._journal.emit(
+        self._event_log.emit(
             "command",
             id=received.id,
             command=received.text,

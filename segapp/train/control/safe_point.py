@@ -6,26 +6,26 @@ import time
 from collections.abc import Callable
 
 from segapp.parallel.ranks import Ranks
-from segapp.train.control.commands import Standing, Steering
+from segapp.train.control.commands import CommandController, TrainingPosition
 from segapp.train.control.signals import PauseRequest, StopRequest, StopSignals
 from segapp.train.saving.position import Clock, Position
-from segapp.train.saving.saver import Saving
-from segapp.train.telemetry.device_memory import MemoryWatch
-from segapp.train.telemetry.event_log import Journal
+from segapp.train.saving.saver import CheckpointSaver
+from segapp.train.telemetry.device_memory import DeviceMemoryTracker
+from segapp.train.telemetry.event_log import EventLog
 
 PAUSE_POLL_S = 0.1
 
 
-class Attention:
+class SafePoint:
     """Hears signals and commands, and grants what can be granted at once: a checkpoint, a pause, a stop.
 
     Args:
         signals: of this process.
-        steering: the commands.
+        controller: the commands.
         ranks: which share every look, in one exchange as long as nothing is asked for.
         clock: does not count pauses.
         watch: is told of pauses.
-        journal: takes heartbeats.
+        event_log: takes heartbeats.
         standing: says where the training stands.
         saving: saves checkpoints.
         position: gives the state's.
@@ -34,18 +34,18 @@ class Attention:
     def __init__(
         self,
         signals: StopSignals,
-        steering: Steering,
+        controller: CommandController,
         ranks: Ranks,
         clock: Clock,
-        watch: MemoryWatch,
-        journal: Journal,
+        watch: DeviceMemoryTracker,
+        event_log: EventLog,
         *,
-        standing: Callable[[], Standing],
-        saving: Saving,
+        standing: Callable[[], TrainingPosition],
+        saving: CheckpointSaver,
         position: Callable[[], Position],
     ) -> None:
-        self.signals, self.steering, self.ranks = signals, steering, ranks
-        self._clock, self._watch, self._journal = clock, watch, journal
+        self.signals, self.controller, self.ranks = signals, controller, ranks
+        self._clock, self._watch, self._event_log = clock, watch, event_log
         self._standing, self._position, self._saving = standing, position, saving
         self._has_overdue_save = False
         self._asked_at_step: int | None = None
@@ -56,73 +56,73 @@ class Attention:
         Raises:
             StopRequest: on every rank, once any of them was asked to stop.
         """
-        self._hear()
-        self.grant()
+        self._poll()
+        self.run_pending()
 
-    def check_in_step(self) -> None:
+    def check_within_step(self) -> None:
         """Hears, between the micro-batches of a step; a checkpoint waits for the step's end.
 
         Raises:
             StopRequest: as above.
-            PauseRequest: the step is to be left, and made again after `grant`.
+            PauseRequest: the step is to be left, and made again after `run_pending`.
         """
-        self._hear()
-        if self.steering.wishes.is_paused:
+        self._poll()
+        if self.controller.requests.is_paused:
             raise PauseRequest
 
-    def grant(self) -> None:
+    def run_pending(self) -> None:
         """Begins a save if one was asked for or is due, and waits for as long as the training is paused."""
         self._begin_save()
-        if self.steering.wishes.is_paused:
+        if self.controller.requests.is_paused:
             self._pause()
 
     def _begin_save(self) -> None:
-        """The answer to whoever asked for it follows when it is written (`_tell_saved`)."""
-        if self.steering.wishes.wants_checkpoint:
-            self.steering.wishes.wants_checkpoint = False
+        """The answer to whoever asked for it follows when it is written (`_answer_saved`)."""
+        if self.controller.requests.wants_checkpoint:
+            self.controller.requests.wants_checkpoint = False
             self._saving.begin_asked(self._position())
             self._asked_at_step = self._position().step
         elif self._has_overdue_save:
             self._saving.begin()
         self._has_overdue_save = False
 
-    def _tell_saved(self) -> None:
+    def _answer_saved(self) -> None:
         if self._asked_at_step is not None:
             is_done, problem = self._saving.outcome()
             if is_done:
-                self.steering.checkpoint_done(self._asked_at_step, problem)
+                self.controller.checkpoint_done(self._asked_at_step, problem)
                 self._asked_at_step = None
 
-    def _hear(self) -> None:
+    def _poll(self) -> None:
         self._watch.touch()
-        self._tell_saved()
+        self._answer_saved()
         is_stop, is_save, is_news, is_overdue = self.ranks.any_of(
             self.signals.is_set,
-            self.signals.take_checkpoint_wish(),
-            self.steering.inbox.has_news(),
+            self.signals.take_checkpoint_request(),
+            self.controller.inbox.has_news(),
             self._saving.is_overdue(),
         )
         self._has_overdue_save |= is_overdue
-        self.steering.wishes.wants_checkpoint |= is_save
+        self.controller.requests.wants_checkpoint |= is_save
         if is_news:
-            self.steering.hear(self._standing())
-            self.steering.wishes = self.ranks.from_main(self.steering.wishes)
+            self.controller.handle_commands(self._standing())
+            self.controller.requests = self.ranks.from_main(self.controller.requests)
         if is_stop:
             raise StopRequest(self.signals.signal_name or "a signal to another rank")
-        if self.steering.wishes.stop == "now":
+        if self.controller.requests.stop == "now":
             raise StopRequest("asked to stop")
 
     def _pause(self) -> None:
         began, phase, step = time.perf_counter(), self._watch.phase, self._standing().step
         self._watch.mark("paused")
-        self.steering.settle("pause", "applied", None, step)
-        self._journal.emit("heartbeat", phase="paused", step=step)
+        self.controller.settle("pause", "applied", None, step)
+        self._event_log.emit("heartbeat", phase="paused", step=step)
         try:
-            while self.steering.wishes.is_paused:
+            while self.controller.requests.is_paused:
                 time.sleep(PAUSE_POLL_S)
-                self._hear()
+                self._poll()
                 self._begin_save()
         finally:
             self._clock.leave_out(time.perf_counter() - began)
             self._watch.mark(phase)
-        self._journal.emit("heartbeat", phase="eval" if phase == "eval" else "train", step=step)
+        self._event_log.emit("heartbeat", phase="eval" if phase == "eval" else "train", step=step)

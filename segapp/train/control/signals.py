@@ -34,7 +34,7 @@ class StopSignals:
         self.count = 0
         self.number = 0
         self.signal_name: str | None = None
-        self.forward_checkpoint_wish: Callable[[], None] | None = None
+        self.forward_checkpoint_request: Callable[[], None] | None = None
         """Called instead, by a process that only waits for those that train."""
         self._wants_checkpoint = False
         self._say = say or _write_stderr
@@ -63,14 +63,14 @@ class StopSignals:
         if self.is_set:
             raise StopRequest(self.signal_name)
 
-    def take_checkpoint_wish(self) -> bool:
+    def take_checkpoint_request(self) -> bool:
         """Whether SIGUSR1 came since the last call."""
         is_wanted, self._wants_checkpoint = self._wants_checkpoint, False
         return is_wanted
 
     def _ask_for_checkpoint(self, _number: int, _frame: FrameType | None) -> None:
-        if self.forward_checkpoint_wish is not None:
-            self.forward_checkpoint_wish()
+        if self.forward_checkpoint_request is not None:
+            self.forward_checkpoint_request()
         self._wants_checkpoint = True
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:

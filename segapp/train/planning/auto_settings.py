@@ -18,14 +18,14 @@ from segapp.datasets.files import check_pairs
 from segapp.datasets.layouts.formats import find_pairs
 from segapp.errors import ConfigError
 from segapp.memory.cards import Card
-from segapp.memory.planner import Allowance
-from segapp.memory.saved_plan import Outlook, advice_text, read_outlook
+from segapp.memory.planner import OverheadEstimate
+from segapp.memory.saved_plan import SavedMemoryPlan, advice_text, read_saved_plan
 from segapp.parallel.ranks import Ranks
 from segapp.run.folder import RunFolder
 from segapp.train.planning.plan import plan_largest, plan_memory
-from segapp.train.planning.trial_step import probe_batch
+from segapp.train.planning.trial_step import trial_step
 from segapp.train.recovery.out_of_memory import is_out_of_memory
-from segapp.train.telemetry.device_memory import MemoryWatch, Place
+from segapp.train.telemetry.device_memory import DeviceInfo, DeviceMemoryTracker
 
 _FEWER = 7, 8
 """A batch that a probe refused is made smaller by this ratio."""
@@ -33,9 +33,9 @@ _FEWER = 7, 8
 logger = logging.getLogger("segapp")
 
 
-def settle_memory(
-    config: RunConfig, folder: RunFolder, devices: DevicePlan, places: Sequence[Place], ranks: Ranks
-) -> tuple[RunConfig, Outlook | None]:
+def resolve_auto(
+    config: RunConfig, folder: RunFolder, devices: DevicePlan, places: Sequence[DeviceInfo], ranks: Ranks
+) -> tuple[RunConfig, SavedMemoryPlan | None]:
     """The config with every `auto` of `train` replaced by its number, and the plan that gave it.
 
     Args:
@@ -52,7 +52,7 @@ def settle_memory(
         ConfigError: `auto` needs to know the devices' memory and does not, or nothing fits.
     """
     wants_plan = not config.train.batch_size or config.parallel.gpu0_bsz == "auto"
-    found: tuple[Outlook | None, ConfigError | None] = None, None
+    found: tuple[SavedMemoryPlan | None, ConfigError | None] = None, None
     if wants_plan and ranks.is_main:
         try:
             found = _outlook(config, folder, devices, places), None
@@ -77,8 +77,10 @@ def with_train(config: RunConfig, **changes: Any) -> RunConfig:
     return validate_config({**raw, "train": {**raw["train"], **changes}})
 
 
-def _outlook(config: RunConfig, folder: RunFolder, devices: DevicePlan, places: Sequence[Place]) -> Outlook | None:
-    kept = read_outlook(folder.outlook)
+def _outlook(
+    config: RunConfig, folder: RunFolder, devices: DevicePlan, places: Sequence[DeviceInfo]
+) -> SavedMemoryPlan | None:
+    kept = read_saved_plan(folder.outlook)
     if kept is not None and (not config.train.batch_size or kept.batch_size == config.train.batch_size):
         return kept
     cards = known_cards(places, has_budgets=config.parallel.memory_budget_mib is not None)
@@ -89,10 +91,10 @@ def _outlook(config: RunConfig, folder: RunFolder, devices: DevicePlan, places: 
             "train.batch_size = auto needs to know how much memory each device has, and there is no GPU: "
             "say it with parallel.memory_budget_mib, e.g. [4096], or write a number"
         )
-    allowance = Allowance((0.0,) * len(cards))  # the cards are what is free beside driver and context
+    allowance = OverheadEstimate((0.0,) * len(cards))  # the cards are what is free beside driver and context
     if config.train.batch_size:
         planned, _ = plan_memory(config, cards, mode=devices.mode, allowance=allowance, with_advice=False)
-        outlook = Outlook.of_plan(planned, config.train.accumulate)
+        outlook = SavedMemoryPlan.of_plan(planned, config.train.accumulate)
     else:
         outlook = _largest(config, cards, devices, allowance)
     outlook.write(folder.outlook)
@@ -100,7 +102,7 @@ def _outlook(config: RunConfig, folder: RunFolder, devices: DevicePlan, places: 
 
 
 def planned_advice(
-    config: RunConfig, devices: DevicePlan, places: Sequence[Place], outlook: Outlook | None
+    config: RunConfig, devices: DevicePlan, places: Sequence[DeviceInfo], outlook: SavedMemoryPlan | None
 ) -> Sequence[str]:
     """The planner's advice on a training, the best first; simulates where no plan was made. Empty: nothing is known."""
     if outlook is not None and outlook.advice:
@@ -108,21 +110,23 @@ def planned_advice(
     cards = known_cards(places, has_budgets=config.parallel.memory_budget_mib is not None)
     if cards is None:
         return ()
-    planned, _ = plan_memory(config, cards, mode=devices.mode, allowance=Allowance((0.0,) * len(cards)))
+    planned, _ = plan_memory(config, cards, mode=devices.mode, allowance=OverheadEstimate((0.0,) * len(cards)))
     return advice_text(planned)
 
 
-def known_cards(places: Sequence[Place], *, has_budgets: bool) -> tuple[Card, ...] | None:
+def known_cards(places: Sequence[DeviceInfo], *, has_budgets: bool) -> tuple[Card, ...] | None:
     """The devices as cards, with what they have for this run; None where a device shares its memory with others."""
     if not has_budgets and any(place.uuid is None for place in places):
         return None
-    usable = MemoryWatch(places).usable_mib()
+    usable = DeviceMemoryTracker(places).usable_mib()
     if None in usable:
         return None
     return tuple(Card(mib or 0.0, place.device) for mib, place in zip(usable, places, strict=True))
 
 
-def _largest(config: RunConfig, cards: Sequence[Card], devices: DevicePlan, allowance: Allowance) -> Outlook:
+def _largest(
+    config: RunConfig, cards: Sequence[Card], devices: DevicePlan, allowance: OverheadEstimate
+) -> SavedMemoryPlan:
     """The largest batch that is safe for training and evaluation: planned, then tried for real."""
     limit = _num_training_images(config)
     allowed = allowed_batches(config.train.effective_batch_size, limit)
@@ -131,12 +135,12 @@ def _largest(config: RunConfig, cards: Sequence[Card], devices: DevicePlan, allo
     while True:
         batches = [batch for batch in allowed if fewer is None or batch <= fewer]
         planned = plan_largest(config, cards, batches, mode=devices.mode, allowance=allowance, with_advice=False)
-        outlook = Outlook.of_plan(planned, accumulation(config, planned.batch_size), notes)
+        outlook = SavedMemoryPlan.of_plan(planned, accumulation(config, planned.batch_size), notes)
         if devices.mode not in ("single", "dp"):
             return outlook
         settled = with_train(config, batch_size=outlook.batch_size, accumulate=outlook.accumulate)
         try:
-            probe_batch(settled, devices, outlook)
+            trial_step(settled, devices, outlook)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

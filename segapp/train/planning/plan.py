@@ -26,8 +26,8 @@ from segapp.memory.planner import (
     CONTEXT_MIB,
     LARGEST_BATCH,
     Advice,
-    Allowance,
     MemoryPlan,
+    OverheadEstimate,
     Planner,
     PlanRow,
 )
@@ -66,7 +66,7 @@ def plan_memory(
     measurement: Measurement | None = None,
     *,
     mode: Mode | None = None,
-    allowance: Allowance | None = None,
+    allowance: OverheadEstimate | None = None,
     with_advice: bool = True,
 ) -> tuple[MemoryPlan, list[PeakError]]:
     """The plan of a config on some GPUs, and how far the prediction lay from what a run has measured.
@@ -86,7 +86,7 @@ def plan_memory(
         return plan_largest(config, cards, None, mode=mode, allowance=allowance, with_advice=with_advice), []
     mode = mode or choose_mode(config, len(cards))
     found = _simulated(config, cards, mode, with_advice=with_advice)
-    allowance = allowance or Allowance((CONTEXT_MIB,) * len(cards))
+    allowance = allowance or OverheadEstimate((CONTEXT_MIB,) * len(cards))
     errors: list[PeakError] = []
     if measurement is not None:
         allowance, errors = calibrated(measurement, found.model, allowance)
@@ -100,7 +100,7 @@ def plan_largest(
     batches: Sequence[int] | None,
     *,
     mode: Mode | None = None,
-    allowance: Allowance | None = None,
+    allowance: OverheadEstimate | None = None,
     with_advice: bool = True,
 ) -> MemoryPlan:
     """The plan of the largest batch that fits, in training and in evaluation.
@@ -120,7 +120,7 @@ def plan_largest(
     mode = mode or choose_mode(small, len(cards))
     found = _simulated(small, cards, mode, with_advice=with_advice)
     planner = Planner(
-        found.model, cards, allowance or Allowance((CONTEXT_MIB,) * len(cards)), found.facts["smallest_chunk"]
+        found.model, cards, allowance or OverheadEstimate((CONTEXT_MIB,) * len(cards)), found.facts["smallest_chunk"]
     )
     is_free = mode == "dp" and config.parallel.gpu0_bsz == "auto"
     allowed = range(1, LARGEST_BATCH + 1) if batches is None else batches

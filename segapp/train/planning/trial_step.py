@@ -12,13 +12,13 @@ from segapp.build.network import build_network
 from segapp.config import RunConfig
 from segapp.memory.jobs import SimulationJob
 from segapp.memory.recorder import Recorder
-from segapp.memory.saved_plan import Outlook
+from segapp.memory.saved_plan import SavedMemoryPlan
 from segapp.parallel import convert_sync_batchnorm
 from segapp.precision import Precision
 from segapp.train.planning.simulate import Simulator, eval_size
 from segapp.train.recovery.memory_limit import build_budget
 from segapp.train.step.engine import StepEngine
-from segapp.train.telemetry.device_memory import MemoryWatch
+from segapp.train.telemetry.device_memory import DeviceMemoryTracker
 
 
 def build_real_engine(
@@ -46,7 +46,7 @@ def build_real_engine(
     return engine, simulator
 
 
-def probe_batch(config: RunConfig, devices: DevicePlan, outlook: Outlook) -> None:
+def trial_step(config: RunConfig, devices: DevicePlan, outlook: SavedMemoryPlan) -> None:
     """Makes two steps of a full batch, and an evaluation of the largest image.
 
     Args:
@@ -59,7 +59,7 @@ def probe_batch(config: RunConfig, devices: DevicePlan, outlook: Outlook) -> Non
     """
     split = outlook.best_split
     engine, simulator = build_real_engine(config, [str(device) for device in devices.devices], split)
-    budget = build_budget(config.parallel, devices.devices, engine, MemoryWatch())
+    budget = build_budget(config.parallel, devices.devices, engine, DeviceMemoryTracker())
     try:
         with contextlib.nullcontext() if budget is None else budget.enforced():
             engine.network.train()

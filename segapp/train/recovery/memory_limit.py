@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_iter
 
 from segapp.config import ParallelConfig
 from segapp.errors import ConfigError
-from segapp.memory.oom_report import LiveTensor, Scene
+from segapp.memory.oom_report import LiveTensor, OomSnapshot
 from segapp.parallel import DataParallelModel, current_replica
-from segapp.train.telemetry.device_memory import MemoryWatch
+from segapp.train.telemetry.device_memory import DeviceMemoryTracker
 
 if TYPE_CHECKING:
     from segapp.train.step.engine import StepEngine
@@ -156,7 +156,7 @@ class MemoryBudget(TorchDispatchMode):  # type: ignore[no-untyped-call]
             f"{self.names[device]} (device {device}) tried to allocate {requested:.1f} MiB with {live - requested:.1f} "
             f"of {limit:.1f} MiB of its budget in use"
         )
-        scene = Scene(
+        scene = OomSnapshot(
             device=device,
             name=self.names[device],
             phase=self.phase(),
@@ -170,7 +170,7 @@ class MemoryBudget(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class BudgetProbe:
-    """The counters of one device of a `MemoryBudget`, as `MemoryWatch` asks for them.
+    """The counters of one device of a `MemoryBudget`, as `DeviceMemoryTracker` asks for them.
 
     Args:
         budget: counts.
@@ -204,7 +204,7 @@ class BudgetProbe:
 
 
 def build_budget(
-    section: ParallelConfig, devices: Sequence[torch.device], engine: StepEngine, watch: MemoryWatch
+    section: ParallelConfig, devices: Sequence[torch.device], engine: StepEngine, watch: DeviceMemoryTracker
 ) -> MemoryBudget | None:
     """The budgets of `parallel.memory_budget_mib`, counted from now on; None where torch itself keeps to them.
 

@@ -22,13 +22,13 @@ import torch
 from segapp.errors import OutOfMemoryError
 from segapp.inference.sliding import Inference
 from segapp.memory.gpus import processes_on
-from segapp.memory.oom_report import LiveTensor, OomReport, Scene, report_fields, report_lines, scene_of
+from segapp.memory.oom_report import LiveTensor, OomReport, OomSnapshot, oom_snapshot_of, report_fields, report_lines
 from segapp.parallel import ReplicaError
 from segapp.run.events import EventReader
 from segapp.run.files import write_atomic
 from segapp.run.folder import RunFolder
-from segapp.train.telemetry.device_memory import IDLE, PHASES, MemoryWatch
-from segapp.train.telemetry.event_log import Journal
+from segapp.train.telemetry.device_memory import IDLE, PHASES, DeviceMemoryTracker
+from segapp.train.telemetry.event_log import EventLog
 
 MIB = 2**20
 MAX_PIECES = 1024
@@ -48,7 +48,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @dataclass(frozen=True)
-class Lessons:
+class MemoryFallbacks:
     """What a run has learned from running out of memory.
 
     Attributes:
@@ -68,20 +68,20 @@ class Lessons:
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in asdict(self).items()
-            if value != getattr(Lessons, name)
+            if value != getattr(MemoryFallbacks, name)
         }
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Lessons:
+    def from_json(cls, values: Mapping[str, Any]) -> MemoryFallbacks:
         """The inverse of `to_json`; what is unknown is left out."""
         known = {name: value for name, value in values.items() if name in cls.__dataclass_fields__}
         window = known.get("window_px")
         return cls(**{**known, "window_px": None if window is None else (int(window[0]), int(window[1]))})
 
-    def joined(self, other: Lessons) -> Lessons:
+    def joined(self, other: MemoryFallbacks) -> MemoryFallbacks:
         """What holds after both were learned."""
         windows = [window for window in (self.window_px, other.window_px) if window is not None]
-        return Lessons(
+        return MemoryFallbacks(
             max(self.num_pieces, other.num_pieces),
             self.is_eval_single or other.is_eval_single,
             min(windows, key=lambda window: window[0] * window[1], default=None),
@@ -96,9 +96,9 @@ class Lessons:
         return replace(inference, window_px=(min(own[0], self.window_px[0]), min(own[1], self.window_px[1])))
 
 
-def next_eval_lesson(
-    lessons: Lessons, inference: Inference, batch_size: int, crop_px: tuple[int, int], *, is_fixed: bool
-) -> tuple[Lessons, str] | None:
+def next_eval_fallback(
+    lessons: MemoryFallbacks, inference: Inference, batch_size: int, crop_px: tuple[int, int], *, is_fixed: bool
+) -> tuple[MemoryFallbacks, str] | None:
     """A way to evaluate that needs less memory than the present one, in words too; None where there is none.
 
     Args:
@@ -124,22 +124,24 @@ def next_eval_lesson(
     return replace(lessons, window_px=window), f"{text}: its scores differ slightly from those before"
 
 
-def learned_after(folder: RunFolder, step: int) -> list[tuple[int, Lessons]]:
+def fallbacks_after(folder: RunFolder, step: int) -> list[tuple[int, MemoryFallbacks]]:
     """Lessons that were learned after `step` updates or later, by any rank, for a training that goes back there."""
     events = EventReader(folder.events).read_skimmed()
     learned = [raw for raw in events if isinstance(raw, dict) and raw["type"] == "oom"]
     for path in sorted(folder.reports.glob("rank_*.json")):
         with contextlib.suppress(OSError, ValueError):
             learned.append(json.loads(path.read_text()))
-    found = [(int(raw.get("step") or 0), Lessons.from_json(raw["lessons"])) for raw in learned if raw.get("lessons")]
+    found = [
+        (int(raw.get("step") or 0), MemoryFallbacks.from_json(raw["lessons"])) for raw in learned if raw.get("lessons")
+    ]
     return sorted(((at, lessons) for at, lessons in found if at >= step), key=lambda item: item[0])
 
 
-class Rescue:
+class OomHandler:
     """Examines out-of-memory errors and reports them: an event, a file, lines on the terminal.
 
     Args:
-        journal: takes `oom` and `alert` events.
+        event_log: takes `oom` and `alert` events.
         watch: the devices.
         folder: for the reports; None: none are written.
         advise: gives what to change, the best first; it may take seconds.
@@ -148,16 +150,16 @@ class Rescue:
 
     def __init__(
         self,
-        journal: Journal,
-        watch: MemoryWatch,
+        event_log: EventLog,
+        watch: DeviceMemoryTracker,
         folder: Path | None,
         advise: Callable[[], Sequence[str]],
         *,
         rank: int = 0,
     ) -> None:
-        self.journal, self.watch, self.folder, self._advise, self._rank = journal, watch, folder, advise, rank
+        self.event_log, self.watch, self.folder, self._advise, self._rank = event_log, watch, folder, advise, rank
 
-    def examine(self, error: BaseException, first: int = 0) -> Scene:
+    def examine(self, error: BaseException, first: int = 0) -> OomSnapshot:
         """What the device looked like; to be called before the error's frames are cleared.
 
         Args:
@@ -165,14 +167,16 @@ class Rescue:
             first: this process's first device among all of them.
         """
         phase = self.watch.phase if self.watch.phase in (*PHASES, IDLE) else "start"
-        scene = scene_of(error)
+        scene = oom_snapshot_of(error)
         if scene is not None:
             return replace(scene, device=scene.device + first)
         index = error.replica if isinstance(error, ReplicaError) else 0
         places = self.watch.places
         name = str(error.device) if isinstance(error, ReplicaError) else str(places[first].device if places else "cpu")
         asked = _ASKED.search(str(error))
-        scene = Scene(first + index, name, phase, requested_mib=float(asked[1]) * _UNITS[asked[2]] if asked else None)
+        scene = OomSnapshot(
+            first + index, name, phase, requested_mib=float(asked[1]) * _UNITS[asked[2]] if asked else None
+        )
         return _with_counters(scene, self.watch)
 
     def release(self, error: BaseException, device: torch.device) -> None:
@@ -185,7 +189,7 @@ class Rescue:
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def report(self, report: OomReport, lessons: Lessons | None = None, *, is_final: bool = False) -> OomReport:
+    def report(self, report: OomReport, lessons: MemoryFallbacks | None = None, *, is_final: bool = False) -> OomReport:
         """Writes a report; gives it with its advice.
 
         Args:
@@ -204,12 +208,12 @@ class Rescue:
         report = replace(report, advice=advice)
         path = self._write(report)
         fields = report_fields(report)
-        self.journal.emit("oom", **fields, lessons=lessons.to_json() if lessons else None, path=path)
+        self.event_log.emit("oom", **fields, lessons=lessons.to_json() if lessons else None, path=path)
         message = f"{report.headline}; {report.problem}" + (f"; see {path}" if path else "")
-        self.journal.emit("alert", kind="oom", message=message, step=report.step)
+        self.event_log.emit("alert", kind="oom", message=message, step=report.step)
         return report
 
-    def report_alone(self, report: OomReport, lessons: Lessons | None) -> None:
+    def report_alone(self, report: OomReport, lessons: MemoryFallbacks | None) -> None:
         """Reports what only this rank knows, where it can meet the others no more; a resume takes the lesson up."""
         if not self._rank:
             self.report(report, lessons)
@@ -246,7 +250,7 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _with_counters(scene: Scene, watch: MemoryWatch) -> Scene:
+def _with_counters(scene: OomSnapshot, watch: DeviceMemoryTracker) -> OomSnapshot:
     """With what the device's own counters say."""
     if not scene.name.startswith("cuda"):
         place = watch.places[scene.device] if scene.device < len(watch.places) else None

@@ -22,8 +22,8 @@ from segapp.errors import NonFiniteError, StorageError
 from segapp.failpoints import failpoint
 from segapp.parallel.ranks import Ranks
 from segapp.train.saving.position import Position
-from segapp.train.telemetry.device_memory import MemoryWatch
-from segapp.train.telemetry.event_log import Journal
+from segapp.train.telemetry.device_memory import DeviceMemoryTracker
+from segapp.train.telemetry.event_log import EventLog
 
 RETRY_S = 30.0
 """A save that failed is tried again after so many seconds, then after twice as many, up to `MAX_RETRY_S`."""
@@ -49,13 +49,13 @@ class Captured:
     metric: float | None
 
 
-class Saving:
+class CheckpointSaver:
     """The saves of one training; every rank has one, the main rank writes.
 
     Args:
         store: where the main rank writes to.
         section: when saves are due.
-        journal: takes `checkpoint` and `alert` events, also from the thread.
+        event_log: takes `checkpoint` and `alert` events, also from the thread.
         ranks: the state is gathered from all of them.
         watch: is told of the phase.
         capture: gives the state; every rank must ask.
@@ -66,14 +66,14 @@ class Saving:
         self,
         store: CheckpointStore,
         section: CheckpointConfig,
-        journal: Journal,
+        event_log: EventLog,
         ranks: Ranks,
-        watch: MemoryWatch,
+        watch: DeviceMemoryTracker,
         capture: Callable[[], Captured],
         *,
         retry_s: float = RETRY_S,
     ) -> None:
-        self._store, self._section, self._journal = store, section, journal
+        self._store, self._section, self._event_log = store, section, event_log
         self._ranks, self._watch, self._capture = ranks, watch, capture
         self._begun: Position | None = None
         """The position of the last save that was begun and is not known to have failed; the same on every rank."""
@@ -161,7 +161,7 @@ class Saving:
             self._begun = None
         return self._begun is not None
 
-    def let_finish(self) -> None:
+    def wait_for_writer(self) -> None:
         """Waits for this rank's writer alone: a training that breaks off closes its journal next."""
         while not self._wait(_EXCHANGE_S):
             pass
@@ -261,15 +261,15 @@ class Saving:
                 self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
             elif not isinstance(error, NonFiniteError):
                 again = f" (unexpected {type(error).__name__})"
-            self._journal.emit("alert", kind="checkpoint", message=f"{error}{again}", step=at.step)
+            self._event_log.emit("alert", kind="checkpoint", message=f"{error}{again}", step=at.step)
         finally:
             self._written_since_s = None
 
     def _tell(self, saved: SavedCheckpoint, captured: Captured, finished_epoch: int | None, copy_s: float) -> None:
         at = captured.position
         for message in saved.messages:
-            self._journal.emit("alert", kind="checkpoint", message=message, step=at.step)
-        self._journal.emit(
+            self._event_log.emit("alert", kind="checkpoint", message=message, step=at.step)
+        self._event_log.emit(
             "checkpoint",
             path=saved.event_path,
             epoch=at.epoch if finished_epoch is None else finished_epoch,
@@ -288,4 +288,4 @@ class Saving:
                 f"a checkpoint takes {saved.save_s + copy_s:.1f} s, longer than the {grace_s:g} s that lie between "
                 "SIGTERM and SIGKILL (checkpoint.grace_s): raise the scheduler's grace period, or save more often"
             )
-            self._journal.emit("alert", kind="grace", message=message, step=at.step)
+            self._event_log.emit("alert", kind="grace", message=message, step=at.step)

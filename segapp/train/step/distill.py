@@ -300,7 +300,7 @@ class CriticTrainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.forget()
 
-    def is_hopeless(self, max_bad_steps: int) -> bool:
+    def has_diverged(self, max_bad_steps: int) -> bool:
         """Whether it learns no more: its loss scale fell below 1, or without one too many bad steps came in a row."""
         if self.precision.scaler is not None:
             return float(self.precision.scaler.scale) < 1.0

@@ -24,7 +24,7 @@ from segapp.parallel import DataParallelCriterion, DataParallelModel
 from segapp.parallel.ranks import Ranks
 from segapp.precision import Precision
 from segapp.train.step.rollback import BufferGuard, TorchRng, capture_torch_rng, restore_torch_rng
-from segapp.train.telemetry.device_memory import IDLE, MemoryWatch
+from segapp.train.telemetry.device_memory import IDLE, DeviceMemoryTracker
 
 if TYPE_CHECKING:
     from segapp.datasets.loader import Batch
@@ -74,7 +74,7 @@ class StepEngine:
         device: torch.device,
         clip_grad_norm: float | None,
         ranks: Ranks | None = None,
-        watch: MemoryWatch | None = None,
+        watch: DeviceMemoryTracker | None = None,
         distillation: Distillation | None = None,
     ) -> None:
         self.model, self.network, self.criterion = model, network, criterion
@@ -83,7 +83,7 @@ class StepEngine:
         self.optimizer, self.precision, self.average = optimizer, precision, average
         self.device, self.clip_grad_norm = device, clip_grad_norm
         self.ranks = ranks or Ranks()
-        self.watch = watch or MemoryWatch()
+        self.watch = watch or DeviceMemoryTracker()
         devices = [device, *(parameter.device for parameter in model.parameters())]
         devices += network.devices if isinstance(network, DataParallelModel) else ()
         self._rng_devices = tuple(dict.fromkeys(each for each in devices if each.type == "cuda"))
@@ -250,14 +250,14 @@ class StepEngine:
         assert sums is not None
         return self.ranks.sums(sums)
 
-    def hopeless_problem(self, batch: Batch, max_bad_steps: int) -> tuple[str, str] | None:
+    def divergence(self, batch: Batch, max_bad_steps: int) -> tuple[str, str] | None:
         """Why no further step can be made, and where that begins; None while there is hope.
 
         Args:
             batch: a micro-batch of the last step.
             max_bad_steps: so many in a row are too many.
         """
-        if self.critic is not None and self.critic.is_hopeless(max_bad_steps):
+        if self.critic is not None and self.critic.has_diverged(max_bad_steps):
             return "the gradient of the distillation's critic not finite for too many steps in a row", ""
         in_row, scaler = int(self.bad_in_row), self.precision.scaler
         is_collapsed = scaler is not None and float(scaler.scale) < 1.0

@@ -29,7 +29,7 @@ _PROFILED_STEPS = 2  # the first may have begun before the profile
 
 
 @dataclass(frozen=True)
-class Place:
+class DeviceInfo:
     """A device of a training, and the process that drives it.
 
     Args:
@@ -174,16 +174,16 @@ def host_memory_mib() -> float | None:
     return min(totals, default=None)
 
 
-def place_of(device: torch.device) -> Place:
+def device_info_of(device: torch.device) -> DeviceInfo:
     """A device of this process."""
     if device.type != "cuda":
-        return Place(str(device), total_mib=host_memory_mib(), pid=os.getpid())
+        return DeviceInfo(str(device), total_mib=host_memory_mib(), pid=os.getpid())
     facts: Any = torch.cuda.get_device_properties(device)
     uuid = str(getattr(facts, "uuid", "")).removeprefix("GPU-") or None
-    return Place(str(device), uuid, facts.total_memory / 2**20, os.getpid(), name=facts.name)
+    return DeviceInfo(str(device), uuid, facts.total_memory / 2**20, os.getpid(), name=facts.name)
 
 
-def probe_of(place: Place) -> Probe | None:
+def probe_of(place: DeviceInfo) -> Probe | None:
     """What tells the memory of a place; None for another rank's GPU, which only the driver knows from here."""
     if place.uuid is None and not place.device.startswith("cuda"):
         return None if place.pid is None else ProcessProbe(None if place.is_own else place.pid)
@@ -209,7 +209,7 @@ class _Peaks:
             self.phases[phase] = peak
 
 
-class MemoryWatch:
+class DeviceMemoryTracker:
     """Marks and samples.
 
     Args:
@@ -217,7 +217,7 @@ class MemoryWatch:
         probes: one a place, where they are not to be made from it.
     """
 
-    def __init__(self, places: Sequence[Place] = (), probes: Sequence[Probe | None] | None = None) -> None:
+    def __init__(self, places: Sequence[DeviceInfo] = (), probes: Sequence[Probe | None] | None = None) -> None:
         self.places = tuple(places)
         self.phase = self.place = "start"
         self.touched_s = time.monotonic()
@@ -245,7 +245,7 @@ class MemoryWatch:
             ]
 
     @staticmethod
-    def _usable_mib(place: Place, probe: Probe | None) -> float | None:
+    def _usable_mib(place: DeviceInfo, probe: Probe | None) -> float | None:
         if not isinstance(probe, CudaProbe):
             return place.total_mib
         return usable_mib(place.total_mib, probe.driver_used_mib(), probe.reserved_mib())

@@ -10,7 +10,7 @@ from segapp.run.events import EventWriter, parse_event
 Listener = Callable[[dict[str, Any]], None]
 
 
-class Journal:
+class EventLog:
     """Emits events.
 
     Args:

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from segapp.memory.gpus import GpuPoller, GpuStatus
-from segapp.train.telemetry.device_memory import PHASES, MemoryWatch
-from segapp.train.telemetry.event_log import Journal
+from segapp.train.telemetry.device_memory import PHASES, DeviceMemoryTracker
+from segapp.train.telemetry.event_log import EventLog
 
 MEMORY_S = 2.0
 HEARTBEAT_S = 5.0
@@ -23,11 +23,11 @@ HEARTBEAT_S = 5.0
 logger = logging.getLogger("segapp")
 
 
-class Monitor:
+class MemorySampler:
     """Writes `memory` and `heartbeat` events for as long as it is entered.
 
     Args:
-        journal: takes them.
+        event_log: takes them.
         watch: the training's devices, and where the training thread is.
         gpus: asks nvidia-smi; None: only where a device has a uuid.
         memory_s: seconds between two samples.
@@ -37,15 +37,15 @@ class Monitor:
 
     def __init__(
         self,
-        journal: Journal,
-        watch: MemoryWatch,
+        event_log: EventLog,
+        watch: DeviceMemoryTracker,
         *,
         gpus: GpuPoller | None = None,
         memory_s: float = MEMORY_S,
         heartbeat_s: float = HEARTBEAT_S,
         blocked_s: float = 30.0,
     ) -> None:
-        self.journal, self.watch = journal, watch
+        self.event_log, self.watch = event_log, watch
         self.step: Callable[[], int | None] = lambda: None
         """Gives the number of steps so far."""
         self.saving_s: Callable[[], float | None] = lambda: None
@@ -57,7 +57,7 @@ class Monitor:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
 
-    def __enter__(self) -> Monitor:
+    def __enter__(self) -> MemorySampler:
         self._thread.start()
         return self
 
@@ -70,23 +70,23 @@ class Monitor:
         phase = self.watch.phase
         activity = phase if phase in ("start", "eval", "save", "paused") else "train"
         saving_s = self.saving_s()
-        self.journal.emit("heartbeat", pid=os.getpid(), phase=activity, step=self.step(), saving_s=saving_s)
-        self._tell_blocked(saving_s)
+        self.event_log.emit("heartbeat", pid=os.getpid(), phase=activity, step=self.step(), saving_s=saving_s)
+        self._alert_blocked(saving_s)
 
-    def _tell_blocked(self, saving_s: float | None) -> None:
+    def _alert_blocked(self, saving_s: float | None) -> None:
         """An alert each time that a write has been going on for another `blocked_s`."""
         if saving_s is None:
             self._blocked_alert_s = self._blocked_s
         elif saving_s >= self._blocked_alert_s:
             self._blocked_alert_s = saving_s + self._blocked_s
             message = f"checkpoint write blocked: the disk has not taken it for {saving_s:.0f} s; training goes on"
-            self.journal.emit("alert", kind="storage", message=message, step=self.step())
+            self.event_log.emit("alert", kind="storage", message=message, step=self.step())
 
     def sample(self) -> None:
         """Writes a `memory` event."""
         devices = self.watch.sample()
         statuses = {status.uuid: status for status in (self._gpus.poll() if self._gpus else [])}
-        self.journal.emit("memory", devices=[merged(device, statuses) for device in devices], step=self.step())
+        self.event_log.emit("memory", devices=[merged(device, statuses) for device in devices], step=self.step())
 
     def _run(self) -> None:
         next_memory_s = next_beat_s = time.monotonic()

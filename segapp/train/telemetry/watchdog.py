@@ -24,8 +24,8 @@ from pathlib import Path
 
 from segapp.errors import DistributedError, RunError, StorageError, WorkerError
 from segapp.run.process import child_pids
-from segapp.train.telemetry.device_memory import MemoryWatch
-from segapp.train.telemetry.event_log import Journal
+from segapp.train.telemetry.device_memory import DeviceMemoryTracker
+from segapp.train.telemetry.event_log import EventLog
 
 START_S = 600.0
 """Until the first step, at least so long without progress is allowed: models are built, kernels chosen or compiled."""
@@ -47,7 +47,7 @@ class Watchdog:
 
     Args:
         folder: of the run.
-        journal: takes the reason; silent on ranks that write nothing.
+        event_log: takes the reason; silent on ranks that write nothing.
         watch: where the training thread is.
         timeout_s: without progress; 0: never ends anything.
         data_timeout_s: how long a batch of the data workers may take; they have a limit of their own.
@@ -60,8 +60,8 @@ class Watchdog:
     def __init__(
         self,
         folder: Path,
-        journal: Journal,
-        watch: MemoryWatch,
+        event_log: EventLog,
+        watch: DeviceMemoryTracker,
         *,
         timeout_s: float,
         data_timeout_s: float,
@@ -77,7 +77,7 @@ class Watchdog:
         self.save_last_boundary: Callable[[Callable[[], bool]], str | None] = lambda _: "nothing was there to save yet"
         """Saves the state of the last step boundary; gives why it could not."""
         self._path = folder / "stacks.log"
-        self._folder, self._journal, self._watch, self._end = folder, journal, watch, end
+        self._folder, self._event_log, self._watch, self._end = folder, event_log, watch, end
         self._timeout_s, self._data_timeout_s, self._num_workers = timeout_s, data_timeout_s, num_workers
         self._rank, self._rank_pids = rank, rank_pids
         self._file = self._path.open("ab")
@@ -127,11 +127,11 @@ class Watchdog:
                 seen_s, silent_s = self._watch.touched_s, 0.0
             place = self._watch.place
             if silent_s >= self.limit_s(place, has_stepped=self.step() not in (None, self.first_step)):
-                if self._bark(place, silent_s, lambda seen_s=seen_s: self._watch.touched_s == seen_s):  # type: ignore[misc]
+                if self._report_hang(place, silent_s, lambda seen_s=seen_s: self._watch.touched_s == seen_s):  # type: ignore[misc]
                     return
                 silent_s = 0.0
 
-    def _bark(self, place: str, silent_s: float, is_still: Callable[[], bool]) -> bool:
+    def _report_hang(self, place: str, silent_s: float, is_still: Callable[[], bool]) -> bool:
         """Says what is known and ends the process; False where the training moved on meanwhile."""
         self._write_stacks(place, silent_s)
         if not is_still():
@@ -194,9 +194,9 @@ class Watchdog:
 
     def _tell(self, message: str, code: int) -> None:
         logger.error(message)
-        self._journal.emit("alert", kind="hang", message=message, step=self.step())
-        self._journal.emit("run_end", status="failed", reason=message, exit_code=code, step=self.step())
-        self._journal.close()
+        self._event_log.emit("alert", kind="hang", message=message, step=self.step())
+        self._event_log.emit("run_end", status="failed", reason=message, exit_code=code, step=self.step())
+        self._event_log.close()
 
     def _leave(self, code: int) -> None:
         for pid in child_pids():

@@ -19,17 +19,17 @@ from segapp.parallel import DataParallelModel
 from segapp.run.commands import parse_command, send_command
 from segapp.run.events import EventWriter
 from segapp.run.folder import RunFolder
-from segapp.train.control.batch_split import SplitKnob
-from segapp.train.control.commands import Standing, Steering
+from segapp.train.control.batch_split import BatchSplitController
+from segapp.train.control.commands import CommandController, TrainingPosition
 from segapp.train.control.inbox import Inbox
-from segapp.train.request import Plan
+from segapp.train.request import TrainRequest
 from segapp.train.session import run_session
-from segapp.train.telemetry.device_memory import MemoryWatch
-from segapp.train.telemetry.event_log import Journal
+from segapp.train.telemetry.device_memory import DeviceMemoryTracker
+from segapp.train.telemetry.event_log import EventLog
 from tests.support.live_runs import assert_answered_once, seen, small, three_devices
 from tests.support.runs import differing, events, train
 
-MIDDLE = Standing(epoch=2, step=15, next_epoch=3, epochs=9)
+MIDDLE = TrainingPosition(epoch=2, step=15, next_epoch=3, epochs=9)
 
 
 class Desk:
@@ -38,16 +38,18 @@ class Desk:
     def __init__(self, path: Path, num_devices: int = 3, mode: str = "dp") -> None:
         self.folder = RunFolder.create(path=path)
         self.writer = EventWriter(self.folder.events)
-        journal = Journal(self.writer)
+        event_log = EventLog(self.writer)
         network = DataParallelModel(nn.Linear(1, 1), ["cpu"] * num_devices, full_batch=8)
-        self.knob = SplitKnob(network, 8, mode)
-        self.steering = Steering(Inbox(self.folder, journal), journal, self.knob, MemoryWatch(), LiveSettings())
+        self.batch_split = BatchSplitController(network, 8, mode)
+        self.controller = CommandController(
+            Inbox(self.folder, event_log), event_log, self.batch_split, DeviceMemoryTracker(), LiveSettings()
+        )
 
-    def say(self, text: str, standing: Standing = MIDDLE) -> str:
+    def say(self, text: str, position: TrainingPosition = MIDDLE) -> str:
         command_id = send_command(self.folder.path, parse_command(text))
-        self.steering.inbox._looked_s = -1e9
-        if self.steering.inbox.has_news():
-            self.steering.hear(standing)
+        self.controller.inbox._looked_s = -1e9
+        if self.controller.inbox.has_news():
+            self.controller.handle_commands(position)
         return command_id
 
     def answers(self, command_id: str) -> list[str]:
@@ -64,16 +66,16 @@ def desk(tmp_path: Path) -> Desk:
 
 def test_a_new_split_waits_and_is_applied_when_a_full_batch_was_made_with_it(desk: Desk) -> None:
     wish = desk.say("set gpu0_bsz=2 lr_factor=0.5")
-    assert desk.steering.settings == LiveSettings()
-    assert desk.steering.wishes.settings == LiveSettings(gpu0_bsz=2, lr_factor=0.5)
+    assert desk.controller.settings == LiveSettings()
+    assert desk.controller.requests.settings == LiveSettings(gpu0_bsz=2, lr_factor=0.5)
     desk.say("set gpu0_bsz=0")
-    desk.steering.apply(desk.steering.wished_at(20), MIDDLE)
-    assert desk.steering.settings == LiveSettings(gpu0_bsz=0, lr_factor=0.5)
-    assert desk.knob.current == (0, 4, 4)
+    desk.controller.apply(desk.controller.settings_for_step(20), MIDDLE)
+    assert desk.controller.settings == LiveSettings(gpu0_bsz=0, lr_factor=0.5)
+    assert desk.batch_split.current == (0, 4, 4)
     assert desk.answers(wish) == ["accepted", "applied"]  # what is left of it does not wait for a batch
-    desk.steering.saw_step([0, 3, 3], 6, 21)
+    desk.controller.saw_step([0, 3, 3], 6, 21)
     assert seen(desk.folder.path, "gpu0_bsz")[-1]["status"] == "pending"  # a short batch proves nothing
-    desk.steering.saw_step([0, 4, 4], 8, 22)
+    desk.controller.saw_step([0, 4, 4], 8, 22)
     statuses = [(event["status"], event["new"], event["split"]) for event in seen(desk.folder.path, "gpu0_bsz")]
     assert statuses == [
         ("pending", 2, [2, 3, 3]),
@@ -114,9 +116,9 @@ def test_where_there_is_nothing_to_divide_the_answer_says_why(tmp_path: Path, mo
 
 
 def test_no_setting_changes_after_the_last_epoch_has_begun(desk: Desk) -> None:
-    desk.say("set lr_factor=2", Standing(9, 80, 10, 9))
+    desk.say("set lr_factor=2", TrainingPosition(9, 80, 10, 9))
     assert (desk.last()["status"], "9 is the last" in desk.last()["reason"]) == ("rejected", True)
-    desk.say("set lr_factor=2", Standing(9, 80, 9, 9))
+    desk.say("set lr_factor=2", TrainingPosition(9, 80, 9, 9))
     assert desk.last()["status"] == "accepted"
 
 
@@ -124,48 +126,48 @@ def test_cancel_takes_back_one_wish_or_all_that_wait(desk: Desk) -> None:
     first, second = desk.say("set gpu0_bsz=3"), desk.say("set lr_factor=0.1")
     stop = desk.say("stop epoch")
     desk.say(f"cancel {first}")
-    assert desk.steering.wishes.settings == LiveSettings(lr_factor=0.1)
-    assert desk.steering.wishes.stop == "epoch"
+    assert desk.controller.requests.settings == LiveSettings(lr_factor=0.1)
+    assert desk.controller.requests.stop == "epoch"
     desk.say("cancel")
-    assert desk.steering.wishes.settings is None
-    assert desk.steering.wishes.stop is None
+    assert desk.controller.requests.settings is None
+    assert desk.controller.requests.stop is None
     for command_id in (first, second, stop):
         assert desk.answers(command_id) == ["accepted", "cancelled"]
 
 
 def test_a_resume_before_the_pause_took_hold_cancels_it_and_a_stop_supersedes_a_later_one(desk: Desk) -> None:
     pause = desk.say("pause")
-    assert desk.steering.wishes.is_paused
+    assert desk.controller.requests.is_paused
     desk.say("resume")
-    assert not desk.steering.wishes.is_paused
+    assert not desk.controller.requests.is_paused
     assert desk.answers(pause) == ["cancelled"]
     later = desk.say("stop epoch")
     now = desk.say("stop")
-    assert desk.steering.wishes.stop == "now"
+    assert desk.controller.requests.stop == "now"
     assert desk.answers(later) == ["accepted", "cancelled"]
-    desk.steering.end(MIDDLE, "the end", is_finished=False)
+    desk.controller.end(MIDDLE, "the end", is_finished=False)
     assert desk.answers(now) == ["applied"]
 
 
 def test_a_wish_for_settings_outlives_a_stop_and_every_other_is_answered(desk: Desk) -> None:
     wish = desk.say("set gpu0_bsz=3")
     unread = send_command(desk.folder.path, parse_command("pause"))
-    desk.steering.end(MIDDLE, "stopped", is_finished=False)
+    desk.controller.end(MIDDLE, "stopped", is_finished=False)
     assert desk.answers(unread) == ["rejected"]
-    again = Inbox(desk.folder, Journal(desk.writer))
+    again = Inbox(desk.folder, EventLog(desk.writer))
     assert [received.id for received in again.take()] == [wish]
-    desk.steering.end(MIDDLE, "finished", is_finished=True)
+    desk.controller.end(MIDDLE, "finished", is_finished=True)
     assert desk.answers(wish) == ["accepted", "cancelled"]
 
 
 def test_an_answered_command_whose_file_was_left_by_a_crash_is_not_taken_up_again(desk: Desk) -> None:
     wish = desk.say("checkpoint")
-    path = desk.steering._open["checkpoint"][0].path
+    path = desk.controller._open["checkpoint"][0].path
     content = path.read_bytes()
-    desk.steering.checkpoint_done(15, None)
+    desk.controller.checkpoint_done(15, None)
     assert not path.exists()
     path.write_bytes(content)  # the crash came between the answer and the removal
-    again = Inbox(desk.folder, Journal(desk.writer))
+    again = Inbox(desk.folder, EventLog(desk.writer))
     assert again.take() == []
     assert not path.exists()
     assert desk.answers(wish) == ["applied"]
@@ -293,7 +295,7 @@ def test_a_factor_of_the_learning_rate_holds_from_the_next_epoch_and_after_a_res
     sent_before(folder, "set lr_factor=0.5", "stop epoch")
     assert train(config, folder) == 75
     assert [event["lr"] for event in events(folder, "step")] == [0.0005] * 5
-    assert run_session(Plan(config, RunFolder(folder))) == 0
+    assert run_session(TrainRequest(config, RunFolder(folder))) == 0
     assert {event["lr"] for event in events(folder, "step")} == {0.0005}
     assert assert_answered_once(folder)["stop epoch"]["reason"].startswith("asked to stop after the epoch: saved")
 
@@ -320,7 +322,7 @@ def test_a_stop_during_validation_is_heard_between_its_batches_and_resumed_bitwi
         assert train(config, folder) == 75
     assert num_seen[-1] == 1  # of 0 to 3
     assert not events(folder, "val")
-    assert run_session(Plan(config, RunFolder(folder))) == 0
+    assert run_session(TrainRequest(config, RunFolder(folder))) == 0
     assert losses(folder) == losses(tmp_path / "whole")
     assert not differing(model_of(folder), model_of(tmp_path / "whole"))
     assert_answered_once(folder)
@@ -377,7 +379,7 @@ def test_what_was_applied_after_the_checkpoint_is_applied_again_at_the_same_step
         failpoints.arm("")
     saved = {"gpu0_bsz": None, "gpu0_bsz_auto": False, "shares": None, "lr_factor": 1.0}
     assert model_of(folder)["settings"] == saved  # before
-    assert run_session(Plan(three_devices(tiny), RunFolder(folder))) == 0
+    assert run_session(TrainRequest(three_devices(tiny), RunFolder(folder))) == 0
     steps, expected = events(folder, "step"), events(reference, "step")
     assert [event["split"] for event in steps] == [[1, 2, 2]] * 2 + [[0, 3, 2]] * 4
     factors = [event["lr"] / other["lr"] for event, other in zip(steps, expected, strict=True)]
@@ -389,15 +391,15 @@ def test_a_split_that_the_config_names_anew_goes_before_what_was_set(desk: Desk)
     from segapp.config import ParallelConfig
 
     saved = {"gpu0_bsz": None, "shares": None}
-    desk.steering.resume(LiveSettings(gpu0_bsz=5, lr_factor=0.5), saved, ParallelConfig())
-    assert desk.knob.current == (5, 2, 1)
-    desk.steering.replay = [(20, {"gpu0_bsz": 6, "lr_factor": 0.25}), (30, {"shares": [8, 0, 0]})]
-    desk.steering.resume(LiveSettings(gpu0_bsz=5, lr_factor=0.5), saved, ParallelConfig(gpu0_bsz=1))
-    assert desk.steering.settings == LiveSettings(gpu0_bsz=1, lr_factor=0.5)
-    assert desk.steering.replay == [(20, {"lr_factor": 0.25})]
-    assert desk.steering.wished_at(20) == LiveSettings(gpu0_bsz=1, lr_factor=0.25)
-    desk.steering.resume(LiveSettings(shares=[4, 4]), saved, ParallelConfig())  # of a machine with two devices
-    assert desk.knob.current == (2, 3, 3)
+    desk.controller.resume(LiveSettings(gpu0_bsz=5, lr_factor=0.5), saved, ParallelConfig())
+    assert desk.batch_split.current == (5, 2, 1)
+    desk.controller.replay = [(20, {"gpu0_bsz": 6, "lr_factor": 0.25}), (30, {"shares": [8, 0, 0]})]
+    desk.controller.resume(LiveSettings(gpu0_bsz=5, lr_factor=0.5), saved, ParallelConfig(gpu0_bsz=1))
+    assert desk.controller.settings == LiveSettings(gpu0_bsz=1, lr_factor=0.5)
+    assert desk.controller.replay == [(20, {"lr_factor": 0.25})]
+    assert desk.controller.settings_for_step(20) == LiveSettings(gpu0_bsz=1, lr_factor=0.25)
+    desk.controller.resume(LiveSettings(shares=[4, 4]), saved, ParallelConfig())  # of a machine with two devices
+    assert desk.batch_split.current == (2, 3, 3)
     assert "impossible here" in seen(desk.folder.path, "alert")[-1]["message"]
 
 

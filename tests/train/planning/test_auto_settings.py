@@ -11,10 +11,10 @@ import torch
 
 from segapp.config import RunConfig, load_config
 from segapp.errors import ConfigError
-from segapp.memory.saved_plan import read_outlook
+from segapp.memory.saved_plan import read_saved_plan
 from segapp.run.commands import parse_command, send_command
 from segapp.run.folder import RunFolder
-from segapp.train.request import Plan
+from segapp.train.request import TrainRequest
 from segapp.train.session import run_session
 from tests.support.live_runs import assert_answered_once, three_devices
 from tests.support.runs import events, merged, train
@@ -65,13 +65,13 @@ def test_auto_begins_with_the_plan_and_a_person_switches_it_off_and_on(tiny: dic
     RunFolder.create(path=folder)
     send_command(folder, parse_command("stop epoch"))
     assert train(config, folder) == 75
-    outlook = read_outlook(folder.joinpath("memory_plan.json"))
+    outlook = read_saved_plan(folder.joinpath("memory_plan.json"))
     assert outlook is not None
     assert events(folder, "run_start")[0]["split"] == list(outlook.best_split)
     assert state_of(folder)["settings"]["gpu0_bsz_auto"] is True
     kept = folder.joinpath("memory_plan.json").stat().st_mtime_ns
     send_command(folder, parse_command("set gpu0_bsz=5"))
-    assert run_session(Plan(config, RunFolder(folder))) == 0
+    assert run_session(TrainRequest(config, RunFolder(folder))) == 0
     assert folder.joinpath("memory_plan.json").stat().st_mtime_ns == kept  # not simulated again
     assert "auto is switched off" in assert_answered_once(folder)["set gpu0_bsz=5"]["reason"]
     assert events(folder, "epoch_start")[-1]["split"] == [5, 2, 1]
@@ -82,14 +82,14 @@ def test_a_split_that_will_not_fit_is_refused_unless_forced(tiny: dict[str, Any]
     folder = tmp_path / "run"
     assert train(on_budgets(tiny, 1, 14.0, gpu0_bsz=2), folder) == 0
     send_command(folder, parse_command("set gpu0_bsz=3"))
-    assert run_session(Plan(on_budgets(tiny, 2, 14.0, gpu0_bsz=2), RunFolder(folder))) == 0
+    assert run_session(TrainRequest(on_budgets(tiny, 2, 14.0, gpu0_bsz=2), RunFolder(folder))) == 0
     send_command(folder, parse_command("set gpu0_bsz=8"))
-    assert run_session(Plan(on_budgets(tiny, 3, 14.0, gpu0_bsz=2), RunFolder(folder))) == 0
+    assert run_session(TrainRequest(on_budgets(tiny, 3, 14.0, gpu0_bsz=2), RunFolder(folder))) == 0
     refused = assert_answered_once(folder)["set gpu0_bsz=8"]
     assert refused["status"] == "rejected"
     assert "won't fit" in refused["reason"]
     send_command(folder, parse_command("set gpu0_bsz=8 force"))
-    assert run_session(Plan(on_budgets(tiny, 4, 14.0, gpu0_bsz=2), RunFolder(folder))) == 0
+    assert run_session(TrainRequest(on_budgets(tiny, 4, 14.0, gpu0_bsz=2), RunFolder(folder))) == 0
     assert "out of memory" in assert_answered_once(folder)["set gpu0_bsz=8 force"]["reason"]
     assert [event["split"][0] for event in events(folder, "step")] == [2, 3, 3, 3]
 
@@ -109,7 +109,7 @@ def test_the_largest_safe_batch_keeps_the_step_and_is_the_same_after_a_resume(
     assert not events(folder, "oom")
     assert events(folder, "run_start")[0]["batch_size"] == batch
     more = merged(config.model_dump(mode="json"), train={"epochs": 2}, parallel={"memory_budget_mib": [900.0] * 3})
-    assert run_session(Plan(more, RunFolder(folder))) == 0  # more memory changes nothing
+    assert run_session(TrainRequest(more, RunFolder(folder))) == 0  # more memory changes nothing
     assert load_config(folder / "config.yaml").train.batch_size == batch
 
 

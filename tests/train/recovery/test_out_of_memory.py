@@ -21,7 +21,7 @@ from segapp.run.commands import parse_command, send_command
 from segapp.run.folder import RunFolder
 from segapp.run.state import summarize
 from segapp.train import build
-from segapp.train.request import Plan
+from segapp.train.request import TrainRequest
 from segapp.train.session import run_session
 from tests.support.fault_table import case
 from tests.support.live_runs import small, three_devices
@@ -141,7 +141,7 @@ def test_a_lesson_outlives_a_crash_before_the_next_checkpoint(plain: dict[str, A
         train(config, folder)
     assert events(folder, "oom")[0]["step"] == 1
     failpoints.arm("")
-    assert run_session(Plan(config, RunFolder(folder))) == 0
+    assert run_session(TrainRequest(config, RunFolder(folder))) == 0
     assert losses(folder) == losses(tmp_path / "whole")
     assert not [path for path in differing(saved(folder), saved(tmp_path / "whole")) if path.startswith("/model")]
     assert len(events(folder, "oom")) == 1
@@ -184,7 +184,7 @@ def check_fault(plain: dict[str, Any], reference: Path, folder: Path, seed: int)
     if rng.random() < 0.5:
         send_command(folder, parse_command("stop epoch"))
         assert train(config, folder) == 75
-        assert run_session(Plan(config, RunFolder(folder))) == 0
+        assert run_session(TrainRequest(config, RunFolder(folder))) == 0
     else:
         assert train(config, folder) == 0
     failpoints.arm("")

@@ -22,7 +22,7 @@ from segapp.memory.jobs import SimulationJob, SimulationResult
 from segapp.models import Critic, critic_size
 from segapp.precision import Precision
 from segapp.run.folder import RunFolder
-from segapp.train.request import Plan
+from segapp.train.request import TrainRequest
 from segapp.train.session import run_session
 from tests.support.runs import differing, events, merged, segapp, train
 
@@ -256,9 +256,9 @@ def test_another_teacher_is_noticed_and_a_moved_one_is_not_minded(
     shutil.copytree(teacher, tmp_path / "moved")
     other = merged(config.model_dump(mode="json"), distill={"teacher": str(tmp_path / "run")})
     with pytest.raises(CheckpointError, match=r"distill\.teacher is another checkpoint"):
-        run_session(Plan(other, RunFolder(tmp_path / "run")))
+        run_session(TrainRequest(other, RunFolder(tmp_path / "run")))
     moved = merged(config.model_dump(mode="json"), distill={"teacher": str(tmp_path / "moved")})
-    assert run_session(Plan(moved, RunFolder(tmp_path / "run"))) == 0
+    assert run_session(TrainRequest(moved, RunFolder(tmp_path / "run"))) == 0
 
 
 def simulated(config: RunConfig, job: SimulationJob) -> SimulationResult:

@@ -14,9 +14,9 @@ import pytest
 from segapp.memory.gpus import GpuPoller
 from segapp.run.events import EventWriter
 from segapp.run.folder import RunFolder
-from segapp.train.telemetry.device_memory import MemoryWatch, Place, ProcessProbe, host_memory_mib
-from segapp.train.telemetry.event_log import Journal
-from segapp.train.telemetry.sampler import Monitor
+from segapp.train.telemetry.device_memory import DeviceInfo, DeviceMemoryTracker, ProcessProbe, host_memory_mib
+from segapp.train.telemetry.event_log import EventLog
+from segapp.train.telemetry.sampler import MemorySampler
 from tests.support.fault_table import case
 from tests.support.runs import events
 
@@ -54,13 +54,13 @@ class Counters:
         return None
 
 
-def gpu_places() -> list[Place]:
+def gpu_places() -> list[DeviceInfo]:
     """As torch numbers them: not in nvidia-smi's order."""
     uuids = ("cccc", "aaaa", "bbbb")
-    return [Place(f"cuda:{i}", uuid, 1000.0, name=f"card {uuid}") for i, uuid in enumerate(uuids)]
+    return [DeviceInfo(f"cuda:{i}", uuid, 1000.0, name=f"card {uuid}") for i, uuid in enumerate(uuids)]
 
 
-def step(watch: MemoryWatch, counters: Counters, peaks: dict[str, float]) -> None:
+def step(watch: DeviceMemoryTracker, counters: Counters, peaks: dict[str, float]) -> None:
     for phase, mib in peaks.items():
         watch.mark(phase)
         counters.use(mib)
@@ -70,7 +70,7 @@ def step(watch: MemoryWatch, counters: Counters, peaks: dict[str, float]) -> Non
 
 def test_each_phase_of_a_profiled_step_gets_its_own_peak() -> None:
     counters = Counters()
-    watch = MemoryWatch([Place("cuda:0", "aaaa")], [counters])
+    watch = DeviceMemoryTracker([DeviceInfo("cuda:0", "aaaa")], [counters])
     peaks = {"forward": 300.0, "loss": 350.0, "backward": 500.0, "step": 120.0}
     watch.mark("data")
     watch.sample()  # asks for the profile of the steps that follow
@@ -89,7 +89,7 @@ def test_each_phase_of_a_profiled_step_gets_its_own_peak() -> None:
 
 def test_observed_peaks_begin_with_the_new_split() -> None:
     counters = Counters()
-    watch = MemoryWatch([Place("cuda:0", "aaaa")], [counters])
+    watch = DeviceMemoryTracker([DeviceInfo("cuda:0", "aaaa")], [counters])
     counters.use(900.0)
     counters.use(100.0)
     watch.observe()
@@ -99,7 +99,7 @@ def test_observed_peaks_begin_with_the_new_split() -> None:
 
 
 def test_logical_devices_share_the_numbers_of_the_real_one() -> None:
-    watch = MemoryWatch([Place("cpu", pid=os.getpid())] * 3)
+    watch = DeviceMemoryTracker([DeviceInfo("cpu", pid=os.getpid())] * 3)
     found = watch.sample()
     assert watch.is_shared
     assert len({device["used_mib"] for device in found}) == 1
@@ -139,12 +139,12 @@ def smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
 
-def monitored(folder: Path, gpus: GpuPoller) -> tuple[Monitor, RunFolder]:
+def monitored(folder: Path, gpus: GpuPoller) -> tuple[MemorySampler, RunFolder]:
     run = RunFolder.create(path=folder / "run")
     places = gpu_places()
-    watch = MemoryWatch(places, [Counters() for _ in places])
+    watch = DeviceMemoryTracker(places, [Counters() for _ in places])
     watch.mark("data")
-    return Monitor(Journal(EventWriter(run.events)), watch, gpus=gpus, memory_s=0.1, heartbeat_s=0.2), run
+    return MemorySampler(EventLog(EventWriter(run.events)), watch, gpus=gpus, memory_s=0.1, heartbeat_s=0.2), run
 
 
 def test_three_gpus_are_matched_by_uuid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 from segapp.errors import RunError
 from segapp.run.folder import RunFolder
 from segapp.tui.state.source import LiveSource, ReplaySource, newest_pictures
-from tests.support.recorded_runs import CannedRun, live_run
+from tests.support.recorded_runs import RecordedRun, live_run
 
 
 def read_all(source: LiveSource | ReplaySource) -> None:
@@ -23,8 +23,8 @@ def read_all(source: LiveSource | ReplaySource) -> None:
         pass
 
 
-def small_run(path: Path, **keywords: object) -> CannedRun:
-    run = CannedRun(path, steps_per_epoch=20, epochs=5, **keywords)  # type: ignore[arg-type]
+def small_run(path: Path, **keywords: object) -> RecordedRun:
+    run = RecordedRun(path, steps_per_epoch=20, epochs=5, **keywords)  # type: ignore[arg-type]
     run.epoch()
     run.train(5)
     return run
@@ -113,7 +113,7 @@ def test_a_folder_that_vanishes_leaves_its_last_picture(tmp_path: Path) -> None:
     assert not status.is_there
     assert status.is_over
     assert source.view.history.size == 25
-    other = CannedRun(tmp_path / "run", steps_per_epoch=20, epochs=5)
+    other = RecordedRun(tmp_path / "run", steps_per_epoch=20, epochs=5)
     other.train(3)
     read_all(source)
     assert source.view.history.size == 3

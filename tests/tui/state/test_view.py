@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from segapp.run.events import EVENT_TYPES, CommandAnswer, EventReader, Gpu0Bsz
 from segapp.tui.panes.devices import judge
 from segapp.tui.state.view import View, fold_events
-from tests.support.recorded_runs import CannedRun
+from tests.support.recorded_runs import RecordedRun
 
 
 def summary(view: View) -> dict[str, Any]:
@@ -33,8 +33,8 @@ def summary(view: View) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def canned(tmp_path_factory: pytest.TempPathFactory) -> CannedRun:
-    run = CannedRun(tmp_path_factory.mktemp("view") / "run", steps_per_epoch=20, epochs=6)
+def canned(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    run = RecordedRun(tmp_path_factory.mktemp("view") / "run", steps_per_epoch=20, epochs=6)
     run.epoch()
     run.change_gpu0(5)
     run.epoch(loss=math.nan)
@@ -44,7 +44,7 @@ def canned(tmp_path_factory: pytest.TempPathFactory) -> CannedRun:
     return run
 
 
-def folded(run: CannedRun) -> View:
+def folded(run: RecordedRun) -> View:
     view = View()
     fold_events(view, EventReader(run.folder.events).read_raw())
     return view
@@ -52,7 +52,7 @@ def folded(run: CannedRun) -> View:
 
 @given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=20))
 @settings(max_examples=25)
-def test_any_pieces_give_the_same_picture(canned: CannedRun, sizes: list[int]) -> None:
+def test_any_pieces_give_the_same_picture(canned: RecordedRun, sizes: list[int]) -> None:
     raws = EventReader(canned.folder.events).read_raw()
     view, start = View(), 0
     for size in [*sizes, len(raws)]:
@@ -63,7 +63,7 @@ def test_any_pieces_give_the_same_picture(canned: CannedRun, sizes: list[int]) -
 
 @given(sizes=st.lists(st.integers(1, 4000), min_size=1, max_size=10))
 @settings(max_examples=25)
-def test_skimming_gives_the_same_picture_when_the_end_is_read_in_full(canned: CannedRun, sizes: list[int]) -> None:
+def test_skimming_gives_the_same_picture_when_the_end_is_read_in_full(canned: RecordedRun, sizes: list[int]) -> None:
     reader, view = EventReader(canned.folder.events), View()
     for size in sizes:
         fold_events(view, reader.read_skimmed(size))
@@ -72,7 +72,7 @@ def test_skimming_gives_the_same_picture_when_the_end_is_read_in_full(canned: Ca
     assert skimmed == full
 
 
-def test_the_picture_is_that_of_the_run(canned: CannedRun) -> None:
+def test_the_picture_is_that_of_the_run(canned: RecordedRun) -> None:
     view = folded(canned)
     assert view.history.num_steps == 60
     assert view.step is not None
@@ -89,7 +89,7 @@ def test_the_picture_is_that_of_the_run(canned: CannedRun) -> None:
 
 
 def test_a_resume_takes_back_what_will_happen_again(tmp_path: Path) -> None:
-    run = CannedRun(tmp_path / "run", steps_per_epoch=10, epochs=4)
+    run = RecordedRun(tmp_path / "run", steps_per_epoch=10, epochs=4)
     run.epoch()
     run.epoch()
     run.train(5)
@@ -106,7 +106,7 @@ def test_a_resume_takes_back_what_will_happen_again(tmp_path: Path) -> None:
 
 
 def test_a_short_last_batch_is_not_taken_for_a_new_split(tmp_path: Path) -> None:
-    run = CannedRun(tmp_path / "run")
+    run = RecordedRun(tmp_path / "run")
     run.train(2)
     raws = EventReader(run.folder.events).read_raw()
     step = dict(next(raw for raw in raws if raw["type"] == "step"), step=3, split=[2, 2, 2, 1])
@@ -116,7 +116,7 @@ def test_a_short_last_batch_is_not_taken_for_a_new_split(tmp_path: Path) -> None
 
 
 def test_a_change_is_pending_then_applied_then_reverted(tmp_path: Path) -> None:
-    run = CannedRun(tmp_path / "run")
+    run = RecordedRun(tmp_path / "run")
     run.train(3)
     run.change_gpu0(6, apply=False)
     view = folded(run)
@@ -143,14 +143,14 @@ def test_a_change_is_pending_then_applied_then_reverted(tmp_path: Path) -> None:
 
 
 def test_a_smaller_share_that_fails_says_nothing_about_device_0(tmp_path: Path) -> None:
-    run = CannedRun(tmp_path / "run")
+    run = RecordedRun(tmp_path / "run")
     run.train(1)
     run.write(Gpu0Bsz(status="reverted", old=4, new=2, split=[4, 10, 9, 9], epoch=2, reason="out of memory on cuda:1"))
     assert folded(run).gpu0.ceiling is None
 
 
 def test_a_cancelled_change_leaves_everything_as_it_was(tmp_path: Path) -> None:
-    run = CannedRun(tmp_path / "run")
+    run = RecordedRun(tmp_path / "run")
     run.train(1)
     run.change_gpu0(6, apply=False)
     run.write(Gpu0Bsz(status="cancelled", old=4, new=6))
@@ -161,7 +161,7 @@ def test_a_cancelled_change_leaves_everything_as_it_was(tmp_path: Path) -> None:
 
 
 def test_pause_is_seen_from_the_answer_the_heartbeat_and_the_next_step(tmp_path: Path) -> None:
-    run = CannedRun(tmp_path / "run")
+    run = RecordedRun(tmp_path / "run")
     run.train(1)
     run.write(CommandAnswer(id="a" * 12, command="pause", by="a@b", status="applied"))
     assert folded(run).is_paused
@@ -191,7 +191,7 @@ def test_no_content_of_known_types_breaks_the_fold(events: list[tuple[str, dict[
 
 @given(st.lists(st.tuples(fields, junk), min_size=1, max_size=3), st.integers(0, 10**6))
 def test_no_changed_field_of_a_good_run_breaks_the_fold(
-    canned: CannedRun, changes: list[tuple[str, Any]], at: int
+    canned: RecordedRun, changes: list[tuple[str, Any]], at: int
 ) -> None:
     raws = EventReader(canned.folder.events).read_raw()
     for i, (name, value) in enumerate(changes):
