@@ -81,7 +81,7 @@ def _foreseen_problem(command: Command, run: RunSummary, *, force: bool) -> str 
             for device in run.devices
         ],
     )
-    if not verdict.is_possible or (verdict.word == "won't fit" and not force):
+    if not verdict.is_possible or (verdict.level == "won't fit" and not force):
         return verdict.reason
     print(f"split {'·'.join(map(str, verdict.split or ()))} of {run.batch_size}")
     return None

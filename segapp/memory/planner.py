@@ -12,7 +12,7 @@ from typing import Any
 
 from segapp.memory.affine import MemoryModel
 from segapp.memory.cards import Card
-from segapp.run.verdict import FULL_FRAC, SplitVerdict, Word, split_verdict
+from segapp.run.verdict import FULL_FRAC, Level, SplitVerdict, split_verdict
 
 CONTEXT_MIB = 500.0
 """What a process takes of a card before its first tensor: 300 to 1000 MiB by driver, card and libraries."""
@@ -68,7 +68,7 @@ class PlanRow:
     phase: tuple[str, ...]
     phases: tuple[dict[str, float], ...]
     fits: bool
-    word: Word
+    word: Level
     reason: str
 
     def fullest(self, cards: Sequence[Card]) -> float:
@@ -249,7 +249,7 @@ class Planner:
             phase=tuple(max(found, key=lambda phase: found[phase]) if found else "idle" for found in phases),
             phases=tuple({phase: round(mib, 1) for phase, mib in found.items()} for found in phases),
             fits=verdict.is_allowed,
-            word=verdict.word,
+            word=verdict.level,
             reason=verdict.reason,
         )
 

@@ -127,7 +127,7 @@ Command = SetCommand | PauseCommand | ResumeCommand | CheckpointCommand | StopCo
 SETTINGS = ("gpu0_bsz", "lr_factor", "shares")
 """What `set` can change."""
 
-WORDS = ("set", "pause", "resume", "checkpoint", "stop", "cancel")
+COMMAND_NAMES = ("set", "pause", "resume", "checkpoint", "stop", "cancel")
 """The commands there are."""
 
 _adapter: TypeAdapter[Command] = TypeAdapter(
@@ -136,7 +136,7 @@ _adapter: TypeAdapter[Command] = TypeAdapter(
 
 
 @dataclass(frozen=True)
-class Received:
+class ReceivedCommand:
     """A file of the inbox: a command, or the reason why it is none."""
 
     id: str
@@ -169,10 +169,9 @@ def parse_command(text: str) -> Command:
         CommandError: what is not understood, with the accepted words and the nearest one.
     """
     word, *arguments = text.split() or [""]
-    if word not in WORDS:
-        raise CommandError(
-            f"{_shown(word) or 'nothing'}: no such command: use {', '.join(WORDS)}{_nearest(word, WORDS)}"
-        )
+    if word not in COMMAND_NAMES:
+        names = ", ".join(COMMAND_NAMES)
+        raise CommandError(f"{_shown(word) or 'nothing'}: no such command: use {names}{_nearest(word, COMMAND_NAMES)}")
     raw = _PARSERS[word](arguments)
     try:
         return _adapter.validate_python({"kind": word, **raw})
@@ -234,10 +233,10 @@ def send_command(folder: Path | str, command: Command, by: str | None = None) ->
     return command_id
 
 
-def drain_commands(folder: Path | str, handled: Container[str] = ()) -> list[Received]:
+def drain_commands(folder: Path | str, handled: Container[str] = ()) -> list[ReceivedCommand]:
     """What lies in the inbox, in the order in which it was sent; nothing is removed yet.
 
-    Never raises: what is wrong with a file is in its `Received`.
+    Never raises: what is wrong with a file is in its `ReceivedCommand`.
 
     Args:
         folder: The run folder.
@@ -261,12 +260,12 @@ def drain_commands(folder: Path | str, handled: Container[str] = ()) -> list[Rec
     return received
 
 
-def settle_command(received: Received) -> None:
+def remove_command(received: ReceivedCommand) -> None:
     """Removes a command's file, after its final answer was written; that it is gone already is fine."""
     remove_quietly(received.path)
 
 
-def settle_answered(folder: Path | str, answered: Container[str]) -> int:
+def remove_answered(folder: Path | str, answered: Container[str]) -> int:
     """Removes the files of commands that were answered before a crash.
 
     Args:
@@ -278,7 +277,7 @@ def settle_answered(folder: Path | str, answered: Container[str]) -> int:
     """
     done = [received for received in drain_commands(folder) if received.id in answered]
     for received in done:
-        settle_command(received)
+        remove_command(received)
     return len(done)
 
 
@@ -392,16 +391,16 @@ def _id_of(name: str) -> str:
     return match["id"] if match else _shown(name)
 
 
-def _receive(path: Path) -> Received:
+def _receive(path: Path) -> ReceivedCommand:
     command_id = _id_of(path.name)
     try:
         content = _read_own_file(path)
         by, sent_s, command = _parse_envelope(content, command_id)
     except CommandError as error:
-        return Received(command_id, "?", None, str(error), path)
+        return ReceivedCommand(command_id, "?", None, str(error), path)
     except OSError as error:
-        return Received(command_id, "?", None, f"cannot be read: {error.strerror or error}", path)
-    return Received(command_id, by, command, None, path, sent_s)
+        return ReceivedCommand(command_id, "?", None, f"cannot be read: {error.strerror or error}", path)
+    return ReceivedCommand(command_id, by, command, None, path, sent_s)
 
 
 def _read_own_file(path: Path) -> bytes:

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from segapp.parallel.chunks import check_split
 
-Word = Literal["ok", "tight", "won't fit", "no change", "refused"]
+Level = Literal["ok", "tight", "won't fit", "no change", "refused"]
 
 TIGHT_FRAC, FULL_FRAC = 0.90, 0.95
 """Shares of a device's memory above which a split is tight, and above which it is not to be tried."""
@@ -26,14 +26,14 @@ class SplitVerdict:
 
     Attributes:
         split: samples of a full batch per device; None where the wish is refused.
-        word: the verdict.
+        level: how the split fits.
         reason: a sentence for a person, with the next move where there is one; never empty.
         is_allowed: whether to do it without being told twice: `ok` and `tight`.
         predicted_mib: peak of each device, None where nothing is known; empty without a split.
     """
 
     split: tuple[int, ...] | None
-    word: Word
+    level: Level
     reason: str
     is_allowed: bool
     predicted_mib: tuple[float | None, ...] = ()
@@ -41,7 +41,7 @@ class SplitVerdict:
     @property
     def is_possible(self) -> bool:
         """Whether it can be done at all, if somebody insists: everything but `refused`."""
-        return self.word != "refused"
+        return self.level != "refused"
 
 
 class MemoryObservation(NamedTuple):
@@ -126,9 +126,9 @@ def split_verdict(
     Example:
         >>> split_verdict(8, 3, 2, current=(0, 4, 4)).split
         (2, 3, 3)
-        >>> split_verdict(8, 3, 9).word
+        >>> split_verdict(8, 3, 9).level
         'refused'
-        >>> split_verdict(8, 2, 4, predicted_mib=[980, 500], total_mib=[1000, 1000]).word
+        >>> split_verdict(8, 2, 4, predicted_mib=[980, 500], total_mib=[1000, 1000]).level
         "won't fit"
     """
     check = check_split(
@@ -203,7 +203,7 @@ def _judge_memory(
     total_mib: Sequence[float | None],
     fit: MemoryFit | None,
     ceiling: int | None,
-) -> tuple[Word, str]:
+) -> tuple[Level, str]:
     if ceiling is not None and split[0] >= ceiling:
         return "won't fit", f"device 0 ran out of memory at {ceiling} samples: use less than that"
     fracs = _fractions(predicted_mib, total_mib)

@@ -182,8 +182,7 @@ def build_trainer(
     )
     if isinstance(network, DataParallelModel) and not config.parallel.sync_bn:
         engine.smallest_chunk = smallest_chunk(wrapped, torch.zeros(1, 3, *data.crop_px, dtype=torch.uint8))
-    controller = build_steering(config, devices, engine, inbox or Inbox(None, event_log), event_log, watch, gpu0_bsz)
-    controller.batch_split.outlook = outlook
+    controller = build_steering(config, devices, engine, inbox or Inbox(None, event_log), event_log, watch, outlook)
     inference = build_inference(data, config.eval, model, precision, config.loss.align_corners)
     torch.manual_seed(config.seed + ranks.rank)  # every rank drops out other pixels
     return Trainer(
@@ -248,11 +247,14 @@ def build_steering(
     inbox: Inbox,
     event_log: EventLog,
     watch: DeviceMemoryTracker,
-    gpu0_bsz: int | None,
+    outlook: SavedMemoryPlan | None,
 ) -> CommandController:
     """What takes commands, with the settings that the config begins with."""
     parallel = config.parallel
-    batch_split = BatchSplitController(engine.network, config.train.batch_size, devices.mode, engine.smallest_chunk)
+    batch_split = BatchSplitController(
+        engine.network, config.train.batch_size, devices.mode, engine.smallest_chunk, outlook
+    )
+    gpu0_bsz = first_gpu0_bsz(config, outlook)
     settings = LiveSettings(gpu0_bsz=gpu0_bsz, gpu0_bsz_auto=parallel.gpu0_bsz == "auto", shares=parallel.shares)
     return CommandController(inbox, event_log, batch_split, watch, settings)
 

@@ -101,7 +101,7 @@ def _launch_ranks(plan: TrainRequest, devices: DevicePlan, arguments: Sequence[s
     print(f"devices: {names} ({devices.reason}), one rank each", flush=True)
     folder = plan.folder or RunFolder.create(plan.config.name, path=plan.run)
     run = [] if plan.folder is not None else ["--run", str(folder.path)]
-    signals.forward_checkpoint_request = lambda: _ask_for_checkpoint(folder)
+    signals.forward_checkpoint_requests(lambda: _ask_for_checkpoint(folder))
     override = f"parallel.devices=[{names}]"
     return launch_local(["-m", "segapp", *arguments, *run, override], len(devices.devices))
 
@@ -215,7 +215,7 @@ def _run_in(folder: RunFolder, plan: TrainRequest, devices: DevicePlan, ranks: R
             )
             if trainer.is_complete:
                 if ranks.is_main:
-                    trainer.controller.end(trainer.standing(), "the run is complete", is_finished=True)
+                    trainer.controller.answer_at_end(trainer.standing(), "the run is complete", is_finished=True)
                     print(f"already complete: {config.train.epochs} epochs; raise train.epochs to train on")
                 return 0
             watchdog.first_step = trainer.position.step
@@ -288,7 +288,7 @@ def _build(
         teacher=None if config.distill is None else read_trained(config.distill.teacher),
     )
     step = 0 if checkpoint is None else checkpoint.step
-    trainer.controller.replay = ranks.from_main(applied_after(folder.events, step) if ranks.is_main else None)
+    trainer.controller.schedule_replay(ranks.from_main(applied_after(folder.events, step) if ranks.is_main else []))
     trainer.learned_later = ranks.from_main(fallbacks_after(folder, step) if ranks.is_main else None)
     if checkpoint is None and event_log.writer is not None:
         event_log.writer.rewind(0, epoch=1, batch=0)  # a run that was killed before its first checkpoint begins anew

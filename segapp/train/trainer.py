@@ -169,7 +169,9 @@ class Trainer:
             reason = self._train_epochs()
         except StopRequest as request:
             self.saving.finish(self.position, is_required=True)
-            self.controller.end(self.standing(), f"{request}: saved at step {self.position.step}", is_finished=False)
+            self.controller.answer_at_end(
+                self.standing(), f"{request}: saved at step {self.position.step}", is_finished=False
+            )
             raise
         except NonFiniteError:
             self.saving.finish(self.position, is_required=False)
@@ -188,7 +190,7 @@ class Trainer:
             self.saving.wait_for_writer()
             raise
         self.saving.finish(self.position, is_required=True)
-        self.controller.end(self.standing(), f"the run has finished: {reason}", is_finished=True)
+        self.controller.answer_at_end(self.standing(), f"the run has finished: {reason}", is_finished=True)
         return reason
 
     def _train_epochs(self) -> str:
@@ -218,13 +220,13 @@ class Trainer:
             result = self.train_step(group)
             self._clock.count_step(images_in(self.position.batch, len(group), batch_size, num_images))
             self.position.batch += len(group)
-            self.controller.saw_step(result.split, sum(result.split), self.position.step)
+            self.controller.after_step(result.split, sum(result.split), self.position.step)
             is_last = self.position.batch >= total
             if is_last or self.position.step % self.config.log.every_steps == 0:
                 self._publish(result, group)
             if not is_last and self.saving.is_due(self.position.step):
                 self.saving.begin_or_put_off()
-        self.controller.saw_epoch()
+        self.controller.after_epoch()
 
     def _begin_epoch(self) -> None:
         """Puts the settings that were wished for into force; this is the one place where they change."""
@@ -303,7 +305,7 @@ class Trainer:
         if not may_learn:
             raise self._given_up(report, "smaller pieces failed in the same step: the training is saved and stops")
         self.lessons = lessons
-        self.controller.batch_split.forget_peaks()
+        self.controller.batch_split.clear_peaks()
         action = (
             f"the step is made again, and all later ones, with micro-batches in {lessons.num_pieces} pieces: the same "
             "mean over the step, but BatchNorm takes its statistics from smaller pieces"
@@ -630,7 +632,9 @@ class Trainer:
         self.engine.load_state_dict(state)
         self.position = Position(**state["position"])
         self.best = Best(**state["best"])
-        self.controller.resume(LiveSettings(**state["settings"]), state["config"]["parallel"], self.config.parallel)
+        self.controller.restore_settings(
+            LiveSettings(**state["settings"]), state["config"]["parallel"], self.config.parallel
+        )
         self.lessons = MemoryFallbacks.from_json(state.get("lessons", {}))
         self.controller.batch_split.load_state_dict(state.get("memory", {}))
         self.resumed_from_step = self.position.step

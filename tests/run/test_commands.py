@@ -19,9 +19,9 @@ from segapp.run.commands import (
     drain_commands,
     format_command,
     parse_command,
+    remove_answered,
+    remove_command,
     send_command,
-    settle_answered,
-    settle_command,
 )
 
 
@@ -121,9 +121,9 @@ def test_a_wish_is_done_once_over_a_crash_at_any_moment(run):
     [again] = drain_commands(run)
     assert again.id == command_id
     # It dies after it answered: the next one only tidies up.
-    assert settle_answered(run, {command_id}) == 1
+    assert remove_answered(run, {command_id}) == 1
     assert drain_commands(run) == []
-    settle_command(again)
+    remove_command(again)
 
 
 def test_a_sender_that_dies_leaves_no_half_command(run):
@@ -171,7 +171,7 @@ def test_a_bad_file_is_a_rejected_answer(run, content, reason):
     assert received.id == "0123456789ab"
     assert received.command is None
     assert reason in received.problem
-    settle_command(received)
+    remove_command(received)
     assert drain_commands(run) == []
 
 

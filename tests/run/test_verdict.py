@@ -35,20 +35,20 @@ def test_examples_in_the_docstrings_hold() -> None:
 )
 def test_words_and_splits_of_the_study_four_devices_batch_32(wish: dict, word: str, split: tuple | None) -> None:
     verdict = split_verdict(32, 4, **wish, current=(4, 10, 9, 9))
-    assert (verdict.word, verdict.split) == (word, split)
+    assert (verdict.level, verdict.split) == (word, split)
     assert verdict.is_allowed == (word == "ok")
     assert verdict.reason
 
 
 def test_one_device_and_idle_devices_are_said() -> None:
-    assert split_verdict(8, 1, 0).word == "refused"
+    assert split_verdict(8, 1, 0).level == "refused"
     assert "no effect on one device" in split_verdict(8, 1, 3).reason
     assert "device 0 computes nothing" in split_verdict(8, 2, 0).reason
 
 
 def test_batchnorm_without_sync_needs_its_samples() -> None:
-    assert split_verdict(8, 2, 1, sync_bn=False, smallest_chunk=2).word == "refused"
-    assert split_verdict(8, 2, 1, sync_bn=True, smallest_chunk=2).word == "ok"
+    assert split_verdict(8, 2, 1, sync_bn=False, smallest_chunk=2).level == "refused"
+    assert split_verdict(8, 2, 1, sync_bn=True, smallest_chunk=2).level == "ok"
 
 
 @pytest.mark.parametrize(
@@ -57,16 +57,16 @@ def test_batchnorm_without_sync_needs_its_samples() -> None:
 )
 def test_thresholds_are_90_and_95_percent_of_the_fullest_device(peak: float, word: str, allowed: bool) -> None:
     verdict = split_verdict(8, 3, 2, predicted_mib=[100, peak, None], total_mib=[1000, 1000, 1000])
-    assert (verdict.word, verdict.is_allowed) == (word, allowed)
+    assert (verdict.level, verdict.is_allowed) == (word, allowed)
     assert "device 1" in verdict.reason
     assert f"{peak} of 1000 MiB" in verdict.reason
 
 
 def test_a_value_that_ran_out_of_memory_is_a_ceiling() -> None:
-    assert split_verdict(8, 2, 5, ceiling=6).word == "ok"
+    assert split_verdict(8, 2, 5, ceiling=6).level == "ok"
     for gpu0_bsz in (6, 7):
         verdict = split_verdict(8, 2, gpu0_bsz, ceiling=6)
-        assert verdict.word == "won't fit"
+        assert verdict.level == "won't fit"
         assert verdict.is_possible
 
 
@@ -75,7 +75,7 @@ def test_an_unproven_estimate_warns_and_never_forbids() -> None:
     assert not fit.is_proven
     assert fit.predict((5, 3)) == (1000.0, 700.0)
     verdict = split_verdict(8, 2, 5, fit=fit, total_mib=[1000, 1000])
-    assert verdict.word == "tight"
+    assert verdict.level == "tight"
     assert "no other split was tried" in verdict.reason
 
 
@@ -89,7 +89,7 @@ def test_one_epoch_gives_a_slope_where_other_devices_differ_by_a_sample() -> Non
 def test_nothing_observed_predicts_nothing() -> None:
     fit = fit_memory([])
     assert fit.predict((1, 2)) == (None, None)
-    assert split_verdict(4, 2, 1, fit=fit, total_mib=[100, 100]).word == "ok"
+    assert split_verdict(4, 2, 1, fit=fit, total_mib=[100, 100]).level == "ok"
 
 
 @given(
@@ -114,7 +114,7 @@ def test_the_split_is_the_one_the_trainer_makes(num_samples: int, num_devices: i
     try:
         expected = plan_chunks(num_samples, num_devices, gpu0_bsz, full_batch=num_samples)
     except ValueError:
-        assert verdict.word == "refused"
+        assert verdict.level == "refused"
     else:
         assert verdict.split == expected
 

@@ -34,9 +34,17 @@ class BatchSplitController:
         batch_size: samples of a full batch.
         mode: of the training, for what is said where there is nothing to divide.
         smallest_chunk: samples that a busy device needs (BatchNorm that is not synchronised).
+        saved_plan: the memory plan that the run began with, if one was made.
     """
 
-    def __init__(self, network: nn.Module, batch_size: int, mode: str, smallest_chunk: int = 1) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        batch_size: int,
+        mode: str,
+        smallest_chunk: int = 1,
+        saved_plan: SavedMemoryPlan | None = None,
+    ) -> None:
         self._network = network if isinstance(network, DataParallelModel) and len(network.devices) > 1 else None
         self.batch_size, self.mode = batch_size, mode
         self._smallest_chunk = smallest_chunk
@@ -44,8 +52,7 @@ class BatchSplitController:
         self._failed: set[tuple[int, ...]] = set()
         self.ceiling: int | None = None
         """Samples on device 0 at which it ran out of memory."""
-        self.outlook: SavedMemoryPlan | None = None
-        """The plan that the run began with, where one was made."""
+        self._saved_plan = saved_plan
 
     @property
     def current(self) -> tuple[int, ...] | None:
@@ -101,7 +108,7 @@ class BatchSplitController:
             self.current,
             self._observed,
             total_mib,
-            assumed_slope_mib=None if self.outlook is None else self.outlook.slope_mib,
+            assumed_slope_mib=None if self._saved_plan is None else self._saved_plan.slope_mib,
             failed=self._failed,
             ceiling=self.ceiling,
             smallest_chunk=self._smallest_chunk,
@@ -110,19 +117,19 @@ class BatchSplitController:
     def predicted_mib(self) -> tuple[float | None, ...]:
         """What is predicted for the split in force: from what was measured, else from the plan; empty: nothing."""
         if self.current is None:
-            return () if self.outlook is None else self.outlook.predicted_mib(None)
+            return () if self._saved_plan is None else self._saved_plan.predicted_mib(None)
         if self._observed:
             fit = fit_memory(MemoryObservation(split, peaks) for split, peaks in self._observed.items())
             return fit.predict(self.current)
-        return () if self.outlook is None else self.outlook.predicted_mib(self.current)
+        return () if self._saved_plan is None else self._saved_plan.predicted_mib(self.current)
 
-    def note_failure(self, split: Sequence[int], old: Sequence[int]) -> None:
+    def record_failure(self, split: Sequence[int], old: Sequence[int]) -> None:
         """Remembers that a split ran out of memory after one that did not."""
         self._failed.add(tuple(split))
         if split[0] > old[0]:
             self.ceiling = min(split[0], self.ceiling or split[0])
 
-    def forget_peaks(self) -> None:
+    def clear_peaks(self) -> None:
         """Forgets what was measured: steps are made in another way from now on."""
         self._observed.clear()
 
@@ -158,7 +165,7 @@ class BatchSplitController:
         network.gpu0_bsz = None if settings.shares is not None else settings.gpu0_bsz
         return True
 
-    def note_peaks(self, split: Sequence[int], peaks_mib: Sequence[float | None]) -> None:
+    def record_peaks(self, split: Sequence[int], peaks_mib: Sequence[float | None]) -> None:
         """Remembers the peaks that a split was seen to have, for later predictions."""
         known = self._observed.get(tuple(split), (None,) * len(split))
         pairs = zip(known, peaks_mib, strict=False)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from segapp.config import LiveSettings, ParallelConfig
-from segapp.run.commands import CancelCommand, Received, SetCommand, StopCommand
+from segapp.run.commands import CancelCommand, ReceivedCommand, SetCommand, StopCommand
 from segapp.train.control.batch_split import AUTO_ON, BatchSplitController, with_split
-from segapp.train.control.inbox import Final, Inbox
+from segapp.train.control.inbox import FinalStatus, Inbox
 from segapp.train.telemetry.device_memory import DeviceMemoryTracker
 from segapp.train.telemetry.event_log import EventLog
 
@@ -46,10 +46,10 @@ class PendingRequests:
 
 
 @dataclass
-class _Set:
+class PendingSet:
     """A `set` that waits, or waits to be seen at work."""
 
-    received: Received | None
+    received: ReceivedCommand | None
     """None where `auto` wishes."""
     changes: dict[str, Any]
     notes: list[str] = field(default_factory=list)
@@ -78,7 +78,7 @@ class SplitProbation:
     old_split: tuple[int, ...] | None
     epoch: int
     step: int
-    sets: list[_Set]
+    sets: list[PendingSet]
     steps_left: int = TRIAL_STEPS
     is_seen: bool = False
     """Whether a full batch was made with it."""
@@ -106,13 +106,12 @@ class CommandController:
         self.inbox, self.event_log, self.batch_split, self.watch = inbox, event_log, batch_split, watch
         self.settings = settings
         self.requests = PendingRequests()
-        self._open: dict[str, list[Received]] = {"pause": [], "checkpoint": [], "stop": []}
-        self._sets: list[_Set] = []
+        self._open: dict[str, list[ReceivedCommand]] = {"pause": [], "checkpoint": [], "stop": []}
+        self._sets: list[PendingSet] = []
         self._trial: SplitProbation | None = None
         self._has_full_batch = False
         """Whether a full batch was made since the peaks began to count anew."""
-        self.replay: list[tuple[int, dict[str, Any]]] = []
-        """Settings that were applied after the checkpoint that training goes on from, with the step of each."""
+        self._replay: list[tuple[int, dict[str, Any]]] = []
 
     # --- hearing ---------------------------------------------------------------------------------------------------
 
@@ -134,7 +133,7 @@ class CommandController:
             else:
                 self._handle_pause(received, position, is_pause=command.kind == "pause")
 
-    def _handle_pause(self, received: Received, position: TrainingPosition, *, is_pause: bool) -> None:
+    def _handle_pause(self, received: ReceivedCommand, position: TrainingPosition, *, is_pause: bool) -> None:
         if is_pause and not self.requests.is_paused:
             self.requests.is_paused = True
             self._open["pause"].append(received)
@@ -144,20 +143,20 @@ class CommandController:
             self.inbox.answer(received, "applied", "it was paused already", position.step)
         else:
             note = None if self.requests.is_paused else "it was not paused"
-            self.settle("pause", "cancelled", "resumed before it took effect", position.step)
+            self.answer_all("pause", "cancelled", "resumed before it took effect", position.step)
             self.requests.is_paused = False
             self.inbox.answer(received, "applied", note, position.step)
 
-    def _handle_stop(self, received: Received, command: StopCommand, position: TrainingPosition) -> None:
+    def _handle_stop(self, received: ReceivedCommand, command: StopCommand, position: TrainingPosition) -> None:
         if command.when == "now":
-            self.settle("stop", "cancelled", f"superseded by {received.id}: stop", position.step)
+            self.answer_all("stop", "cancelled", f"superseded by {received.id}: stop", position.step)
             self.requests.stop = "now"
         else:
             self.requests.stop = self.requests.stop or "epoch"
             self.inbox.accept(received, f"after epoch {position.epoch}", position.step)
         self._open["stop"].append(received)
 
-    def _handle_cancel(self, received: Received, command: CancelCommand, position: TrainingPosition) -> None:
+    def _handle_cancel(self, received: ReceivedCommand, command: CancelCommand, position: TrainingPosition) -> None:
         reason, is_any = f"by {received.id} of {received.by}", False
         for waiting in [each for each in self._sets if each.received and command.id in (None, each.received.id)]:
             self._drop_set(waiting, "cancelled", reason, position)
@@ -176,8 +175,8 @@ class CommandController:
             what = "nothing waits to be applied" if command.id is None else f"{command.id} does not wait to be applied"
             self.inbox.answer(received, "rejected", what, position.step)
 
-    def _handle_set(self, received: Received, command: SetCommand, position: TrainingPosition) -> None:
-        wish = _Set(received, dict(command.changes))
+    def _handle_set(self, received: ReceivedCommand, command: SetCommand, position: TrainingPosition) -> None:
+        pending = PendingSet(received, dict(command.changes))
         is_auto = (self.requests.settings or self.settings).gpu0_bsz_auto
         if position.next_epoch > position.epochs:
             reason = f"settings change between epochs, and {position.epoch} is the last"
@@ -185,38 +184,38 @@ class CommandController:
             return
         reason = f"from epoch {position.next_epoch} on"
         is_new_split = False
-        if wish.is_split:
-            verdict, wish.changes = self.batch_split.judge(wish.changes, self.watch.usable_mib())
+        if pending.is_split:
+            verdict, pending.changes = self.batch_split.judge(pending.changes, self.watch.usable_mib())
             problem = verdict.reason if not verdict.is_possible else None
-            if verdict.word == "won't fit" and not command.force:
+            if verdict.level == "won't fit" and not command.force:
                 problem = f"won't fit: {verdict.reason}: or insist with force"
             if problem is not None:
                 self.inbox.answer(received, "rejected", problem, position.step)
                 return
-            wish.split, wish.predicted_mib = verdict.split, verdict.predicted_mib
-            is_new_split = verdict.word != "no change"
-            reason = f"{reason}: split {_shown(verdict.split)}, {verdict.word}: {verdict.reason}"
-            if is_auto and wish.is_split:
-                wish.notes.append("auto is switched off")
+            pending.split, pending.predicted_mib = verdict.split, verdict.predicted_mib
+            is_new_split = verdict.level != "no change"
+            reason = f"{reason}: split {_shown(verdict.split)}, {verdict.level}: {verdict.reason}"
+            if is_auto and pending.is_split:
+                pending.notes.append("auto is switched off")
                 reason += "; auto is switched off"
-        self._supersede(wish, position)
-        if wish.changes == AUTO_ON and is_auto:
+        self._supersede(pending, position)
+        if pending.changes == AUTO_ON and is_auto:
             self.inbox.answer(received, "applied", "auto is on already", position.step)
-        elif wish.is_split and not is_new_split and len(wish.changes) == 1 and not is_auto:
+        elif pending.is_split and not is_new_split and len(pending.changes) == 1 and not is_auto:
             self.inbox.answer(received, "applied", "this split is in force already", position.step)
         else:
-            self._sets.append(wish)
+            self._sets.append(pending)
             self.inbox.accept(received, reason, position.step)
-            if wish.is_split:
-                self._emit_split("pending", wish, epoch=position.next_epoch)
+            if pending.is_split:
+                self._emit_split("pending", pending, epoch=position.next_epoch)
         self._update_pending_settings()
 
-    def _supersede(self, wish: _Set, position: TrainingPosition) -> None:
-        """Takes what a newer wish says anew out of those that wait."""
-        assert wish.received is not None
-        by = f"superseded by {wish.received.id}"
+    def _supersede(self, pending: PendingSet, position: TrainingPosition) -> None:
+        """Takes what a newer request says anew out of those that wait."""
+        assert pending.received is not None
+        by = f"superseded by {pending.received.id}"
         for older in list(self._sets):
-            over = wish.names & older.changes.keys()
+            over = pending.names & older.changes.keys()
             if not over:
                 continue
             if over == older.changes.keys():
@@ -227,7 +226,7 @@ class CommandController:
             older.notes.append(f"{', '.join(sorted(over))} was {by}")
             older.changes = {name: value for name, value in older.changes.items() if name not in over}
 
-    def _drop_set(self, waiting: _Set, status: Final, reason: str, position: TrainingPosition) -> None:
+    def _drop_set(self, waiting: PendingSet, status: FinalStatus, reason: str, position: TrainingPosition) -> None:
         self._sets.remove(waiting)
         if waiting.is_split:
             self._emit_split("cancelled", waiting, reason=reason)
@@ -237,26 +236,34 @@ class CommandController:
     def _update_pending_settings(self) -> None:
         """What the waiting wishes come to, in the order in which they came."""
         settings = self.settings
-        for wish in self._sets:
-            settings = with_split(settings, wish.changes)
+        for pending in self._sets:
+            settings = with_split(settings, pending.changes)
         self.requests.settings = settings if self._sets else None
 
     # --- what the trainer has done ---------------------------------------------------------------------------------
 
-    def settle(self, kind: str, status: Final, reason: str | None, step: int) -> None:
+    def answer_all(self, kind: str, status: FinalStatus, reason: str | None, step: int) -> None:
         """Answers every open command of a kind: pause, checkpoint or stop."""
         waiting, self._open[kind] = self._open[kind], []
         for received in waiting:
             self.inbox.answer(received, status, reason, step)
 
-    def checkpoint_done(self, step: int, problem: str | None) -> None:
+    def answer_checkpoints(self, step: int, problem: str | None) -> None:
         """The checkpoint that was wished for is saved, or could not be."""
         if problem is None:
-            self.settle("checkpoint", "applied", f"checkpoints/last.pt at step {step}", step)
+            self.answer_all("checkpoint", "applied", f"checkpoints/last.pt at step {step}", step)
         else:
-            self.settle("checkpoint", "rejected", problem, step)
+            self.answer_all("checkpoint", "rejected", problem, step)
 
-    def resume(self, settings: LiveSettings, saved: Mapping[str, Any], config: ParallelConfig) -> None:
+    def schedule_replay(self, changes: Sequence[tuple[int, dict[str, Any]]]) -> None:
+        """Apply changes of settings again, for a training that goes back to a checkpoint written before them.
+
+        Args:
+            changes: step after which each change was applied, and the new values (`inbox.applied_after`).
+        """
+        self._replay = list(changes)
+
+    def restore_settings(self, settings: LiveSettings, saved: Mapping[str, Any], config: ParallelConfig) -> None:
         """Takes over the settings of a checkpoint; a split that the config names anew goes before that.
 
         Args:
@@ -271,8 +278,8 @@ class CommandController:
         kept = settings
         if any(saved.get(name) != value for name, value in wished.items()):
             kept = with_split(settings, start)
-            later = [(at, {n: v for n, v in changes.items() if n not in _SHARES}) for at, changes in self.replay]
-            self.replay = [(at, changes) for at, changes in later if changes]
+            later = [(at, {n: v for n, v in changes.items() if n not in _SHARES}) for at, changes in self._replay]
+            self._replay = [(at, changes) for at, changes in later if changes]
         if not self.batch_split.apply(kept):
             message = f"gpu0_bsz={kept.gpu0_bsz}, shares={kept.shares} is impossible here: the config's split holds"
             self.event_log.emit("alert", kind="settings", message=message)
@@ -282,20 +289,20 @@ class CommandController:
 
     def settings_for_step(self, step: int) -> LiveSettings:
         """The settings for the epoch that begins after `step` updates."""
-        if any(at <= step for at, _ in self.replay):
+        if any(at <= step for at, _ in self._replay):
             settings = self.settings
-            for _, changes in [each for each in self.replay if each[0] <= step]:
+            for _, changes in [each for each in self._replay if each[0] <= step]:
                 settings = with_split(settings, changes)
-            self.replay = [each for each in self.replay if each[0] > step]
-            for wish in self._sets:
-                settings = with_split(settings, wish.changes)
+            self._replay = [each for each in self._replay if each[0] > step]
+            for pending in self._sets:
+                settings = with_split(settings, pending.changes)
             return settings
         settings = self.requests.settings or self.settings
-        if settings.gpu0_bsz_auto and not any(wish.is_split for wish in self._sets):
+        if settings.gpu0_bsz_auto and not any(pending.is_split for pending in self._sets):
             move = self.batch_split.auto_move(self.watch.usable_mib())
             if move is not None:
                 changes = {"gpu0_bsz": move.gpu0_bsz, **AUTO_ON}
-                self._sets.append(_Set(None, changes, [], move.reason, move.split, move.predicted_mib))
+                self._sets.append(PendingSet(None, changes, [], move.reason, move.split, move.predicted_mib))
                 settings = with_split(settings, changes)
         return settings
 
@@ -307,14 +314,14 @@ class CommandController:
             settings = with_split(settings, {"gpu0_bsz": old.gpu0_bsz, "shares": old.shares})
         self.settings = settings
         is_new_split = self.batch_split.current != old_split
-        for wish in [each for each in sets if not (is_new_split and each.is_split)]:
-            self._answer_applied(wish, position.step)
+        for pending in [each for each in sets if not (is_new_split and each.is_split)]:
+            self._answer_applied(pending, position.step)
         if is_new_split:
             self.confirm_untested()
             proving = [each for each in sets if each.is_split]
             self._trial = SplitProbation(old, settings, old_split, position.epoch, position.step, proving)
 
-    def saw_step(self, split: Sequence[int], num_samples: int, step: int) -> None:
+    def after_step(self, split: Sequence[int], num_samples: int, step: int) -> None:
         """A step was made: the first full batch after a change proves it."""
         self._has_full_batch |= num_samples == self.batch_split.batch_size
         trial = self._trial
@@ -323,25 +330,25 @@ class CommandController:
         trial.steps_left -= 1
         if not trial.is_seen and num_samples == self.batch_split.batch_size:
             trial.is_seen = True
-            observed = self._note_peaks(split)
-            for wish in trial.sets:
+            observed = self._record_peaks(split)
+            for pending in trial.sets:
                 self._emit_split(
-                    "applied", wish, trial.old, split=split, observed=observed, epoch=trial.epoch, step=trial.step
+                    "applied", pending, trial.old, split=split, observed=observed, epoch=trial.epoch, step=trial.step
                 )
-                self._answer_applied(wish, trial.step, f"split {_shown(split)}")
+                self._answer_applied(pending, trial.step, f"split {_shown(split)}")
         if trial.steps_left <= 0 and trial.is_seen:
             self._trial = None
 
-    def saw_epoch(self) -> None:
+    def after_epoch(self) -> None:
         """The training of an epoch is done, and its evaluation to come: its peaks are those of its split."""
         if self._has_full_batch and self.batch_split.current is not None:
-            self._note_peaks(self.batch_split.current)
+            self._record_peaks(self.batch_split.current)
         self._has_full_batch = False
 
-    def _note_peaks(self, split: Sequence[int]) -> list[float | None]:
+    def _record_peaks(self, split: Sequence[int]) -> list[float | None]:
         observed = self.watch.observed_mib()[: len(split)]
         if not self.watch.is_shared:  # logical devices without budgets: nobody can say whose memory it is
-            self.batch_split.note_peaks(split, observed)
+            self.batch_split.record_peaks(split, observed)
         return observed
 
     def revert_split(self, problem: str, step: int) -> str | None:
@@ -355,7 +362,7 @@ class CommandController:
             return None
         self._trial = None
         failed = self.batch_split.current or ()
-        self.batch_split.note_failure(failed, trial.old_split)
+        self.batch_split.record_failure(failed, trial.old_split)
         restored = {
             "gpu0_bsz": trial.old.gpu0_bsz,
             "shares": trial.old.shares,
@@ -366,28 +373,28 @@ class CommandController:
         self._update_pending_settings()
         done = f"split {_shown(failed)} needs too much, split {_shown(trial.old_split)} is back"
         reason = f"out of memory: {done} ({problem})"
-        for wish in trial.sets:
+        for pending in trial.sets:
             self._emit_split(
-                "reverted", wish, trial.old, split=trial.old_split, observed=None, epoch=trial.epoch, reason=reason
+                "reverted", pending, trial.old, split=trial.old_split, observed=None, epoch=trial.epoch, reason=reason
             )
-            if not trial.is_seen and wish.received is not None:
-                self.inbox.answer(wish.received, "rejected", reason, step)
+            if not trial.is_seen and pending.received is not None:
+                self.inbox.answer(pending.received, "rejected", reason, step)
         return done
 
     def confirm_untested(self) -> None:
         """A change that no full batch was made with is applied all the same."""
         if self._trial is not None and not self._trial.is_seen:
-            for wish in self._trial.sets:
-                self._answer_applied(wish, self._trial.step, "no full batch was made with it")
+            for pending in self._trial.sets:
+                self._answer_applied(pending, self._trial.step, "no full batch was made with it")
 
-    def end(self, position: TrainingPosition, reason: str, *, is_finished: bool) -> None:
+    def answer_at_end(self, position: TrainingPosition, reason: str, *, is_finished: bool) -> None:
         """Answers what the end of the training answers.
 
-        A wish for settings outlives a stop: the training that goes on takes it up.
+        A request for settings outlives a stop: the training that goes on takes it up.
         """
-        self.settle("stop", "applied", reason, position.step)
-        self.settle("checkpoint", "applied", f"saved at step {position.step}, at the end", position.step)
-        self.settle("pause", "cancelled", reason, position.step)
+        self.answer_all("stop", "applied", reason, position.step)
+        self.answer_all("checkpoint", "applied", f"saved at step {position.step}, at the end", position.step)
+        self.answer_all("pause", "cancelled", reason, position.step)
         for received in self.inbox.take(is_last=True):
             command = received.command
             if command is not None and command.kind in ("stop", "checkpoint"):
@@ -399,16 +406,16 @@ class CommandController:
             for waiting in list(self._sets):
                 self._drop_set(waiting, "cancelled", reason, position)
 
-    def _answer_applied(self, wish: _Set, step: int, note: str | None = None) -> None:
-        if wish.received is None:
+    def _answer_applied(self, pending: PendingSet, step: int, note: str | None = None) -> None:
+        if pending.received is None:
             return
-        notes = [*wish.notes, *([note] if note else [])]
-        self.inbox.answer(wish.received, "applied", "; ".join(notes) or None, step)
+        notes = [*pending.notes, *([note] if note else [])]
+        self.inbox.answer(pending.received, "applied", "; ".join(notes) or None, step)
 
     def _emit_split(
         self,
         status: str,
-        wish: _Set,
+        pending: PendingSet,
         old: LiveSettings | None = None,
         *,
         split: Sequence[int] | None = None,
@@ -418,20 +425,20 @@ class CommandController:
         step: int | None = None,
     ) -> None:
         old = self.settings if old is None else old
-        shares = wish.changes.get("shares")
-        chosen = split if split is not None else wish.split
+        shares = pending.changes.get("shares")
+        chosen = split if split is not None else pending.split
         self.event_log.emit(
             "gpu0_bsz",
             status=status,
             old=old.gpu0_bsz if old.shares is None else old.shares[0],
-            new=wish.changes.get("gpu0_bsz") if shares is None else shares[0],
+            new=pending.changes.get("gpu0_bsz") if shares is None else shares[0],
             split=None if chosen is None else list(chosen),
-            predicted_mib=list(wish.predicted_mib) or None,
+            predicted_mib=list(pending.predicted_mib) or None,
             observed_mib=None if observed is None else list(observed),
             epoch=epoch,
-            reason=reason or wish.reason,
-            id=None if wish.received is None else wish.received.id,
-            is_auto=bool(wish.changes.get("gpu0_bsz_auto", False)),
+            reason=reason or pending.reason,
+            id=None if pending.received is None else pending.received.id,
+            is_auto=bool(pending.changes.get("gpu0_bsz_auto", False)),
             step=step,
         )
 

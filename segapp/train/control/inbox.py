@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from segapp.failpoints import failpoint
-from segapp.run.commands import Received, drain_commands, parse_command, settle_answered, settle_command
+from segapp.run.commands import ReceivedCommand, drain_commands, parse_command, remove_answered, remove_command
 from segapp.run.events import EventReader, read_answers
 from segapp.run.folder import RunFolder
 from segapp.train.telemetry.event_log import EventLog
 
 POLL_S = 0.25
 
-Final = Literal["applied", "rejected", "cancelled"]
+FinalStatus = Literal["applied", "rejected", "cancelled"]
 
 
 class Inbox:
@@ -34,12 +34,12 @@ class Inbox:
         self._event_log = event_log
         self._handled: set[str] = set()
         self._looked_s = -POLL_S
-        self._found: list[Received] = []
+        self._found: list[ReceivedCommand] = []
         if self._path is not None and folder is not None:
             self._handled = set(read_answers(_read_rare(folder.events)))
-            settle_answered(self._path, self._handled)
+            remove_answered(self._path, self._handled)
 
-    def has_news(self) -> bool:
+    def has_commands(self) -> bool:
         """Whether commands wait; looks at the disk at most four times a second."""
         now_s = time.monotonic()
         if self._path is not None and now_s - self._looked_s >= POLL_S:
@@ -47,7 +47,7 @@ class Inbox:
             self._found = drain_commands(self._path, self._handled)
         return bool(self._found)
 
-    def take(self, *, is_last: bool = False) -> list[Received]:
+    def take(self, *, is_last: bool = False) -> list[ReceivedCommand]:
         """The commands that wait, in the order in which they were sent; none is given twice.
 
         Args:
@@ -55,24 +55,24 @@ class Inbox:
         """
         if is_last:
             self._looked_s = -POLL_S
-        self.has_news()
+        self.has_commands()
         found, self._found = self._found, []
         self._handled.update(received.id for received in found)
         return found
 
-    def accept(self, received: Received, reason: str, step: int | None) -> None:
+    def accept(self, received: ReceivedCommand, reason: str, step: int | None) -> None:
         """Says that a command will be done later."""
         self._emit(received, "accepted", reason, step)
 
-    def answer(self, received: Received, status: Final, reason: str | None, step: int | None) -> None:
+    def answer(self, received: ReceivedCommand, status: FinalStatus, reason: str | None, step: int | None) -> None:
         """Answers a command for good."""
         self._emit(received, status, reason, step)
         failpoint("command.answered")
         writer = self._event_log.writer
         if writer is None or writer.num_pending == 0:
-            settle_command(received)  # otherwise the answer is not on disk yet, and the file is what is left of it
+            remove_command(received)  # otherwise the answer is not on disk yet, and the file is what is left of it
 
-    def _emit(self, received: Received, status: str, reason: str | None, step: int | None) -> None:
+    def _emit(self, received: ReceivedCommand, status: str, reason: str | None, step: int | None) -> None:
         self._event_log.emit(
             "command",
             id=received.id,

@@ -90,7 +90,7 @@ class SafePoint:
         if self._asked_at_step is not None:
             is_done, problem = self._saving.outcome()
             if is_done:
-                self.controller.checkpoint_done(self._asked_at_step, problem)
+                self.controller.answer_checkpoints(self._asked_at_step, problem)
                 self._asked_at_step = None
 
     def _poll(self) -> None:
@@ -99,7 +99,7 @@ class SafePoint:
         is_stop, is_save, is_news, is_overdue = self.ranks.any_of(
             self.signals.is_set,
             self.signals.take_checkpoint_request(),
-            self.controller.inbox.has_news(),
+            self.controller.inbox.has_commands(),
             self._saving.is_overdue(),
         )
         self._has_overdue_save |= is_overdue
@@ -115,7 +115,7 @@ class SafePoint:
     def _pause(self) -> None:
         began, phase, step = time.perf_counter(), self._watch.phase, self._standing().step
         self._watch.mark("paused")
-        self.controller.settle("pause", "applied", None, step)
+        self.controller.answer_all("pause", "applied", None, step)
         self._event_log.emit("heartbeat", phase="paused", step=step)
         try:
             while self.controller.requests.is_paused:

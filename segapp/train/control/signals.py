@@ -1,4 +1,4 @@
-"""How signals ask a running training for something: they set a flag, the loop looks at it between micro-batches."""
+"""Signal handlers of a training process: they set flags that the training loop reads between micro-batches."""
 
 from __future__ import annotations
 
@@ -12,44 +12,42 @@ EXIT_STOPPED_AND_SAVED = 75
 
 
 class StopRequest(Exception):  # noqa: N818 - it is a request, not an error
-    """Raised in the loop, at a place where the state is whole, once a stop was asked for."""
+    """Raised by the training loop at a point where the training state is consistent, after a stop was requested."""
 
 
 class PauseRequest(Exception):  # noqa: N818 - it is a request, not an error
-    """Raised in the middle of a step that a pause leaves; the step is undone, and made anew after the pause."""
+    """Raised between the micro-batches of a step; the step is rolled back, and repeated after the pause."""
 
 
 class StopSignals:
-    """SIGINT and SIGTERM as a flag, and SIGUSR1 as another.
+    """Flags set by SIGINT and SIGTERM (stop) and by SIGUSR1 (checkpoint), as a context manager.
 
-    The first signal asks for a stop, the second says that it is under way, the third ends the process at once with
-    128 + signal. SIGUSR1 asks for a checkpoint. The handlers do nothing else: they may run in the middle of anything.
-    SIGHUP is ignored.
+    The first SIGINT or SIGTERM requests a stop, the second prints that the stop is in progress, the third exits at once
+    with 128 + signal number. SIGHUP is ignored. The handlers do nothing else, because they may interrupt any code.
 
     Args:
-        say: called with a line for the person who sent the signal; it must be safe inside a signal handler.
+        write_line: prints one line for the user; must be safe inside a signal handler. Default: to stderr.
     """
 
-    def __init__(self, say: Callable[[str], None] | None = None) -> None:
+    def __init__(self, write_line: Callable[[str], None] | None = None) -> None:
         self.count = 0
         self.number = 0
         self.signal_name: str | None = None
-        self.forward_checkpoint_request: Callable[[], None] | None = None
-        """Called instead, by a process that only waits for those that train."""
+        self._on_checkpoint_request: Callable[[], None] | None = None
         self._wants_checkpoint = False
-        self._say = say or _write_stderr
+        self._write_line = write_line or _write_stderr
         self._previous: dict[int, object] = {}
 
     @property
     def is_set(self) -> bool:
-        """Whether a stop was asked for."""
+        """True once a stop was requested."""
         return self.count > 0
 
     def __enter__(self) -> StopSignals:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._handle)
-        self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._ask_for_checkpoint)
-        # A closed terminal must not end a training.
+        self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._request_checkpoint)
+        # Closing the terminal must not end the training.
         self._previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
         return self
 
@@ -59,18 +57,22 @@ class StopSignals:
         self._previous.clear()
 
     def check(self) -> None:
-        """Raises StopRequest once a stop was asked for."""
+        """Raise StopRequest if a stop was requested."""
         if self.is_set:
             raise StopRequest(self.signal_name)
 
     def take_checkpoint_request(self) -> bool:
-        """Whether SIGUSR1 came since the last call."""
+        """Return True if SIGUSR1 arrived since the last call."""
         is_wanted, self._wants_checkpoint = self._wants_checkpoint, False
         return is_wanted
 
-    def _ask_for_checkpoint(self, _number: int, _frame: FrameType | None) -> None:
-        if self.forward_checkpoint_request is not None:
-            self.forward_checkpoint_request()
+    def forward_checkpoint_requests(self, callback: Callable[[], None]) -> None:
+        """Call `callback` on every SIGUSR1, for a process that starts the ranks and does not train itself."""
+        self._on_checkpoint_request = callback
+
+    def _request_checkpoint(self, _number: int, _frame: FrameType | None) -> None:
+        if self._on_checkpoint_request is not None:
+            self._on_checkpoint_request()
         self._wants_checkpoint = True
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
@@ -78,9 +80,11 @@ class StopSignals:
         self.number = number
         self.signal_name = signal.Signals(number).name
         if self.count == 1:
-            self._say(f"{self.signal_name}: stopping after this micro-batch and saving a checkpoint")
+            self._write_line(f"{self.signal_name}: stopping after this micro-batch and saving a checkpoint")
         elif self.count == 2:
-            self._say(f"{self.signal_name}: still saving; once more ends it at once, without a new checkpoint")
+            self._write_line(
+                f"{self.signal_name}: still saving; send it once more to exit at once, without a new checkpoint"
+            )
         else:
             os._exit(128 + number)
 

@@ -145,13 +145,13 @@ def _stepped(draft: Draft, view: View, by: int) -> Draft:
 
 def _submitted(draft: Draft, view: View, *, insists: bool) -> tuple[Draft | None, bool]:
     verdict = judge(view, draft.value)
-    if verdict.word == "no change" and view.gpu0.pending is None:
+    if verdict.level == "no change" and view.gpu0.pending is None:
         return None, False
     if insists:
         return (None, True) if verdict.is_possible else (draft, False)
-    if verdict.word == "tight" and not draft.is_confirmed:
+    if verdict.level == "tight" and not draft.is_confirmed:
         return Draft(draft.text, is_confirmed=True), False
-    if verdict.is_allowed or verdict.word == "no change":
+    if verdict.is_allowed or verdict.level == "no change":
         return None, True
     return draft, False
 
@@ -246,7 +246,7 @@ def _pending_lines(view: View, status: Status, glyphs: Glyphs) -> list[Content]:
 
 def _editor(view: View, draft: Draft, width: int, num_lines: int, glyphs: Glyphs) -> Content:
     verdict = judge(view, draft.value)
-    style = WORD_STYLES[verdict.word]
+    style = WORD_STYLES[verdict.level]
     value = draft.text if draft.text else "even"
     reason = _wrap(verdict.reason, width, 2)
     lines = [
@@ -255,7 +255,7 @@ def _editor(view: View, draft: Draft, width: int, num_lines: int, glyphs: Glyphs
             f" {glyphs.arrow} ",
             (f" {value} ", "$text-warning bold reverse"),
             "  ",
-            (verdict.word, style),
+            (verdict.level, style),
         ),
         Content(f"split {dots(view.split)} {glyphs.arrow} {dots(verdict.split)}"),
         *_prediction_lines(view, verdict, num_lines - 3 - len(reason), glyphs),
@@ -299,9 +299,9 @@ def _prediction_line(
 
 
 def _hint(verdict: SplitVerdict, draft: Draft) -> str:
-    if verdict.word == "tight":
+    if verdict.level == "tight":
         return "enter again sends it  esc" if draft.is_confirmed else "+ - change  enter twice  esc"
-    if verdict.word == "won't fit":
+    if verdict.level == "won't fit":
         return "+ - change  ! insists  esc"
     return "+ - change  e even  enter  esc" if verdict.is_allowed else "+ - change  e even  esc"
 

@@ -48,7 +48,7 @@ class Desk:
     def say(self, text: str, position: TrainingPosition = MIDDLE) -> str:
         command_id = send_command(self.folder.path, parse_command(text))
         self.controller.inbox._looked_s = -1e9
-        if self.controller.inbox.has_news():
+        if self.controller.inbox.has_commands():
             self.controller.handle_commands(position)
         return command_id
 
@@ -73,9 +73,9 @@ def test_a_new_split_waits_and_is_applied_when_a_full_batch_was_made_with_it(des
     assert desk.controller.settings == LiveSettings(gpu0_bsz=0, lr_factor=0.5)
     assert desk.batch_split.current == (0, 4, 4)
     assert desk.answers(wish) == ["accepted", "applied"]  # what is left of it does not wait for a batch
-    desk.controller.saw_step([0, 3, 3], 6, 21)
+    desk.controller.after_step([0, 3, 3], 6, 21)
     assert seen(desk.folder.path, "gpu0_bsz")[-1]["status"] == "pending"  # a short batch proves nothing
-    desk.controller.saw_step([0, 4, 4], 8, 22)
+    desk.controller.after_step([0, 4, 4], 8, 22)
     statuses = [(event["status"], event["new"], event["split"]) for event in seen(desk.folder.path, "gpu0_bsz")]
     assert statuses == [
         ("pending", 2, [2, 3, 3]),
@@ -145,18 +145,18 @@ def test_a_resume_before_the_pause_took_hold_cancels_it_and_a_stop_supersedes_a_
     now = desk.say("stop")
     assert desk.controller.requests.stop == "now"
     assert desk.answers(later) == ["accepted", "cancelled"]
-    desk.controller.end(MIDDLE, "the end", is_finished=False)
+    desk.controller.answer_at_end(MIDDLE, "the end", is_finished=False)
     assert desk.answers(now) == ["applied"]
 
 
 def test_a_wish_for_settings_outlives_a_stop_and_every_other_is_answered(desk: Desk) -> None:
     wish = desk.say("set gpu0_bsz=3")
     unread = send_command(desk.folder.path, parse_command("pause"))
-    desk.controller.end(MIDDLE, "stopped", is_finished=False)
+    desk.controller.answer_at_end(MIDDLE, "stopped", is_finished=False)
     assert desk.answers(unread) == ["rejected"]
     again = Inbox(desk.folder, EventLog(desk.writer))
     assert [received.id for received in again.take()] == [wish]
-    desk.controller.end(MIDDLE, "finished", is_finished=True)
+    desk.controller.answer_at_end(MIDDLE, "finished", is_finished=True)
     assert desk.answers(wish) == ["accepted", "cancelled"]
 
 
@@ -164,7 +164,7 @@ def test_an_answered_command_whose_file_was_left_by_a_crash_is_not_taken_up_agai
     wish = desk.say("checkpoint")
     path = desk.controller._open["checkpoint"][0].path
     content = path.read_bytes()
-    desk.controller.checkpoint_done(15, None)
+    desk.controller.answer_checkpoints(15, None)
     assert not path.exists()
     path.write_bytes(content)  # the crash came between the answer and the removal
     again = Inbox(desk.folder, EventLog(desk.writer))
@@ -391,14 +391,16 @@ def test_a_split_that_the_config_names_anew_goes_before_what_was_set(desk: Desk)
     from segapp.config import ParallelConfig
 
     saved = {"gpu0_bsz": None, "shares": None}
-    desk.controller.resume(LiveSettings(gpu0_bsz=5, lr_factor=0.5), saved, ParallelConfig())
+    desk.controller.restore_settings(LiveSettings(gpu0_bsz=5, lr_factor=0.5), saved, ParallelConfig())
     assert desk.batch_split.current == (5, 2, 1)
-    desk.controller.replay = [(20, {"gpu0_bsz": 6, "lr_factor": 0.25}), (30, {"shares": [8, 0, 0]})]
-    desk.controller.resume(LiveSettings(gpu0_bsz=5, lr_factor=0.5), saved, ParallelConfig(gpu0_bsz=1))
+    desk.controller.schedule_replay([(20, {"gpu0_bsz": 6, "lr_factor": 0.25}), (30, {"shares": [8, 0, 0]})])
+    desk.controller.restore_settings(LiveSettings(gpu0_bsz=5, lr_factor=0.5), saved, ParallelConfig(gpu0_bsz=1))
     assert desk.controller.settings == LiveSettings(gpu0_bsz=1, lr_factor=0.5)
-    assert desk.controller.replay == [(20, {"lr_factor": 0.25})]
+    assert desk.controller._replay == [(20, {"lr_factor": 0.25})]
     assert desk.controller.settings_for_step(20) == LiveSettings(gpu0_bsz=1, lr_factor=0.25)
-    desk.controller.resume(LiveSettings(shares=[4, 4]), saved, ParallelConfig())  # of a machine with two devices
+    desk.controller.restore_settings(
+        LiveSettings(shares=[4, 4]), saved, ParallelConfig()
+    )  # of a machine with two devices
     assert desk.batch_split.current == (2, 3, 3)
     assert "impossible here" in seen(desk.folder.path, "alert")[-1]["message"]
 

@@ -138,8 +138,8 @@ def test_a_change_is_pending_then_applied_then_reverted(tmp_path: Path) -> None:
     assert view.gpu0.ceiling == 6
     assert view.alert is not None
     assert "out of memory" in view.alert.message
-    assert judge(view, 6).word == "won't fit"
-    assert judge(view, 7).word == "won't fit"
+    assert judge(view, 6).level == "won't fit"
+    assert judge(view, 7).level == "won't fit"
 
 
 def test_a_smaller_share_that_fails_says_nothing_about_device_0(tmp_path: Path) -> None:
