@@ -1,4 +1,4 @@
-"""What an exported file says about itself: enough to feed it, to read its output and to know where it came from."""
+"""Metadata of an exported file: what it takes, what it gives, its classes, and the checkpoint it was made from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from segapp.errors import CheckpointError
 
 
 class ExportInfo(BaseModel):
-    """The metadata of an exported file; in ONNX one property a field, in pt2 the extra file `segapp.json`.
+    """Metadata of an exported file: one property per field in ONNX, the extra file `segapp.json` in pt2.
 
     Every value is JSON.
     """
@@ -21,60 +21,60 @@ class ExportInfo(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
 
     segapp_version: str
-    """Version that wrote the file."""
+    """Version of segapp that wrote the file."""
     run: str
     """Name of the run."""
     checkpoint: str
     """File name of the checkpoint."""
     epoch: int
-    """Epochs that the checkpoint was trained for."""
+    """Number of epochs the checkpoint was trained for."""
     step: int
-    """Steps that the checkpoint was trained for."""
+    """Number of optimizer steps the checkpoint was trained for."""
     network: str
     """Library, name and backbone of the network."""
     classes: tuple[str, ...]
     """Class names in the order of their ids."""
     palette: tuple[tuple[int, int, int], ...]
-    """One RGB colour a class."""
+    """One RGB colour per class."""
     file_ids: tuple[int, ...]
-    """For each class the id that stands for it in the data set's own files."""
+    """For each class, its id in the files of the data set."""
     ignore_index: int
-    """Id of pixels that counted nowhere in training."""
+    """Id of pixels that training ignored."""
     mean: tuple[float, float, float]
-    """Mean of the normalisation inside the file, RGB in 0..1."""
+    """Mean of the normalisation that the file applies, RGB in 0..1."""
     std: tuple[float, float, float]
-    """Standard deviation of the normalisation inside the file, RGB in 0..1."""
+    """Standard deviation of the normalisation that the file applies, RGB in 0..1."""
     align_corners: bool
-    """Of the upsampling inside the file."""
+    """`align_corners` of the upsampling in the file."""
     input: str = "images: uint8 (batch, height, width, 3), RGB"
-    """What the file takes."""
+    """Name, type and shape of the input."""
     output: Literal["logits", "labels"]
-    """What it gives: logits float32 (batch, classes, height, width), or labels (batch, height, width)."""
+    """Name of the output: logits, float32 (batch, classes, height, width), or labels, (batch, height, width)."""
     precision: Literal["fp32", "fp16"]
-    """Of weights and arithmetic; input and output do not depend on it."""
+    """Of weights and arithmetic; the types of input and output stay the same."""
     fixed_size_px: tuple[int, int] | None = None
-    """Height and width of the images where the network takes one size only."""
+    """Height and width of the images if the network accepts one size only; None: any size."""
     opset: int | None = None
-    """Of ONNX."""
+    """ONNX opset; None in other formats."""
 
     @property
     def scheme(self) -> ClassScheme:
-        """Classes and colours."""
+        """Classes, colours and ids of the data set."""
         label_map = {file_id: class_id for class_id, file_id in enumerate(self.file_ids)}
         is_plain = all(file_id == class_id for file_id, class_id in label_map.items())
         return ClassScheme(self.classes, self.palette, None if is_plain else label_map, self.ignore_index)
 
     def as_properties(self) -> dict[str, str]:
-        """One JSON text a field."""
+        """Return each field as JSON text, by name."""
         return {name: json.dumps(value) for name, value in self.model_dump(mode="json").items()}
 
     @classmethod
     def from_properties(cls, properties: Mapping[str, str], name: str) -> ExportInfo:
-        """What `as_properties` gave.
+        """Read the metadata that `as_properties` returned.
 
         Args:
-            properties: the file's metadata.
-            name: the file, for the message.
+            properties: metadata of a file.
+            name: the file, for the error message.
 
         Raises:
             CheckpointError: the file was not written by segapp export.
@@ -84,5 +84,5 @@ class ExportInfo(BaseModel):
             return cls.model_validate(known)
         except (ValidationError, ValueError):
             raise CheckpointError(
-                f"{name} holds no class names and colours of segapp: predict with a file that segapp export wrote"
+                f"{name} lacks the class names and colours that segapp stores: use a file written by segapp export"
             ) from None

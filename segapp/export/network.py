@@ -1,4 +1,4 @@
-"""A trained network as other programs want it: pictures in, one answer a pixel out, at any size.
+"""The network that is exported: uint8 images in, logits or class ids at full resolution out.
 
 Shapes: N images, C classes, H x W pixels of an image.
 """
@@ -17,17 +17,17 @@ from segapp.models import SegmentationModel
 
 
 class ExportNetwork(nn.Module):
-    """Normalisation, network, upsampling and, if wanted, argmax in one module.
+    """Normalisation, network, upsampling and optional argmax in one module.
 
-    Pads at the bottom and right with the mean colour where the network takes certain sizes only, as evaluation does,
-    and cuts that off again.
+    Images of sizes that the network does not accept are padded at the bottom and right with the mean colour, as in
+    evaluation, and the logits are cropped.
 
     Args:
-        model: is copied; in float32.
+        model: float32; it is copied.
         mean: RGB in 0..1.
         std: RGB in 0..1.
         align_corners: of the upsampling, as in training.
-        argmax: give class ids instead of logits.
+        argmax: return class ids instead of logits.
         half: compute the network in float16; the upsampling stays in float32.
     """
 
@@ -57,9 +57,9 @@ class ExportNetwork(nn.Module):
             self.model.half()
 
     def forward(self, images: Tensor) -> Tensor:
-        """uint8 (N, H, W, 3), RGB -> float32 logits (N, C, H, W), or class ids (N, H, W).
+        """Return float32 logits (N, C, H, W), or class ids (N, H, W) of images, uint8 (N, H, W, 3) RGB.
 
-        Class ids are uint8, int32 for more than 256 classes.
+        Class ids are uint8, or int32 for more than 256 classes.
         """
         planes = images.permute(0, 3, 1, 2).contiguous()
         pixels = (planes.float() * self.scale - self.shift).to(self.dtype)
@@ -67,8 +67,8 @@ class ExportNetwork(nn.Module):
         pixels = self._padded(pixels)
         low = self.model.compute_logits(pixels)[0].float()
         logits = F.interpolate(low, pixels.shape[-2:], mode="bilinear", align_corners=self.align_corners)
-        if self._has_rule_of_sizes:
-            # A slice would be a view, and tracing would take its strides for a promise about the image's size.
+        if self._needs_padding:
+            # A slice would be a view, and tracing would turn its strides into constraints on the image size.
             rows, columns = torch.arange(height, device=low.device), torch.arange(width, device=low.device)
             logits = logits.index_select(2, rows).index_select(3, columns)
         if not self.argmax:
@@ -76,23 +76,23 @@ class ExportNetwork(nn.Module):
         return logits.argmax(1).to(torch.uint8 if logits.shape[1] <= 256 else torch.int32)
 
     @property
-    def _has_rule_of_sizes(self) -> bool:
+    def _needs_padding(self) -> bool:
         model = self.model
         return model.fixed_size_px is None and (model.size_divisor > 1 or model.min_size_px > 1)
 
     def _padded(self, pixels: Tensor) -> Tensor:
-        if not self._has_rule_of_sizes:
+        if not self._needs_padding:
             return pixels
         sides: list[int] = []
         for side in (pixels.shape[-1], pixels.shape[-2]):
-            # An int here, a symbol in a trace.
+            # An int when run, a symbol when traced.
             least: Any = torch.sym_max(side, self.model.min_size_px) if self.model.min_size_px > 1 else side
             sides += [0, least + -least % self.model.size_divisor - side]
         return F.pad(pixels, sides)
 
 
 class SizedPooling(nn.Module):
-    """`nn.AdaptiveAvgPool2d` as two matrix products, which ONNX can say for images of any size.
+    """`nn.AdaptiveAvgPool2d` as two matrix products, which ONNX can express for images of any size.
 
     Args:
         size: rows and columns of the output.
@@ -103,7 +103,7 @@ class SizedPooling(nn.Module):
         self.size = size
 
     def forward(self, features: Tensor) -> Tensor:
-        """(N, C, H, W) -> (N, C, *size)."""
+        """Return features (N, C, H, W) pooled to (N, C, *size)."""
         rows, columns = (
             _bins(num_bins, side, features)
             for num_bins, side in zip(self.size, (features.shape[-2], features.shape[-1]), strict=True)
@@ -112,7 +112,7 @@ class SizedPooling(nn.Module):
 
 
 def _bins(num_bins: int, side: int, like: Tensor) -> Tensor:
-    """Weights (num_bins, side): bin i is the mean over floor(i side / n) .. ceil((i + 1) side / n), as in torch."""
+    """Return weights (num_bins, side): bin i averages floor(i side / n) .. ceil((i + 1) side / n), as in torch."""
     bins = torch.arange(num_bins, device=like.device).view(-1, 1)
     first, last = bins * side // num_bins, ((bins + 1) * side + num_bins - 1) // num_bins
     places = torch.arange(side, device=like.device)
@@ -121,7 +121,7 @@ def _bins(num_bins: int, side: int, like: Tensor) -> Tensor:
 
 
 def replace_adaptive_pooling(module: nn.Module) -> None:
-    """Puts `SizedPooling` in place of every adaptive average pooling to more than one value."""
+    """Replace every adaptive average pooling to more than one value by `SizedPooling`, in place."""
     for name, child in module.named_children():
         if isinstance(child, nn.AdaptiveAvgPool2d):
             size = child.output_size

@@ -1,4 +1,4 @@
-"""Bare weights as a safetensors file: names of the network's own library, and what the numbers mean as metadata."""
+"""Write the state dict of a network as a safetensors file, with the metadata of an export."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from segapp.export.info import ExportInfo
 from segapp.models import SegmentationModel
 from segapp.run.files import remove_quietly, temporary_name
 
-_OF_PROGRAMS = ("input", "output", "opset", "fixed_size_px")
-"""Fields that describe a file that runs; weights do not."""
+_PROGRAM_FIELDS = ("input", "output", "opset", "fixed_size_px")
+"""Metadata that apply to executable formats only."""
 
 
 def write_weights(model: SegmentationModel, info: ExportInfo, path: Path, more: Mapping[str, str] | None = None) -> int:
-    """Writes the state dict of a network, reads it back, and only then gives the file its name.
+    """Write the state dict of a network under a temporary name, read it back, and rename it if it is unchanged.
 
     Args:
         model: the trained network.
-        info: classes, palette, normalisation, version; with precision fp16 all floating tensors are halved.
+        info: the metadata; with precision fp16 all floating-point tensors are stored in float16.
         path: the file.
-        more: further metadata, text by name.
+        more: additional metadata, text by name.
 
     Returns:
-        The number of tensors.
+        The number of tensors written.
 
     Raises:
-        RunError: what was read back differs.
+        RunError: the tensors read back differ.
         StorageError: the file cannot be written.
     """
     from safetensors import SafetensorError
@@ -38,20 +38,20 @@ def write_weights(model: SegmentationModel, info: ExportInfo, path: Path, more: 
 
     dtype = torch.float16 if info.precision == "fp16" else torch.float32
     tensors = {
-        # Copies: the format refuses tensors that share memory.
+        # Copied because safetensors refuses tensors that share memory.
         name: value.detach().to("cpu", dtype if value.is_floating_point() else None, copy=True).contiguous()
         for name, value in model.state_dict().items()
     }
-    properties = {name: text for name, text in info.as_properties().items() if name not in _OF_PROGRAMS}
+    properties = {name: text for name, text in info.as_properties().items() if name not in _PROGRAM_FIELDS}
     temporary = path.parent / f"{temporary_name()}.safetensors"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, temporary, {"format": "pt", **properties, **(more or {})})
         back = load_file(temporary, device="cpu")
         if back.keys() != tensors.keys() or not all(torch.equal(back[name], tensors[name]) for name in tensors):
-            raise RunError(f"{path.name}: the disk gave back other weights than were written: choose another --out")
+            raise RunError(f"{path.name}: the weights read back differ from those written: choose another --out")
         os.replace(temporary, path)
-    except SafetensorError as error:  # how it reports a full disk
+    except SafetensorError as error:  # raised on a full disk
         raise StorageError(f"{path} cannot be written: {error}: choose another --out") from None
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror}: choose another --out") from None

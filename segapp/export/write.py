@@ -1,4 +1,7 @@
-"""Writing an exported file, and the proof that it answers as the network does."""
+"""Write a trained network as ONNX or pt2, and check that the file computes what the network computes.
+
+Shapes: N images, C classes, H x W pixels of an image.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,28 +23,31 @@ from numpy.typing import NDArray
 from torch.fx.experimental import _config as symbolic_config
 
 from segapp.errors import RunError, StorageError
-from segapp.export.archive import INFO_FILE
 from segapp.export.info import ExportInfo
 from segapp.export.network import ExportNetwork
-from segapp.export.runner import ExportedModel, needed
+from segapp.export.runner import ExportedModel, first_line, require_packages
 from segapp.models import SegmentationModel
 from segapp.run.files import remove_quietly, temporary_name
 
 Format = Literal["onnx", "pt2"]
+Compute = Callable[[NDArray[Any]], NDArray[Any]]
+"""From uint8 images (N, H, W, 3) to logits (N, C, H, W) or labels (N, H, W)."""
+INFO_FILE = "segapp.json"
+"""Name of the metadata inside a pt2 file."""
 OPSET = 20
-"""Of ONNX; onnxruntime knows it since 1.17."""
+"""ONNX opset; onnxruntime supports it since 1.17."""
 MIN_AGREEMENT = 0.999
-"""Share of pixels whose class must be the network's own."""
+"""Share of pixels at which file and network must give the same class."""
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """How an exported file compares with the network computed by torch in float32.
+    """Comparison of an exported file with the network computed by torch in float32.
 
     Attributes:
-        sizes: (batch, height, width) of the images that were shown.
-        max_difference: largest difference of a logit; None where the file gives labels.
-        max_logit: largest absolute logit, to compare the difference with.
+        sizes: (N, H, W) of the images used.
+        max_difference: largest absolute difference of a logit; None if the file gives labels.
+        max_logit: largest absolute logit, as the scale of the difference.
         agreement: share of pixels with the same class.
     """
 
@@ -54,18 +60,18 @@ class CheckResult:
 def write_export(
     model: SegmentationModel, info: ExportInfo, path: Path, format: Format, pictures: Sequence[NDArray[Any]] = ()
 ) -> CheckResult:
-    """Writes a file, checks it, and only then gives it its name.
+    """Write an exported file under a temporary name, check it, and rename it if it passes.
 
     Args:
         model: the trained network; it is copied.
-        info: what to export, and the file's metadata.
+        info: output, precision and the other metadata of the file.
         path: the file.
         format: onnx, or pt2 (`torch.export`).
-        pictures: uint8 (H, W, 3) RGB of any size, from which the images of the check are cut; none: drawn ones.
+        pictures: uint8 (H, W, 3) RGB of any size, cropped for the check; synthetic ones are used if empty.
 
     Raises:
         ConfigError: a package is missing.
-        RunError: the network cannot be exported, or the file's answers differ; nothing is written then.
+        RunError: the network cannot be exported, or the file gives other classes; nothing is written then.
         StorageError: the file cannot be written.
     """
     temporary = path.parent / f"{temporary_name()}.{format}"
@@ -73,10 +79,12 @@ def write_export(
         path.parent.mkdir(parents=True, exist_ok=True)
         if format == "onnx":
             info = info.model_copy(update={"opset": OPSET})
-            _write_onnx(build_network(model, info), info, temporary)
-        else:
-            _write_pt2(build_network(model, info), info, temporary)
-        found = check_export(ExportedModel(temporary), model, pictures)
+        network = build_network(model, info)
+        compute = (_write_onnx if format == "onnx" else _write_pt2)(network, info, temporary)
+        sizes = check_sizes(model)
+        if format == "pt2" and info.precision == "fp16":
+            sizes = sizes[1:2]  # torch's half-precision convolutions on a CPU take 60 times as long
+        found = check_export(compute, info, model, sizes, pictures)
         if found.agreement < MIN_AGREEMENT:
             raise RunError(
                 f"{path.name}: the exported network gives another class than the trained one at "
@@ -92,7 +100,7 @@ def write_export(
 
 
 def build_network(model: SegmentationModel, info: ExportInfo) -> ExportNetwork:
-    """The module that a file with this metadata holds."""
+    """Return the module that is exported for this metadata, in eval mode."""
     return ExportNetwork(
         model,
         info.mean,
@@ -104,7 +112,7 @@ def build_network(model: SegmentationModel, info: ExportInfo) -> ExportNetwork:
 
 
 def check_sizes(model: SegmentationModel) -> tuple[tuple[int, int, int], ...]:
-    """(batch, height, width) of the images of the check: odd ones where the network takes any."""
+    """Return (N, H, W) of the images for the check; H and W are odd where the network accepts any size."""
     height, width = model.suitable_size(128, 160)
     if model.fixed_size_px is not None:
         return (1, height, width), (2, height, width)
@@ -113,40 +121,42 @@ def check_sizes(model: SegmentationModel) -> tuple[tuple[int, int, int], ...]:
 
 @torch.no_grad()
 def check_export(
-    exported: ExportedModel, model: SegmentationModel, pictures: Sequence[NDArray[Any]] = ()
+    compute: Compute,
+    info: ExportInfo,
+    model: SegmentationModel,
+    sizes: Sequence[tuple[int, int, int]],
+    pictures: Sequence[NDArray[Any]] = (),
 ) -> CheckResult:
-    """Compares an exported file with the network computed by torch in float32.
+    """Compare an exported network with the original computed by torch in float32.
 
     Args:
-        exported: the file.
-        model: what it was made from.
-        pictures: uint8 (H, W, 3) RGB of any size; none: drawn ones.
+        compute: runs the exported network.
+        info: its metadata.
+        model: the original.
+        sizes: (N, H, W) of the images to compare on.
+        pictures: uint8 (H, W, 3) RGB of any size; synthetic ones are used if empty.
     """
-    reference = build_network(model, exported.info.model_copy(update={"output": "logits", "precision": "fp32"}))
-    sizes = check_sizes(model)
-    if exported.info.precision == "fp16" and exported.path.suffix == ".pt2":
-        sizes = sizes[1:2]  # torch's half convolutions on a processor take 60 times as long
-    source = itertools.cycle(pictures or [_drawn_picture()])
+    reference = build_network(model, info.model_copy(update={"output": "logits", "precision": "fp32"}))
+    source = itertools.cycle(pictures or [_synthetic_picture()])
     num_px = num_equal = 0
     difference, largest = 0.0, 0.0
     for size in sizes:
-        images = np.stack([_cut(next(source), size[1], size[2]) for _ in range(size[0])])
-        wanted = reference(torch.from_numpy(images)).numpy()
-        found = exported(images)
-        if exported.info.output == "logits":
-            # A logit that is not finite is no answer: the comparison must not pass on it.
-            difference = max(difference, float(np.nan_to_num(np.abs(found - wanted), nan=np.inf).max()))
+        images = np.stack([_center_crop(next(source), size[1], size[2]) for _ in range(size[0])])
+        expected = reference(torch.from_numpy(images)).numpy()
+        found = compute(images)
+        if info.output == "logits":
+            # NaN becomes infinity: the check must fail on logits that are not finite.
+            difference = max(difference, float(np.nan_to_num(np.abs(found - expected), nan=np.inf).max()))
             found = found.argmax(1)
-        largest = max(largest, float(np.abs(wanted).max()))
-        num_equal += int((found == wanted.argmax(1)).sum())
+        largest = max(largest, float(np.abs(expected).max()))
+        num_equal += int((found == expected.argmax(1)).sum())
         num_px += found.size
-    is_logits = exported.info.output == "logits"
     agreement = num_equal / num_px if np.isfinite(difference) else 0.0
-    return CheckResult(sizes, difference if is_logits else None, largest, agreement)
+    return CheckResult(tuple(sizes), difference if info.output == "logits" else None, largest, agreement)
 
 
-def _cut(picture: NDArray[Any], height: int, width: int) -> NDArray[Any]:
-    """The middle of a picture at the size wanted, enlarged if it is smaller."""
+def _center_crop(picture: NDArray[Any], height: int, width: int) -> NDArray[Any]:
+    """Return the middle of a picture (H, W, 3), enlarged first if it is smaller than wanted."""
     scale = max(1.0, height / picture.shape[0], width / picture.shape[1])
     if scale > 1:
         size = max(width, round(picture.shape[1] * scale)), max(height, round(picture.shape[0] * scale))
@@ -155,8 +165,8 @@ def _cut(picture: NDArray[Any], height: int, width: int) -> NDArray[Any]:
     return picture[top : top + height, left : left + width]
 
 
-def _drawn_picture() -> NDArray[Any]:
-    """Patches of colour with texture, for runs whose data are not here."""
+def _synthetic_picture() -> NDArray[Any]:
+    """Return smooth patches of colour with noise, for runs whose data set is not available."""
     rng = np.random.default_rng(0)
     coarse = cv2.resize(rng.integers(0, 256, (9, 11, 3), dtype=np.uint8), (660, 540), interpolation=cv2.INTER_CUBIC)
     noisy = coarse.astype(np.float32) + rng.normal(0, 8, coarse.shape)
@@ -165,7 +175,7 @@ def _drawn_picture() -> NDArray[Any]:
 
 
 def _example(network: ExportNetwork) -> tuple[torch.Tensor, dict[int, str]]:
-    """Images to trace with, and which of their sides are free."""
+    """Return images to trace with, and the names of their dynamic dimensions by index."""
     _, size, *_ = check_sizes(network.model)
     free = {0: "batch"} if network.model.fixed_size_px is not None else {0: "batch", 1: "height", 2: "width"}
     return torch.zeros(*size, 3, dtype=torch.uint8), free
@@ -174,20 +184,34 @@ def _example(network: ExportNetwork) -> tuple[torch.Tensor, dict[int, str]]:
 def _trace(network: ExportNetwork) -> torch.export.ExportedProgram:
     images, free = _example(network)
     shapes = dict.fromkeys(free, torch.export.Dim.DYNAMIC)
-    # Without this a size of the example becomes a rule: "the batch is at least 2", "at least 33 pixels high".
+    # Otherwise the example's size becomes a constraint of the file, such as "batch >= 2" or "height >= 33".
     patch = symbolic_config.patch  # type: ignore[attr-defined]
     with patch(backed_size_oblivious=True), torch.no_grad():
         return torch.export.export(network, (images,), dynamic_shapes=(shapes,), strict=False)
 
 
-def _write_pt2(network: ExportNetwork, info: ExportInfo, path: Path) -> None:
+def _write_pt2(network: ExportNetwork, info: ExportInfo, path: Path) -> Compute:
+    """Write a pt2 file and return the network loaded from it."""
     with _as_export_errors(network, "torch.export"):
-        program = _trace(network)
-        torch.export.save(program, path, extra_files={INFO_FILE: json.dumps(info.as_properties())})
+        torch.export.save(_trace(network), path, extra_files={INFO_FILE: json.dumps(info.as_properties())})
+        extra_files = {INFO_FILE: ""}
+        program = torch.export.load(path, extra_files=extra_files)
+        if ExportInfo.from_properties(json.loads(extra_files[INFO_FILE]), path.name) != info:
+            raise RunError(f"{path.name}: the metadata read back differ from those written: choose another --out")
+    # Guards hold sizes of the traced example, such as "more than one image"; the check tests other sizes.
+    module = program.module(check_guards=False)
+
+    @torch.no_grad()
+    def compute(images: NDArray[Any]) -> NDArray[Any]:
+        found: NDArray[Any] = module(torch.from_numpy(images)).numpy()
+        return found
+
+    return compute
 
 
-def _write_onnx(network: ExportNetwork, info: ExportInfo, path: Path) -> None:
-    needed("onnx", "onnxscript", "onnxruntime")
+def _write_onnx(network: ExportNetwork, info: ExportInfo, path: Path) -> Compute:
+    """Write an ONNX file and return it opened in onnxruntime."""
+    require_packages("onnx", "onnxscript", "onnxruntime")
     with _as_export_errors(network, "ONNX"):
         written = torch.onnx.export(
             _trace(network),
@@ -202,11 +226,12 @@ def _write_onnx(network: ExportNetwork, info: ExportInfo, path: Path) -> None:
         written.model.metadata_props.update(info.as_properties())
         written.model.producer_name, written.model.producer_version = "segapp", info.segapp_version
         written.save(path, external_data=False)
+    return ExportedModel(path)
 
 
 @contextlib.contextmanager
 def _as_export_errors(network: ExportNetwork, what: str) -> Iterator[None]:
-    """Whatever a tracer raises, as one error; its warnings and progress are no news for a user."""
+    """Turn any exception of a tracer into one RunError, and suppress its warnings and progress output."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -218,10 +243,9 @@ def _as_export_errors(network: ExportNetwork, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         model = network.model
-        reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
         raise RunError(
-            f"{model.library} {model.name} with backbone {model.encoder_name} cannot be written as {what} ({reason}): "
-            "try the other --format"
+            f"{model.library} {model.name} with backbone {model.encoder_name} cannot be written as {what} "
+            f"({first_line(error, 300)}): try the other --format"
         ) from error
     finally:
         logger.setLevel(level)

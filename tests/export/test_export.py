@@ -1,8 +1,9 @@
-"""Export: what a file answers is what segapp itself predicts, at odd sizes, in two formats."""
+"""Export: a file computes what segapp predicts, at odd sizes, in two formats."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from segapp.commands.predict import PredictOptions, predict_target
 from segapp.errors import CheckpointError, ConfigError, RunError
 from segapp.export import ExportedModel, ExportInfo, ExportNetwork, check_export, runner, write, write_export
 from segapp.export.network import SizedPooling
@@ -53,7 +55,7 @@ def info_of(model: SegmentationModel, **fields: Any) -> ExportInfo:
 def network(library: str, name: str, encoder: str, **options: Any) -> SegmentationModel:
     torch.manual_seed(0)
     model = build_model(library, name, len(CLASSES), encoder=encoder, aux=False, options=options).eval()
-    for module in model.modules():  # random statistics: freshly initialised ones would hide a wrong normalisation
+    for module in model.modules():  # fresh statistics (0 and 1) would hide a wrong normalisation
         if isinstance(module, nn.BatchNorm2d):
             module.running_mean.normal_(0, 0.1)
             module.running_var.uniform_(0.5, 1.5)
@@ -62,14 +64,14 @@ def network(library: str, name: str, encoder: str, **options: Any) -> Segmentati
 
 @hypothesis.settings(max_examples=30)
 @given(st.integers(1, 7), st.integers(1, 7), st.integers(1, 40), st.integers(1, 40))
-def test_pooling_by_products_equals_adaptive_pooling(rows: int, columns: int, height: int, width: int) -> None:
+def test_sized_pooling_matches_torch_adaptive_pooling(rows: int, columns: int, height: int, width: int) -> None:
     features = torch.rand(2, 3, height, width, dtype=torch.float64)
     expected = F.adaptive_avg_pool2d(features, (rows, columns))
     torch.testing.assert_close(SizedPooling((rows, columns))(features), expected)
 
 
 @pytest.mark.parametrize("size", [(64, 96), (37, 53)])
-def test_the_module_equals_the_network_on_images_padded_by_hand(size: tuple[int, int]) -> None:
+def test_module_matches_network_on_images_padded_by_hand(size: tuple[int, int]) -> None:
     model = network("smp", "PSPNet", "resnet18")
     info = info_of(model)
     images = torch.randint(0, 256, (2, *size, 3), dtype=torch.uint8)
@@ -85,7 +87,7 @@ def test_the_module_equals_the_network_on_images_padded_by_hand(size: tuple[int,
 
 
 class SmallNet(SegmentationModel):
-    """Traced in a second; takes multiples of 4, and pools as a pyramid does."""
+    """A network that is traced in a second; it accepts multiples of 4 and pools adaptively."""
 
     def __init__(self, seed: int = 0) -> None:
         note = FamilyNote(4, True, "nothing")
@@ -102,45 +104,50 @@ class SmallNet(SegmentationModel):
         return (self.head(torch.cat([features, pooled], 1)),)
 
 
-def test_pt2_file_gives_the_labels_and_its_metadata(tmp_path: Path) -> None:
+def run_pt2(path: Path) -> tuple[Callable[[np.ndarray], np.ndarray], dict[str, str]]:
+    """Return the network in a pt2 file, loaded as the README says, and its metadata."""
+    extra_files = {"segapp.json": ""}
+    module = torch.export.load(path, extra_files=extra_files).module(check_guards=False)
+    with torch.no_grad():
+        return lambda images: module(torch.from_numpy(images)).numpy(), json.loads(extra_files["segapp.json"])
+
+
+def test_pt2_file_gives_labels_and_metadata(tmp_path: Path) -> None:
     model = SmallNet()
     info = info_of(model, output="labels", file_ids=(7, 8, 11))
     found = write_export(model, info, tmp_path / "x.pt2", "pt2")
     assert found.agreement >= 0.999
     assert found.max_difference is None
-    exported = ExportedModel(tmp_path / "x.pt2")
-    assert exported.info == info
-    assert exported.info.scheme.file_ids == (7, 8, 11)
+    compute, properties = run_pt2(tmp_path / "x.pt2")
+    assert ExportInfo.from_properties(properties, "x.pt2") == info
+    assert info.scheme.file_ids == (7, 8, 11)
     images = np.random.default_rng(0).integers(0, 256, (1, 41, 67, 3), dtype=np.uint8)
     expected = ExportNetwork(model, info.mean, info.std)(torch.from_numpy(images)).argmax(1)
-    labels = exported(images)
+    labels = compute(images)
     assert labels.dtype == np.uint8
     assert labels.shape == (1, 41, 67)
     assert (labels == expected.numpy()).mean() > 0.999
     assert [path.name for path in tmp_path.iterdir()] == ["x.pt2"]
-    assert check_export(exported, SmallNet(seed=1)).agreement < 0.99  # the check sees another network
+    assert check_export(compute, info, SmallNet(seed=1), [(1, 41, 67)]).agreement < 0.99
 
 
-def test_a_file_that_answers_otherwise_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("format", ["onnx", "pt2"])
+def test_file_with_wrong_output_is_not_written(format: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_finite(images: np.ndarray) -> np.ndarray:
+        return np.full((len(images), 3, *images.shape[1:3]), np.nan, np.float32)
+
+    def write_wrong(network: ExportNetwork, info: ExportInfo, path: Path) -> Any:
+        path.write_bytes(b"")
+        return not_finite
+
+    monkeypatch.setattr(write, f"_write_{format}", write_wrong)
     model = SmallNet()
-    monkeypatch.setattr(write, "_write_pt2", lambda network, info, path: path.write_bytes(b""))
-    monkeypatch.setattr(write, "ExportedModel", lambda path: _Wrong(path, info_of(model)))
     with pytest.raises(RunError, match="gives another class"):
-        write_export(model, info_of(model), tmp_path / "x.pt2", "pt2")
+        write_export(model, info_of(model), tmp_path / f"x.{format}", format)
     assert list(tmp_path.iterdir()) == []
 
 
-class _Wrong:
-    """An exported file whose logits are not finite."""
-
-    def __init__(self, path: Path, info: ExportInfo) -> None:
-        self.path, self.info = path, info
-
-    def __call__(self, images: np.ndarray) -> np.ndarray:
-        return np.full((len(images), 3, *images.shape[1:3]), np.nan, np.float32)
-
-
-def test_a_missing_package_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named_in_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = runner.importlib.util.find_spec
     monkeypatch.setattr(runner.importlib.util, "find_spec", lambda name: None if "onnx" in name else find(name))
     model = SmallNet()
@@ -149,9 +156,8 @@ def test_a_missing_package_is_one_sentence(tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["a.onnx", "a.pt2"])
-def test_files_that_are_none_of_ours_are_refused(name: str, tmp_path: Path) -> None:
-    path = tmp_path / name
+def test_missing_or_damaged_onnx_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.onnx"
     with pytest.raises(CheckpointError, match="does not exist"):
         ExportedModel(path)
     path.write_bytes(b"nonsense")
@@ -159,7 +165,15 @@ def test_files_that_are_none_of_ours_are_refused(name: str, tmp_path: Path) -> N
         ExportedModel(path)
 
 
-def test_an_onnx_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
+def test_predict_refuses_pt2_and_names_onnx(tmp_path: Path) -> None:
+    cv2.imwrite(str(tmp_path / "photo.png"), np.zeros((8, 8, 3), np.uint8))
+    (tmp_path / "x.pt2").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"does not read: predict with the run, or .* --format onnx"):
+        predict_target(str(tmp_path / "x.pt2"), [tmp_path / "photo.png"], tmp_path / "out", PredictOptions())
+    assert not (tmp_path / "out").exists()
+
+
+def test_onnx_file_without_segapp_metadata_is_refused(tmp_path: Path) -> None:
     value = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1])
     graph = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["x"], ["y"])], "g", [value], [])
     graph.output.append(onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1]))
@@ -167,13 +181,11 @@ def test_an_onnx_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
         onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=9),
         tmp_path / "x.onnx",
     )
-    with pytest.raises(CheckpointError, match="no class names"):
+    with pytest.raises(CheckpointError, match="lacks the class names"):
         ExportedModel(tmp_path / "x.onnx")
 
 
-def test_export_of_a_run_agrees_with_predict_and_runs_without_segapp(
-    tiny: dict[str, Any], tiny_root: Path, tmp_path: Path
-) -> None:
+def test_exported_run_matches_predict_and_runs_alone(tiny: dict[str, Any], tiny_root: Path, tmp_path: Path) -> None:
     config = merged(
         {**tiny, "model": {"name": "fcn", "encoder": "resnet18", "aux": False}},
         train={"epochs": 1, "batch_size": 2},
@@ -190,7 +202,7 @@ def test_export_of_a_run_agrees_with_predict_and_runs_without_segapp(
     assert json.loads(properties["run"]) == "tiny"
     assert [entry.shape for entry in session.get_inputs()] == [["batch", "height", "width", 3]]
     assert {entry.version for entry in onnx.load(tmp_path / "net.onnx").opset_import if not entry.domain} == {20}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["net.onnx", "run"]  # weights are inside
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["net.onnx", "run"]  # no external data
 
     photo = cv2.resize(cv2.imread(str(next((tiny_root / "images" / "val").glob("*.png")))), (101, 77))
     cv2.imwrite(str(tmp_path / "photo.png"), photo)
@@ -225,7 +237,7 @@ FAMILIES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["onnx", "pt2"])
 @pytest.mark.parametrize(("library", "name", "encoder"), FAMILIES)
-def test_every_family_exports_and_answers_at_odd_sizes(
+def test_every_family_exports_and_runs_at_odd_sizes(
     library: str, name: str, encoder: str, format: Any, tmp_path: Path
 ) -> None:
     model = network(library, name, encoder)
@@ -233,12 +245,13 @@ def test_every_family_exports_and_answers_at_odd_sizes(
     assert found.agreement >= 0.9999
     assert found.max_difference is not None
     assert found.max_difference < 1e-4 * max(1.0, found.max_logit)
-    for size in ((1, 61, 75), (3, 129, 64)):  # sizes that the check has not seen
+    path = tmp_path / f"x.{format}"
+    compute = ExportedModel(path) if format == "onnx" else run_pt2(path)[0]
+    for size in ((1, 61, 75), (3, 129, 64)):  # other sizes than those of the check
         images = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
         info = info_of(model)
         expected = ExportNetwork(model, info.mean, info.std)(torch.from_numpy(images)).numpy()
-        answer = ExportedModel(tmp_path / f"x.{format}")(images)
-        np.testing.assert_allclose(answer, expected, atol=1e-4 * max(1.0, found.max_logit))
+        np.testing.assert_allclose(compute(images), expected, atol=1e-4 * max(1.0, found.max_logit))
 
 
 @pytest.mark.slow

@@ -33,7 +33,6 @@ from segapp.datasets.files import MAX_PIXELS, check_pairs, read_header
 from segapp.datasets.layouts.formats import class_scheme, find_pairs
 from segapp.datasets.masks import read_image, read_mask
 from segapp.errors import CheckpointError, CommandError, ConfigError, DataError, SegappError
-from segapp.export.archive import INFO_FILE, open_archive
 from segapp.models.weights import read_weights_file
 from segapp.run.commands import drain_commands, format_command, parse_command
 from segapp.run.events import EventReader, StepRun
@@ -269,31 +268,6 @@ def _weights_seeds() -> list[bytes]:
     return seeds
 
 
-def archive(data: bytes) -> None:
-    """An exported pt2 file: refused, or packed anew without pickles, guards and positions in sources."""
-    try:
-        packed, _ = open_archive(_written("network.pt2", data))
-    except CheckpointError as error:
-        _check_message(error)
-        return
-    with zipfile.ZipFile(packed) as files:
-        assert files.testzip() is None
-        names = {name.partition("/")[2] for name in files.namelist()}
-        assert "data/sample_inputs/model.pt" not in names or not files.read("archive/data/sample_inputs/model.pt")
-        text = files.read("archive/models/model.json").decode()
-    assert json.loads(text)["guards_code"] == []
-    assert "__" not in text.replace("__and__", "").replace("__or__", "")
-
-
-def _archive_seeds() -> list[bytes]:
-    buffer = io.BytesIO()
-    program = torch.export.export(
-        torch.nn.Conv2d(1, 1, 1), (torch.zeros(1, 1, 5, 4),), dynamic_shapes=({2: torch.export.Dim.DYNAMIC},)
-    )
-    torch.export.save(program, buffer, extra_files={INFO_FILE: "{}"})
-    return [buffer.getvalue()]
-
-
 def lists(data: bytes) -> None:
     """A list of pairs: every file that it leads to lies below the root, or it is refused."""
     root = _folder() / "data"
@@ -332,9 +306,6 @@ TARGETS: dict[str, Target] = {
         mask, _mask_seeds, (b"IHDR", b"IDAT", b"PLTE", b"tRNS", b"eXIf", b"acTL", b"IEND", b"\xff\xd9", b"\xff\xda")
     ),
     "weights": Target(weights, _weights_seeds, (b"ctorch\n", b"cos\nsystem\n", b"R.", b"\x80\x02")),
-    "archive": Target(
-        archive, _archive_seeds, (b'"use_pickle": true', b'"expr_str": "', b"__import__", b"torch.os.", b"PK\x01\x02")
-    ),
     "list": Target(lists, _list_seeds, (b"../", b"/etc/", b"\t", b"\r\n", b"out/passwd", b"./")),
 }
 
