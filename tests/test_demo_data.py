@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from segapp.datasets.layouts.formats import class_scheme, find_pairs
+from segapp.datasets.layouts.formats import DataLocation, class_scheme, find_pairs
 from segapp.datasets.masks import read_mask
 from tests.support import ROOT
 
@@ -33,7 +33,7 @@ def load_script() -> ModuleType:
 def load_split(split: str) -> tuple[np.ndarray, np.ndarray]:
     """Every fourth pixel of a split: colours (N, 3) and train ids (N,), ignored ones left out."""
     scheme, colours, targets = class_scheme("cityscapes"), [], []
-    for pair in find_pairs("cityscapes", DEMO, split):
+    for pair in find_pairs(DataLocation("cityscapes", DEMO), split):
         assert pair.mask is not None
         target = read_mask(pair.mask, scheme)[::2, ::2]
         with Image.open(pair.image) as image:
@@ -46,7 +46,7 @@ def test_the_demo_is_a_small_cityscapes_tree_of_eleven_classes() -> None:
     assert sum(p.stat().st_size for p in DEMO.rglob("*.png")) < 3_000_000
     scheme = class_scheme("cityscapes")
     for split, count in (("train", 72), ("val", 20)):
-        pairs = find_pairs("cityscapes", DEMO, split)
+        pairs = find_pairs(DataLocation("cityscapes", DEMO), split)
         assert len(pairs) == count
         masks = [read_mask(pair.mask, scheme) for pair in pairs if pair.mask is not None]
         ids = set(np.unique(np.stack(masks)).tolist())

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from segapp.config import DataConfig
 from segapp.datasets.augment import EvalTransform, TrainTransform
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.doctor import check_masks
 from segapp.datasets.files import ImagePair, check_pairs
-from segapp.datasets.layouts.formats import ClassScheme, class_scheme, find_pairs
+from segapp.datasets.layouts.formats import ClassScheme, DataLocation, class_scheme, find_pairs
 from segapp.datasets.layouts.published_classes import CITYSCAPES_CATEGORIES, CITYSCAPES_NAMES
 from segapp.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 
 def build_scheme(data: DataConfig) -> ClassScheme:
@@ -30,18 +26,22 @@ def build_scheme(data: DataConfig) -> ClassScheme:
     )
 
 
-def build_pairs(data: DataConfig, split: str) -> tuple[ImagePair, ...]:
-    """The image and mask files of one split."""
-    return find_pairs(
+def build_location(data: DataConfig) -> DataLocation:
+    """Return where the files of a data section are."""
+    return DataLocation(
         data.format,
         data.root,
-        split,
         image_dir=data.image_dir,
         mask_dir=data.mask_dir,
         image_suffix=data.image_suffix,
         mask_suffix=data.mask_suffix,
         allow_outside_root=data.allow_outside_root,
     )
+
+
+def build_pairs(data: DataConfig, split: str) -> tuple[ImagePair, ...]:
+    """Return the image and mask files of one split."""
+    return find_pairs(build_location(data), split)
 
 
 def build_groups(data: DataConfig, scheme: ClassScheme) -> dict[str, tuple[int, ...]]:

@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from segapp.build.class_weights import RULES, class_weights
-from segapp.build.data import build_pairs, build_scheme, split_names
+from segapp.build.data import build_location, build_pairs, build_scheme, split_names
 from segapp.commands.check_html import page
 from segapp.config import DataConfig, RunConfig
 from segapp.datasets.doctor import Finding, SplitReport, examine, summary_of_ids
@@ -137,16 +137,7 @@ def _collect(data: DataConfig) -> tuple[dict[str, Sequence[ImagePair]], list[Fin
 
 def _beside(data: DataConfig, split: str) -> Iterator[Finding]:
     """What lies beside the pairs: worth a look."""
-    left = leftovers(
-        data.format,
-        data.root,
-        split,
-        image_dir=data.image_dir,
-        mask_dir=data.mask_dir,
-        image_suffix=data.image_suffix,
-        mask_suffix=data.mask_suffix,
-        allow_outside_root=data.allow_outside_root,
-    )
+    left = leftovers(build_location(data), split)
     for paths, what in (
         (left.masks, "masks have no image"),
         (left.others, "files among the images are none by their name"),

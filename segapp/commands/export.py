@@ -8,9 +8,8 @@ from typing import Any, Final, Literal, get_args
 from numpy.typing import NDArray
 
 from segapp import __version__
-from segapp.build.data import split_names
+from segapp.build.data import build_pairs, split_names
 from segapp.build.trained import CONFIG_KEY, TrainedModel, load_trained
-from segapp.datasets.layouts.formats import find_pairs
 from segapp.datasets.masks import read_image
 from segapp.errors import ConfigError, SegappError
 from segapp.export import CheckResult, ExportInfo, Format, write_export, write_weights
@@ -98,16 +97,7 @@ def _pictures(trained: TrainedModel) -> list[NDArray[Any]]:
     """A few validation images; none where the data are not here."""
     data = trained.config.data
     try:
-        pairs = find_pairs(
-            data.format,
-            data.root,
-            split_names(data)[1],
-            image_dir=data.image_dir,
-            mask_dir=data.mask_dir,
-            image_suffix=data.image_suffix,
-            mask_suffix=data.mask_suffix,
-            allow_outside_root=data.allow_outside_root,
-        )
+        pairs = build_pairs(data, split_names(data)[1])
         chosen = pairs[:: max(1, len(pairs) // NUM_PICTURES)][:NUM_PICTURES]
         return [read_image(pair.image) for pair in chosen]
     except (SegappError, OSError):

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from segapp.datasets.augment import TrainTransform
 from segapp.datasets.files import ImagePair
-from segapp.datasets.layouts.formats import class_scheme, find_pairs
+from segapp.datasets.layouts.formats import DataLocation, class_scheme, find_pairs
 from segapp.datasets.loader import SegmentationDataset, TrainLoader
 
 CROP = (240, 320)
@@ -76,7 +76,7 @@ def draw_pairs(folder: Path) -> tuple[ImagePair, ...]:
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> tuple[ImagePair, ...]:
     camvid = Path(__file__).resolve().parents[2].parent / "shared" / "camvid"
     if camvid.is_dir():
-        return find_pairs("camvid", camvid, "train")[:NUM_IMAGES]
+        return find_pairs(DataLocation("camvid", camvid), "train")[:NUM_IMAGES]
     return draw_pairs(tmp_path_factory.mktemp("drawn"))
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from segapp.datasets.doctor import check_masks, examine
 from segapp.datasets.files import ImagePair, check_pairs
-from segapp.datasets.layouts.formats import ClassScheme, class_scheme, find_pairs
+from segapp.datasets.layouts.formats import ClassScheme, DataLocation, class_scheme, find_pairs
 from segapp.datasets.masks import read_mask
 from segapp.datasets.sums import check_sums, write_sums
 from segapp.errors import DataError
@@ -51,7 +51,7 @@ def read(path: Path) -> np.ndarray[Any, Any]:
 
 
 def findings(root: Path, crop_px: tuple[int, int] = (32, 32)) -> list[tuple[str, str, str, str]]:
-    splits = {name: find_pairs("folder", str(root), name) for name in ("train", "val")}
+    splits = {name: find_pairs(DataLocation("folder", str(root)), name) for name in ("train", "val")}
     reports = examine(splits, SCHEME, crop_px=crop_px, threads=2)
     return [(f.severity, f.kind, f.split, f.message) for report in reports for f in report.findings]
 
@@ -59,7 +59,9 @@ def findings(root: Path, crop_px: tuple[int, int] = (32, 32)) -> list[tuple[str,
 def test_sound_data_has_no_finding_and_exact_counts(root: Path) -> None:
     assert findings(root) == []
     report, _ = examine(
-        {name: find_pairs("folder", str(root), name) for name in ("train", "val")}, SCHEME, crop_px=(32, 32)
+        {name: find_pairs(DataLocation("folder", str(root)), name) for name in ("train", "val")},
+        SCHEME,
+        crop_px=(32, 32),
     )
     masks = np.stack([read(path) for path in sorted((root / "masks" / "train").iterdir())])
     assert report.frequencies.pixels == tuple(int((masks == c).sum()) for c in range(3))
@@ -221,7 +223,9 @@ def test_unknown_ids_of_all_masks_are_counted_together_and_their_cause_is_named(
         mask = read(path)
         write(path, np.where(mask == 255, 255, mask + 1).astype(np.uint8))
     report, _ = examine(
-        {name: find_pairs("folder", str(root), name) for name in ("train", "val")}, SCHEME, crop_px=(32, 32)
+        {name: find_pairs(DataLocation("folder", str(root)), name) for name in ("train", "val")},
+        SCHEME,
+        crop_px=(32, 32),
     )
     unknown = report.unknown_ids
     assert unknown is not None
@@ -294,7 +298,7 @@ def test_a_bad_list_of_sums_is_a_data_error(tmp_path: Path) -> None:
 def test_a_training_sees_wrong_ids_before_its_first_step(root: Path, plant: Any) -> None:
     plant(root)
     for split in ("train", "val"):
-        pairs = find_pairs("folder", str(root), split)
+        pairs = find_pairs(DataLocation("folder", str(root)), split)
         sizes = check_pairs(pairs)
         if plant is not all_ignored and split == {black_and_white: "train", one_class_more: "val"}[plant]:
             with pytest.raises(DataError, match="ids outside the 3 classes"):
@@ -307,13 +311,13 @@ def test_a_training_refuses_masks_without_any_class(root: Path) -> None:
     for path in (root / "masks" / "train").iterdir():
         all_ignored_mask = np.full((48, 64), 255, np.uint8)
         write(path, all_ignored_mask)
-    pairs = find_pairs("folder", str(root), "train")
+    pairs = find_pairs(DataLocation("folder", str(root)), "train")
     with pytest.raises(DataError, match="nothing but ignored pixels"):
         check_masks(pairs, check_pairs(pairs), SCHEME)
 
 
 def test_of_a_large_data_set_a_training_reads_a_part(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pairs = find_pairs("folder", str(root), "train")
+    pairs = find_pairs(DataLocation("folder", str(root)), "train")
     read_names: list[str] = []
 
     def count(path: Path, scheme: ClassScheme) -> Any:

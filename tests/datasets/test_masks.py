@@ -480,9 +480,9 @@ def test_check_pairs_reports_all_problems_at_once(write_pairs: Callable[..., tup
 
 
 def test_real_camvid_passes_the_check_and_matches_pillow(camvid_root: Path) -> None:
-    from segapp.datasets.layouts.formats import find_pairs
+    from segapp.datasets.layouts.formats import DataLocation, find_pairs
 
-    pairs = find_pairs("camvid", camvid_root, "val")
+    pairs = find_pairs(DataLocation("camvid", camvid_root), "val")
     assert set(check_pairs(pairs)) == {(360, 480)}
     scheme = class_scheme("camvid")
     for pair in pairs[::25]:

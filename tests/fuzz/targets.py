@@ -30,7 +30,7 @@ from PIL import Image
 
 from segapp.config import dump_config, load_config
 from segapp.datasets.files import MAX_PIXELS, check_pairs, read_header
-from segapp.datasets.layouts.formats import class_scheme, find_pairs
+from segapp.datasets.layouts.formats import DataLocation, class_scheme, find_pairs
 from segapp.datasets.masks import read_image, read_mask
 from segapp.errors import CheckpointError, CommandError, ConfigError, DataError, SegappError
 from segapp.models.weights import read_weights_file
@@ -278,7 +278,7 @@ def lists(data: bytes) -> None:
         (root / "out").symlink_to("/etc")
     (root / "train.txt").write_bytes(data)
     try:
-        pairs = find_pairs("list", root, "train")
+        pairs = find_pairs(DataLocation("list", root), "train")
     except DataError as error:
         _check_message(error)
         return

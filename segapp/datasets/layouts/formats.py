@@ -18,14 +18,56 @@ from segapp.datasets.layouts.pairing import (
     find_leftovers,
     listed_pairs,
     match_masks,
-    without_masks,
 )
 from segapp.datasets.layouts.published_classes import Color, bit_palette
 from segapp.datasets.layouts.root_guard import RootGuard
 from segapp.datasets.layouts.schemes import ClassScheme, check_colors, check_label_map, check_names, parse_palette
 from segapp.errors import ConfigError, DataError
 
-__all__ = ["DATASETS", "ClassScheme", "DatasetFormat", "FolderLayout", "ImagePair", "class_scheme", "find_pairs"]
+__all__ = [
+    "DATASETS",
+    "ClassScheme",
+    "DataLocation",
+    "DatasetFormat",
+    "FolderLayout",
+    "ImagePair",
+    "class_scheme",
+    "find_pairs",
+]
+
+
+@dataclass(frozen=True)
+class DataLocation:
+    """Where a data set is and how its files are named.
+
+    Attributes:
+        format: A key of `DATASETS`.
+        root: The data set's folder, or the folder into which its archive was unpacked.
+        image_dir: Folder of the images below root, in place of the format's. `{split}` stands for the split's name;
+            without it, a subfolder of that name is used where there is one.
+        mask_dir: Folder of the masks below root, in the same way.
+        image_suffix: Ending of image names, in place of the format's.
+        mask_suffix: Ending of mask names, in place of the format's.
+        allow_outside_root: Accept files outside root too: linked from it, or named by a `list` file.
+    """
+
+    format: str
+    root: str | os.PathLike[str]
+    image_dir: str | None = None
+    mask_dir: str | None = None
+    image_suffix: str | None = None
+    mask_suffix: str | None = None
+    allow_outside_root: bool = False
+
+    @property
+    def overrides(self) -> FolderLayout:
+        """The folders and endings that replace the format's; empty where they do not."""
+        mask_suffixes = (self.mask_suffix,) if self.mask_suffix else ()
+        return FolderLayout(self.image_dir or "", self.mask_dir or "", self.image_suffix, mask_suffixes)
+
+    def build_guard(self) -> RootGuard:
+        """Return the check that files are inside root; it accepts all where files outside are allowed."""
+        return RootGuard(None if self.allow_outside_root else Path(self.root))
 
 
 @dataclass(frozen=True)
@@ -188,88 +230,54 @@ def class_scheme(
     return replace(scheme, palette=tuple(colors[file_id] for file_id in scheme.file_ids))
 
 
-def find_pairs(
-    format: str,
-    root: str | os.PathLike[str],
-    split: str,
-    *,
-    image_dir: str | None = None,
-    mask_dir: str | None = None,
-    image_suffix: str | None = None,
-    mask_suffix: str | None = None,
-    split_file: str | None = None,
-    with_masks: bool = True,
-    allow_outside_root: bool = False,
-) -> tuple[ImagePair, ...]:
-    """The image and mask pairs of a split, sorted by name.
+def find_pairs(location: DataLocation, split: str) -> tuple[ImagePair, ...]:
+    """Return the image and mask pairs of a split, sorted by name.
 
-    Names are matched as they are, and where that finds nothing, regardless of case and of Unicode composition. Hidden
-    files are left out. Masks without an image do no harm; an image without a mask is an error.
+    Names are matched exactly; where that finds nothing, regardless of case and of Unicode composition. Hidden files are
+    ignored. A mask without an image is ignored; an image without a mask is an error.
 
     Args:
-        format: A key of `DATASETS`.
-        root: The data set's folder, or the folder into which its archive was unpacked.
-        split: The split's name; "train" and "val" mean the published names of the format.
-        image_dir: Folder of the images below root, in place of the format's. `{split}` stands for the split's name;
-            without it a folder of that name is looked for below.
-        mask_dir: Folder of the masks below root, in the same way.
-        image_suffix: Ending of image names, in place of the format's.
-        mask_suffix: Ending of mask names, in place of the format's.
-        split_file: File that lists the split, below root, in place of the format's; may hold `{split}`.
-        with_masks: Whether every image needs a mask; without, no mask is looked for.
-        allow_outside_root: Take files that lie outside root too: linked from it, or named by a `list` file.
+        location: Where the files are.
+        split: The split's name; "train" and "val" stand for the published names of the format.
 
     Raises:
-        DataError: The root, the split or a mask is missing: the message says what layout is expected and where to get
-            the data. Or a file or folder leads out of the root; the root itself may be a link.
-        ConfigError: The format is not known.
+        DataError: The root, the split or a mask is missing: the message says which layout is expected and where to get
+            the data. Or a file or folder is outside the root; the root itself may be a link.
+        ConfigError: The format is unknown.
     """
-    known = _format(format)
+    known = _format(location.format)
     split = known.splits.get(split, split)
-    folder = Path(root)
-    how_to_get = f"format {format} expects {known.expected} below data.root; get it: {known.source}"
+    folder = Path(location.root)
+    how_to_get = f"format {location.format} expects {known.expected} below data.root; get it: {known.source}"
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
         raise DataError(f"data root {shown(folder)} {what}: {how_to_get}")
+    guard = location.build_guard()
     if not known.layouts:
-        list_file = folder / (split_file or "{split}.txt").replace("{split}", split)
-        return listed_pairs(list_file, folder, not allow_outside_root, with_masks, how_to_get)
-    given = FolderLayout(
-        image_dir or "", mask_dir or "", image_suffix, (mask_suffix,) if mask_suffix else (), split_file
-    )
-    base, layout = _choose_layout(known, folder, split, given)
-    fence = RootGuard(None if allow_outside_root else folder)
-    images = find_images(base, layout, fence, how_to_get)
-    pairs = match_masks(base, layout, images, fence, how_to_get) if with_masks else without_masks(base, layout, images)
-    fence.check_all(pairs)
+        return listed_pairs(folder / f"{split}.txt", folder, guard, how_to_get)
+    base, layout = _choose_layout(known, folder, split, location.overrides)
+    images = find_images(base, layout, guard, how_to_get)
+    pairs = match_masks(base, layout, images, guard, how_to_get)
+    guard.check_all(pairs)
     return tuple(sorted(pairs, key=lambda pair: os.fsencode(pair.name)))
 
 
-def leftovers(
-    format: str,
-    root: str | os.PathLike[str],
-    split: str,
-    *,
-    image_dir: str | None = None,
-    mask_dir: str | None = None,
-    image_suffix: str | None = None,
-    mask_suffix: str | None = None,
-    allow_outside_root: bool = False,
-) -> Leftovers:
-    """Files in a split's folders that belong to no pair; the arguments are those of `find_pairs`."""
-    known = _format(format)
+def leftovers(location: DataLocation, split: str) -> Leftovers:
+    """Return the files in a split's folders that belong to no pair."""
+    known = _format(location.format)
     if not known.layouts:
         return Leftovers()
-    given = FolderLayout(image_dir or "", mask_dir or "", image_suffix, (mask_suffix,) if mask_suffix else ())
-    fence = RootGuard(None if allow_outside_root else Path(root))
-    return find_leftovers(*_choose_layout(known, Path(root), known.splits.get(split, split), given), fence)
+    split = known.splits.get(split, split)
+    base, layout = _choose_layout(known, Path(location.root), split, location.overrides)
+    return find_leftovers(base, layout, location.build_guard())
 
 
 def _choose_layout(known: DatasetFormat, folder: Path, split: str, given: FolderLayout) -> tuple[Path, FolderLayout]:
     """The first root and layout whose images or list of names are there, else the format's first; all filled in."""
-    layouts = tuple(reversed(known.layouts)) if given.split_file else known.layouts
     candidates = [
-        (folder / below, _fill_in(layout, given, folder / below, split)) for below in known.roots for layout in layouts
+        (folder / below, _fill_in(layout, given, folder / below, split))
+        for below in known.roots
+        for layout in known.layouts
     ]
     there = (c for c in candidates if (c[0] / (c[1].split_file or c[1].image_dir)).exists())
     return next(there, candidates[0])
@@ -283,11 +291,10 @@ def _fill_in(layout: FolderLayout, given: FolderLayout, base: Path, split: str) 
             users = f"{users}/{{split}}"
         return (users or own).replace("{split}", split)
 
-    split_file = given.split_file or layout.split_file
     return FolderLayout(
         image_dir=folder(layout.image_dir, given.image_dir),
         mask_dir=folder(layout.mask_dir, given.mask_dir),
         image_suffix=given.image_suffix or layout.image_suffix,
         mask_suffixes=given.mask_suffixes or layout.mask_suffixes,
-        split_file=split_file and split_file.replace("{split}", split),
+        split_file=layout.split_file and layout.split_file.replace("{split}", split),
     )

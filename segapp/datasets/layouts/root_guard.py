@@ -1,7 +1,7 @@
-"""Which files belong to a data set: those that lie in its root, links followed.
+"""Check that the files of a data set are inside its root, with links resolved.
 
-Whoever made a data set can put links into it; what they lead to is read, and shown in pictures, only if the user
-says so.
+A data set from elsewhere may contain links to other files of this machine. They are read, and shown in pictures, only
+if the user allows it.
 """
 
 import os
@@ -13,10 +13,10 @@ from segapp.errors import DataError
 
 
 class PartialError(DataError):
-    """A split of which only a part can be used.
+    """Only a part of a split can be used.
 
     Attributes:
-        pairs: That part.
+        pairs: The usable pairs.
     """
 
     def __init__(self, message: str, pairs: Iterable[ImagePair] = ()) -> None:
@@ -25,14 +25,14 @@ class PartialError(DataError):
 
 
 class OutsideError(PartialError):
-    """Files or folders that lead out of the root."""
+    """Files or folders are outside the root."""
 
 
 class RootGuard:
-    """The folder that a data set's files must lie in, links followed; the folder itself may be a link.
+    """Check that paths are inside a root folder, with links resolved; the root itself may be a link.
 
     Args:
-        root: The folder; None: they may lie anywhere.
+        root: The folder; None: every path is accepted.
     """
 
     def __init__(self, root: Path | None) -> None:
@@ -42,52 +42,51 @@ class RootGuard:
 
     @property
     def is_closed(self) -> bool:
-        """Whether there is such a folder."""
+        """True if paths are checked."""
         return self._root is not None
 
     def holds(self, path: str | os.PathLike[str]) -> bool:
-        """Whether a path is the folder, or lies in it."""
+        """Return True if a path is the root or inside it."""
         if self._real_root is None:
             return True
         real = self._resolved(os.fspath(path))
         return real == self._real_root or is_below(real, self._real_root)
 
     def check(self, path: Path) -> None:
-        """Refuses a file or folder that lies elsewhere.
+        """Check a file or folder.
 
         Raises:
-            OutsideError: It does.
+            OutsideError: It is outside the root.
         """
         if not self.holds(path):
             raise OutsideError(self._message([path]))
 
     def check_all(self, pairs: Iterable[ImagePair]) -> None:
-        """Refuses pairs with files that lie elsewhere.
+        """Check the files of all pairs.
 
         Raises:
-            OutsideError: Some do; it names the first, with how many there are.
+            OutsideError: Some are outside the root; the message names the first and counts the others.
         """
         inside: list[ImagePair] = []
         outside: list[Path] = []
         for pair in pairs:
-            away = [path for path in (pair.image, pair.mask) if path is not None and not self.holds(path)]
-            outside += away
-            if not away:
+            rejected = [path for path in (pair.image, pair.mask) if path is not None and not self.holds(path)]
+            outside += rejected
+            if not rejected:
                 inside.append(pair)
         if outside:
             raise OutsideError(self._message(outside), inside)
 
     def _message(self, paths: Sequence[Path]) -> str:
-        """What is wrong with paths that lie elsewhere, and what allows them."""
         real = os.path.realpath(paths[0])
-        more = f", and so do {len(paths) - 1} more" if len(paths) > 1 else ""
+        more = f", and so are {len(paths) - 1} more" if len(paths) > 1 else ""
         return (
-            f"{shown(paths[0])} leads out of data.root {shown(self._root or '')}, to {shown(real)}{more}: "
-            "use a root that holds all files, or set data.allow_outside_root: true if you trust who made the links"
+            f"{shown(paths[0])} is outside data.root {shown(self._root or '')}, at {shown(real)}{more}: "
+            "use a root that holds all files, or set data.allow_outside_root: true if you trust the source of the links"
         )
 
     def _resolved(self, path: str) -> str:
-        """The path without links; of the many files of a folder, the folder is resolved once."""
+        """Return the path with links resolved; each parent folder is resolved once."""
         parent, name = os.path.split(path)
         if name in ("", ".", "..") or os.path.islink(path):
             return os.path.realpath(path)
@@ -97,5 +96,5 @@ class RootGuard:
 
 
 def is_below(path: str, folder: str) -> bool:
-    """Whether a path without links lies in a folder."""
+    """Return True if a path, with links resolved, is inside a folder."""
     return path.startswith(folder.rstrip(os.sep) + os.sep)

@@ -16,7 +16,7 @@ from statistics import median
 import numpy as np
 
 from segapp.datasets.files import ImagePair, open_bytes, read_bytes, read_header, shown
-from segapp.datasets.layouts.formats import DATASETS, find_pairs
+from segapp.datasets.layouts.formats import DATASETS, DataLocation, find_pairs
 from segapp.datasets.layouts.pairing import IMAGE_SUFFIXES
 from segapp.errors import ConfigError, DataError
 
@@ -117,7 +117,7 @@ def _first_split(
         try:
             image_dir, mask_dir = folders.get("image_dir"), folders.get("mask_dir")
             pairs = find_pairs(
-                format, root, name, image_dir=image_dir, mask_dir=mask_dir, allow_outside_root=allow_outside_root
+                DataLocation(format, root, image_dir, mask_dir, allow_outside_root=allow_outside_root), name
             )
         except DataError as error:
             if kind == "train" and (root / folders.get("image_dir", "images")).is_dir():

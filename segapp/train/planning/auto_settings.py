@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from segapp.build.data import build_pairs, split_names
 from segapp.build.devices import DevicePlan
 from segapp.config import RunConfig, validate_config
 from segapp.datasets.files import check_pairs
-from segapp.datasets.layouts.formats import find_pairs
 from segapp.errors import ConfigError
 from segapp.memory.cards import Card
 from segapp.memory.planner import OverheadEstimate
@@ -176,16 +176,6 @@ def allowed_batches(effective_batch_size: int | None, num_images: int) -> list[i
 
 
 def _num_training_images(config: RunConfig) -> int:
-    data = config.data
-    pairs = find_pairs(
-        data.format,
-        data.root,
-        data.train_split or "train",
-        image_dir=data.image_dir,
-        mask_dir=data.mask_dir,
-        image_suffix=data.image_suffix,
-        mask_suffix=data.mask_suffix,
-        allow_outside_root=data.allow_outside_root,
-    )
+    pairs = build_pairs(config.data, split_names(config.data)[0])
     check_pairs(pairs)
     return len(pairs)

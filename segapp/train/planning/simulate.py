@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from segapp.build.criterion import build_criterion
-from segapp.build.data import build_scheme, split_names
+from segapp.build.data import build_pairs, build_scheme, split_names
 from segapp.build.network import (
     build_inference,
     build_network,
@@ -35,7 +35,6 @@ from segapp.build.network import (
 from segapp.build.trained import TrainedState, read_trained
 from segapp.config import RunConfig, validate_config
 from segapp.datasets.dataset import image_sizes
-from segapp.datasets.layouts.formats import find_pairs
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import Batch
 from segapp.errors import ConfigError, DataError, SegappError
@@ -441,16 +440,7 @@ def eval_size(config: RunConfig) -> tuple[tuple[int, int], str]:
     if data.resize_px is not None:
         return data.resize_px, "data.resize_px"
     try:
-        pairs = find_pairs(
-            data.format,
-            data.root,
-            split_names(data)[1],
-            image_dir=data.image_dir,
-            mask_dir=data.mask_dir,
-            image_suffix=data.image_suffix,
-            mask_suffix=data.mask_suffix,
-            allow_outside_root=data.allow_outside_root,
-        )
+        pairs = build_pairs(data, split_names(data)[1])
         sizes = image_sizes(pairs[:MAX_HEADERS])
     except (DataError, OSError):
         sizes = []
