@@ -35,7 +35,7 @@ def assert_one_clear_error(result: subprocess.CompletedProcess[str], code: int, 
         assert part in result.stderr, result.stderr
 
 
-def test_a_whole_run_from_the_command_line(config_file: Path, tmp_path: Path) -> None:
+def test_whole_run_from_the_command_line_writes_its_files(config_file: Path, tmp_path: Path) -> None:
     result = segapp("train", "--config", "tiny.yaml", "train.epochs=2", "log.tensorboard=true", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     for part in (
@@ -87,7 +87,7 @@ def test_a_whole_run_from_the_command_line(config_file: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_leaves_with_75_and_a_busy_run_is_refused(config_file: Path, tmp_path: Path) -> None:
+def test_sigterm_saves_with_exit_75_and_busy_run_is_refused(config_file: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "segapp", "train", "--config", "tiny.yaml", "--run", "run", "train.epochs=1000"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 200
@@ -107,7 +107,7 @@ def test_sigterm_saves_and_leaves_with_75_and_a_busy_run_is_refused(config_file:
 
 
 @pytest.mark.slow
-def test_a_third_signal_aborts_at_once(config_file: Path, tmp_path: Path) -> None:
+def test_third_signal_aborts_at_once(config_file: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "SEGAPP_FAILPOINTS": "ckpt.before_rename=sleep:60", "PYTHONUNBUFFERED": "1"}
     command = [
         sys.executable,
@@ -153,13 +153,13 @@ def test_a_third_signal_aborts_at_once(config_file: Path, tmp_path: Path) -> Non
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else str(v),
 )
-def test_a_mistake_gets_one_line_and_the_right_exit_code(
+def test_user_error_gives_one_line_and_its_exit_code(
     config_file: Path, tmp_path: Path, arguments: list[str], code: int, parts: list[str]
 ) -> None:
     assert_one_clear_error(segapp(*arguments, cwd=tmp_path), code, *parts)
 
 
-def test_bad_data_is_named_before_or_when_it_is_met(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_bad_data_are_named_with_exit_3(tiny: dict[str, Any], tmp_path: Path) -> None:
     root = tmp_path / "data"
     for split in ("train", "val"):
         for kind in ("images", "masks"):
@@ -181,7 +181,7 @@ def test_bad_data_is_named_before_or_when_it_is_met(tiny: dict[str, Any], tmp_pa
     assert_one_clear_error(segapp("train", "--config", "tiny.yaml", "data.workers=1", cwd=tmp_path), 3, "2.png", "77")
 
 
-def test_print_config_and_schema(config_file: Path, tmp_path: Path) -> None:
+def test_print_config_and_schema_are_valid(config_file: Path, tmp_path: Path) -> None:
     printed = segapp("train", "--config", "tiny.yaml", "optim.lr=0.5", "--print-config", cwd=tmp_path)
     assert yaml.safe_load(printed.stdout)["optim"]["lr"] == 0.5
     assert not (tmp_path / "runs").exists()
@@ -189,7 +189,7 @@ def test_print_config_and_schema(config_file: Path, tmp_path: Path) -> None:
     assert "DataConfig" in json.loads((tmp_path / "schema.json").read_text())["$defs"]
 
 
-def test_help_is_quick_and_loads_no_torch() -> None:
+def test_help_is_fast_and_loads_no_torch() -> None:
     code = (
         "import sys\n"
         "from segapp.__main__ import main\n"
@@ -212,5 +212,5 @@ def test_help_is_quick_and_loads_no_torch() -> None:
         (["train", "--config", "x"], ["train", "--config", "x"]),
     ],
 )
-def test_resume_may_stand_without_a_value(given: list[str], expected: list[str]) -> None:
+def test_resume_option_may_have_no_value(given: list[str], expected: list[str]) -> None:
     assert _with_resume_value(given) == expected

@@ -69,12 +69,14 @@ def in_process(line: str, breaks: str = "") -> list[str]:
         ("segapp completion z", ["zsh"]),
     ],
 )
-def test_what_may_follow(here: Path, monkeypatch: pytest.MonkeyPatch, line: str, expected: list[str]) -> None:
+def test_candidates_of_a_command_line(
+    here: Path, monkeypatch: pytest.MonkeyPatch, line: str, expected: list[str]
+) -> None:
     monkeypatch.chdir(here)
     assert sorted(in_process(line)) == sorted(expected)
 
 
-def test_every_command_and_option_is_offered() -> None:
+def test_every_command_and_option_is_a_candidate() -> None:
     root = typer.main.get_command(app)
     assert {*in_process("segapp ")} == {name for name, command in root.commands.items() if not command.hidden}
     for name, command in root.commands.items():
@@ -83,7 +85,7 @@ def test_every_command_and_option_is_offered() -> None:
 
 
 @given(st.text(max_size=30))
-def test_no_line_makes_it_fail(line: str) -> None:
+def test_any_command_line_is_completed_without_error(line: str) -> None:
     assert split_line(line)
     assert isinstance(in_process(f"segapp {line}", "=:"), list)
 
@@ -103,13 +105,13 @@ COMP_LINE={line!r}; COMP_POINT=${{#COMP_LINE}}; _segapp segapp; printf '%s\\n' "
         ("segapp train --config mi", ["mine.yaml"]),
     ],
 )
-def test_bash_completes(here: Path, line: str, expected: list[str]) -> None:
+def test_bash_completes_commands(here: Path, line: str, expected: list[str]) -> None:
     done = shell(here, "bash", "--norc", "-c", BASH.format(line=line))
     assert done.stdout.splitlines() == expected, done.stderr
     assert not (here / "pwned").exists()
 
 
-def test_a_tab_in_bash(here: Path) -> None:
+def test_tab_key_in_bash_completes(here: Path) -> None:
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(here)
@@ -145,7 +147,7 @@ words=({words}); CURRENT=$#words; _segapp"""
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
-def test_zsh_completes(here: Path) -> None:
+def test_zsh_completes_commands(here: Path) -> None:
     for words, expected in [
         ("segapp train optim.mom", "optim.momentum=\n"),
         ("segapp status my", f"{RUN}\n"),
@@ -157,7 +159,7 @@ def test_zsh_completes(here: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
-def test_fish_completes(here: Path) -> None:
+def test_fish_completes_commands(here: Path) -> None:
     for line, expected in [
         ("segapp train optim.mom", ["optim.momentum="]),
         ("segapp status dem", ["demo-7"]),
@@ -167,6 +169,6 @@ def test_fish_completes(here: Path) -> None:
         assert [found.partition("\t")[0] for found in done.stdout.splitlines()] == expected, done.stderr
 
 
-def test_an_unknown_shell_is_one_sentence(here: Path) -> None:
+def test_unknown_shell_is_one_clear_error(here: Path) -> None:
     done = shell(here, "segapp", "completion", "tcsh")
     assert (done.returncode, done.stderr) == (2, f"error: no completion for 'tcsh': use one of {', '.join(SCRIPTS)}\n")

@@ -40,7 +40,7 @@ def refusal(tmp_path: Path, text: str, *overrides: str) -> str:
     return str(caught.value)
 
 
-def test_every_problem_is_reported_at_once_with_place_value_and_nearest_key(tmp_path: Path) -> None:
+def test_all_problems_are_reported_with_place_and_nearest_key(tmp_path: Path) -> None:
     message = refusal(
         tmp_path,
         "name: demo\n"
@@ -97,24 +97,24 @@ def test_every_problem_is_reported_at_once_with_place_value_and_nearest_key(tmp_
         ("name: x\ndata: {format: voc, root: d}\ntrain: {batch_size: true}\n", "not true or false"),
     ],
 )
-def test_a_bad_config_gets_one_clear_error(tmp_path: Path, text: str, expected: str) -> None:
+def test_bad_config_is_one_clear_error(tmp_path: Path, text: str, expected: str) -> None:
     assert expected in refusal(tmp_path, text)
 
 
-def test_combinations_are_reported_together(tmp_path: Path) -> None:
+def test_bad_combinations_are_reported_together(tmp_path: Path) -> None:
     message = refusal(
         tmp_path, "name: x\ndata: {format: folder, root: d, scale: [2, 1]}\nschedule: {min_lr: 1, name: step}\n"
     )
     assert message.startswith("4 problems")
 
 
-def test_numbers_are_numbers_and_words_are_words() -> None:
+def test_yaml_numbers_and_words_keep_their_types() -> None:
     value, lines = parse_yaml("a: 1e-3\nb: no\nc: 010\nd: [1, .5]\ne: 2024-01-01\nf: true\n")
     assert value == {"a": 0.001, "b": "no", "c": 10, "d": [1, 0.5], "e": "2024-01-01", "f": True}
     assert lines["d", "1"] == 4
 
 
-def test_overrides_win_and_are_yaml(tmp_path: Path) -> None:
+def test_overrides_take_precedence_and_are_yaml(tmp_path: Path) -> None:
     path = write(tmp_path, "name: x\ndata: {format: voc, root: d}\ntrain: {epochs: 3}\n")
     config = load_config(
         path, ["train.epochs=7", "optim.lr=1e-3", "data.crop_px=[64, 96]", "optim.clip_grad_norm=null"]
@@ -124,23 +124,21 @@ def test_overrides_win_and_are_yaml(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("word", ["epochs", "=3", "a..b=1", "train.epochs"])
-def test_an_override_that_is_not_key_value_is_refused(word: str) -> None:
+def test_override_without_key_and_value_is_refused(word: str) -> None:
     with pytest.raises(ConfigError, match="is not KEY=VALUE"):
         parse_overrides([word])
 
 
-def test_an_override_cannot_run_code() -> None:
+def test_override_cannot_run_code() -> None:
     assert parse_overrides(["name=__import__('os').system('x')"]) == {("name",): "__import__('os').system('x')"}
 
 
-def test_the_printed_config_reads_back_as_itself(tmp_path: Path) -> None:
+def test_printed_config_is_read_back_equal(tmp_path: Path) -> None:
     config = validate_config(MINIMAL | {"loss": {"name": "ce", "plus": [{"name": "dice", "weight": 0.5}]}})
     assert load_config(write(tmp_path, dump_config(config))) == config
 
 
-def test_a_config_is_found_as_given_then_under_configs_then_packaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_config_is_searched_as_given_in_configs_then_packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     packaged = find_config("demo.yaml")
     assert packaged.is_absolute()
@@ -159,7 +157,7 @@ def test_every_shipped_config_is_valid_and_has_a_header(path: Path) -> None:
     assert path.read_text().startswith("#")
 
 
-def test_the_schema_describes_every_field() -> None:
+def test_schema_describes_every_field() -> None:
     schema = config_schema()
     json.dumps(schema)
     for name, definition in schema["$defs"].items():
@@ -167,7 +165,7 @@ def test_the_schema_describes_every_field() -> None:
             assert field.get("description"), f"{name}.{key} has no description"
 
 
-def test_the_schema_is_one_and_every_shipped_config_passes_it_as_an_editor_reads_it() -> None:
+def test_every_shipped_config_passes_the_schema() -> None:
     schema = config_schema()
     jsonschema.Draft202012Validator.check_schema(schema)
     validator = jsonschema.Draft202012Validator(schema)
@@ -178,12 +176,12 @@ def test_the_schema_is_one_and_every_shipped_config_passes_it_as_an_editor_reads
     assert {tuple(error.absolute_path) for error in validator.iter_errors(broken)} == {(), ("train", "batch_size")}
 
 
-def test_the_readme_has_the_reference_as_the_code_has_it() -> None:
+def test_readme_config_reference_equals_the_generated_one() -> None:
     readme = (Path(__file__).parent.parent / "README.md").read_text()
     assert config_reference() in readme, "put the text of config_reference() under '## Config reference'"
 
 
-def test_resume_refuses_what_changes_the_course_and_takes_the_rest() -> None:
+def test_resume_refuses_keys_that_change_the_training() -> None:
     old = validate_config(MINIMAL)
     harmless = validate_config(
         MINIMAL | {"train": {"epochs": 200}, "log": {"every_steps": 1}, "data": {**MINIMAL["data"], "workers": 0}}
@@ -200,7 +198,7 @@ def test_resume_refuses_what_changes_the_course_and_takes_the_rest() -> None:
         max_leaves=12,
     )
 )
-def test_any_value_is_accepted_or_refused_with_a_config_error(value: object) -> None:
+def test_any_value_is_accepted_or_a_config_error(value: object) -> None:
     for key in RunConfig.model_fields:
         try:
             config = validate_config({**MINIMAL, key: value})
@@ -210,7 +208,7 @@ def test_any_value_is_accepted_or_refused_with_a_config_error(value: object) -> 
 
 
 @given(st.text(max_size=200))
-def test_any_text_is_accepted_or_refused_with_a_config_error(text: str) -> None:
+def test_any_text_is_accepted_or_a_config_error(text: str) -> None:
     try:
         value, _ = parse_yaml(text)
     except ConfigError:
@@ -232,7 +230,7 @@ def test_any_text_is_accepted_or_refused_with_a_config_error(text: str) -> None:
     ],
     ids=["brackets", "indentation", "values", "keys", "size", "digits", "aliases"],
 )
-def test_a_bomb_is_refused_in_bounded_time(tmp_path: Path, text: str, expected: str) -> None:
+def test_yaml_bomb_is_refused_in_bounded_time(tmp_path: Path, text: str, expected: str) -> None:
     start_s = time.process_time()
     assert expected in refusal(tmp_path, text)
     assert time.process_time() - start_s < 10

@@ -42,7 +42,7 @@ def load_split(split: str) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(colours).astype(float), np.concatenate(targets)
 
 
-def test_the_demo_is_a_small_cityscapes_tree_of_eleven_classes() -> None:
+def test_demo_is_a_small_cityscapes_tree_of_eleven_classes() -> None:
     assert sum(p.stat().st_size for p in DEMO.rglob("*.png")) < 3_000_000
     scheme = class_scheme("cityscapes")
     for split, count in (("train", 72), ("val", 20)):
@@ -54,9 +54,7 @@ def test_the_demo_is_a_small_cityscapes_tree_of_eleven_classes() -> None:
         assert 255 in ids
 
 
-def test_the_first_scene_of_every_town_is_what_the_script_draws(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_image_of_every_town_is_redrawn_identically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = load_script()
     monkeypatch.setattr(script, "TOWNS", tuple(replace(town, num_scenes=1) for town in script.TOWNS))
     script.write_demo(tmp_path)
@@ -67,7 +65,7 @@ def test_the_first_scene_of_every_town_is_what_the_script_draws(
             assert np.array_equal(np.asarray(ours), np.asarray(kept)), path.name
 
 
-def test_the_nearest_mean_colour_does_not_tell_the_classes_apart() -> None:
+def test_nearest_mean_colour_does_not_separate_the_classes() -> None:
     colours, targets = load_split("train")
     ids = np.unique(targets)
     means = np.stack([colours[targets == i].mean(axis=0) for i in ids])
@@ -78,7 +76,7 @@ def test_the_nearest_mean_colour_does_not_tell_the_classes_apart() -> None:
 
 
 @pytest.mark.slow
-def test_the_script_draws_the_committed_files(tmp_path: Path) -> None:
+def test_all_committed_images_are_redrawn_identically(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "data" / "make_demo.py"), "--out", str(tmp_path / "demo")]
     assert subprocess.run(command, timeout=280, capture_output=True).returncode == 0
     drawn = {p.relative_to(tmp_path / "demo"): p for p in (tmp_path / "demo").rglob("*.png")}

@@ -19,7 +19,7 @@ def loaded_by(statement: str) -> set[str]:
 
 
 @pytest.mark.parametrize("package", ["segapp.parallel", "segapp.losses"])
-def test_the_libraries_load_nothing_beyond_torch(package: str) -> None:
+def test_libraries_load_nothing_beyond_torch(package: str) -> None:
     beyond = loaded_by(f"import {package}, torch") - loaded_by("import torch")
     assert {name for name in beyond if not name.startswith((package, "torch", "segapp"))} <= set(
         sys.stdlib_module_names
@@ -41,21 +41,21 @@ def test_the_libraries_load_nothing_beyond_torch(package: str) -> None:
         "segapp.cli",
     ],
 )
-def test_viewers_load_no_torch(package: str) -> None:
+def test_viewer_packages_load_no_torch(package: str) -> None:
     assert not {"torch", "torchvision", "albumentations", "textual"} & loaded_by(f"import {package}")
 
 
-def test_the_screen_loads_no_torch() -> None:
+def test_screen_loads_no_torch() -> None:
     loaded = loaded_by("import segapp.tui.app")
     assert "textual" in loaded
     assert not {"torch", "torchvision", "albumentations", "cv2", "GPUtil", "yaml", "PIL"} & loaded
 
 
-def test_the_trainer_loads_no_textual() -> None:
+def test_trainer_loads_no_textual() -> None:
     assert "textual" not in loaded_by("import segapp.train.session")
 
 
-def test_every_file_stands_in_the_readmes_tree_and_every_file_there_exists() -> None:
+def test_readme_tree_lists_exactly_the_existing_files() -> None:
     tree = (ROOT / "README.md").read_text().split("## File tree", 1)[1]
     named = set(re.findall(r"^\s*([\w/.-]+\.(?:py|yaml|md))\b", tree, re.MULTILINE))
     paths = {str(p.relative_to(ROOT)) for folder in ("segapp", "configs") for p in (ROOT / folder).rglob("*.*")}

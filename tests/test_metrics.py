@@ -25,7 +25,7 @@ def confusion_of(prediction, target, num_classes, **kwargs) -> ConfusionMatrix:
     return confusion
 
 
-def test_scores_of_a_case_worked_by_hand():
+def test_scores_by_hand():
     confusion = confusion_of([[0, 0, 1], [1, 2, 0]], [[0, 1, 1], [1, 255, 255]], 3)
     assert confusion.matrix.tolist() == [[1, 0, 0], [1, 2, 0], [0, 0, 0]]
     scores = confusion.scores()
@@ -109,7 +109,7 @@ def test_many_batches_merged_equal_one_batch():
         whole.merge(ConfusionMatrix(4))
 
 
-def test_matrix_is_a_view_that_may_be_summed_into_and_reset_empties_it():
+def test_matrix_can_be_added_to_in_place_and_reset():
     confusion = confusion_of([[0, 1]], [[0, 0]], 2)
     confusion.matrix.add_(torch.tensor([[1, 0], [0, 1]]))
     assert confusion.scores().pixel_accuracy == 3 / 4
@@ -118,7 +118,7 @@ def test_matrix_is_a_view_that_may_be_summed_into_and_reset_empties_it():
     assert confusion.scores().miou is None
 
 
-def test_ignored_class_has_no_iou_but_predicting_it_is_an_error():
+def test_ignored_class_has_no_iou_and_predicting_it_is_wrong():
     scores = confusion_of([[0, 1, 1]], [[1, 1, 0]], 2, ignore_index=0).scores()
     assert scores.iou == (None, 0.5)
     assert scores.pixel_accuracy == 0.5
@@ -134,7 +134,7 @@ def test_ids_out_of_range_are_refused_and_not_counted(prediction, target):
     assert confusion.scores().num_valid_px == 0
 
 
-def test_prediction_out_of_range_under_ignored_target_does_not_matter():
+def test_prediction_out_of_range_on_ignored_pixel_is_allowed():
     assert confusion_of([[7, 1]], [[255, 1]], 3).scores().pixel_accuracy == 1.0
 
 
@@ -148,7 +148,7 @@ def test_wrong_tensors_are_refused():
         ConfusionMatrix(0)
 
 
-def test_inputs_stay_untouched_and_inference_mode_is_fine():
+def test_inputs_are_unchanged_and_inference_mode_works():
     prediction, target = torch.tensor([[[0, 5]]]), torch.tensor([[[0, 255]]])
     with torch.inference_mode():
         confusion = ConfusionMatrix(2)
@@ -168,7 +168,7 @@ class NamesOfFunctions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_counting_off_the_cpu_calls_no_function_that_waits_for_the_device():
+def test_counting_on_a_device_does_not_synchronise():
     confusion = ConfusionMatrix(4)
     ids = torch.zeros(2, 8, 8, dtype=torch.int64)
     with NamesOfFunctions() as functions:
@@ -199,7 +199,7 @@ def test_scatter_counts_as_bincount_does():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device to watch for synchronisation")
-def test_update_on_a_gpu_does_not_synchronise_and_scores_reports_bad_ids():
+def test_gpu_update_does_not_synchronise_and_reports_bad_ids():
     prediction, target = torch.randint(0, 19, (2, 64, 64)), torch.randint(0, 19, (2, 64, 64))
     on_cpu, on_gpu = ConfusionMatrix(19), ConfusionMatrix(19, device="cuda")
     on_cpu.update(prediction, target)

@@ -32,7 +32,7 @@ def rate(step: int, **schedule: object) -> float:
         (5, {"name": "constant", "warmup_steps": 4, "warmup_factor": 0.2}, 0.1),
     ],
 )
-def test_lr_by_hand(step: int, schedule: dict[str, object], expected: float) -> None:
+def test_learning_rates_by_hand(step: int, schedule: dict[str, object], expected: float) -> None:
     assert rate(step, **schedule) == pytest.approx(expected, rel=1e-12)
 
 
@@ -58,7 +58,7 @@ def small_model() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1))
 
 
-def test_groups_cover_every_parameter_once_with_the_right_factors() -> None:
+def test_groups_hold_every_parameter_once_with_its_factor() -> None:
     model = small_model()
     groups = parameter_groups(
         model[:2].parameters(), model[2].parameters(), norm_and_bias(model), weight_decay=0.1, head_lr_factor=10.0
@@ -78,7 +78,7 @@ def test_groups_cover_every_parameter_once_with_the_right_factors() -> None:
 @pytest.mark.parametrize(
     "section", [OptimConfig(lr=0.1), OptimConfig(lr=0.1, nesterov=True), OptimConfig(name="adamw", lr=0.1)]
 )
-def test_optimizer_equals_torchs_plain_one_and_a_bad_step_leaves_no_trace(section: OptimConfig) -> None:
+def test_optimizer_equals_torch_and_bad_step_changes_nothing(section: OptimConfig) -> None:
     torch.manual_seed(0)
     ours, theirs = nn.Parameter(torch.randn(7)), nn.Parameter(torch.zeros(7))
     theirs.data.copy_(ours.data)
@@ -122,7 +122,7 @@ def test_average_follows_the_formula_and_ignores_a_bad_step() -> None:
     torch.testing.assert_close(average.module[0].weight, by_hand)
 
 
-def test_average_state_goes_through_a_checkpoint() -> None:
+def test_average_state_survives_a_checkpoint() -> None:
     model = small_model()
     average = WeightAverage(model, 0.9)
     average.update(torch.tensor(0.0))

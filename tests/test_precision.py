@@ -22,7 +22,7 @@ def test_half_except_norm_keeps_normalisation_in_fp32() -> None:
     assert model(torch.randn(2, 3, 8, 8).half()).dtype == torch.float16
 
 
-def test_scaler_halves_on_overflow_and_doubles_after_the_interval() -> None:
+def test_scaler_halves_on_overflow_and_doubles_at_interval() -> None:
     scaler = LossScaler(CPU, init_scale=8.0, growth_interval=3)
     scales = []
     for is_bad in (1.0, 0.0, 0.0, 0.0, 0.0):
@@ -54,7 +54,7 @@ def test_master_weights_keep_updates_that_half_would_lose() -> None:
     assert float(model.weight.detach()) == pytest.approx(0.98, rel=1e-3)
 
 
-def test_gradients_of_several_micro_batches_are_added_in_fp32() -> None:
+def test_micro_batch_gradients_are_added_in_fp32() -> None:
     precision = Precision("fp16", CPU)
     model = precision.prepare(nn.Linear(1, 1, bias=False))
     (master,) = precision.master_weights(model.parameters())
@@ -65,7 +65,7 @@ def test_gradients_of_several_micro_batches_are_added_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("name", ["fp32", "amp-bf16", "amp-fp16", "fp16"])
-def test_scaled_gradients_come_back_unscaled(name: str) -> None:
+def test_scaled_gradients_are_unscaled_before_the_step(name: str) -> None:
     precision = Precision(name, CPU)
     model = precision.prepare(nn.Linear(4, 1, bias=False))
     masters = precision.master_weights(model.parameters())
@@ -81,14 +81,14 @@ def test_scaled_gradients_come_back_unscaled(name: str) -> None:
     torch.testing.assert_close(gradients[0], torch.full((1, 4), 2.0**-9))
 
 
-def test_autocast_dtype() -> None:
+def test_autocast_dtype_of_each_mode() -> None:
     layer = nn.Linear(2, 2)
     for name, dtype in (("fp32", torch.float32), ("amp-bf16", torch.bfloat16), ("amp-fp16", torch.float16)):
         with Precision(name, CPU).autocast():
             assert layer(torch.ones(1, 2)).dtype == dtype
 
 
-def test_state_round_trip() -> None:
+def test_scaler_state_round_trip_is_exact() -> None:
     precision = Precision("fp16", CPU)
     model = precision.prepare(nn.Linear(2, 2))
     precision.master_weights(model.parameters())
@@ -101,7 +101,7 @@ def test_state_round_trip() -> None:
     assert all(torch.equal(a, b) for a, b in zip(masters, state["masters"], strict=True))
 
 
-def test_an_unknown_mode_is_refused() -> None:
+def test_unknown_precision_mode_is_refused() -> None:
     with pytest.raises(ValueError, match="fp32, fp16"):
         Precision("fp8", CPU)
     assert math.isfinite(float(LossScaler(CPU).scale))

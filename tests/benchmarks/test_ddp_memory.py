@@ -81,7 +81,7 @@ CASES = {
 }
 
 
-def test_gradient_as_bucket_view_saves_the_third_copy_of_the_parameters(tmp_path, capsys):
+def test_gradient_as_bucket_view_saves_one_parameter_copy(tmp_path, capsys):
     script = tmp_path / "measure.py"
     script.write_text(MEASURE)
     figures = {}

@@ -43,7 +43,7 @@ print(json.dumps([sorted(seconds[1:])[1], usage.ru_minflt, usage.ru_maxrss / 102
 
 
 @pytest.mark.parametrize("shape", [(4, 769, 769), (8, 360, 480)], ids=["4x769x769", "8x360x480"])
-def test_step_with_freed_memory_kept(shape: tuple[int, int, int]) -> None:
+def test_step_time_with_and_without_kept_heap(shape: tuple[int, int, int]) -> None:
     found: dict[bool, list[list[float]]] = {True: [], False: []}
     for turn in range(6):
         kept = turn % 2 == 0

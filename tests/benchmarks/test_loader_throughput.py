@@ -105,7 +105,7 @@ def compare(ours: list[float], theirs: list[float]) -> str:
 
 
 @pytest.mark.benchmark
-def test_loader_against_a_hand_written_loop(pairs: tuple[ImagePair, ...]) -> None:
+def test_loader_throughput_against_a_hand_written_loop(pairs: tuple[ImagePair, ...]) -> None:
     scheme = class_scheme("camvid")
     plain = TrainLoader(SegmentationDataset(pairs, scheme, TrainTransform(CROP)), BATCH)
     cached = TrainLoader(SegmentationDataset(pairs, scheme, TrainTransform(CROP), cache="ram"), BATCH)
@@ -130,7 +130,7 @@ def test_loader_against_a_hand_written_loop(pairs: tuple[ImagePair, ...]) -> Non
 
 
 @pytest.mark.benchmark
-def test_parts_of_a_sample(pairs: tuple[ImagePair, ...]) -> None:
+def test_time_of_each_part_of_a_sample(pairs: tuple[ImagePair, ...]) -> None:
     """Where the time of one sample goes, in microseconds."""
     dataset = SegmentationDataset(pairs, class_scheme("camvid"), TrainTransform(CROP))
     image, mask = dataset.read(0)

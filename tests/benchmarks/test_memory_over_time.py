@@ -68,7 +68,7 @@ def picture(samples: list[tuple[float, float]], seconds: float, top_mib: float) 
     ]
 
 
-def test_memory_over_time() -> None:
+def test_memory_of_a_step_over_time() -> None:
     whole_s, whole = course("cityscapes", "naive")
     bands_s, bands = course("cityscapes", "bands")
     top_mib = max(mib for _, mib in whole)

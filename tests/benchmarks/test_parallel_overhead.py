@@ -40,7 +40,7 @@ def interleaved(steps, repeats: int, clock=time.perf_counter) -> list[float]:
     return [statistics.quantiles(own, n=10)[0] for own in times]
 
 
-def test_one_device_costs_nothing_noticeable(capsys):
+def test_time_of_data_parallel_on_one_device(capsys):
     torch.set_num_threads(1)
     net = build()
     images, target = torch.randn(4, 3, 64, 64), torch.randint(0, 5, (4, 64, 64))
@@ -61,7 +61,7 @@ def test_one_device_costs_nothing_noticeable(capsys):
         )
 
 
-def test_cost_of_replicas_and_of_synchronised_batchnorm(capsys):
+def test_time_of_replicas_and_sync_batchnorm(capsys):
     torch.set_num_threads(1)
     images, target = torch.randn(4, 3, 64, 64), torch.randint(0, 5, (4, 64, 64))
     plain, synced = build(), convert_sync_batchnorm(build())

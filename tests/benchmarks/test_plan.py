@@ -35,7 +35,7 @@ def card_mib(tensors_mib):
 
 
 @pytest.mark.timeout(1000)
-def test_the_published_case_on_three_cards_of_24220_mib(capsys):
+def test_plan_of_three_24220_mib_gpus_against_published_case(capsys):
     """Plain DataParallel just holds 9 with cards 1 and 2 far below; the parallel criterion and gpu0_bsz level them."""
     tables = {
         style: {tuple(split): tuple(map(card_mib, peaks)) for split, peaks in rows}
@@ -86,7 +86,7 @@ def test_the_published_case_on_three_cards_of_24220_mib(capsys):
 
 
 @pytest.mark.timeout(1000)
-def test_what_the_small_loss_saves_by_model_family(capsys):
+def test_memory_saved_by_small_loss_per_model_family(capsys):
     """Share of a training step's peak; nothing, or a band more, where the model itself ends at full resolution."""
     rows = said("families")
     with capsys.disabled():
@@ -103,7 +103,7 @@ def test_what_the_small_loss_saves_by_model_family(capsys):
 
 
 @pytest.mark.timeout(400)
-def test_a_plan_of_cityscapes_takes_less_than_thirty_seconds(capsys):
+def test_cityscapes_plan_takes_under_30_s(capsys):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_before_s = before.ru_utime + before.ru_stime
     began = time.perf_counter()

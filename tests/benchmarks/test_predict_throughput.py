@@ -53,7 +53,7 @@ def plain_loop(model: SegmentationModel, folder: Path, out: Path, *, saves: bool
 
 
 @pytest.mark.parametrize(("name", "encoder"), [("lraspp", "mobilenet_v3_large"), ("deeplabv3", "resnet18")])
-def test_throughput_against_a_plain_loop(name: str, encoder: str, photos: Path, tmp_path: Path) -> None:
+def test_predict_throughput_against_a_plain_loop(name: str, encoder: str, photos: Path, tmp_path: Path) -> None:
     torch.set_num_threads(2)
     torch.manual_seed(0)
     model = build_model("torchvision", name, 19, encoder=encoder, aux=False).eval()

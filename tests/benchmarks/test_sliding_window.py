@@ -62,7 +62,7 @@ def peak_above_start(work: Callable[[], object]) -> float:
 
 
 @pytest.mark.parametrize(("name", "encoder"), [("lraspp", "mobilenet_v3_small"), ("lraspp", "mobilenet_v3_large")])
-def test_sliding_window_against_the_straightforward_way(name: str, encoder: str) -> None:
+def test_sliding_window_time_against_full_resolution_sums(name: str, encoder: str) -> None:
     torch.set_num_threads(2)
     torch.manual_seed(0)
     model = build_model("torchvision", name, CLASSES, encoder=encoder).eval()

@@ -105,7 +105,7 @@ def test_memory_of_loss_and_gradient(case):
     print(f"\n{case}: " + ", ".join(f"{way} {m:.1f} MiB (x {m / mib['naive']:.3f})" for way, m in mib.items()))
 
 
-def test_time_with_a_heap_that_is_kept():
+def test_time_of_loss_with_kept_heap():
     """The same against a naive loss without page faults: half of its time is memory that glibc keeps giving back."""
     script = (
         "import torch; torch.set_num_threads(2)\n"
@@ -123,7 +123,7 @@ def test_time_with_a_heap_that_is_kept():
     )
 
 
-def test_evaluation_at_1024_by_2048():
+def test_time_and_memory_of_evaluation_at_1024_by_2048():
     torch.set_num_threads(2)
     logits, target = make("evaluation")
     kept, num_quiet = interleave(list(EVALUATIONS), lambda way: seconds(way, logits, target))

@@ -46,7 +46,7 @@ def plain_loop(trainer: Trainer, model: torch.nn.Module, optimizer: torch.optim.
 @pytest.mark.benchmark
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("workers", [0, 1])
-def test_step_overhead(tiny: dict[str, Any], tmp_path: Path, workers: int) -> None:
+def test_time_of_a_step_against_a_plain_loop(tiny: dict[str, Any], tmp_path: Path, workers: int) -> None:
     torch.set_num_threads(2)
     config = merged(
         tiny,

@@ -78,7 +78,7 @@ def used_s(pid: int) -> float:
 
 @pytest.mark.benchmark
 @pytest.mark.timeout(1200)
-def test_images_per_second_with_a_screen_attached(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_training_speed_with_screen_attached(tiny: dict[str, Any], tmp_path: Path) -> None:
     # An epoch of 500 steps: what an epoch's end costs is no part of the question.
     root = tmp_path / "data"
     shutil.copytree(tiny["data"]["root"], root)

@@ -46,7 +46,7 @@ def many_events(path: Path, num: int) -> None:
             file.write(json.dumps(raw, separators=(",", ":")) + "\n")
 
 
-def test_attaching_to_a_million_events(tmp_path: Path) -> None:
+def test_time_of_attaching_to_a_million_events(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run")
     many_events(run.folder.events, 1_000_000)
     size_mib = run.folder.events.stat().st_size / 2**20
@@ -62,7 +62,7 @@ def test_attaching_to_a_million_events(tmp_path: Path) -> None:
     print(f"without skimming: {time.perf_counter() - began:.2f} s")
 
 
-def test_a_chart_of_a_hundred_thousand_points() -> None:
+def test_time_of_a_chart_of_100000_points() -> None:
     class ChartApp(App[None]):
         def compose(self) -> ComposeResult:
             yield LossChart(id="loss")
@@ -92,7 +92,7 @@ def test_a_chart_of_a_hundred_thousand_points() -> None:
     )
 
 
-def test_a_live_run_at_a_terminal(tmp_path: Path) -> None:
+def test_cpu_and_memory_of_the_screen_of_a_live_run(tmp_path: Path) -> None:
     run = live_run(tmp_path / "run")
     pid, fd = pty.fork()
     if pid == 0:

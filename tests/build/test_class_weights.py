@@ -19,7 +19,7 @@ def test_inverse_is_one_over_the_share_with_mean_one() -> None:
     assert class_weights("inverse", COUNTS) == pytest.approx([1.25 / 3.125, 5 / 3.125, 0.0])
 
 
-def test_enet() -> None:
+def test_enet_weights_match_the_formula() -> None:
     assert class_weights("enet", COUNTS) == pytest.approx([1 / math.log(1.82), 1 / math.log(1.22), 0.0])
 
 
@@ -28,14 +28,14 @@ def test_median_frequency_counts_only_images_that_have_the_class() -> None:
     assert class_weights("median-frequency", COUNTS) == pytest.approx([0.75, 1.5, 0.0])
 
 
-def test_nothing_valid_and_unknown_rules_are_refused() -> None:
+def test_masks_without_valid_pixels_and_unknown_rule_are_refused() -> None:
     with pytest.raises(ValueError, match="no valid pixel"):
         class_weights("enet", ClassFrequencies((0,), (0,), (0,), 9, 1))
     with pytest.raises(ValueError, match="inverse, enet, median-frequency"):
         class_weights("sqrt", COUNTS)
 
 
-def test_counted_once_until_a_mask_changes(tmp_path: Path) -> None:
+def test_class_counts_are_cached_until_a_mask_changes(tmp_path: Path) -> None:
     mask = tmp_path / "m.png"
     mask.write_bytes(b"one")
     calls: list[int] = []

@@ -109,7 +109,7 @@ def damage(path: Path, how: str) -> None:
 # -- what is saved ------------------------------------------------------------------------------------------------
 
 
-def test_real_training_state_comes_back_bit_for_bit(tmp_path):
+def test_training_state_is_read_back_bit_for_bit(tmp_path):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(), nn.Conv2d(8, 2, 1))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -142,7 +142,7 @@ def test_equal_states_have_equal_bytes_under_any_name(tmp_path):
     assert one.sha256 == two.sha256 == hashlib.sha256((tmp_path / "another" / "epoch_0007.pt").read_bytes()).hexdigest()
 
 
-def test_the_manifest_names_every_file_with_its_sha256_and_size(tmp_path):
+def test_manifest_lists_every_file_with_sha256_and_size(tmp_path):
     save(tmp_path, 3, finished_epoch=1, metric=0.1, is_best=True)
     save(tmp_path, 5)
     raw = json.loads((tmp_path / "manifest.json").read_text())
@@ -168,7 +168,7 @@ def test_the_manifest_names_every_file_with_its_sha256_and_size(tmp_path):
         (torch.float32, "torch.dtype"),
     ],
 )
-def test_anything_but_tensors_and_plain_values_is_refused_by_place_and_type(tmp_path, value, kind):
+def test_unsupported_value_is_refused_with_its_path_and_type(tmp_path, value, kind):
     state = {**state_of(1), "best": {"miou": [0.5, value]}}
     for take in (snapshot, lambda s: save_checkpoint(tmp_path, s, step=1, epoch=1)):
         with pytest.raises(TypeError, match=r"state\['best'\]\['miou'\]\[1\]") as caught:
@@ -177,7 +177,7 @@ def test_anything_but_tensors_and_plain_values_is_refused_by_place_and_type(tmp_
     assert not (tmp_path / "manifest.json").exists()
 
 
-def test_a_model_without_or_with_a_wrapped_name_is_refused(tmp_path):
+def test_state_without_model_or_with_prefixed_keys_is_refused(tmp_path):
     with pytest.raises(ValueError, match="needs 'model'"):
         save_checkpoint(tmp_path, {"weights": {}}, step=1, epoch=1)
     with pytest.raises(ValueError, match=r"module\.weight"):
@@ -186,7 +186,7 @@ def test_a_model_without_or_with_a_wrapped_name_is_refused(tmp_path):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("part", ["model", "ema", "optimizer"])
-def test_what_is_not_finite_is_never_committed(tmp_path, bad, part):
+def test_non_finite_state_is_never_committed(tmp_path, bad, part):
     save(tmp_path, 1)
     state = state_of(2)
     state[part] = {"layer": {"weight": torch.tensor([1.0, bad])}}
@@ -195,7 +195,7 @@ def test_what_is_not_finite_is_never_committed(tmp_path, bad, part):
     assert load_checkpoint(tmp_path).step == 1
 
 
-def test_a_metric_that_is_not_finite_is_never_the_best(tmp_path):
+def test_non_finite_metric_is_never_best(tmp_path):
     save(tmp_path, 1, metric=0.5, is_best=True)
     assert not save(tmp_path, 2, metric=float("nan"), is_best=True).is_best
     assert load_checkpoint(tmp_path, "best").step == 1
@@ -240,18 +240,18 @@ def assert_same(one, two):
 
 @settings(max_examples=150, deadline=None)
 @given(states)
-def test_a_snapshot_is_equal_and_shares_nothing(state):
+def test_snapshot_is_equal_and_shares_no_memory(state):
     assert_same(snapshot(state), state)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(states)
-def test_whatever_a_snapshot_takes_is_read_back_with_weights_only(tmp_path, state):
+def test_any_snapshot_is_read_back_with_weights_only(tmp_path, state):
     save_checkpoint(tmp_path, {"model": {}, "any": state}, step=1, epoch=1)
     assert_same(load_checkpoint(tmp_path).state["any"], state)
 
 
-def test_a_snapshot_does_not_follow_the_training_and_keeps_shared_weights_shared():
+def test_snapshot_stays_fixed_and_keeps_shared_weights_shared():
     weight = nn.Parameter(torch.ones(3))
     model = OrderedDict(a=weight, b=weight)
     model._metadata = {"": {"version": 2}}
@@ -264,7 +264,7 @@ def test_a_snapshot_does_not_follow_the_training_and_keeps_shared_weights_shared
     assert copy["model"]._metadata == {"": {"version": 2}}
 
 
-def test_random_numbers_go_on_where_they_were(tmp_path):
+def test_random_numbers_continue_after_restore(tmp_path):
     save_checkpoint(tmp_path, {"model": {}, "rng": capture_rng()}, step=1, epoch=1)
     expected = (random.random(), np.random.rand(3).tolist(), torch.rand(3).tolist(), np.random.normal())
     restore_rng(load_checkpoint(tmp_path).state["rng"])
@@ -291,7 +291,7 @@ def killed_save(folder: Path, armed: str) -> bool:
 
 
 @pytest.mark.parametrize("point", SAVE_POINTS)
-def test_sigkill_at_every_point_leaves_the_old_or_the_new_checkpoint(tmp_path, point):
+def test_sigkill_at_any_point_leaves_old_or_new_checkpoint(tmp_path, point):
     num_kills = 0
     for visit in range(1, 400, 5 if point == "ckpt.write" else 1):
         folder = tmp_path / str(visit)
@@ -322,7 +322,7 @@ def test_sigkill_at_every_point_leaves_the_old_or_the_new_checkpoint(tmp_path, p
     assert num_kills > 0, "the point was never reached"
 
 
-def test_sigkill_in_a_fresh_process_through_the_environment(tmp_path):
+def test_sigkill_failpoint_from_environment_keeps_old_checkpoint(tmp_path):
     code = (
         "import sys, torch; from segapp.checkpoint.training_state import save_checkpoint\n"
         "for step in (1, 2): save_checkpoint(sys.argv[1], {'model': {'w': torch.ones(9)}}, step=step, epoch=1)"
@@ -335,7 +335,7 @@ def test_sigkill_in_a_fresh_process_through_the_environment(tmp_path):
 
 @pytest.mark.parametrize("error", ["ENOSPC", "EIO", "EROFS"])
 @pytest.mark.parametrize("point", BEFORE_COMMIT)
-def test_an_error_before_the_commit_is_a_storage_error_and_leaves_no_trace(tmp_path, point, error):
+def test_error_before_commit_is_storage_error_without_leftovers(tmp_path, point, error):
     save(tmp_path, 10)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     failpoints.arm(f"{point}=raise:{error}")
@@ -348,7 +348,7 @@ def test_an_error_before_the_commit_is_a_storage_error_and_leaves_no_trace(tmp_p
 
 
 @pytest.mark.parametrize("point", ["ckpt.before_link", "ckpt.before_name_rename"])
-def test_an_error_after_the_commit_is_a_message_and_mended_later(tmp_path, point):
+def test_error_after_commit_is_reported_and_repaired_later(tmp_path, point):
     save(tmp_path, 10)
     failpoints.arm(f"{point}=raise:EIO")
     saved = save(tmp_path, 20)
@@ -359,7 +359,7 @@ def test_an_error_after_the_commit_is_a_message_and_mended_later(tmp_path, point
     assert torch.load(tmp_path / "last.pt", weights_only=True)["checkpoint"]["step"] == 20
 
 
-def test_everything_is_durable_before_what_refers_to_it(tmp_path, monkeypatch):
+def test_data_is_synced_before_its_name_and_manifest(tmp_path, monkeypatch):
     """The order that ALICE checks: data synced before its name, names synced before the manifest speaks of them."""
     log, of_fd = [], {}
     real_open, real_fsync, real_rename = os.open, os.fsync, os.rename
@@ -401,7 +401,7 @@ def test_everything_is_durable_before_what_refers_to_it(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["empty", "one", "half", "-1", "-22", "flip", "zeros"])
-def test_a_damaged_last_falls_back_to_the_one_before_and_is_kept_aside(tmp_path, how):
+def test_damaged_last_falls_back_and_is_kept_aside(tmp_path, how):
     for step in (10, 20, 30):
         save(tmp_path, step)
     damage(tmp_path / "last.pt", how)
@@ -421,7 +421,7 @@ def test_a_damaged_last_falls_back_to_the_one_before_and_is_kept_aside(tmp_path,
         load_checkpoint(tmp_path / "last.pt.corrupt")
 
 
-def test_every_single_flipped_bit_and_zeroed_page_is_noticed(tmp_path):
+def test_every_flipped_bit_and_zeroed_page_is_detected(tmp_path):
     save(tmp_path, 10)
     content = (tmp_path / "last.pt").read_bytes()
     generator = random.Random(0)
@@ -438,7 +438,7 @@ def test_every_single_flipped_bit_and_zeroed_page_is_noticed(tmp_path):
     assert verify_checkpoints(tmp_path)[0].problem is None
 
 
-def test_the_two_newest_damaged_go_back_to_the_third_and_name_both(tmp_path):
+def test_two_damaged_newest_fall_back_to_third_and_are_named(tmp_path):
     for epoch in (1, 2, 3):
         save(tmp_path, epoch * 10, finished_epoch=epoch)
     damage(tmp_path / "epoch_0003.pt", "flip")
@@ -450,7 +450,7 @@ def test_the_two_newest_damaged_go_back_to_the_third_and_name_both(tmp_path):
     assert "went back to epoch_0001.pt" in loaded.messages[2]
 
 
-def test_all_damaged_is_an_error_that_lists_them_and_changes_nothing(tmp_path):
+def test_all_damaged_is_an_error_listing_them(tmp_path):
     for epoch in (1, 2, 3):
         save(tmp_path, epoch * 10, finished_epoch=epoch)
         damage(tmp_path / f"epoch_000{epoch}.pt", "flip")
@@ -462,7 +462,7 @@ def test_all_damaged_is_an_error_that_lists_them_and_changes_nothing(tmp_path):
     assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
 
 
-def test_a_name_put_over_by_another_file_costs_nothing_but_a_message(tmp_path):
+def test_overwritten_last_is_detected_and_older_one_loads(tmp_path):
     save(tmp_path, 10)
     other = tmp_path / "other"
     other.write_bytes(b"rubbish")
@@ -478,7 +478,7 @@ def test_a_name_put_over_by_another_file_costs_nothing_but_a_message(tmp_path):
 
 
 @pytest.mark.parametrize("put", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
-def test_a_pipe_a_folder_or_a_link_in_the_place_of_last_hangs_nothing(tmp_path, put):
+def test_pipe_folder_or_link_as_last_does_not_hang(tmp_path, put):
     save(tmp_path, 10)
     (tmp_path / "last.pt").unlink()
     put(tmp_path / "last.pt")
@@ -487,7 +487,7 @@ def test_a_pipe_a_folder_or_a_link_in_the_place_of_last_hangs_nothing(tmp_path, 
     assert names(tmp_path) == ["last.pt", "last.pt.corrupt"]
 
 
-def test_a_damaged_best_is_an_error_not_another_checkpoint(tmp_path):
+def test_damaged_best_is_an_error_without_fallback(tmp_path):
     save(tmp_path, 10, metric=0.5, is_best=True)
     save(tmp_path, 20)
     damage(tmp_path / "best.pt", "flip")
@@ -506,7 +506,7 @@ def test_a_damaged_best_is_an_error_not_another_checkpoint(tmp_path):
         lambda raw: json.dumps({**raw, "entries": [{**raw["entries"][0], "size_bytes": "many"}]}),
     ],
 )
-def test_a_damaged_manifest_commits_nothing_and_costs_no_byte(tmp_path, change):
+def test_damaged_manifest_is_refused_and_objects_are_kept(tmp_path, change):
     save(tmp_path, 10)
     manifest = tmp_path / "manifest.json"
     manifest.write_text(change(json.loads(manifest.read_text())))
@@ -522,7 +522,7 @@ def test_a_damaged_manifest_commits_nothing_and_costs_no_byte(tmp_path, change):
 
 
 @pytest.mark.parametrize(("field", "value"), [("sha256", "0" * 64), ("step", 11), ("epoch", 9), ("size_bytes", 5)])
-def test_a_manifest_that_tells_another_story_than_the_file_is_not_believed(tmp_path, field, value):
+def test_manifest_contradicting_its_file_is_refused(tmp_path, field, value):
     save(tmp_path, 10)
     save(tmp_path, 20)
     raw = json.loads((tmp_path / "manifest.json").read_text())
@@ -531,7 +531,7 @@ def test_a_manifest_that_tells_another_story_than_the_file_is_not_believed(tmp_p
     assert load_checkpoint(tmp_path).step == 10
 
 
-def test_a_lost_manifest_says_which_files_can_be_named(tmp_path):
+def test_missing_manifest_error_lists_loadable_files(tmp_path):
     save(tmp_path, 10, finished_epoch=1)
     (tmp_path / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"epoch_0001\.pt, last\.pt"):
@@ -539,7 +539,7 @@ def test_a_lost_manifest_says_which_files_can_be_named(tmp_path):
     assert load_checkpoint(tmp_path / "epoch_0001.pt").messages
 
 
-def test_the_newest_is_the_last_commit_not_the_highest_step(tmp_path):
+def test_newest_is_last_commit_not_highest_step(tmp_path):
     for step in (10, 20, 30):
         save(tmp_path, step)
     save(tmp_path, 15)
@@ -550,7 +550,7 @@ def test_the_newest_is_the_last_commit_not_the_highest_step(tmp_path):
 # -- files from elsewhere -----------------------------------------------------------------------------------------
 
 
-def test_a_copy_without_a_manifest_loads_with_a_warning(tmp_path):
+def test_file_without_manifest_loads_with_warning(tmp_path):
     save(tmp_path / "run" / "checkpoints", 10)
     shutil.copy(tmp_path / "run" / "checkpoints" / "last.pt", tmp_path / "copy.pt")
     loaded = load_checkpoint(tmp_path / "copy.pt")
@@ -572,7 +572,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("is_zip", [True, False])
-def test_a_malicious_pickle_does_not_run(tmp_path, is_zip, monkeypatch):
+def test_malicious_pickle_is_not_executed(tmp_path, is_zip, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     canary = tmp_path / "canary"
     path = tmp_path / "evil.pt"
@@ -583,7 +583,7 @@ def test_a_malicious_pickle_does_not_run(tmp_path, is_zip, monkeypatch):
     assert not is_zip or "could run code" in str(caught.value)
 
 
-def test_a_malicious_pickle_with_a_fitting_manifest_does_not_run_either(tmp_path):
+def test_malicious_pickle_with_valid_manifest_is_not_executed(tmp_path):
     save(tmp_path, 10)
     save(tmp_path, 20)
     canary, target = tmp_path / "canary", tmp_path / "last.pt"
@@ -611,13 +611,13 @@ def test_a_malicious_pickle_with_a_fitting_manifest_does_not_run_either(tmp_path
         (lambda path: None, "no such file"),
     ],
 )
-def test_what_is_no_checkpoint_of_ours_is_one_clear_error(tmp_path, make, says):
+def test_foreign_file_is_one_clear_error(tmp_path, make, says):
     make(tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match=says):
         load_checkpoint(tmp_path / "x.pt")
 
 
-def test_a_newer_manifest_is_refused_and_an_empty_folder_is_no_new_training(tmp_path):
+def test_newer_manifest_and_folder_without_commit_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="nothing is committed"):
         load_checkpoint(tmp_path)
     save(tmp_path, 10)
@@ -628,14 +628,14 @@ def test_a_newer_manifest_is_refused_and_an_empty_folder_is_no_new_training(tmp_
             use(tmp_path)
 
 
-def test_a_name_that_was_never_committed_is_told_with_those_that_were(tmp_path):
+def test_unknown_checkpoint_name_error_lists_committed_ones(tmp_path):
     save(tmp_path, 10)
     with pytest.raises(CheckpointError, match=r"no such checkpoint is committed: there are last\.pt"):
         load_checkpoint(tmp_path, "best")
 
 
 @pytest.mark.slow
-def test_two_thousand_mutants_are_refused_or_read_and_never_crash(tmp_path):
+def test_2000_mutated_files_are_refused_or_read_without_crash(tmp_path):
     save(tmp_path / "c", 10)
     content = (tmp_path / "c" / "last.pt").read_bytes()
     generator = random.Random(1)
@@ -653,7 +653,7 @@ def test_two_thousand_mutants_are_refused_or_read_and_never_crash(tmp_path):
 # -- space and retention ------------------------------------------------------------------------------------------
 
 
-def test_retention_keeps_n_epochs_the_best_and_two_of_the_newest(tmp_path):
+def test_retention_keeps_n_epochs_best_and_two_newest(tmp_path):
     for epoch in range(1, 13):
         save(tmp_path, epoch * 10, finished_epoch=epoch, metric=1.0 if epoch == 3 else 0.1, is_best=epoch == 3, keep=2)
         if epoch in (5, 9):
@@ -669,7 +669,7 @@ def test_retention_keeps_n_epochs_the_best_and_two_of_the_newest(tmp_path):
     assert names(tmp_path) == ["best.pt", "epoch_0011.pt", "epoch_0012.pt", "last.pt"]
 
 
-def test_leftovers_of_dead_writers_are_removed_and_unknown_files_left_alone(tmp_path):
+def test_temporaries_of_dead_writers_are_removed_others_kept(tmp_path):
     save(tmp_path, 10)
     dead = subprocess.Popen(["true"])
     dead.wait()
@@ -687,7 +687,7 @@ def test_leftovers_of_dead_writers_are_removed_and_unknown_files_left_alone(tmp_
     assert found == {f".tmp-20-{os.getppid()}-abcd", "notes.txt", "epoch_9999.pt", "last.pt.corrupt"}
 
 
-def test_too_little_space_is_seen_before_a_byte_is_written_and_frees_what_would_go_anyway(tmp_path, monkeypatch):
+def test_low_disk_space_is_detected_before_writing(tmp_path, monkeypatch):
     for epoch in (1, 2, 3):
         save(tmp_path, epoch * 10, finished_epoch=epoch, keep=3)
     monkeypatch.setattr("segapp.run.checkpoints.free_bytes", lambda path: 1000)
@@ -697,7 +697,7 @@ def test_too_little_space_is_seen_before_a_byte_is_written_and_frees_what_would_
     assert load_checkpoint(tmp_path).step == 30
 
 
-def test_a_file_size_limit_is_a_storage_error_and_leaves_the_old_one(tmp_path):
+def test_file_size_limit_is_storage_error_and_keeps_old(tmp_path):
     save(tmp_path, 10)
     size = (tmp_path / "last.pt").stat().st_size
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -723,7 +723,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", disk], check=True)
 
 
-def test_a_disk_that_fills_up_keeps_the_old_and_gives_its_space_back(small_disk, monkeypatch):
+def test_full_disk_keeps_old_and_frees_partial_file(small_disk, monkeypatch):
     save(small_disk, 10)
     (small_disk / "ballast").write_bytes(bytes(shutil.disk_usage(small_disk).free - 12 * 1024))
     with pytest.raises(StorageError, match=r"it needs .* MiB are free"):
@@ -740,7 +740,7 @@ def test_a_disk_that_fills_up_keeps_the_old_and_gives_its_space_back(small_disk,
     assert load_checkpoint(small_disk).step == 20
 
 
-def test_a_read_only_disk_is_a_storage_error_and_still_readable(small_disk):
+def test_read_only_disk_is_storage_error_but_readable(small_disk):
     save(small_disk, 10)
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     with pytest.raises(StorageError, match=r"Read-only file system.*writable"):
@@ -749,7 +749,7 @@ def test_a_read_only_disk_is_a_storage_error_and_still_readable(small_disk):
     assert (loaded.step, loaded.messages) == (10, ())
 
 
-def test_without_hard_links_the_names_are_copies(tmp_path, monkeypatch):
+def test_names_are_copies_without_hard_links(tmp_path, monkeypatch):
     def no_links(*_args, **_kwargs):
         raise OSError(errno.EPERM, "no links here")
 

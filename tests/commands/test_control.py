@@ -32,7 +32,7 @@ def ctl(folder: Path, *words: str, timeout_s: float = 100, **options: Any) -> in
     return control_run(str(folder), list(words), wait=True, timeout_s=timeout_s, **options)
 
 
-def test_a_detached_training_lives_on_and_does_what_ctl_says(
+def test_detached_training_obeys_ctl_commands(
     tiny: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written(three_devices(tiny, 10_000), tmp_path)
@@ -75,7 +75,7 @@ def test_a_detached_training_lives_on_and_does_what_ctl_says(
         ctl(run, "pause")
 
 
-def test_what_goes_wrong_before_a_detached_training_begins_is_told_here(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_start_error_of_detached_training_is_printed(tiny: dict[str, Any], tmp_path: Path) -> None:
     written(small(tiny), tmp_path)
     lost = segapp("train", "--config", "tiny.yaml", "--detach", "data.root=nowhere", cwd=tmp_path)
     assert lost.returncode == 3
@@ -89,7 +89,7 @@ def test_what_goes_wrong_before_a_detached_training_begins_is_told_here(tiny: di
 
 
 @pytest.mark.slow
-def test_killed_with_a_wish_that_waits_and_with_one_that_is_applied(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_pending_and_applied_commands_survive_a_kill(tiny: dict[str, Any], tmp_path: Path) -> None:
     config = three_devices(tiny)
     assert train(config, tmp_path / "whole") == 0
     path, run = written(config, tmp_path), tmp_path / "run"
@@ -113,7 +113,7 @@ def test_killed_with_a_wish_that_waits_and_with_one_that_is_applied(tiny: dict[s
 
 
 @pytest.mark.slow
-def test_two_ranks_pause_save_and_stop_together(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_two_ranks_pause_save_and_stop_at_the_same_step(tiny: dict[str, Any], tmp_path: Path) -> None:
     config = small(tiny, 10_000, parallel={"mode": "ddp", "devices": ["cpu", "cpu"]})
     path, run = written(config, tmp_path), tmp_path / "run"
     with background(path, cwd=tmp_path) as launcher:
@@ -135,7 +135,7 @@ def test_two_ranks_pause_save_and_stop_together(tiny: dict[str, Any], tmp_path: 
     assert_answered_once(run)
 
 
-def test_nobody_is_asked_who_is_not_there(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_ctl_on_a_finished_run_is_refused(tiny: dict[str, Any], tmp_path: Path) -> None:
     assert train(small(tiny, 1), tmp_path / "run") == 0
     with pytest.raises(RunError, match="run is finished"):
         ctl(tmp_path / "run", "pause")
@@ -147,9 +147,7 @@ def test_nobody_is_asked_who_is_not_there(tiny: dict[str, Any], tmp_path: Path) 
     assert assert_answered_once(tmp_path / "run")["set lr_factor=0.1"]["status"] == "rejected"
 
 
-def test_attach_means_the_newest_run_that_trains_else_the_newest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attach_without_run_takes_newest_live_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folders = [RunFolder.create(name) for name in ("old", "new")]
     for age, folder in enumerate(folders):
@@ -185,7 +183,5 @@ class Stream:
         (True, True, {"TERM": "tmux", "RANK": "0", "WORLD_SIZE": "2"}, False),
     ],
 )
-def test_a_screen_is_shown_only_where_there_is_one(
-    stdin: bool, stderr: bool, environ: dict[str, str], expected: bool
-) -> None:
+def test_screen_is_shown_only_in_a_terminal(stdin: bool, stderr: bool, environ: dict[str, str], expected: bool) -> None:
     assert is_interactive(Stream(stdin), Stream(stderr), environ) is expected  # type: ignore[arg-type]

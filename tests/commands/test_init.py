@@ -45,7 +45,7 @@ def both(root: Path, images: str, masks: str, values: np.ndarray, splits: tuple[
     draw(root, f"{images}/{splits[1]}", f"{masks}/{splits[1]}", "gh", values)
 
 
-def test_ids_from_0_with_ignored_pixels(tmp_path: Path) -> None:
+def test_init_of_ids_from_0_with_ignored_pixels(tmp_path: Path) -> None:
     both(tmp_path / "d", "images", "masks", np.array([0, 1, 2, 255], np.uint8))
     config = proposed(tmp_path / "d", tmp_path)
     assert config.data.format == "folder"
@@ -57,7 +57,7 @@ def test_ids_from_0_with_ignored_pixels(tmp_path: Path) -> None:
     )
 
 
-def test_black_and_white_masks(tmp_path: Path) -> None:
+def test_init_of_black_and_white_masks(tmp_path: Path) -> None:
     both(tmp_path / "d", "imgs", "labels", np.array([0, 255], np.uint8))
     config = proposed(tmp_path / "d", tmp_path)
     assert (config.data.image_dir, config.data.mask_dir) == ("imgs", "labels")
@@ -65,13 +65,13 @@ def test_black_and_white_masks(tmp_path: Path) -> None:
     assert config.data.classes == ["background", "object"]
 
 
-def test_ids_with_gaps(tmp_path: Path) -> None:
+def test_init_of_ids_with_gaps(tmp_path: Path) -> None:
     both(tmp_path / "d", "images", "masks", np.array([3, 40, 200], np.uint8))
     config = proposed(tmp_path / "d", tmp_path)
     assert config.data.label_map == {3: 0, 40: 1, 200: 2}
 
 
-def test_coloured_masks_and_a_split_called_valid(tmp_path: Path) -> None:
+def test_init_of_coloured_masks_and_split_named_valid(tmp_path: Path) -> None:
     colors = np.array([[0, 0, 0], [255, 0, 0], [0, 128, 255]], np.uint8)
     both(tmp_path / "d", "images", "masks", colors, ("train", "valid"))
     config = proposed(tmp_path / "d", tmp_path)
@@ -80,7 +80,7 @@ def test_coloured_masks_and_a_split_called_valid(tmp_path: Path) -> None:
     assert config.data.val_split == "valid"
 
 
-def test_no_splits_are_split_by_name_alone(tmp_path: Path) -> None:
+def test_init_without_splits_divides_by_file_name(tmp_path: Path) -> None:
     root = tmp_path / "d"
     draw(root, "images", "masks", "abcdefghij", np.array([0, 1], np.uint8))
     with pytest.raises(DataError, match="--val-share"):
@@ -94,7 +94,7 @@ def test_no_splits_are_split_by_name_alone(tmp_path: Path) -> None:
         write_split_lists(root, {"image_dir": "images", "mask_dir": "masks"}, 0.3)
 
 
-def test_images_on_another_disk_are_allowed_in_the_config_with_a_word_of_warning(tmp_path: Path) -> None:
+def test_images_linked_from_another_disk_are_allowed_and_warned(tmp_path: Path) -> None:
     both(tmp_path / "d", "images", "masks", np.array([0, 1], np.uint8))
     assert not proposed(tmp_path / "d", tmp_path).data.allow_outside_root
     (tmp_path / "d" / "images").rename(tmp_path / "disk")
@@ -104,7 +104,7 @@ def test_images_on_another_disk_are_allowed_in_the_config_with_a_word_of_warning
     assert "if you do not trust them" in (tmp_path / "made.yaml").read_text()
 
 
-def test_the_demo_is_recognised_as_cityscapes(tmp_path: Path) -> None:
+def test_demo_data_are_recognised_as_cityscapes(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2] / "data" / "demo"
     found = find_layout(root)
     assert (found.format, len(found.pairs), found.num_val) == ("cityscapes", 72, 20)
@@ -117,7 +117,7 @@ def test_real_camvid_is_recognised(camvid: Path, tmp_path: Path) -> None:
     assert config.loss.class_weights == "enet"
 
 
-def test_what_is_no_data_set_is_one_clear_error(tmp_path: Path) -> None:
+def test_folder_without_data_set_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no folder"):
         propose_config(tmp_path / "nothing", None, val_share=None, force=False)
     (tmp_path / "photos").mkdir()
@@ -131,7 +131,7 @@ def test_what_is_no_data_set_is_one_clear_error(tmp_path: Path) -> None:
         propose_config(tmp_path / "d", tmp_path / "out.yaml", val_share=None, force=False)
 
 
-def test_from_the_command_line_to_a_trained_step(tmp_path: Path) -> None:
+def test_config_written_by_init_trains(tmp_path: Path) -> None:
     both(tmp_path / "my data", "images", "masks", np.array([0, 1], np.uint8))
     done = segapp("init", "my data", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

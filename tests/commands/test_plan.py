@@ -27,7 +27,7 @@ def folder(tiny, tmp_path):
         (["--gpus", "2x8GiB", "--run", "nowhere"], ["nowhere"]),
     ],
 )
-def test_what_cannot_be_planned_is_one_clear_line(folder, arguments, named):
+def test_unplannable_config_is_one_clear_line(folder, arguments, named):
     done = segapp("plan", "--config", "tiny.yaml", *arguments, cwd=folder)
     assert done.returncode == 2, (done.stdout, done.stderr)
     assert done.stderr.startswith("error: ")
@@ -37,7 +37,7 @@ def test_what_cannot_be_planned_is_one_clear_line(folder, arguments, named):
         assert part in done.stderr
 
 
-def test_no_config_is_one_clear_line(folder):
+def test_missing_config_is_one_clear_line(folder):
     done = segapp("plan", "--gpus", "8GiB", cwd=folder)
     assert done.returncode == 2
     assert "--config FILE is missing" in done.stderr
@@ -45,7 +45,7 @@ def test_no_config_is_one_clear_line(folder):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not is_supported(), reason="this torch cannot register a device in Python")
-def test_a_plan_as_json(folder):
+def test_plan_json_has_the_documented_fields(folder):
     done = segapp("plan", "--config", "tiny.yaml", "train.batch_size=4", "--gpus", "2x2GiB,1GiB", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -61,14 +61,14 @@ def test_a_plan_as_json(folder):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not is_supported(), reason="this torch cannot register a device in Python")
-def test_a_plan_as_text_says_that_nothing_fits(folder):
+def test_plan_text_says_that_nothing_fits(folder):
     text = segapp("plan", "--config", "tiny.yaml", "--gpus", "300MiB", cwd=folder)
     assert text.returncode == 0, text.stderr
     assert "largest batch that fits: none" in text.stdout
     assert "won't fit" in text.stdout
 
 
-def test_a_profile_names_the_phases_and_parts(folder):
+def test_profile_names_the_phases_and_parts(folder):
     done = segapp("profile", "--config", "tiny.yaml", "--steps", "1", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -34,7 +34,7 @@ def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
     return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
-def test_it_foretells_a_run_and_touches_no_other(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_smoke_predicts_a_run_and_changes_no_file(tiny: dict[str, Any], tmp_path: Path) -> None:
     config = merged(tiny, train={"epochs": 2}, log={"tensorboard": True, "every_steps": 1}, name="tiny")
     (tmp_path / "tiny.yaml").write_text(dump_config(config))
     assert train(config, tmp_path / "runs" / "tiny") == 0
@@ -63,7 +63,7 @@ def test_it_foretells_a_run_and_touches_no_other(tiny: dict[str, Any], tmp_path:
     assert pictures / 4 < full["tensorboard_bytes"] < 4 * pictures
 
 
-def test_a_failing_run_fails_alike_and_leaves_nothing(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_smoke_of_failing_config_fails_alike_and_leaves_no_file(tiny: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(dump_config(validate_config(tiny)))
     cases = [
         (("data.root=nowhere",), 3, "segapp check --config tiny.yaml"),
@@ -83,7 +83,7 @@ def test_a_failing_run_fails_alike_and_leaves_nothing(tiny: dict[str, Any], tmp_
     assert "--json belongs to --smoke" in result.stderr
 
 
-def test_the_arithmetic_of_a_whole_run(tiny: dict[str, Any]) -> None:
+def test_smoke_totals_of_a_whole_run_by_hand(tiny: dict[str, Any]) -> None:
     config = merged(
         tiny,
         train={"epochs": 10, "batch_size": 2, "accumulate": 2},

@@ -49,13 +49,15 @@ def coordinates(height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
         (7, 1.5, 8, 8, 5, 0),
     ],
 )
-def test_an_axis_by_hand(source_px: int, zoom: float, crop_px: int, shown_px: int, window_px: int, pad_px: int) -> None:
+def test_axis_plan_by_hand(
+    source_px: int, zoom: float, crop_px: int, shown_px: int, window_px: int, pad_px: int
+) -> None:
     plan = AxisPlan(source_px, zoom, crop_px)
     assert (plan.shown_px, plan.window_px, plan.pad_px) == (shown_px, window_px, pad_px)
 
 
 @given(st.integers(1, 3000), st.floats(0.05, 20), st.integers(1, 1500), st.integers(0, 2**32))
-def test_an_axis_always_fits(source_px: int, zoom: float, crop_px: int, seed: int) -> None:
+def test_any_axis_plan_fits_source_and_crop(source_px: int, zoom: float, crop_px: int, seed: int) -> None:
     plan = AxisPlan(source_px, zoom, crop_px)
     assert plan.shown_px + plan.pad_px == crop_px
     assert plan.pad_px >= 0
@@ -86,7 +88,7 @@ def test_every_image_gives_the_crop_size(
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_image_and_mask_stay_on_each_other(seed: int) -> None:
+def test_image_and_mask_stay_aligned(seed: int) -> None:
     image, mask = coordinates(120, 126)
     crop, target = TrainTransform((50, 60), photometric=False, ignore_index=-1, cat_max_ratio=1.0)(image, mask, seed)
     is_valid = target >= 0
@@ -109,14 +111,14 @@ def test_scale_and_flip_take_their_whole_range() -> None:
     assert 0.4 < (slopes < 0).mean() < 0.6
 
 
-def test_nothing_asked_for_changes_nothing() -> None:
+def test_augmentation_without_options_changes_nothing() -> None:
     image, mask = draw_image(0, 40, 50), draw_mask(0, 40, 50)
     crop, target = TrainTransform((40, 50), **PLAIN)(image, mask, 0)
     np.testing.assert_array_equal(crop, image)
     np.testing.assert_array_equal(target, mask)
 
 
-def test_a_flip_mirrors_both() -> None:
+def test_flip_mirrors_image_and_mask() -> None:
     image, mask = draw_image(0, 40, 50), draw_mask(0, 40, 50)
     crop, target = TrainTransform((40, 50), **{**PLAIN, "hflip": 1.0})(image, mask, 0)
     np.testing.assert_array_equal(crop, image[:, ::-1])
@@ -124,7 +126,7 @@ def test_a_flip_mirrors_both() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.5, 0.8, 1.7])
-def test_a_whole_image_matches_a_plain_resize(scale: float) -> None:
+def test_whole_image_matches_plain_resize(scale: float) -> None:
     image, mask = draw_image(0, 40, 60), draw_mask(0, 40, 60)
     size = round(40 * scale), round(60 * scale)
     crop, target = TrainTransform(size, **{**PLAIN, "scale": (scale, scale)})(image, mask, 0)
@@ -134,7 +136,7 @@ def test_a_whole_image_matches_a_plain_resize(scale: float) -> None:
     np.testing.assert_array_equal(crop, cv2.resize(image, size[::-1], interpolation=cv2.INTER_LINEAR))
 
 
-def test_padding_holds_the_mean_colour_and_ignored_pixels() -> None:
+def test_padding_is_mean_colour_and_ignore_index() -> None:
     image, mask = np.full((10, 12, 3), 200, np.uint8), np.full((10, 12), 3, np.uint8)
     places = set()
     for seed in range(20):
@@ -150,7 +152,7 @@ def test_padding_holds_the_mean_colour_and_ignored_pixels() -> None:
     assert len(places) > 5
 
 
-def test_evaluation_changes_nothing_unless_a_size_is_given() -> None:
+def test_evaluation_transform_changes_only_a_given_size() -> None:
     image, mask = draw_image(0, 40, 60), draw_mask(0, 40, 60)
     assert EvalTransform()(image, mask, 0) == (image, mask) or EvalTransform()(image, mask, 0)[0] is image
     small, target = EvalTransform((20, 30))(image, mask, 0)
@@ -189,12 +191,12 @@ def test_impossible_options_are_refused(options: dict) -> None:
         ([300, 300, 2, 1000], 1000, 2 / 3),
     ],
 )
-def test_the_largest_share_by_hand(ids: list[int], ignore_index: int, share: float) -> None:
+def test_largest_class_share_by_hand(ids: list[int], ignore_index: int, share: float) -> None:
     array = np.array([ids], np.uint8 if min(ids) >= 0 and max(ids) < 256 else np.int16)
     assert largest_share(array, ignore_index) == pytest.approx(share)
 
 
-def test_crops_filled_by_one_class_are_drawn_again() -> None:
+def test_crop_filled_by_one_class_is_drawn_again() -> None:
     mask = np.zeros((100, 200), np.uint8)
     mask[:, 100:] = 1
     mask[50:] = 255  # not valid: must not count as a second class
@@ -211,7 +213,7 @@ def test_crops_filled_by_one_class_are_drawn_again() -> None:
 # --- colours
 
 
-def test_the_colour_matrix_by_hand() -> None:
+def test_colour_matrix_by_hand() -> None:
     np.testing.assert_allclose(color_matrix(), np.hstack([np.eye(3), np.zeros((3, 1))]), atol=2e-3)
     np.testing.assert_allclose(color_matrix(hue_deg=360), color_matrix(), atol=1e-6)
     grey = np.array([90.0, 90, 90, 1])
@@ -230,7 +232,7 @@ def test_the_colour_matrix_by_hand() -> None:
     saturation=st.floats(0.5, 1.5),
     hue_deg=st.floats(-18, 18),
 )
-def test_opencv_applies_the_matrix_as_numpy_does(
+def test_opencv_colour_matrix_matches_numpy(
     brightness: float, contrast: float, saturation: float, hue_deg: float
 ) -> None:
     matrix = color_matrix(brightness, contrast, saturation, hue_deg)
@@ -239,7 +241,7 @@ def test_opencv_applies_the_matrix_as_numpy_does(
     assert np.abs(cv2.transform(image, matrix) - expected).max() <= 1.5
 
 
-def test_the_strength_scales_the_changes() -> None:
+def test_colour_strength_scales_the_change() -> None:
     image, mask = draw_image(0, 40, 50), draw_mask(0, 40, 50)
 
     def change(strength: float) -> float:
@@ -259,7 +261,7 @@ def results(transform: TrainTransform, seeds: list[int]) -> dict[int, bytes]:
     return {seed: b"".join(part.tobytes() for part in transform(image, mask, seed)) for seed in seeds}
 
 
-def test_the_seed_alone_decides() -> None:
+def test_same_seed_gives_same_augmentation() -> None:
     first = results(TrainTransform((32, 40)), list(range(12)))
     transform = TrainTransform((32, 40))
     assert results(transform, [11, 3, 7, 7, 0]) == {seed: first[seed] for seed in (11, 3, 7, 0)}
@@ -267,7 +269,7 @@ def test_the_seed_alone_decides() -> None:
     assert len(set(first.values())) == 12
 
 
-def test_the_input_is_not_written_to() -> None:
+def test_augmentation_leaves_its_input_unchanged() -> None:
     image, mask = draw_image(0, 60, 80), draw_mask(0, 60, 80)
     image.flags.writeable = mask.flags.writeable = False
     for options in ({}, PLAIN, {"scale": (1.0, 1.0)}):
@@ -275,7 +277,7 @@ def test_the_input_is_not_written_to() -> None:
             TrainTransform((60, 80), **options)(image, mask, seed)
 
 
-def test_no_global_generator_is_used() -> None:
+def test_augmentation_uses_no_global_generator() -> None:
     random.seed(1)
     np.random.seed(1)
     before = random.getstate(), np.random.get_state()[1].tobytes()
@@ -283,7 +285,7 @@ def test_no_global_generator_is_used() -> None:
     assert (random.getstate(), np.random.get_state()[1].tobytes()) == before
 
 
-def test_the_steps_draw_independently() -> None:
+def test_augmentation_steps_draw_independently() -> None:
     """albumentations gives every step of a Compose one stream, which ties the scale to the brightness."""
     image, mask = coordinates(120, 126)
     transform = TrainTransform((30, 30), ignore_index=-1, cat_max_ratio=1.0)
@@ -305,12 +307,12 @@ def sources() -> Iterator[tuple[str, str]]:
         yield path.relative_to(package).as_posix(), path.read_text()
 
 
-def test_only_one_file_imports_albumentations_and_without_asking_the_network() -> None:
+def test_albumentations_is_imported_once_and_without_network() -> None:
     importers = [name for name, text in sources() if re.search(r"^\s*(import|from) albumentations", text, re.M)]
     assert importers == ["datasets/augment.py"]
     assert os.environ["NO_ALBUMENTATIONS_UPDATE"] == "1"
 
 
-def test_dangerous_decoders_are_not_used() -> None:
+def test_unsafe_image_decoders_are_not_used() -> None:
     pattern = re.compile(r"cv2\.imread\(|decode_image\(|decode_png\(|read_image\(.*torchvision|LOAD_TRUNCATED")
     assert [name for name, text in sources() if name.startswith("datasets/") and pattern.search(text)] == []

@@ -56,7 +56,7 @@ def findings(root: Path, crop_px: tuple[int, int] = (32, 32)) -> list[tuple[str,
     return [(f.severity, f.kind, f.split, f.message) for report in reports for f in report.findings]
 
 
-def test_sound_data_has_no_finding_and_exact_counts(root: Path) -> None:
+def test_sound_data_has_no_findings_and_exact_counts(root: Path) -> None:
     assert findings(root) == []
     report, _ = examine(
         {name: find_pairs(DataLocation("folder", str(root)), name) for name in ("train", "val")},
@@ -153,7 +153,7 @@ def not_an_image(root: Path) -> None:
         (not_an_image, "error", "unreadable", "train", "01.png"),
     ],
 )
-def test_a_planted_fault_is_found_alone(
+def test_one_planted_fault_gives_one_finding(
     root: Path, plant: Any, severity: str, kind: str, split: str, words: str
 ) -> None:
     plant(root)
@@ -162,7 +162,7 @@ def test_a_planted_fault_is_found_alone(
     assert words in found[0][3]
 
 
-def test_a_missing_class_and_small_images_are_warnings(root: Path) -> None:
+def test_missing_class_and_small_images_are_warnings(root: Path) -> None:
     for path in (root / "masks" / "val").iterdir():
         mask = read(path)
         mask[mask == 2] = 0
@@ -179,7 +179,7 @@ def config_of(root: Path, folder: Path) -> None:
     )
 
 
-def test_the_command_tells_all_and_exits_with_3(root: Path, tmp_path: Path) -> None:
+def test_check_command_lists_all_findings_and_exits_3(root: Path, tmp_path: Path) -> None:
     config_of(root, tmp_path)
     sound = segapp("check", "--config", "data.yaml", cwd=tmp_path)
     assert sound.returncode == 0, sound.stderr
@@ -200,7 +200,7 @@ def test_the_command_tells_all_and_exits_with_3(root: Path, tmp_path: Path) -> N
     assert "Traceback" not in text.stderr
 
 
-def test_names_are_inert_in_terminal_and_page(root: Path, tmp_path: Path) -> None:
+def test_hostile_names_are_inert_in_terminal_and_html(root: Path, tmp_path: Path) -> None:
     name = b"[red]\x1b]0;owned\x07<script>\xff.png"
     for kind in ("images", "masks"):
         folder = os.fsencode(root / kind / "train")
@@ -218,7 +218,7 @@ def test_names_are_inert_in_terminal_and_page(root: Path, tmp_path: Path) -> Non
     assert "&lt;script&gt;" in page
 
 
-def test_unknown_ids_of_all_masks_are_counted_together_and_their_cause_is_named(root: Path) -> None:
+def test_unknown_ids_are_counted_over_all_masks_with_cause(root: Path) -> None:
     for path in (root / "masks" / "train").iterdir():
         mask = read(path)
         write(path, np.where(mask == 255, 255, mask + 1).astype(np.uint8))
@@ -242,7 +242,7 @@ def check(root: Path, tmp_path: Path, *arguments: str) -> tuple[int, dict[str, A
     return result.returncode, json.loads(result.stdout)
 
 
-def test_what_has_no_partner_is_told_and_the_rest_is_examined(root: Path, tmp_path: Path) -> None:
+def test_unpaired_files_are_listed_and_the_rest_checked(root: Path, tmp_path: Path) -> None:
     (root / "masks" / "val" / "02.png").unlink()
     write(root / "masks" / "train" / "99.png", np.zeros((48, 64), np.uint8))
     (root / "images" / "train" / "Thumbs.db").write_bytes(b"x")
@@ -260,7 +260,7 @@ def test_what_has_no_partner_is_told_and_the_rest_is_examined(root: Path, tmp_pa
     assert (report["splits"]["train"]["pairs"], report["splits"]["val"]["pairs"]) == (7, 3)
 
 
-def test_sums_find_what_decoding_does_not(root: Path, tmp_path: Path) -> None:
+def test_checksums_find_a_changed_pixel(root: Path, tmp_path: Path) -> None:
     assert check(root, tmp_path, "--write-sums", "sums.txt")[0] == 0
     done = subprocess.run(["sha256sum", "-c", "--quiet", tmp_path / "sums.txt"], cwd=root, capture_output=True)
     assert done.returncode == 0, done.stderr
@@ -275,7 +275,7 @@ def test_sums_find_what_decoding_does_not(root: Path, tmp_path: Path) -> None:
 
 
 @given(st.text(st.characters(blacklist_characters="/\0", blacklist_categories=("Cs",)), min_size=1, max_size=40))
-def test_the_list_of_sums_takes_any_name(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
+def test_checksum_list_takes_any_file_name(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
     root = tmp_path_factory.mktemp("sums")
     image = root / f"a{name}"
     image.write_bytes(b"content")
@@ -286,7 +286,7 @@ def test_the_list_of_sums_takes_any_name(tmp_path_factory: pytest.TempPathFactor
     assert len(check_sums(root / "sums", splits, root)) == 1
 
 
-def test_a_bad_list_of_sums_is_a_data_error(tmp_path: Path) -> None:
+def test_bad_checksum_list_is_a_data_error(tmp_path: Path) -> None:
     (tmp_path / "sums").write_text("abc  x.png\n")
     with pytest.raises(DataError, match=r"sums:1 is not a sum"):
         check_sums(tmp_path / "sums", {}, tmp_path)
@@ -295,7 +295,7 @@ def test_a_bad_list_of_sums_is_a_data_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("plant", [black_and_white, one_class_more, all_ignored])
-def test_a_training_sees_wrong_ids_before_its_first_step(root: Path, plant: Any) -> None:
+def test_training_refuses_wrong_ids_before_the_first_step(root: Path, plant: Any) -> None:
     plant(root)
     for split in ("train", "val"):
         pairs = find_pairs(DataLocation("folder", str(root)), split)
@@ -307,7 +307,7 @@ def test_a_training_sees_wrong_ids_before_its_first_step(root: Path, plant: Any)
             check_masks(pairs, sizes, SCHEME)
 
 
-def test_a_training_refuses_masks_without_any_class(root: Path) -> None:
+def test_training_refuses_masks_without_any_class(root: Path) -> None:
     for path in (root / "masks" / "train").iterdir():
         all_ignored_mask = np.full((48, 64), 255, np.uint8)
         write(path, all_ignored_mask)
@@ -316,7 +316,7 @@ def test_a_training_refuses_masks_without_any_class(root: Path) -> None:
         check_masks(pairs, check_pairs(pairs), SCHEME)
 
 
-def test_of_a_large_data_set_a_training_reads_a_part(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_checks_a_sample_of_a_large_data_set(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = find_pairs(DataLocation("folder", str(root)), "train")
     read_names: list[str] = []
 

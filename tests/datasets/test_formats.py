@@ -84,25 +84,25 @@ def test_ade20k_knows_the_usual_split_names(tmp_path: Path) -> None:
     assert found(find_pairs(DataLocation("ade20k", tmp_path), "training")) == expected
 
 
-def test_folder_with_a_folder_per_split(tmp_path: Path) -> None:
+def test_folder_format_with_a_folder_per_split(tmp_path: Path) -> None:
     touch(tmp_path, "images/train/a/1.tif", "masks/train/a/1.png", "images/val/2.jpg", "masks/val/2.png")
     assert found(find_pairs(DataLocation("folder", tmp_path), "train")) == [("a/1", "1.tif", "1.png")]
 
 
-def test_folder_with_split_lists(tmp_path: Path) -> None:
+def test_folder_format_with_split_lists(tmp_path: Path) -> None:
     touch(tmp_path, "images/1.jpg", "images/2.jpg", "images/sub/3.jpg", "masks/1.png", "masks/2.png", "masks/sub/3.png")
     (tmp_path / "val.txt").write_bytes(b"\xef\xbb\xbf# validation\r\nsub/3.jpg\r\n\r\n1\r\n")
     assert [p.name for p in find_pairs(DataLocation("folder", tmp_path), "val")] == ["1", "sub/3"]
 
 
-def test_folder_with_own_places_and_suffixes_in_one_directory(tmp_path: Path) -> None:
+def test_folder_format_with_own_suffixes_in_one_directory(tmp_path: Path) -> None:
     touch(tmp_path, "all/train/1_img.png", "all/train/1_seg.png", "all/train/2_img.png", "all/train/2_seg.png")
     options = {"image_dir": "all", "mask_dir": "all/{split}", "image_suffix": "_img.png", "mask_suffix": "_seg.png"}
     pairs = find_pairs(DataLocation("folder", tmp_path, **options), "train")
     assert found(pairs) == [("1_img", "1_img.png", "1_seg.png"), ("2_img", "2_img.png", "2_seg.png")]
 
 
-def test_list_reads_pairs_relative_to_root(tmp_path: Path) -> None:
+def test_list_format_reads_pairs_relative_to_root(tmp_path: Path) -> None:
     touch(tmp_path, "x/1.jpg", "y/1.png", "x/two words.jpg", "y/two words.png")
     (tmp_path / "train.txt").write_text("x/two words.jpg\ty/two words.png\n# comment\n\nx/1.jpg y/1.png\n")
     pairs = find_pairs(DataLocation("list", tmp_path), "train")
@@ -128,7 +128,7 @@ def test_names_of_any_bytes_are_found_and_shown_safely(tmp_path: Path) -> None:
     str(error.value).encode("utf-8")
 
 
-def test_the_order_does_not_depend_on_how_files_were_made(tmp_path: Path) -> None:
+def test_pair_order_is_independent_of_creation_order(tmp_path: Path) -> None:
     for order, root in (((2, 10, 1), tmp_path / "a"), ((1, 2, 10), tmp_path / "b")):
         for i in order:
             touch(root, f"images/train/{i}.jpg", f"masks/train/{i}.png")
@@ -136,7 +136,7 @@ def test_the_order_does_not_depend_on_how_files_were_made(tmp_path: Path) -> Non
     assert names[0] == names[1] == ["1", "10", "2"]
 
 
-def test_links_to_folders_are_followed_and_loops_end(tmp_path: Path) -> None:
+def test_folder_links_are_followed_and_loops_end(tmp_path: Path) -> None:
     touch(tmp_path, "elsewhere/1.jpg", "masks/train/city/1.png")
     (tmp_path / "images/train").mkdir(parents=True)
     (tmp_path / "images/train/city").symlink_to(tmp_path / "elsewhere")
@@ -155,7 +155,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("format", LAYOUTS)
-def test_the_root_may_be_a_link_and_nothing_in_it_leads_away(tmp_path: Path, format: str) -> None:
+def test_linked_root_is_read_and_links_leaving_it_are_refused(tmp_path: Path, format: str) -> None:
     root, disk = tmp_path / "root", tmp_path / "disk"
     touch(disk, *LAYOUTS[format])
     for name in LAYOUTS[format][2:]:
@@ -173,14 +173,14 @@ def test_the_root_may_be_a_link_and_nothing_in_it_leads_away(tmp_path: Path, for
             (tmp_path / "away").rename(disk / leaving)
 
 
-def test_a_link_to_a_large_disk_is_named_before_it_is_searched(tmp_path: Path) -> None:
+def test_link_out_of_root_is_named_before_it_is_searched(tmp_path: Path) -> None:
     touch(tmp_path, "root/images/train/1.jpg", "root/masks/train/1.png")
     (tmp_path / "root/images/train/all").symlink_to("/")
     with pytest.raises(DataError, match=r"images/train/all is outside data.root .*, at /: "):
         find_pairs(DataLocation("folder", tmp_path / "root"), "train")
 
 
-def test_real_camvid_is_found_whole(camvid_root: Path) -> None:
+def test_all_pairs_of_real_camvid_are_found(camvid_root: Path) -> None:
     assert len(find_pairs(DataLocation("camvid", camvid_root), "train")) == 367
     assert len(find_pairs(DataLocation("camvid", camvid_root), "val")) == 101
 
@@ -189,7 +189,7 @@ def test_real_camvid_is_found_whole(camvid_root: Path) -> None:
 
 
 @pytest.mark.parametrize("format", sorted(DATASETS))
-def test_a_missing_root_names_the_layout_and_the_source(format: str, tmp_path: Path) -> None:
+def test_missing_root_error_names_layout_and_source(format: str, tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         find_pairs(DataLocation(format, tmp_path / "nowhere"), "train")
     message = str(error.value)
@@ -199,18 +199,18 @@ def test_a_missing_root_names_the_layout_and_the_source(format: str, tmp_path: P
 
 
 @pytest.mark.parametrize("format", sorted(DATASETS))
-def test_an_empty_root_is_a_data_error(format: str, tmp_path: Path) -> None:
+def test_empty_root_is_a_data_error(format: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="expects"):
         find_pairs(DataLocation(format, tmp_path), "train")
 
 
-def test_a_missing_split_names_the_others(tmp_path: Path) -> None:
+def test_missing_split_error_names_the_others(tmp_path: Path) -> None:
     touch(tmp_path, "images/train/1.jpg", "images/valid/1.jpg")
     with pytest.raises(DataError, match=r"images/val does not exist .*holds train, valid"):
         find_pairs(DataLocation("folder", tmp_path), "val")
 
 
-def test_images_of_another_kind_are_counted(tmp_path: Path) -> None:
+def test_images_of_another_extension_are_counted(tmp_path: Path) -> None:
     touch(tmp_path, *(f"images/train/{i}.npy" for i in range(3)), "masks/train/0.png")
     with pytest.raises(DataError, match=r"no image below .*holds 3 \*\.npy"):
         find_pairs(DataLocation("folder", tmp_path), "train")
@@ -218,31 +218,31 @@ def test_images_of_another_kind_are_counted(tmp_path: Path) -> None:
         find_pairs(DataLocation("folder", tmp_path, image_suffix=".tif"), "train")
 
 
-def test_a_missing_mask_names_the_image_and_the_masks_left_over(tmp_path: Path) -> None:
+def test_missing_mask_error_names_image_and_unused_masks(tmp_path: Path) -> None:
     touch(tmp_path, "images/train/1.jpg", "images/train/2.jpg", "masks/train/1.png", "masks/train/2_labels.png")
     with pytest.raises(DataError, match=r"1 of 2 images have no mask.*2\.jpg; 1 masks have no image \(2_labels\)"):
         find_pairs(DataLocation("folder", tmp_path), "train")
 
 
-def test_masks_without_an_image_do_no_harm(tmp_path: Path) -> None:
+def test_masks_without_an_image_are_ignored(tmp_path: Path) -> None:
     touch(tmp_path, "images/train/1.jpg", "masks/train/1.png", "masks/train/2.png")
     assert len(find_pairs(DataLocation("folder", tmp_path), "train")) == 1
 
 
-def test_two_images_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_two_images_of_one_stem_are_refused(tmp_path: Path) -> None:
     touch(tmp_path, "images/train/1.jpg", "images/train/1.png", "masks/train/1.png")
     with pytest.raises(DataError, match="have the same name"):
         find_pairs(DataLocation("folder", tmp_path), "train")
     assert len(find_pairs(DataLocation("folder", tmp_path, image_suffix=".jpg"), "train")) == 1
 
 
-def test_an_image_is_never_its_own_mask(tmp_path: Path) -> None:
+def test_image_is_never_its_own_mask(tmp_path: Path) -> None:
     touch(tmp_path, "all/train/1.png")
     with pytest.raises(DataError, match="its own mask"):
         find_pairs(DataLocation("folder", tmp_path, image_dir="all", mask_dir="all"), "train")
 
 
-def test_a_listed_name_without_image_is_named(tmp_path: Path) -> None:
+def test_listed_name_without_image_is_named(tmp_path: Path) -> None:
     touch(tmp_path, "images/1.jpg", "masks/1.png")
     (tmp_path / "train.txt").write_text("1\n2\n")
     with pytest.raises(DataError, match=r"train\.txt: 1 of its names have no image below .*\(2\)"):
@@ -264,7 +264,7 @@ def test_a_listed_name_without_image_is_named(tmp_path: Path) -> None:
         ("a\0b c\n", "not a text file"),
     ],
 )
-def test_a_bad_list_is_refused(text: str, message: str, tmp_path: Path) -> None:
+def test_bad_list_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text(text)
     (tmp_path / "out").symlink_to(tmp_path.parent)
     (tmp_path / "out.png").symlink_to("/etc/hostname")
@@ -272,7 +272,7 @@ def test_a_bad_list_is_refused(text: str, message: str, tmp_path: Path) -> None:
         find_pairs(DataLocation("list", tmp_path), "train")
 
 
-def test_a_list_below_the_present_folder_may_not_leave_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_below_the_working_folder_may_not_leave_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.txt").write_text("../a.jpg b.png\n")
     with pytest.raises(DataError, match=r"is outside data\.root"):
@@ -282,13 +282,13 @@ def test_a_list_below_the_present_folder_may_not_leave_it(tmp_path: Path, monkey
     assert pair.name == "a"
 
 
-def test_a_list_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_list_that_is_a_pipe_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "train.txt")
     with pytest.raises(DataError, match="not a regular file"):
         find_pairs(DataLocation("list", tmp_path), "train")
 
 
-def test_a_list_may_leave_the_root_where_that_is_allowed(tmp_path: Path) -> None:
+def test_list_may_leave_the_root_if_allowed(tmp_path: Path) -> None:
     root = tmp_path / "root"
     root.mkdir()
     (root / "train.txt").write_text("../a.jpg ../b.png\n")
@@ -298,7 +298,7 @@ def test_a_list_may_leave_the_root_where_that_is_allowed(tmp_path: Path) -> None
     assert ".." not in Path(pair.name).parts
 
 
-def test_an_unknown_format_is_a_config_error(tmp_path: Path) -> None:
+def test_unknown_format_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'kitti' is not known: use one of cityscapes"):
         find_pairs(DataLocation("kitti", tmp_path), "train")
 
@@ -319,7 +319,7 @@ def test_cityscapes_matches_the_official_label_table() -> None:
     assert scheme.file_ids == tuple(x.id for x in trained)
 
 
-def test_published_classes_are_whole() -> None:
+def test_published_class_tables_are_complete() -> None:
     sizes = {name: class_scheme(name).num_classes for name in ("cityscapes", "camvid", "voc", "ade20k")}
     assert sizes == {"cityscapes": 19, "camvid": 11, "voc": 21, "ade20k": 150}
     ade = class_scheme("ade20k")
@@ -338,7 +338,7 @@ def test_voc_palette_matches_the_published_colours() -> None:
     assert bit_palette(256)[255] == (224, 224, 192)
 
 
-def test_made_palettes_are_distinct_and_leave_black_to_ignored_pixels() -> None:
+def test_generated_palette_is_distinct_and_without_black() -> None:
     palette = class_scheme("folder", classes=[str(i) for i in range(300)]).palette
     assert len(set(palette)) == 300
     assert (0, 0, 0) not in palette
@@ -392,12 +392,12 @@ def test_target_types_hold_all_ids() -> None:
         ({"classes": ["a", "b"], "rgb": True, "palette": [[1, 1, 1], [1, 1, 1]]}, "stands for two classes"),
     ],
 )
-def test_schemes_that_do_not_fit_together_are_refused(options: dict, message: str) -> None:
+def test_inconsistent_class_schemes_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         class_scheme("folder", **options)
 
 
-def test_own_classes_of_a_published_format_need_their_own_map() -> None:
+def test_own_classes_of_a_published_format_need_a_label_map() -> None:
     with pytest.raises(ConfigError, match="give label_map too"):
         class_scheme("cityscapes", classes=["flat", "other"])
     scheme = class_scheme("cityscapes", classes=["flat", "other"], label_map={7: 0, 8: 0, 11: 1, 0: 255})

@@ -51,21 +51,21 @@ def test_every_epoch_shows_every_sample_once(num_samples: int, seed: int, epoch:
     assert order == sample_order(num_samples, seed, epoch)
 
 
-def test_seeds_and_epochs_give_other_orders() -> None:
+def test_seed_and_epoch_change_the_order() -> None:
     orders = {tuple(sample_order(50, seed, epoch)) for seed in range(10) for epoch in range(10)}
     assert len(orders) == 100
     first = [sample_order(50, seed, 0)[0] for seed in range(500)]
     assert len(set(first)) == 50
 
 
-def test_the_seed_of_a_sample_is_fixed_for_ever() -> None:
+def test_sample_seed_matches_stored_values() -> None:
     """Numbers of the first release: a change would alter every run that is resumed."""
     assert mix_seed("sample", 0, 1, 2) == 1682758051236030847
     assert mix_seed("order", 7, 3) == 6970498340325694984
 
 
 @given(st.integers(0, 500), st.integers(1, 17))
-def test_shares_are_even_and_the_larger_come_first(num_samples: int, world_size: int) -> None:
+def test_rank_shares_are_even_with_larger_first(num_samples: int, world_size: int) -> None:
     shares = plan_shares(num_samples, world_size)
     assert sum(shares) == num_samples
     assert list(shares) == sorted(shares, reverse=True)
@@ -73,7 +73,7 @@ def test_shares_are_even_and_the_larger_come_first(num_samples: int, world_size:
 
 
 @given(st.integers(1, 60), st.integers(1, 20), st.booleans(), st.integers(1, 9), st.integers(0, 5))
-def test_the_global_batch_is_the_same_for_any_number_of_ranks(
+def test_global_batch_is_the_same_for_any_number_of_ranks(
     num_samples: int, batch_size: int, drop_last: bool, world_size: int, epoch: int
 ) -> None:
     order = sample_order(num_samples, 0, epoch)
@@ -99,7 +99,7 @@ def test_the_global_batch_is_the_same_for_any_number_of_ranks(
         (3, 4, False, [3]),
     ],
 )
-def test_the_number_of_batches(
+def test_number_of_batches_by_hand(
     num_samples: int, batch_size: int, drop_last: bool, sizes: list[int], dataset: SegmentationDataset
 ) -> None:
     part = SegmentationDataset(dataset.pairs[:num_samples], dataset.scheme, dataset.transform)
@@ -108,7 +108,7 @@ def test_the_number_of_batches(
     assert [len(batch) for batch in loader.epoch(0)] == sizes
 
 
-def test_ranks_share_one_stream(dataset: SegmentationDataset) -> None:
+def test_ranks_divide_one_sample_stream(dataset: SegmentationDataset) -> None:
     whole = list(TrainLoader(dataset, 5, seed=1, drop_last=False).epoch(3))
     ranks = [
         list(TrainLoader(dataset, 5, seed=1, drop_last=False, rank=rank, world_size=2).epoch(3)) for rank in range(2)
@@ -120,7 +120,7 @@ def test_ranks_share_one_stream(dataset: SegmentationDataset) -> None:
         assert torch.equal(torch.cat([first.target, second.target]), batch.target)
 
 
-def test_a_rank_without_samples_gets_a_batch_of_no_images(dataset: SegmentationDataset) -> None:
+def test_rank_without_samples_gets_an_empty_batch(dataset: SegmentationDataset) -> None:
     loader = TrainLoader(dataset, 4, drop_last=False, rank=2, world_size=3)
     *_, last = loader.epoch(0)  # 13 samples: one is left for three ranks
     assert last.indices == ()
@@ -155,7 +155,7 @@ def test_workers_do_not_change_the_batches(dataset: SegmentationDataset) -> None
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_epoch_resumed_at_any_batch_equals_its_tail(workers: int, dataset: SegmentationDataset) -> None:
+def test_epoch_resumed_at_any_batch_equals_its_tail(workers: int, dataset: SegmentationDataset) -> None:
     whole = [digest(batch) for batch in TrainLoader(dataset, 3, seed=2).epoch(7)]
     loader = TrainLoader(dataset, 3, seed=2, workers=workers)
     for start in (0, 1, 3, 4, 9):
@@ -172,7 +172,7 @@ def test_batches_before_the_start_are_not_loaded(dataset: SegmentationDataset, m
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_abandoned_epoch_leaves_no_trace(workers: int, dataset: SegmentationDataset) -> None:
+def test_abandoned_epoch_does_not_change_the_next(workers: int, dataset: SegmentationDataset) -> None:
     expected = [digest(batch) for batch in TrainLoader(dataset, 2).epoch(1)]
     loader = TrainLoader(dataset, 2, workers=workers)
     abandoned = loader.epoch(0)
@@ -186,7 +186,7 @@ def test_an_abandoned_epoch_leaves_no_trace(workers: int, dataset: SegmentationD
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_no_global_generator_is_used(workers: int, dataset: SegmentationDataset) -> None:
+def test_loader_uses_no_global_generator(workers: int, dataset: SegmentationDataset) -> None:
     def state() -> tuple[object, ...]:
         return random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes()
 
@@ -205,7 +205,7 @@ def test_no_global_generator_is_used(workers: int, dataset: SegmentationDataset)
 
 
 @case("R10", how="every sample of two epochs", passes="no two crops alike")
-def test_every_sample_is_augmented_anew_in_every_epoch(write_pairs: WritePairs, scheme: ClassScheme) -> None:
+def test_every_sample_is_augmented_differently_in_every_epoch(write_pairs: WritePairs, scheme: ClassScheme) -> None:
     """Workers that share one stream of augmentations, or repeat it each epoch, are a known fault elsewhere."""
     (pair,) = write_pairs([(60, 60)])
     dataset = SegmentationDataset([pair] * 12, scheme, TrainTransform(CROP))
@@ -216,7 +216,7 @@ def test_every_sample_is_augmented_anew_in_every_epoch(write_pairs: WritePairs, 
 
 
 @case("R10", how="any sample asked for twice", passes="the same pixels")
-def test_a_sample_is_a_function_of_seed_epoch_and_index(dataset: SegmentationDataset) -> None:
+def test_sample_is_a_function_of_seed_epoch_and_index(dataset: SegmentationDataset) -> None:
     copy = pickle.loads(pickle.dumps(dataset))
     other = SegmentationDataset(dataset.pairs, dataset.scheme, dataset.transform, seed=6)
     for key in ((0, 3), (4, 3), (4, 12)):
@@ -237,7 +237,7 @@ def test_batches_are_uint8_and_contiguous(dataset: SegmentationDataset) -> None:
     assert len(batch) == 4
 
 
-def test_without_a_transform_the_files_come_as_they_are(write_pairs: WritePairs, scheme: ClassScheme) -> None:
+def test_samples_without_transform_equal_the_files(write_pairs: WritePairs, scheme: ClassScheme) -> None:
     pairs = write_pairs([(20, 31), (20, 31)])
     dataset = SegmentationDataset(pairs, scheme)
     np.testing.assert_array_equal(dataset[0, 1].image.numpy(), draw_image(1, 20, 31).transpose(2, 0, 1))
@@ -253,14 +253,14 @@ def test_wide_ids_make_int16_targets(write_pairs: WritePairs) -> None:
     assert sample.target.min() == -1
 
 
-def test_a_pair_without_mask_is_ignored_everywhere(write_pairs: WritePairs, scheme: ClassScheme) -> None:
+def test_target_without_mask_is_ignored_everywhere(write_pairs: WritePairs, scheme: ClassScheme) -> None:
     (pair,) = write_pairs([(20, 31)])
     sample = SegmentationDataset([ImagePair(pair.image, None, pair.name)], scheme)[0, 0]
     assert sample.target.shape == (20, 31)
     assert (sample.target == 255).all()
 
 
-def test_images_of_several_sizes_cannot_share_a_batch(write_pairs: WritePairs, scheme: ClassScheme) -> None:
+def test_images_of_several_sizes_in_a_batch_are_refused(write_pairs: WritePairs, scheme: ClassScheme) -> None:
     dataset = SegmentationDataset(write_pairs([(20, 31), (20, 30)]), scheme)
     with pytest.raises(DataError, match=r"images of 3\dx20 and 3\dx20 pixels cannot share a batch: set data.crop_px"):
         list(TrainLoader(dataset, 2).epoch(0))
@@ -268,7 +268,7 @@ def test_images_of_several_sizes_cannot_share_a_batch(write_pairs: WritePairs, s
         collate([dataset[0, 0], dataset[0, 1]])
 
 
-def test_no_pairs_are_refused(scheme: ClassScheme) -> None:
+def test_empty_pair_list_is_refused(scheme: ClassScheme) -> None:
     with pytest.raises(DataError, match="no images"):
         SegmentationDataset([], scheme)
 
@@ -277,7 +277,7 @@ def test_no_pairs_are_refused(scheme: ClassScheme) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_evaluation_shows_every_image_once_at_its_size(
+def test_evaluation_yields_every_image_once_at_its_size(
     workers: int, write_pairs: WritePairs, scheme: ClassScheme
 ) -> None:
     sizes = [(20, 30), (20, 30), (20, 30), (25, 30), (20, 30), (20, 30)]
@@ -306,7 +306,7 @@ def test_ranks_evaluate_every_image_once(world_size: int, write_pairs: WritePair
     assert seen == list(range(5))
 
 
-def test_evaluation_at_another_size(write_pairs: WritePairs, scheme: ClassScheme) -> None:
+def test_evaluation_at_a_given_size_resizes_images(write_pairs: WritePairs, scheme: ClassScheme) -> None:
     dataset = SegmentationDataset(write_pairs([(20, 30), (40, 60)]), scheme, EvalTransform((10, 15)))
     assert [tuple(batch.images.shape) for batch in EvalLoader(dataset)] == [(1, 3, 10, 15)] * 2
 
@@ -314,7 +314,7 @@ def test_evaluation_at_another_size(write_pairs: WritePairs, scheme: ClassScheme
 # --- the cache
 
 
-def test_the_cache_changes_nothing_and_reads_files_once(dataset: SegmentationDataset) -> None:
+def test_cache_gives_equal_batches_and_reads_files_once(dataset: SegmentationDataset) -> None:
     cached = SegmentationDataset(dataset.pairs, dataset.scheme, dataset.transform, seed=5, cache="ram")
     expected = {key: dataset[key] for key in ((0, 2), (1, 2), (1, 7))}
     for _ in range(2):
@@ -328,7 +328,7 @@ def test_the_cache_changes_nothing_and_reads_files_once(dataset: SegmentationDat
         copy[0, 2]
 
 
-def test_workers_share_the_cache(dataset: SegmentationDataset) -> None:
+def test_workers_share_one_cache(dataset: SegmentationDataset) -> None:
     expected = [[digest(batch) for batch in TrainLoader(dataset, 4).epoch(epoch)] for epoch in (0, 1)]
     cached = SegmentationDataset(dataset.pairs, dataset.scheme, dataset.transform, seed=5, cache="ram")
     loader = TrainLoader(cached, 4, workers=2, drop_last=False)
@@ -350,15 +350,13 @@ def test_cached_pixels_cannot_be_written_to(write_pairs: WritePairs, scheme: Cla
     np.testing.assert_array_equal(dataset[0, 0].target.numpy(), draw_mask(0, 20, 30))
 
 
-def test_a_cache_larger_than_the_memory_is_refused(
-    dataset: SegmentationDataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_larger_than_the_memory_is_refused(dataset: SegmentationDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dataset_module, "available_bytes", lambda: 1000)
     with pytest.raises(DataError, match=r"data.cache=ram needs .* GiB of memory are free: set data.cache to none"):
         SegmentationDataset(dataset.pairs, dataset.scheme, cache="ram")
 
 
-def test_an_image_that_changed_its_size_is_named(dataset: SegmentationDataset) -> None:
+def test_cached_image_that_changed_its_size_is_named(dataset: SegmentationDataset) -> None:
     cached = SegmentationDataset(dataset.pairs, dataset.scheme, cache="ram")
     image, mask = cached.pairs[0].image, cached.pairs[0].mask
     Image.fromarray(draw_image(0, 8, 9)).save(image)
@@ -367,7 +365,7 @@ def test_an_image_that_changed_its_size_is_named(dataset: SegmentationDataset) -
         cached[0, 0]
 
 
-def test_the_free_memory_is_known_on_linux() -> None:
+def test_free_memory_is_known_on_linux() -> None:
     if not os.path.exists("/proc/meminfo"):
         pytest.skip("no /proc/meminfo")
     available = dataset_module.available_bytes()
@@ -392,7 +390,7 @@ def test_class_frequencies_by_hand(tmp_path: Path) -> None:
     assert counts.warnings(scheme.names) == ["classes without a single pixel: d"]
 
 
-def test_black_and_white_masks_whose_foreground_is_ignored_are_noticed(tmp_path: Path) -> None:
+def test_black_and_white_masks_ignoring_foreground_are_reported(tmp_path: Path) -> None:
     Image.fromarray(np.array([[0, 255, 255]], np.uint8)).save(tmp_path / "a.png")
     scheme = class_scheme("folder", classes=["background", "cell"])
     counts = compute_class_frequencies(SegmentationDataset([ImagePair(tmp_path, tmp_path / "a.png", "a")], scheme))
@@ -401,7 +399,7 @@ def test_black_and_white_masks_whose_foreground_is_ignored_are_noticed(tmp_path:
     assert "every pixel" in ClassFrequencies((0, 0), (0, 0), (0, 0), 9, 1).warnings(["a", "b"])[0]
 
 
-def test_counting_names_a_mask_with_wrong_ids(dataset: SegmentationDataset) -> None:
+def test_class_count_names_a_mask_with_wrong_ids(dataset: SegmentationDataset) -> None:
     Image.fromarray(np.full((4, 4), 77, np.uint8)).save(dataset.pairs[4].mask)
     with pytest.raises(DataError, match=r"004_mask\.png.*77 \(16 px\)"):
         compute_class_frequencies(dataset)
@@ -409,7 +407,7 @@ def test_counting_names_a_mask_with_wrong_ids(dataset: SegmentationDataset) -> N
 
 @settings(max_examples=5, deadline=None)
 @given(threads=st.integers(1, 4))
-def test_counting_does_not_depend_on_threads(threads: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_class_count_is_independent_of_threads(threads: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("masks")
     pairs = []
     for i in range(6):

@@ -95,9 +95,7 @@ def raise_local_error() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_damaged_file_is_named_without_a_traceback(
-    workers: int, misbehave: Callable[..., SegmentationDataset]
-) -> None:
+def test_damaged_file_is_named_without_a_traceback(workers: int, misbehave: Callable[..., SegmentationDataset]) -> None:
     dataset = misbehave(lambda: None)
     path = dataset.pairs[5].image
     path.write_bytes(path.read_bytes()[:200])
@@ -111,7 +109,7 @@ def test_a_damaged_file_is_named_without_a_traceback(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_mask_of_another_size_is_named(workers: int, misbehave: Callable[..., SegmentationDataset]) -> None:
+def test_mask_of_another_size_is_named(workers: int, misbehave: Callable[..., SegmentationDataset]) -> None:
     dataset = misbehave(lambda: None)
     Image.fromarray(draw_mask(0, 20, 39)).save(dataset.pairs[2].mask)
     message = str(consume(dataset, workers))
@@ -120,7 +118,7 @@ def test_a_mask_of_another_size_is_named(workers: int, misbehave: Callable[..., 
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_ids_outside_the_classes_are_named_before_any_device_sees_them(
+def test_ids_outside_the_classes_are_named_by_the_loader(
     workers: int, misbehave: Callable[..., SegmentationDataset]
 ) -> None:
     dataset = misbehave(lambda: None)
@@ -130,7 +128,7 @@ def test_ids_outside_the_classes_are_named_before_any_device_sees_them(
 
 @case("F40", how="an item raises an exception that cannot be pickled", passes="exit 3 naming the item, no hang")
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_error_of_a_local_class_arrives(workers: int, misbehave: Callable[..., SegmentationDataset]) -> None:
+def test_unpicklable_worker_error_is_reported(workers: int, misbehave: Callable[..., SegmentationDataset]) -> None:
     error = consume(misbehave(raise_local_error), workers)
     assert isinstance(error, DataError)
     assert "003.png: the augmentation failed (LocalError: local)" in str(error)
@@ -138,7 +136,7 @@ def test_an_error_of_a_local_class_arrives(workers: int, misbehave: Callable[...
 
 @case("F40", how="an item leaves the worker", passes="an error that names the file, no hang")
 @pytest.mark.parametrize("exception", [SystemExit(3), KeyboardInterrupt(), MemoryError("no memory")])
-def test_leaving_a_worker_is_an_error_that_names_the_file(
+def test_worker_exit_is_an_error_naming_the_file(
     exception: BaseException, misbehave: Callable[..., SegmentationDataset]
 ) -> None:
     def leave() -> None:
@@ -149,7 +147,7 @@ def test_leaving_a_worker_is_an_error_that_names_the_file(
     assert type(exception).__name__ in message
 
 
-def test_a_killed_worker_is_named_with_its_file(misbehave: Callable[..., SegmentationDataset]) -> None:
+def test_killed_worker_is_reported_with_its_file(misbehave: Callable[..., SegmentationDataset]) -> None:
     start = time.monotonic()
     error = consume(misbehave(lambda: os.kill(os.getpid(), signal.SIGKILL)), 2)
     assert isinstance(error, WorkerError)
@@ -159,7 +157,7 @@ def test_a_killed_worker_is_named_with_its_file(misbehave: Callable[..., Segment
     assert time.monotonic() - start < 10
 
 
-def test_a_worker_that_hangs_is_named_with_its_file(misbehave: Callable[..., SegmentationDataset]) -> None:
+def test_hanging_worker_is_reported_with_its_file(misbehave: Callable[..., SegmentationDataset]) -> None:
     start = time.monotonic()
     error = consume(misbehave(lambda: time.sleep(600)), 2, timeout_s=2)
     assert isinstance(error, WorkerError)
@@ -168,21 +166,21 @@ def test_a_worker_that_hangs_is_named_with_its_file(misbehave: Callable[..., Seg
     assert 2 <= time.monotonic() - start < 12
 
 
-def test_a_slow_worker_within_its_time_is_waited_for(misbehave: Callable[..., SegmentationDataset]) -> None:
+def test_slow_worker_within_timeout_succeeds(misbehave: Callable[..., SegmentationDataset]) -> None:
     for timeout_s in (30.0, 0.0):
         loader = TrainLoader(misbehave(lambda: time.sleep(1.5)), 2, workers=2, timeout_s=timeout_s)
         assert len(list(loader.epoch(0))) == 4
         loader.close()
 
 
-def test_a_stopped_worker_does_not_hold_up_the_end(misbehave: Callable[..., SegmentationDataset]) -> None:
+def test_stopped_worker_does_not_block_shutdown(misbehave: Callable[..., SegmentationDataset]) -> None:
     start = time.monotonic()
     error = consume(misbehave(lambda: os.kill(os.getpid(), signal.SIGSTOP)), 1, timeout_s=1)
     assert isinstance(error, WorkerError)
     assert time.monotonic() - start < 15
 
 
-def test_the_loader_works_again_after_an_error(misbehave: Callable[..., SegmentationDataset]) -> None:
+def test_loader_works_again_after_an_error(misbehave: Callable[..., SegmentationDataset]) -> None:
     acts = [True]
     dataset = misbehave(lambda: os.kill(os.getpid(), signal.SIGKILL) if acts else None)
     loader = TrainLoader(dataset, 2, workers=2)
@@ -193,7 +191,7 @@ def test_the_loader_works_again_after_an_error(misbehave: Callable[..., Segmenta
     loader.close()
 
 
-def test_evaluation_fails_in_the_same_way(misbehave: Callable[..., SegmentationDataset]) -> None:
+def test_evaluation_loader_reports_errors_alike(misbehave: Callable[..., SegmentationDataset]) -> None:
     dataset = misbehave(raise_local_error)
     for workers in (0, 2):
         loader = EvalLoader(dataset, workers=workers)
@@ -203,7 +201,7 @@ def test_evaluation_fails_in_the_same_way(misbehave: Callable[..., SegmentationD
 
 
 @case("F43", how="shared memory refused", passes="says /dev/shm")
-def test_a_full_shared_memory_is_explained(
+def test_full_shared_memory_is_explained(
     misbehave: Callable[..., SegmentationDataset], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
@@ -238,7 +236,7 @@ def test_workers_ignore_ctrl_c_and_end_on_sigterm(misbehave: Callable[..., Segme
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_dying_worker_raises_nowhere_but_in_the_loader(misbehave: Callable[..., SegmentationDataset]) -> None:
+def test_dying_worker_raises_only_in_the_loader(misbehave: Callable[..., SegmentationDataset]) -> None:
     """torch's own SIGCHLD handler raises wherever the main thread is: in the middle of a checkpoint, for example."""
     before = signal.getsignal(signal.SIGCHLD)
     dataset = misbehave(lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -252,7 +250,7 @@ def test_a_dying_worker_raises_nowhere_but_in_the_loader(misbehave: Callable[...
         list(batches)
 
 
-def test_workers_run_on_one_thread(write_pairs: WritePairs, scheme: ClassScheme) -> None:
+def test_workers_use_one_thread(write_pairs: WritePairs, scheme: ClassScheme) -> None:
     import cv2
     import torch
 
@@ -270,7 +268,9 @@ def test_workers_run_on_one_thread(write_pairs: WritePairs, scheme: ClassScheme)
     "F42", how="8 and 50 starts and stops of workers that use OpenCV", passes="no hang, no process, no descriptor left"
 )
 @pytest.mark.parametrize("times", [8, pytest.param(50, marks=pytest.mark.slow)])
-def test_many_starts_and_stops_leave_nothing_behind(write_pairs: WritePairs, scheme: ClassScheme, times: int) -> None:
+def test_repeated_starts_leave_no_process_or_descriptor(
+    write_pairs: WritePairs, scheme: ClassScheme, times: int
+) -> None:
     dataset = SegmentationDataset(write_pairs([(40, 50)] * 4), scheme, TrainTransform((16, 16)))
     num_files = len(os.listdir("/proc/self/fd"))
     for _ in range(times):

@@ -43,14 +43,14 @@ def names(count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("suffix", [".png", ".bmp", ".tif", ".ppm", ".webp"])
-def test_lossless_images_come_back_as_they_were(suffix: str, tmp_path: Path) -> None:
+def test_lossless_images_are_decoded_exactly(suffix: str, tmp_path: Path) -> None:
     image = draw_image(0, 23, 31)
     options = {"lossless": True} if suffix == ".webp" else {}
     np.testing.assert_array_equal(read_image(save(image, tmp_path / f"a{suffix}", **options)), image)
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK"])
-def test_other_modes_match_pillow(mode: str, tmp_path: Path) -> None:
+def test_other_image_modes_match_pillow(mode: str, tmp_path: Path) -> None:
     path = tmp_path / ("a.jpg" if mode == "CMYK" else "a.png")
     save(draw_image(1, 40, 50), path, mode, **({"quality": 95} if mode == "CMYK" else {}))
     expected = np.array(Image.open(path).convert("RGB")).astype(int)
@@ -59,7 +59,7 @@ def test_other_modes_match_pillow(mode: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".png", ".tif"])
-def test_sixteen_bits_keep_the_upper_eight(suffix: str, tmp_path: Path) -> None:
+def test_sixteen_bit_images_keep_the_upper_eight_bits(suffix: str, tmp_path: Path) -> None:
     wide = np.random.default_rng(0).integers(0, 65_536, (20, 30, 3), dtype=np.uint16)
     assert cv2.imwrite(str(tmp_path / f"a{suffix}"), wide[..., ::-1])
     difference = np.abs(read_image(tmp_path / f"a{suffix}").astype(int) - wide / 257)
@@ -94,18 +94,18 @@ def test_jpeg_matches_opencv_and_pillow(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 300), (300, 1), (7, 5)])
-def test_any_size(size: tuple[int, int], tmp_path: Path) -> None:
+def test_images_of_any_size_are_decoded(size: tuple[int, int], tmp_path: Path) -> None:
     assert read_image(save(draw_image(4, *size), tmp_path / "a.png")).shape == (*size, 3)
 
 
-def test_a_name_of_any_bytes(tmp_path: Path) -> None:
+def test_file_names_of_any_bytes_are_read(tmp_path: Path) -> None:
     path = tmp_path / os.fsdecode(b"\xff\xfe [red]\n.png")
     image = draw_image(5, 9, 9)
     path.write_bytes(save(image, tmp_path / "a.png").read_bytes())
     np.testing.assert_array_equal(read_image(path), image)
 
 
-def test_a_float_image_is_refused(tmp_path: Path) -> None:
+def test_float_image_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no fixed range"):
         read_image(save(np.zeros((4, 4), np.float32), tmp_path / "a.tif"))
 
@@ -139,7 +139,7 @@ def test_cut_and_zeroed_files_are_named(kind: str, form: str, tmp_path: Path) ->
         read_mask(path, class_scheme("folder", classes=names(5))) if kind == "mask" else read_image(path)
 
 
-def test_a_cut_jpeg_with_an_embedded_preview_is_found_out(tmp_path: Path) -> None:
+def test_truncated_jpeg_with_embedded_preview_is_refused(tmp_path: Path) -> None:
     preview = jpeg_bytes(draw_image(0, 20, 20))
     data = jpeg_bytes(draw_image(7, 90, 90), exif=b"Exif\0\0" + preview)
     assert is_complete_jpeg(data)
@@ -154,7 +154,7 @@ def test_a_cut_jpeg_with_an_embedded_preview_is_found_out(tmp_path: Path) -> Non
 
 @settings(max_examples=150, deadline=None)
 @given(position=st.floats(0, 1), bit=st.integers(0, 7), is_mask=st.booleans())
-def test_no_flipped_bit_gives_wrong_labels_unnoticed(
+def test_flipped_bit_in_mask_never_gives_wrong_labels(
     position: float, bit: int, is_mask: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     pixels = draw_mask(8, 30, 40) if is_mask else draw_image(8, 30, 40)
@@ -179,7 +179,7 @@ def test_no_flipped_bit_gives_wrong_labels_unnoticed(
         (lambda p: p.symlink_to("nowhere"), "does not exist"),
     ],
 )
-def test_what_is_no_file_is_named(make: Callable[[Path], object], message: str, tmp_path: Path) -> None:
+def test_path_that_is_no_file_is_named(make: Callable[[Path], object], message: str, tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     make(path)
     for read in (read_image, read_header):
@@ -188,7 +188,7 @@ def test_what_is_no_file_is_named(make: Callable[[Path], object], message: str, 
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
+def test_unreadable_file_is_named(tmp_path: Path) -> None:
     path = save(draw_image(0, 4, 4), tmp_path / "a.png")
     path.chmod(0)
     with pytest.raises(DataError, match="permission"):
@@ -196,7 +196,7 @@ def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
 
 
 @case("F47", how="EIO at the first read of a mask", passes="tried again")
-def test_a_transient_storage_error_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transient_storage_error_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(draw_image(0, 4, 4), tmp_path / "a.png")
     calls = []
 
@@ -226,7 +226,7 @@ def png_of(width: int, height: int) -> bytes:
 
 
 @pytest.mark.parametrize("size", [(20_000, 20_000), (2_000_000, 2_000)])
-def test_a_decompression_bomb_is_refused_before_it_is_decoded(size: tuple[int, int], tmp_path: Path) -> None:
+def test_decompression_bomb_is_refused_before_decoding(size: tuple[int, int], tmp_path: Path) -> None:
     path = tmp_path / "bomb.png"
     path.write_bytes(png_of(*size))
     assert path.stat().st_size < 200_000
@@ -297,7 +297,7 @@ def test_sixteen_bit_ids_are_exact(tmp_path: Path) -> None:
         np.testing.assert_array_equal(result, ids)
 
 
-def test_a_label_map_maps_every_id(tmp_path: Path) -> None:
+def test_label_map_maps_every_id(tmp_path: Path) -> None:
     path = save(np.array([[0, 7, 9, 2], [255, 1, 7, 0]], np.uint8), tmp_path / "a.png")
     scheme = class_scheme("folder", classes=names(3), label_map={7: 1, 9: 255, 0: 2})
     np.testing.assert_array_equal(read_mask(path, scheme), [[2, 1, 255, 2], [255, 1, 1, 2]])
@@ -315,7 +315,7 @@ def test_cityscapes_ids_and_train_ids_give_the_same_target(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "P"])
 @pytest.mark.parametrize("ignore_index", [255, -1])
-def test_colours_become_ids(mode: str, ignore_index: int, tmp_path: Path) -> None:
+def test_mask_colours_become_ids(mode: str, ignore_index: int, tmp_path: Path) -> None:
     palette = [(10, 20, 30), (255, 0, 0), (0, 0, 0), (9, 9, 9)]
     ids = np.random.default_rng(0).integers(0, 4, (12, 15))
     image = Image.fromarray(np.array(palette, np.uint8)[ids])
@@ -372,7 +372,7 @@ def test_wrong_ids_are_named_with_the_likely_cause(
         read_mask(path, scheme)
 
 
-def test_ids_outside_a_label_map_ask_for_it(tmp_path: Path) -> None:
+def test_error_for_ids_outside_a_label_map_names_it(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"34 \(1 px\)\. Add them to data\.label_map"):
         read_mask(save(np.array([[7, 34]], np.uint8), tmp_path / "a.png"), class_scheme("cityscapes"))
 
@@ -380,7 +380,7 @@ def test_ids_outside_a_label_map_ask_for_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("num_classes", "ignore_index"), [(5, 255), (5, 5), (254, 254), (254, 255), (255, 255), (256, -1)]
 )
-def test_ids_at_every_border_are_judged(num_classes: int, ignore_index: int, tmp_path: Path) -> None:
+def test_ids_at_the_range_limits_are_checked(num_classes: int, ignore_index: int, tmp_path: Path) -> None:
     scheme = class_scheme("folder", classes=names(num_classes), ignore_index=ignore_index)
     borders = {0, *range(num_classes - 2, num_classes + 3), ignore_index, 77, 253, 254, 255}
     for value in borders & set(range(256)):
@@ -392,13 +392,13 @@ def test_ids_at_every_border_are_judged(num_classes: int, ignore_index: int, tmp
                 read_mask(path, scheme)
 
 
-def test_a_transparent_grey_keeps_its_id(scheme: ClassScheme, tmp_path: Path) -> None:
+def test_grey_mask_with_alpha_keeps_its_ids(scheme: ClassScheme, tmp_path: Path) -> None:
     ids = draw_mask(0, 9, 14)
     path = save(ids, tmp_path / "a.png", transparency=0)
     np.testing.assert_array_equal(read_mask(path, scheme), ids)
 
 
-def test_one_wrong_pixel_is_found(tmp_path: Path) -> None:
+def test_one_pixel_with_wrong_id_is_found(tmp_path: Path) -> None:
     ids = np.zeros((500, 600), np.uint8)
     ids[321, 123] = 5
     with pytest.raises(DataError, match=r"5 \(1 px\)"):
@@ -436,7 +436,7 @@ def test_masks_of_several_frames_are_refused(scheme: ClassScheme, tmp_path: Path
         read_mask(tmp_path / "a.tif", scheme)
 
 
-def test_a_turned_mask_is_turned_with_its_image(scheme: ClassScheme, tmp_path: Path) -> None:
+def test_mask_follows_the_exif_rotation_of_its_image(scheme: ClassScheme, tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     ids = draw_mask(0, 10, 20)
@@ -446,7 +446,7 @@ def test_a_turned_mask_is_turned_with_its_image(scheme: ClassScheme, tmp_path: P
 # --- the cheap check
 
 
-def test_check_pairs_gives_upright_sizes(write_pairs: Callable[..., tuple[ImagePair, ...]]) -> None:
+def test_check_pairs_returns_upright_sizes(write_pairs: Callable[..., tuple[ImagePair, ...]]) -> None:
     assert check_pairs(write_pairs([(10, 20), (31, 7)])) == ((10, 20), (31, 7))
 
 

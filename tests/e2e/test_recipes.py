@@ -23,7 +23,7 @@ SIZE = 48, 64
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_the_header_says_what_is_published_and_where(path: Path) -> None:
+def test_recipe_header_cites_published_result_and_source(path: Path) -> None:
     header = "".join(line for line in path.read_text().splitlines(keepends=True) if line.startswith("#"))
     for word in ("Data:", "Launch:", "Override:", "Published:", "Source:"):
         assert re.search(rf"^# {word}\s+\S", header, re.MULTILINE), f"{path.name} has no line '# {word} ...'"
@@ -106,7 +106,7 @@ def small(path: Path, root: Path, *more: str) -> RunConfig:
     "path",
     [pytest.param(path, marks=[pytest.mark.slow] if path.stem in HEAVY else [], id=path.stem) for path in CONFIGS],
 )
-def test_twenty_steps(path: Path, tmp_path: Path) -> None:
+def test_every_recipe_trains_twenty_steps(path: Path, tmp_path: Path) -> None:
     config = small(path, tmp_path / "data")
     if config.distill is not None:
         config = small(path, tmp_path / "data", f"distill.teacher={tmp_path / 'teacher'}")

@@ -85,7 +85,7 @@ def until(what: Callable[[], Any], timeout_s: float = 60) -> Any:
     return found
 
 
-def test_start_lose_the_terminal_come_back_steer_and_stop(
+def test_run_survives_a_lost_terminal_and_is_controlled_again(
     tiny: dict[str, Any], tmp_path: Path, terminal: Terminal
 ) -> None:
     config = merged(
@@ -136,7 +136,7 @@ def test_start_lose_the_terminal_come_back_steer_and_stop(
 
 
 @pytest.mark.slow
-def test_a_mistake_is_told_in_the_terminal_and_a_stop_gives_its_exit_code(
+def test_error_is_shown_in_terminal_and_stop_gives_exit_code(
     tiny: dict[str, Any], tmp_path: Path, terminal: Terminal
 ) -> None:
     (tmp_path / "tiny.yaml").write_text(dump_config(merged(tiny, train={"epochs": 500, "batch_size": 2})))

@@ -256,7 +256,7 @@ def test_every_family_exports_and_runs_at_odd_sizes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("library", "name", "encoder"), FAMILIES[:1] + FAMILIES[3:6])
-def test_half_precision_keeps_the_classes(library: str, name: str, encoder: str, tmp_path: Path) -> None:
+def test_half_precision_export_keeps_the_classes(library: str, name: str, encoder: str, tmp_path: Path) -> None:
     model = network(library, name, encoder)
     info = info_of(model, precision="fp16")
     found = write_export(model, info, tmp_path / "half.onnx", "onnx")

@@ -40,9 +40,7 @@ def folder(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_safetensors_of_a_run_is_torchvisions_own_network_and_predicts_the_same(
-    folder: Path, tiny_root: Path, tmp_path: Path
-) -> None:
+def test_safetensors_of_a_run_load_into_torchvision(folder: Path, tiny_root: Path, tmp_path: Path) -> None:
     result = segapp("export", folder / "run", "--out", "net.safetensors", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "tensors of torchvision lraspp_mobilenet_v3_large mobilenet_v3_large, read back" in result.stdout
@@ -82,7 +80,7 @@ def test_safetensors_of_a_run_is_torchvisions_own_network_and_predicts_the_same(
     assert np.array_equal(labels[0], labels[2])
 
 
-def test_bare_weights_are_evaluated_and_exported_with_a_config(folder: Path, tmp_path: Path) -> None:
+def test_bare_weights_with_config_are_evaluated_and_exported(folder: Path, tmp_path: Path) -> None:
     trained = load_trained(str(folder / "run"))
     save_file(trained.model.state_dict(), tmp_path / "bare.safetensors")
     scores = []
@@ -111,7 +109,7 @@ def test_bare_weights_are_evaluated_and_exported_with_a_config(folder: Path, tmp
         (("predict", "gone.safetensors", "x.png", "--out", "o"), 4, "no file gone.safetensors"),
     ],
 )
-def test_what_cannot_be_used_is_one_sentence(
+def test_unusable_weights_are_one_clear_error(
     folder: Path, tmp_path: Path, words: tuple[str, ...], code: int, message: str
 ) -> None:
     own = load_trained(str(folder / "run")).model.state_dict()
@@ -127,7 +125,7 @@ def test_what_cannot_be_used_is_one_sentence(
     assert "Traceback" not in result.stderr
 
 
-def test_a_training_says_in_two_lines_and_an_event_what_a_file_gave(
+def test_training_reports_loaded_weights_in_log_and_event(
     tiny: dict[str, Any], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = load_trained(str(folder / "run")).model.state_dict()

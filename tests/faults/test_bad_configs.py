@@ -53,12 +53,12 @@ def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
         ("loss: {plus: [{name: dice, wieght: 1}]}\n", ["loss.plus.0.wieght", "weight"]),
     ],
 )
-def test_unknown_keys(tmp_path: Path, text: str, words: list[str]) -> None:
+def test_unknown_key_is_refused_with_the_nearest(tmp_path: Path, text: str, words: list[str]) -> None:
     refused(run(tmp_path, BASE + text), *words)
 
 
 @case("C02", how="1e-3, 5e-4, '0.01', nan, .inf, -1, 010, 12:30, off, class no", passes="the right number, or exit 2")
-def test_numbers(tmp_path: Path) -> None:
+def test_numbers_in_any_notation_are_read(tmp_path: Path) -> None:
     fine = {"1e-3": 1e-3, "5e-4": 5e-4, "010": 10.0, "1.": 1.0, "+.5": 0.5, '"0.01"': 0.01}
     for text, value in fine.items():
         done = run(tmp_path, BASE + f"optim: {{lr: {text}}}\nschedule: {{min_lr: 0}}\n")
@@ -104,7 +104,7 @@ BOMBS: dict[str, bytes] = {
     passes="exit 2 in 2 s; inert",
 )
 @pytest.mark.parametrize("what", BOMBS)
-def test_bombs(tmp_path: Path, what: str) -> None:
+def test_yaml_bomb_is_refused_within_a_second(tmp_path: Path, what: str) -> None:
     refused(run(tmp_path, BOMBS[what]), "c.yaml" if what != "empty" else "name is missing")
     assert not (tmp_path / "canary").exists()
     path = tmp_path / "c.yaml"
@@ -115,7 +115,7 @@ def test_bombs(tmp_path: Path, what: str) -> None:
 
 
 @case("C03", how="the same in one process that reads nothing else", passes="the most it holds, < 500 MB")
-def test_memory_of_bombs(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+def test_memory_of_yaml_bombs_is_bounded(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     for name, data in BOMBS.items():
         (tmp_path / f"{name}.yaml").write_bytes(data)
     code = """
@@ -140,7 +140,7 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 
 
 @case("F23", how="a key of a later segapp in a run's own config", passes="exit 2, file, line and key; checkpoints stay")
-def test_a_config_of_a_newer_version(tmp_path: Path) -> None:
+def test_config_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     done = run(tmp_path, BASE + "train: {epochs: 3, tomorrow: 1}\nversion: 99\n")
     refused(done, "c.yaml:3", "train.tomorrow", "c.yaml:4", "version", "unknown key")
 
@@ -153,7 +153,7 @@ def _slowness() -> float:
 
 
 @case("C03", how="a FIFO, a folder, a device, a link loop in place of the file", passes="exit 2 at once")
-def test_what_is_no_file(tmp_path: Path) -> None:
+def test_config_path_that_is_no_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo.yaml")
     (tmp_path / "dir.yaml").mkdir()
     (tmp_path / "loop.yaml").symlink_to("loop.yaml")
@@ -164,7 +164,7 @@ def test_what_is_no_file(tmp_path: Path) -> None:
 
 
 @case("C03", how="overrides: code, tags, aliases, dunders, controls, bombs", passes="text or exit 2; inert")
-def test_overrides(tmp_path: Path) -> None:
+def test_hostile_override_is_refused_without_running_code(tmp_path: Path) -> None:
     for word in (
         "seed=!!python/object/apply:os.system ['touch canary']",
         "seed=__import__('os').system('touch canary')",
@@ -204,7 +204,7 @@ def test_overrides(tmp_path: Path) -> None:
         (["seed=-1"], ["seed"]),
     ],
 )
-def test_contradictions(tmp_path: Path, overrides: list[str], words: list[str]) -> None:
+def test_contradictory_config_is_refused(tmp_path: Path, overrides: list[str], words: list[str]) -> None:
     done = run(tmp_path, BASE, *overrides)
     if done.returncode == 0:  # what the data set's format knows is said before the data are read
         done = segapp("train", "--config", "c.yaml", "--plain", *overrides, cwd=tmp_path, timeout_s=60)
@@ -224,7 +224,7 @@ _VALUES = st.one_of(
 
 
 @case("C05", how="500 configs of random keys and values, as files", passes="reads back equal, or ConfigError")
-def test_random_configs(tmp_path: Path) -> None:
+def test_random_config_is_accepted_or_refused(tmp_path: Path) -> None:
     path, again = tmp_path / "c.yaml", tmp_path / "again.yaml"
     keys = [key for key in known_keys(RunConfig) if len(key) > 1]
 

@@ -81,7 +81,7 @@ def damages(data: bytes) -> dict[str, bytes]:
 
 @case("D01", how="images cut, a bit flipped, zeroed, replaced; PNG and JPEG", passes="check lists each; train exits 3")
 @pytest.mark.parametrize("suffix", [".png", ".jpg"])
-def test_damaged_images(root: Path, suffix: str) -> None:
+def test_damaged_images_are_each_named(root: Path, suffix: str) -> None:
     folder = root / "images" / "train"
     whole = {name: data for i, path in enumerate(sorted(folder.iterdir())) for name, data in [(i, path.read_bytes())]}
     names = list(damages(b"x" * 100))
@@ -100,7 +100,7 @@ def test_damaged_images(root: Path, suffix: str) -> None:
 
 
 @case("D02", how="masks damaged in the same ways", passes="each is listed, none gives wrong labels")
-def test_damaged_masks(root: Path) -> None:
+def test_damaged_masks_are_each_named(root: Path) -> None:
     folder = root / "masks" / "train"
     for i, name in enumerate(damages(b"x" * 100)):
         image = (root / "images" / "train" / "00.png").read_bytes()
@@ -113,7 +113,7 @@ def test_damaged_masks(root: Path) -> None:
 
 
 @case("D03", how="a bit of a JPEG flipped after --write-sums", passes="check --sums names the file, exit 3")
-def test_a_file_that_changed_since_its_sum(root: Path) -> None:
+def test_changed_pixel_in_jpeg_is_found_by_its_checksum(root: Path) -> None:
     path = root / "images" / "train" / "00.png"
     jpeg = path.with_suffix(".jpg")
     write_picture(jpeg, cv2.imread(str(path)))
@@ -128,7 +128,7 @@ def test_a_file_that_changed_since_its_sum(root: Path) -> None:
 
 
 @case("D04", how="400 mutated PNGs and JPEGs through check", passes="the process lives; no mask decodes to other ids")
-def test_mutated_pictures(root: Path) -> None:
+def test_mutated_images_are_read_or_refused(root: Path) -> None:
     rng = random.Random(0)
     good = {}
     for i in range(200):
@@ -151,7 +151,7 @@ def test_mutated_pictures(root: Path) -> None:
 
 @case("D05", how="ids = classes, 254, 255, one pixel of one mask", passes="exit 3 with file, value and count")
 @pytest.mark.parametrize(("value", "count"), [(3, 1), (254, 40), (255, 7)])
-def test_ids_outside_the_classes(root: Path, value: int, count: int) -> None:
+def test_ids_outside_the_classes_are_named(root: Path, value: int, count: int) -> None:
     path = root / "masks" / "train" / "04.png"
     mask = cv2.imread(str(path), cv2.IMREAD_UNCHANGED)
     mask[mask == 255] = 0
@@ -185,7 +185,7 @@ MODES: dict[str, tuple[Callable[[np.ndarray[Any, Any]], Image.Image], str, bool]
 
 @case("D06", how="masks as P, I;16, 1-bit, RGB, RGBA, LA, x257, JPEG, float, pages", passes="ids exact, or refused")
 @pytest.mark.parametrize("mode", [*MODES, "pages", "animation"])
-def test_modes_of_masks(root: Path, mode: str) -> None:
+def test_mask_mode_gives_exact_ids_or_is_refused(root: Path, mode: str) -> None:
     ids = np.tile(np.arange(3, dtype=np.uint8), (48, 22))[:, :64]
     old = root / "masks" / "train" / "00.png"
     old.unlink()
@@ -214,7 +214,7 @@ def test_modes_of_masks(root: Path, mode: str) -> None:
 
 
 @case("D07", how="mask of another size, turned, 1x1, 7x5000, 16k x 16k, 20k x 20k of 12 KB", passes="named; < 2 GB")
-def test_sizes(root: Path, record_property: Callable[[str, object], None]) -> None:
+def test_bad_image_and_mask_sizes_are_named(root: Path, record_property: Callable[[str, object], None]) -> None:
     masks, images = root / "masks" / "train", root / "images" / "train"
     write_picture(masks / "00.png", np.zeros((20, 20), np.uint8))
     write_picture(masks / "01.png", np.zeros((64, 48), np.uint8))
@@ -242,7 +242,7 @@ def test_sizes(root: Path, record_property: Callable[[str, object], None]) -> No
 
 @case("D08", how="images with EXIF orientation 1 to 8, masks upright", passes="fits; else the size is named")
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_orientations(root: Path, orientation: int) -> None:
+def test_exif_orientation_is_applied_or_size_named(root: Path, orientation: int) -> None:
     upright = Image.open(root / "images" / "train" / "00.png")
     back = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}  # the transposition that the viewer undoes
     stored = upright.transpose(Image.Transpose(back[orientation])) if orientation > 1 else upright
@@ -258,7 +258,7 @@ def test_orientations(root: Path, orientation: int) -> None:
 
 
 @case("D09", how="grey, LA, RGBA, P with transparency, CMYK, 16 bit, interlaced images", passes="a run trains on them")
-def test_modes_of_images(root: Path) -> None:
+def test_run_trains_on_every_image_mode(root: Path) -> None:
     folder = root / "images" / "train"
     forms = [("L", ".png"), ("LA", ".png"), ("RGBA", ".png"), ("P", ".png"), ("CMYK", ".jpg"), ("RGB", ".webp")]
     for i, (mode, suffix) in enumerate(forms):
@@ -271,7 +271,7 @@ def test_modes_of_images(root: Path) -> None:
 
 
 @case("D10", how="a last batch of one image through a BatchNorm of one pixel", passes="it trains, all steps finite")
-def test_a_last_batch_of_one(root: Path) -> None:
+def test_last_batch_of_one_trains(root: Path) -> None:
     (root / "images" / "train" / "05.png").unlink()
     model = ["library=smp", "name=PSPNet", "encoder=tu-test_resnet", "options={encoder_depth: 3, psp_out_channels: 32}"]
     words = [f"model.{word}" for word in model]
@@ -284,7 +284,7 @@ def test_a_last_batch_of_one(root: Path) -> None:
 
 
 @case("D10", how="no image; no val; one image; fewer than a batch; a last batch of one", passes="exit 3, or it works")
-def test_few_images(root: Path) -> None:
+def test_one_image_trains_and_none_is_refused(root: Path) -> None:
     for i in range(1, 6):
         (root / "images" / "train" / f"{i:02}.png").unlink()
     assert run("train", root, "--plain", "--run", "one").returncode == 0
@@ -297,7 +297,7 @@ def test_few_images(root: Path) -> None:
 
 
 @case("D11", how="unpaired, hidden, Thumbs.db, two of one stem, upper case, NFD", passes="each listed with its count")
-def test_partners(root: Path) -> None:
+def test_unpaired_and_odd_names_are_each_listed(root: Path) -> None:
     images, masks = root / "images" / "train", root / "masks" / "train"
     (images / "00.png").rename(images / "00.PNG")
     (images / "01.png").rename(images / "u\u0308.png")
@@ -327,7 +327,7 @@ NAMES = [b"a b", b"a\nb", b"a\tb", b"-rf", b"$(id)", b"\xff\xfe", b"x" * 250, "\
 
 
 @case("D12", how="names: newline, -rf, $(id), markup, escapes, RTL, 255 bytes, not UTF-8", passes="trained; inert")
-def test_names(root: Path) -> None:
+def test_hostile_file_names_train_and_are_inert(root: Path) -> None:
     names = [*NAMES, *(text.replace("/", "_").encode() for text in (*CONTROL, *MARKUP))]
     for split in ("train", "val"):
         for i, name in enumerate(names):
@@ -350,7 +350,7 @@ def test_names(root: Path) -> None:
 
 @case("D13", how="link loop, link away, broken link, FIFO, socket, device, folder x.png", passes="no hang; named")
 @pytest.mark.parametrize("what", ["loop", "broken", "fifo", "socket", "device", "folder"])
-def test_odd_files(root: Path, what: str) -> None:
+def test_odd_file_is_named_without_hanging(root: Path, what: str) -> None:
     path = root / "masks" / "train" / "03.png"
     path.unlink()
     if what == "loop":
@@ -382,7 +382,7 @@ def test_odd_files(root: Path, what: str) -> None:
 
 
 @case("D13", how="a file, a folder that lead out of the root; a root that is a link", passes="refused unless allowed")
-def test_links_away(root: Path) -> None:
+def test_links_out_of_the_root_are_reported(root: Path) -> None:
     away = root.parent / "away"
     root.rename(root.parent / "disk")
     root.symlink_to("disk")
@@ -400,7 +400,7 @@ def test_links_away(root: Path) -> None:
 
 
 @case("D13", how="a file without read permission", passes="exit 3 for uid 65534")
-def test_forbidden_files(root: Path) -> None:
+def test_file_without_permission_exits_3(root: Path) -> None:
     needs("root")
     (root / "masks" / "train" / "02.png").chmod(0)
     code = f"""
@@ -425,7 +425,7 @@ read_bytes(Path({str(root / "masks" / "train" / "02.png")!r}))
     how="lists: absolute, .., link out, NUL, CRLF, BOM, comments, 30000 lines",
     passes="refused or read; bounded",
 )
-def test_lists(root: Path) -> None:
+def test_list_file_is_read_or_refused(root: Path) -> None:
     lines = [f"images/train/{i:02}.png masks/train/{i:02}.png" for i in range(6)]
     (root / "val.txt").write_text("images/val/00.png masks/val/00.png\n")
     (root / "train.txt").write_bytes(b"\xef\xbb\xbf# pairs\r\n\r\n" + "\r\n".join(lines).encode())
@@ -445,7 +445,7 @@ def test_lists(root: Path) -> None:
 
 
 @case("D15", how="one mask ignored; a class absent in train or val; all masks ignored", passes="finite; exit 3")
-def test_ignored_pixels(root: Path) -> None:
+def test_ignored_masks_and_absent_classes_stay_finite(root: Path) -> None:
     write_picture(root / "masks" / "train" / "00.png", np.full((48, 64), 255, np.uint8))
     for path in (root / "masks" / "val").iterdir():
         mask = cv2.imread(str(path), -1)
@@ -463,11 +463,11 @@ def test_ignored_pixels(root: Path) -> None:
 
 @case("D16", how="class weights: too few, 0, negative, NaN, inf, an unknown rule", passes="exit 2")
 @pytest.mark.parametrize("weights", ["[1, 2]", "[0, 0, 0]", "[1, -1, 1]", "[1, .nan, 1]", "[1, .inf, 1]", "best"])
-def test_class_weights(root: Path, weights: str) -> None:
+def test_bad_class_weights_exit_2(root: Path, weights: str) -> None:
     refused(run("train", root, "--plain", f"loss.class_weights={weights}"), 2, "class_weights")
 
 
-def test_the_bomb_is_a_valid_picture() -> None:
+def test_image_bomb_helper_writes_a_valid_image() -> None:
     data = png_bomb(300, 200)
     assert np.array_equal(cv2.imdecode(np.frombuffer(data, np.uint8), -1), np.zeros((200, 300), np.uint8))
     assert struct.unpack(">II", data[16:24]) == (300, 200)

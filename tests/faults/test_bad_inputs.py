@@ -34,7 +34,7 @@ def refused(run: FaultRun, code: int, *words: str, says: tuple[str, ...] = ()) -
 
 
 @case("S13", how="predict: odd paths, globs, links in a ring, damaged pictures and videos", passes="exit 3, one error")
-def test_predict_is_given_what_is_no_picture(run: FaultRun, tmp_path: Path) -> None:
+def test_predict_names_inputs_that_are_no_images(run: FaultRun, tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     for name, data in (("empty.png", b""), ("cut.png", png_bomb(64, 64)[:60]), ("html.jpg", b"<html>")):
@@ -53,7 +53,7 @@ def test_predict_is_given_what_is_no_picture(run: FaultRun, tmp_path: Path) -> N
 
 
 @case("S13", how="predict: folders linked in rings, hostile names, a glob over them", passes="each picture once; inert")
-def test_predict_follows_no_ring(run: FaultRun, tmp_path: Path) -> None:
+def test_predict_does_not_follow_link_loops(run: FaultRun, tmp_path: Path) -> None:
     folder = tmp_path / "in"
     (folder / "a").mkdir(parents=True)
     for name in ("one", "two", "three"):
@@ -71,7 +71,7 @@ def test_predict_follows_no_ring(run: FaultRun, tmp_path: Path) -> None:
 
 
 @case("S13", how="predict, eval, export on checkpoints and exported files that are none", passes="exit 4; inert")
-def test_hostile_networks(run: FaultRun, tmp_path: Path) -> None:
+def test_hostile_model_file_is_refused_without_running_it(run: FaultRun, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     evil = dict(pickles(canary))
     picture = tmp_path / "x.png"
@@ -91,7 +91,7 @@ def test_hostile_networks(run: FaultRun, tmp_path: Path) -> None:
 
 
 @case("S13", how="HTML, scripts, templates in class and run names: report, compare, check", passes="escaped")
-def test_pages_of_hostile_names(new_run: NewRun) -> None:
+def test_html_pages_with_hostile_names_are_inert(new_run: NewRun) -> None:
     names = ["<script>alert(1)</script>", "\"'><img src=x onerror=alert(1)>", "{{ 7 * 7 }}</style></svg>"]
     run = new_run(data={"classes": names}, train={"epochs": 1})
     run.work.joinpath("config.yaml").write_text(
@@ -121,7 +121,7 @@ def test_pages_of_hostile_names(new_run: NewRun) -> None:
 
 
 @case("S13", how="report, compare, init, status of damaged runs and odd folders", passes="one error, exit 1 to 3")
-def test_damaged_runs_and_folders(run: FaultRun, tmp_path: Path) -> None:
+def test_damaged_run_is_one_clear_error_in_every_command(run: FaultRun, tmp_path: Path) -> None:
     for name in ("nothing", "\x1b[2J", "[/]", "x" * 300):
         refused(run, 2, "report", name)
         refused(run, 2, "compare", name, "run")

@@ -29,7 +29,7 @@ def cut(path: Path, size: int) -> None:
 
 @case("F06", how="newest checkpoint cut to 0, 1 byte, 25 %, 50 %, size-22, size-1", passes="noticed, falls back, exact")
 @pytest.mark.parametrize("share", some(["0", "1", "25%", "50%", "-22", "-1"], "0", "-1"))
-def test_a_truncated_newest_checkpoint(new_run: NewRun, invariants: Invariants, share: str) -> None:
+def test_truncated_newest_checkpoint_falls_back(new_run: NewRun, invariants: Invariants, share: str) -> None:
     run = killed_at(new_run(), 8)
     newest = run.newest()
     size = newest.stat().st_size
@@ -46,7 +46,7 @@ def test_a_truncated_newest_checkpoint(new_run: NewRun, invariants: Invariants, 
 @case("F07", how="one bit flipped at 200 offsets of the newest", passes="every one noticed by ckpt verify's reader")
 @case("F08", how="each 4 KiB page zeroed once", passes="every one noticed")
 @pytest.mark.faults
-def test_every_flipped_bit_and_zeroed_page_is_noticed(new_run: NewRun) -> None:
+def test_every_flipped_bit_and_zeroed_page_is_detected(new_run: NewRun) -> None:
     from segapp.run.checkpoints import CheckpointFolder
 
     run = killed_at(new_run(), 4)
@@ -74,7 +74,7 @@ def damage(path: Path) -> None:
 
 @case("F09", how="a bit flipped in the newest two", passes="goes back to the third, names both, exact")
 @pytest.mark.faults
-def test_the_newest_two_damaged(new_run: NewRun, invariants: Invariants) -> None:
+def test_two_damaged_newest_fall_back_to_the_third(new_run: NewRun, invariants: Invariants) -> None:
     run = killed_at(new_run(), 8)  # step 7, step 6, and epoch 1
     rows = run.committed()
     assert len(rows) == 3
@@ -87,7 +87,7 @@ def test_the_newest_two_damaged(new_run: NewRun, invariants: Invariants) -> None
 
 @case("F10", how="a bit flipped in every checkpoint", passes="exit 4, lists all, nothing overwritten, no fresh start")
 @pytest.mark.faults
-def test_all_damaged(new_run: NewRun, invariants: Invariants) -> None:
+def test_all_damaged_exits_4_and_keeps_everything(new_run: NewRun, invariants: Invariants) -> None:
     run = killed_at(new_run(), 8)
     objects = sorted((run.folder / "checkpoints" / "objects").iterdir())
     for path in objects:
@@ -106,7 +106,7 @@ def test_all_damaged(new_run: NewRun, invariants: Invariants) -> None:
 )
 @pytest.mark.faults
 @pytest.mark.parametrize("how", ["removed", "no-json", "size", "outside"])
-def test_a_manifest_that_is_not_to_be_believed(new_run: NewRun, invariants: Invariants, how: str) -> None:
+def test_false_manifest_exits_4_or_falls_back(new_run: NewRun, invariants: Invariants, how: str) -> None:
     run = killed_at(new_run(), 8)
     path = run.folder / "checkpoints" / "manifest.json"
     manifest = json.loads(path.read_text())
@@ -134,7 +134,7 @@ def test_a_manifest_that_is_not_to_be_believed(new_run: NewRun, invariants: Inva
     passes="ignored, tidied",
 )
 @pytest.mark.faults
-def test_leftovers(new_run: NewRun, invariants: Invariants) -> None:
+def test_temporaries_of_dead_writers_are_removed(new_run: NewRun, invariants: Invariants) -> None:
     run = killed_at(new_run(), 8)
     objects = run.folder / "checkpoints" / "objects"
     host = subprocess.run(["hostname"], capture_output=True, text=True, check=True).stdout.strip()
@@ -152,7 +152,7 @@ def test_leftovers(new_run: NewRun, invariants: Invariants) -> None:
     "F18", how="12 saves, keep 2, resumed twice, a crash between publish and retire", passes="2 epochs, best, 2 newest"
 )
 @pytest.mark.faults_long
-def test_retention(new_run: NewRun, invariants: Invariants) -> None:
+def test_retention_over_resumes_and_a_crash_keeps_the_rule(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(train={"epochs": 6}, checkpoint={"every_steps": 3, "keep": 2})
     for failpoints in ("ckpt.before_retire=3:kill", "train.step=9:kill"):
         run.train(failpoints=failpoints)
@@ -183,7 +183,7 @@ def test_every_file_loads_in_a_bare_process(new_run: NewRun) -> None:
 
 @case("F23", how="a manifest of a newer format; a checkpoint of other classes", passes="exit 4, says what differs")
 @pytest.mark.faults
-def test_a_checkpoint_of_another_program_or_task(new_run: NewRun, invariants: Invariants) -> None:
+def test_checkpoint_of_newer_version_or_other_task_exits_4(new_run: NewRun, invariants: Invariants) -> None:
     run = killed_at(new_run(), 4)
     path = run.folder / "checkpoints" / "manifest.json"
     text = path.read_text()

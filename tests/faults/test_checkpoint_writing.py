@@ -58,7 +58,7 @@ def killed_at_call(new_run: NewRun, invariants: Invariants, saved: FaultRun, num
 
 @case("F01", how="strace: SIGKILL at the Nth system call of a save", passes="old or new, nothing lost, exact")
 @pytest.mark.faults
-def test_killed_at_a_system_call(new_run: NewRun, invariants: Invariants) -> None:
+def test_sigkill_at_a_system_call_leaves_old_or_new(new_run: NewRun, invariants: Invariants) -> None:
     needs("strace")
     saved = one_save(new_run, **LEAN)
     for number in (1, 200, 300):
@@ -68,7 +68,7 @@ def test_killed_at_a_system_call(new_run: NewRun, invariants: Invariants) -> Non
 @case("F01", how="strace: SIGKILL at every system call of a save, in turn", passes="old or new, nothing lost, exact")
 @pytest.mark.faults_long
 @pytest.mark.timeout(7200)
-def test_killed_at_every_system_call(
+def test_sigkill_at_every_system_call_leaves_old_or_new(
     new_run: NewRun, invariants: Invariants, record_property: Callable[[str, object], None]
 ) -> None:
     needs("strace")
@@ -87,7 +87,7 @@ def test_killed_at_every_system_call(
 )
 @case("F05", how="the run folder on another file system than the temporary folder", passes="the same order holds")
 @pytest.mark.faults
-def test_the_order_of_a_save(new_run: NewRun, tmp_path: Path) -> None:
+def test_save_syncs_renames_and_syncs_before_the_event(new_run: NewRun, tmp_path: Path) -> None:
     needs("strace")
     run = one_save(new_run)
     program = run.start(failpoints=f"ckpt.start=1:stop;{SYNCHRONOUS}", TMPDIR="/dev/shm")
@@ -116,7 +116,7 @@ def test_the_order_of_a_save(new_run: NewRun, tmp_path: Path) -> None:
 
 @case("F13", how="EIO once while a checkpoint is written", passes="goes on, says so, the next save is good, exact")
 @pytest.mark.faults
-def test_one_error_and_then_a_healthy_disk(new_run: NewRun, invariants: Invariants) -> None:
+def test_one_write_error_is_reported_and_next_save_is_good(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run()
     done = run.train(failpoints=f"ckpt.write=20:raise:EIO*1;{SYNCHRONOUS}")
     assert done.returncode == 0, done.stderr
@@ -147,7 +147,7 @@ def test_one_error_and_then_a_healthy_disk(new_run: NewRun, invariants: Invarian
         "ckpt.opened=raise:EROFS",
     ],
 )
-def test_a_disk_that_refuses_every_save(new_run: NewRun, invariants: Invariants, point: str) -> None:
+def test_disk_refusing_every_save_exits_10_and_keeps_old(new_run: NewRun, invariants: Invariants, point: str) -> None:
     run = one_save(new_run)
     before = run.committed()
     done = run.train(failpoints=f"{point};{SYNCHRONOUS}")
@@ -165,7 +165,7 @@ def test_a_disk_that_refuses_every_save(new_run: NewRun, invariants: Invariants,
 )
 @pytest.mark.faults
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_training_goes_on_while_a_checkpoint_is_written(
+def test_training_continues_while_a_checkpoint_is_written(
     new_run: NewRun, invariants: Invariants, number: signal.Signals
 ) -> None:
     run = new_run(train={"epochs": 30}, checkpoint={"every_steps": 3})
@@ -183,7 +183,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 @case("F22", how="a write that takes 4 s", passes="heartbeat and alert say so, steps go on, SIGTERM saves")
 @case("F36", how="a save slower than the grace period", passes="an alert names the grace period")
 @pytest.mark.faults
-def test_a_blocked_write_is_told(new_run: NewRun, invariants: Invariants) -> None:
+def test_blocked_write_is_reported(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(train={"epochs": 40}, checkpoint={"every_steps": 3, "grace_s": 1.0})
     program = run.start(failpoints="ckpt.before_fsync=1:sleep:4;train.step=sleep:0.02")
     blocked = run.wait_for(
@@ -204,7 +204,7 @@ def test_a_blocked_write_is_told(new_run: NewRun, invariants: Invariants) -> Non
     passes="old intact, space given back, says need and free",
 )
 @pytest.mark.faults
-def test_a_full_disk(new_run: NewRun, invariants: Invariants, tmp_path: Path) -> None:
+def test_full_disk_keeps_old_and_reports_need_and_free(new_run: NewRun, invariants: Invariants, tmp_path: Path) -> None:
     run = new_run("disk/work", train={"epochs": 2}, checkpoint={"every_steps": None, "every_epochs": 1})
     with small_disk(run.folder, 2000):
         done = run.train()
@@ -228,7 +228,7 @@ def test_a_full_disk(new_run: NewRun, invariants: Invariants, tmp_path: Path) ->
     passes="training goes on, the events come later, checkpoints good",
 )
 @pytest.mark.faults
-def test_events_that_cannot_be_written_for_a_while(new_run: NewRun, invariants: Invariants) -> None:
+def test_event_write_errors_are_repaired_later(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run()
     done = run.train(failpoints="events.before_write=12:raise:ENOSPC*3;train.step=sleep:0.2", timeout_s=90)
     assert done.returncode == 0, done.stderr
@@ -238,7 +238,7 @@ def test_events_that_cannot_be_written_for_a_while(new_run: NewRun, invariants: 
 
 @case("F17c", how="RLIMIT_FSIZE below the checkpoint's size", passes="no death by SIGXFSZ, exit 10, says ulimit")
 @pytest.mark.faults
-def test_a_file_size_limit(new_run: NewRun, invariants: Invariants) -> None:
+def test_file_size_limit_exits_10_and_names_ulimit(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(train={"epochs": 1})
     program = run.start(is_stopped=True)
     run.wait_for(lambda: Path(f"/proc/{program.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
@@ -250,7 +250,7 @@ def test_a_file_size_limit(new_run: NewRun, invariants: Invariants) -> None:
 
 @case("F24", how="a weight set to NaN before a save (failpoint)", passes="refused, the reason told, the old one stays")
 @pytest.mark.faults
-def test_a_state_that_is_not_finite_is_not_committed(new_run: NewRun, invariants: Invariants) -> None:
+def test_non_finite_state_is_not_committed(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(train={"epochs": 2})
     done = run.train(failpoints=f"ckpt.capture=8:nan*1;{SYNCHRONOUS}")
     assert done.returncode == 0, done.stderr
@@ -264,7 +264,7 @@ def test_a_state_that_is_not_finite_is_not_committed(new_run: NewRun, invariants
     passes="p99 of a step < a copy more",
 )
 @pytest.mark.faults_long
-def test_a_step_waits_for_a_copy_at_most(new_run: NewRun, record_property: Callable[[str, object], None]) -> None:
+def test_step_waits_at_most_for_one_state_copy(new_run: NewRun, record_property: Callable[[str, object], None]) -> None:
     def step_times_s(run: FaultRun) -> list[float]:
         times = [event["t"] for event in run.events("step")]
         epochs = [event["epoch"] for event in run.events("step")]

@@ -23,7 +23,7 @@ def state_of(run: FaultRun) -> dict[str, Any]:
 
 @case("R01", how="stopped at a step, resumed to the end", passes="exact at every step, also the last")
 @pytest.mark.parametrize("step", some(range(1, 16), 1, 6, 15))
-def test_stopped_at_a_step(new_run: NewRun, invariants: Invariants, step: int) -> None:
+def test_run_stopped_at_a_step_resumes_exactly(new_run: NewRun, invariants: Invariants, step: int) -> None:
     run = new_run(checkpoint={"every_steps": None})
     assert run.train(failpoints=f"train.step={step}:term").returncode == 75
     invariants.check(run)
@@ -35,7 +35,7 @@ def test_stopped_at_a_step(new_run: NewRun, invariants: Invariants, step: int) -
 
 @case("R03", how="0, 1 and 2 workers, changed at each resume", passes="the same course, bit for bit")
 @pytest.mark.faults
-def test_workers_may_change(new_run: NewRun, invariants: Invariants) -> None:
+def test_changed_worker_count_resumes_exactly(new_run: NewRun, invariants: Invariants) -> None:
     run, reference = new_run(), new_run("reference")
     assert reference.train().returncode == 0
     for step, workers in ((4, 2), (3, 1)):
@@ -49,7 +49,7 @@ def test_workers_may_change(new_run: NewRun, invariants: Invariants) -> None:
 @case("R04", how="resumed and saved at once", passes="every component of the state equals what was saved")
 @case("R11", how="the run folder moved, its files' times set back", passes="exact")
 @pytest.mark.parametrize("precision", some(["fp32", "amp-fp16"], "amp-fp16"))
-def test_what_is_loaded_is_what_was_saved(new_run: NewRun, invariants: Invariants, precision: str) -> None:
+def test_loaded_state_equals_the_saved_one(new_run: NewRun, invariants: Invariants, precision: str) -> None:
     run = new_run(train={"precision": precision})
     assert run.train(failpoints="train.step=8:term").returncode == 75
     before = state_of(run)
@@ -70,7 +70,7 @@ def test_what_is_loaded_is_what_was_saved(new_run: NewRun, invariants: Invariant
 @case("R06", how="learning rates of a run killed twice", passes="the same floats")
 @case("R10", how="the epoch's sample order after kills, 2 workers", passes="the same losses, so the same crops")
 @pytest.mark.faults
-def test_learning_rates_and_samples_after_kills(new_run: NewRun, invariants: Invariants) -> None:
+def test_learning_rates_and_samples_are_equal_after_kills(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(data={"workers": 2})
     for step in (3, 5):
         run.train(failpoints=f"train.step={step}:kill")
@@ -92,7 +92,7 @@ def test_learning_rates_and_samples_after_kills(new_run: NewRun, invariants: Inv
         "train.batch_size=4",
     ),
 )
-def test_a_changed_course_is_refused(new_run: NewRun, invariants: Invariants, key: str) -> None:
+def test_resume_with_changed_training_keys_is_refused(new_run: NewRun, invariants: Invariants, key: str) -> None:
     run = new_run()
     run.train(failpoints=f"train.step=4:kill;{SYNCHRONOUS}")
     invariants.assert_clear(run.train(key), 4, key.partition("=")[0], "->")
@@ -105,7 +105,7 @@ def test_a_changed_course_is_refused(new_run: NewRun, invariants: Invariants, ke
 )
 @case("N06", how="a learning rate that diverges", passes="exit 5, checkpoint finite")
 @pytest.mark.faults
-def test_divergence(new_run: NewRun, invariants: Invariants) -> None:
+def test_diverging_run_exits_5_with_finite_checkpoint(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(
         optim={"name": "sgd", "lr": 1e30}, schedule={"warmup_steps": 0}, train={"max_bad_steps": 3, "ema": None}
     )
@@ -123,7 +123,7 @@ def test_divergence(new_run: NewRun, invariants: Invariants) -> None:
 )
 @pytest.mark.faults
 @pytest.mark.parametrize("count", [3, 40])
-def test_overflows(new_run: NewRun, invariants: Invariants, count: int) -> None:
+def test_fp16_overflows_are_skipped_or_exit_5(new_run: NewRun, invariants: Invariants, count: int) -> None:
     run = new_run(train={"precision": "fp16", "epochs": 9})
     done = run.train(failpoints=f"train.value=4:inf*{count}")
     if count == 3:
@@ -138,7 +138,7 @@ def test_overflows(new_run: NewRun, invariants: Invariants, count: int) -> None:
 
 @case("F19", how="a worse, and no, metric after a resume", passes="best unchanged")
 @pytest.mark.faults
-def test_best_stays_the_best(new_run: NewRun, invariants: Invariants) -> None:
+def test_best_stays_best_after_a_worse_resume(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(train={"epochs": 4})
     run.train(failpoints="eval.batch=7:kill")
     invariants.check(run)
@@ -160,7 +160,7 @@ SMI = {
 
 @case("G01", how="a fake nvidia-smi: seven kinds of nonsense", passes="training unaffected, no process left")
 @pytest.mark.parametrize("kind", some(list(SMI), "hangs", "comma"))
-def test_nvidia_smi(new_run: NewRun, invariants: Invariants, kind: str) -> None:
+def test_nonsense_of_nvidia_smi_leaves_training_unaffected(new_run: NewRun, invariants: Invariants, kind: str) -> None:
     script = SMI[kind]
     run = new_run()
     tools = run.work / "tools"

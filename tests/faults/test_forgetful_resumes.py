@@ -102,7 +102,7 @@ def parts(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ru
 )
 @pytest.mark.faults_long
 @pytest.mark.parametrize("component", [None, *FORGETFUL])
-def test_a_forgetful_resume_is_noticed(
+def test_resume_that_forgets_a_component_is_detected(
     parts: tuple[RunConfig, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, component: str | None
 ) -> None:
     config, reference, stopped = parts

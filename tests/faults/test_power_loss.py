@@ -42,7 +42,7 @@ def put(state: dict[str, bytes], folder: Path) -> None:
     passes="every committed checkpoint intact, the newest not older than the last promise",
 )
 @pytest.mark.faults
-def test_a_power_cut_at_every_moment(
+def test_power_cut_at_any_call_keeps_committed_checkpoints(
     new_run: Callable[..., FaultRun], tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     needs("strace")

@@ -93,7 +93,7 @@ def ask_for_something(run: FaultRun, rng: random.Random) -> None:
 @pytest.mark.faults_long
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_random_kills(
+def test_run_killed_at_random_moments_resumes_exactly(
     new_run: Callable[..., FaultRun],
     invariants: Invariants,
     variant: str,
@@ -117,7 +117,9 @@ def test_random_kills(
 
 @case("R02", how="stopped by SIGTERM five times within one epoch", passes="exit 75 each time, exact at the end")
 @pytest.mark.faults_long
-def test_stopped_five_times_in_an_epoch(new_run: Callable[..., FaultRun], invariants: Invariants) -> None:
+def test_run_stopped_five_times_in_an_epoch_resumes_exactly(
+    new_run: Callable[..., FaultRun], invariants: Invariants
+) -> None:
     run = new_run(train={"epochs": 2}, data={"workers": 2})
     for _ in range(4):
         done = run.train(failpoints="train.step=2:term")

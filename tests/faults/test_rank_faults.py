@@ -44,7 +44,7 @@ def begun(new_run: NewRun, **sections: object) -> tuple[FaultRun, object]:
 
 
 @case("X01", how="SIGKILL to rank 1", passes="all end, 137 or 8, the rank is named, no orphans, nothing lost")
-def test_a_killed_rank(new_run: NewRun, invariants: Invariants) -> None:
+def test_killed_rank_ends_all_and_is_named(new_run: NewRun, invariants: Invariants) -> None:
     run, program = begun(new_run)
     os.kill(ranks_of(run)[1], signal.SIGKILL)
     done = run.ended(program, 120)  # type: ignore[arg-type]
@@ -54,7 +54,7 @@ def test_a_killed_rank(new_run: NewRun, invariants: Invariants) -> None:
 
 
 @case("X01", how="SIGSTOP to rank 1 (it stalls)", passes="stacks, exit 8, no orphans, nothing lost")
-def test_a_stalled_rank(new_run: NewRun, invariants: Invariants) -> None:
+def test_stalled_rank_exits_8_with_stacks(new_run: NewRun, invariants: Invariants) -> None:
     run, program = begun(new_run)
     os.kill(ranks_of(run)[1], signal.SIGSTOP)
     done = run.ended(program, 180)  # type: ignore[arg-type]
@@ -66,7 +66,7 @@ def test_a_stalled_rank(new_run: NewRun, invariants: Invariants) -> None:
 
 
 @case("X01", how="rank 1 raises in its forward pass", passes="all end, the cause is said, no orphans, nothing lost")
-def test_a_rank_that_raises(new_run: NewRun, invariants: Invariants) -> None:
+def test_raising_rank_ends_all_and_cause_is_named(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(**DDP)
     done = run.train(failpoints="train.forward.rank1=6:raise:RuntimeError", timeout_s=180)
     assert done.returncode in (1, 8), done.stderr
@@ -75,7 +75,7 @@ def test_a_rank_that_raises(new_run: NewRun, invariants: Invariants) -> None:
 
 
 @case("X01", how="rank 0 hangs in a save for ever", passes="stacks, exit 8 or 10, no orphans, nothing lost")
-def test_a_save_that_never_returns(new_run: NewRun, invariants: Invariants) -> None:
+def test_save_that_never_returns_ends_all_with_stacks(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(**DDP, train={"epochs": 60, "hang_timeout_s": 6.0})
     done = run.train(failpoints="ckpt.before_fsync=4:hang", timeout_s=240)
     assert done.returncode in (8, 10), done.stderr
@@ -86,7 +86,7 @@ def test_a_save_that_never_returns(new_run: NewRun, invariants: Invariants) -> N
 
 @case("X02", how="batches of 3 over 2 ranks, 4 images to evaluate over 3 ranks", passes="no hang, one device's losses")
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_what_ranks_cannot_share_evenly(new_run: NewRun, num_ranks: int) -> None:
+def test_uneven_batches_over_ranks_equal_one_device(new_run: NewRun, num_ranks: int) -> None:
     sections: dict[str, Any] = {
         "train": {"epochs": 2, "batch_size": 4 if num_ranks == 3 else 3, "ema": None},
         "model": {**MODEL, "options": {**MODEL["options"], "psp_dropout": 0.0}},
@@ -105,7 +105,9 @@ def test_what_ranks_cannot_share_evenly(new_run: NewRun, num_ranks: int) -> None
 
 @case("X02", how="one image for two ranks to train on; one to evaluate", passes="exit 2, told once; evaluated by one")
 @pytest.mark.parametrize(("num_train", "num_val", "exit_code"), [(1, 4, 2), (3, 1, 0)])
-def test_fewer_images_than_ranks(new_run: NewRun, num_train: int, num_val: int, exit_code: int) -> None:
+def test_fewer_images_than_ranks_are_refused_or_evaluated(
+    new_run: NewRun, num_train: int, num_val: int, exit_code: int
+) -> None:
     run = new_run(**DDP, train={"epochs": 1})
     root = run.work / "data"
     shutil.copytree(run.config.data.root, root)
@@ -120,7 +122,7 @@ def test_fewer_images_than_ranks(new_run: NewRun, num_train: int, num_val: int, 
 
 
 @case("X04", how="two runs of two ranks at once", passes="both finish")
-def test_two_runs_at_once(new_run: NewRun) -> None:
+def test_two_runs_at_once_both_finish(new_run: NewRun) -> None:
     runs = [new_run(name, **DDP, train={"epochs": 1}) for name in ("a", "b")]
     programs = [run.start() for run in runs]
     for run, program in zip(runs, programs, strict=True):
@@ -128,7 +130,7 @@ def test_two_runs_at_once(new_run: NewRun) -> None:
 
 
 @case("X04", how="the port of the rendezvous is in use", passes="exit 8, one line that names it")
-def test_a_port_in_use(new_run: NewRun, invariants: Invariants) -> None:
+def test_rendezvous_port_in_use_exits_8_and_is_named(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(**DDP)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -140,7 +142,7 @@ def test_a_port_in_use(new_run: NewRun, invariants: Invariants) -> None:
 
 @case("X03", how="SIGTERM to one rank only; to the launcher", passes="both ranks stop at the same step, saved, 75")
 @pytest.mark.parametrize("whom", ["rank", "launcher"])
-def test_a_stopped_rank(new_run: NewRun, invariants: Invariants, whom: str) -> None:
+def test_signal_to_a_rank_stops_all_at_the_same_step(new_run: NewRun, invariants: Invariants, whom: str) -> None:
     run, program = begun(new_run)
     if whom == "rank":
         os.kill(ranks_of(run)[1], signal.SIGTERM)
@@ -153,7 +155,7 @@ def test_a_stopped_rank(new_run: NewRun, invariants: Invariants, whom: str) -> N
 
 
 @case("F37", how="SIGKILL to the launcher, and to torchrun's agent", passes="no rank left after 5 s, nothing lost")
-def test_a_killed_launcher(new_run: NewRun, invariants: Invariants) -> None:
+def test_killed_launcher_leaves_no_rank(new_run: NewRun, invariants: Invariants) -> None:
     run, program = begun(new_run)
     program.send(signal.SIGKILL)  # type: ignore[attr-defined]
     run.ended(program)  # type: ignore[arg-type]
@@ -163,7 +165,7 @@ def test_a_killed_launcher(new_run: NewRun, invariants: Invariants) -> None:
 
 @case("F37", how="SIGKILL to the launcher while agent and ranks start", passes="none of them left")
 @pytest.mark.parametrize("delay_s", [0.5, 2.0, 5.0])
-def test_a_launcher_killed_early(new_run: NewRun, invariants: Invariants, delay_s: float) -> None:
+def test_launcher_killed_at_start_leaves_no_rank(new_run: NewRun, invariants: Invariants, delay_s: float) -> None:
     run = new_run(**DDP)
     program = run.start()
     run.wait_for(lambda: len(run.left_behind()) > 1, program, 120)
@@ -175,7 +177,7 @@ def test_a_launcher_killed_early(new_run: NewRun, invariants: Invariants, delay_
 
 
 @case("F02", how="ddp, two ranks: SIGKILL to a random one or the launcher, resumed", passes="exact")
-def test_kills_of_two_ranks(
+def test_killed_ranks_resume_exactly(
     new_run: NewRun, invariants: Invariants, record_property: Callable[[str, object], None]
 ) -> None:
     run = new_run(**DDP)

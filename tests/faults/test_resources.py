@@ -30,7 +30,7 @@ def with_own_data(run: FaultRun) -> Path:
 
 @case("F43", how="/dev/shm of 256 KiB, batches of 1.5 MiB, 2 workers", passes="exit 7, says shm-size; no bus error")
 @pytest.mark.faults_long
-def test_a_tiny_shared_memory(new_run: NewRun, invariants: Invariants) -> None:
+def test_tiny_shared_memory_exits_7_and_names_shm_size(new_run: NewRun, invariants: Invariants) -> None:
     needs("root", "mount")
     run = new_run(data={"workers": 2, "crop_px": [512, 512]})
     words = f"{sys.executable} -m segapp train --plain --config config.yaml --run run"
@@ -49,7 +49,7 @@ def test_a_tiny_shared_memory(new_run: NewRun, invariants: Invariants) -> None:
 @case("F46", how="an image removed under the run, and the whole data folder", passes="exit 3, the file named, exact")
 @pytest.mark.faults
 @pytest.mark.parametrize("what", ["file", "folder"])
-def test_data_that_disappear(new_run: NewRun, invariants: Invariants, what: str) -> None:
+def test_data_removed_under_the_run_exit_3(new_run: NewRun, invariants: Invariants, what: str) -> None:
     run = new_run(data={"workers": 1}, train={"epochs": 30})
     root = with_own_data(run)
     program = run.start(failpoints="train.step=sleep:0.1")
@@ -67,7 +67,7 @@ def test_data_that_disappear(new_run: NewRun, invariants: Invariants, what: str)
 
 @case("F46", how="an image replaced by noise, another size, under the run", passes="exit 3, the file named")
 @pytest.mark.faults
-def test_an_image_that_changes(new_run: NewRun, invariants: Invariants) -> None:
+def test_image_changed_under_the_run_exits_3(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(train={"epochs": 30})
     root = with_own_data(run)
     program = run.start(failpoints="train.step=sleep:0.1")
@@ -81,7 +81,7 @@ def test_an_image_that_changes(new_run: NewRun, invariants: Invariants) -> None:
 @case("F47", how="strace: EIO at every read of an image", passes="exit 3, the file named, saved")
 @pytest.mark.faults
 @pytest.mark.parametrize("when", ["1", "1+"])
-def test_a_file_that_cannot_be_read_once(new_run: NewRun, invariants: Invariants, when: str) -> None:
+def test_one_read_error_is_retried(new_run: NewRun, invariants: Invariants, when: str) -> None:
     needs("strace")
     run = new_run(checkpoint={"every_steps": None})
     path = Path(run.config.data.root) / "images" / "train" / "03.png"
@@ -102,7 +102,7 @@ def test_a_file_that_cannot_be_read_once(new_run: NewRun, invariants: Invariants
     passes="tried in pieces, then exit 6, saved; a resume with more memory goes on",
 )
 @pytest.mark.faults
-def test_an_address_space_that_ends(new_run: NewRun, invariants: Invariants) -> None:
+def test_address_space_limit_exits_6_and_resumes(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(data={"crop_px": [384, 384]}, train={"epochs": 2, "batch_size": 5})
     run.train(failpoints=f"train.step=2:kill;{SYNCHRONOUS}")
     program = run.start(failpoints=f"train.step=1:stop;{SYNCHRONOUS}")

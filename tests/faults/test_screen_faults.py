@@ -41,7 +41,7 @@ def leave(shown: Terminal) -> None:
 
 @pytest.mark.faults_long
 @case("S08", how="screens killed while they show and in mid-command, 20 in and out, two at once", passes="exact")
-def test_screens_are_killed_come_and_go(new_run: NewRun, invariants: Invariants) -> None:
+def test_killed_screens_leave_the_training_exact(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run()
 
     def applied(count: int) -> None:
@@ -73,7 +73,7 @@ def test_screens_are_killed_come_and_go(new_run: NewRun, invariants: Invariants)
 
 @pytest.mark.faults
 @case("S10", how="failpoint tui.tick: an exception in the screen", passes="exit 1, terminal as before, trainer goes on")
-def test_a_fault_of_the_screen(new_run: NewRun) -> None:
+def test_screen_exception_restores_terminal_and_spares_trainer(new_run: NewRun) -> None:
     run = new_run(train={"epochs": 100_000})
     program = run.start()
     run.wait_for_step(2, program)
@@ -145,7 +145,7 @@ def payloads_in(output: bytes) -> list[str]:
 
 @pytest.mark.faults
 @case("S09", how="the screen of hostile names, alerts, devices, files; clicks", passes="no payload byte; alive")
-def test_hostile_names_on_the_screen(tmp_path: Path) -> None:
+def test_hostile_names_are_inert_on_the_screen(tmp_path: Path) -> None:
     run = hostile_run(tmp_path)
     with terminal("attach", run.folder.path, cwd=tmp_path) as shown:
         shown.wait_for("FAILED")
@@ -167,13 +167,13 @@ def test_hostile_names_on_the_screen(tmp_path: Path) -> None:
 
 @pytest.mark.faults
 @case("S11", how="the screen on events with a hole of NUL, NaN, torn, cut, replaced", passes="alive; < 200 MiB")
-def test_a_damaged_history_on_the_screen(tmp_path: Path, record_property: Note) -> None:
+def test_screen_reads_on_after_damaged_events(tmp_path: Path, record_property: Note) -> None:
     _damaged_history(tmp_path, record_property, 2**28)
 
 
 @pytest.mark.faults_long
 @case("S11", how="the same with a hole of 2 GB", passes="alive; < 200 MiB")
-def test_a_huge_damaged_history_on_the_screen(tmp_path: Path, record_property: Note) -> None:
+def test_screen_reads_on_after_huge_damaged_events(tmp_path: Path, record_property: Note) -> None:
     _damaged_history(tmp_path, record_property, 2**31)
 
 
@@ -209,7 +209,7 @@ def _damaged_history(tmp_path: Path, record_property: Note, hole_bytes: int) -> 
 
 @pytest.mark.faults
 @case("S11", how="status on events with a hole of 256 MB", passes="reads on; takes less than half of it")
-def test_a_hole_in_the_events(new_run: NewRun, record_property: Note) -> None:
+def test_status_memory_is_bounded_for_a_hole_in_the_events(new_run: NewRun, record_property: Note) -> None:
     run = new_run()
     canned = RecordedRun(run.folder, num_devices=2)
     canned.epoch()

@@ -52,7 +52,7 @@ def inert_canary(canary: Path) -> None:
 @pytest.mark.faults
 @case("S01", how="pickles as checkpoint and weights: 7 containers, torch's opt-out set", passes="exit 4")
 @pytest.mark.parametrize("payload", PAYLOADS)
-def test_a_pickle_is_never_run(finished: FaultRun, payload: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pickle_in_weights_is_never_executed(finished: FaultRun, payload: str, monkeypatch: pytest.MonkeyPatch) -> None:
     canary = finished.work / "canary"
     data = dict(pickles(canary))[payload]
     path = finished.work / "evil.pth"
@@ -76,7 +76,7 @@ def test_a_pickle_is_never_run(finished: FaultRun, payload: str, monkeypatch: py
 
 @pytest.mark.faults
 @case("S01", how="a payload committed with a manifest that vouches for it", passes="exit 4; inert")
-def test_a_vouched_pickle_is_not_run(finished: FaultRun) -> None:
+def test_pickle_with_valid_manifest_is_not_executed(finished: FaultRun) -> None:
     canary = finished.work / "canary"
     data = dict(pickles(canary))[PAYLOADS[0]]
     checkpoints = finished.folder / "checkpoints"
@@ -93,7 +93,7 @@ def test_a_vouched_pickle_is_not_run(finished: FaultRun) -> None:
 
 
 @pytest.mark.faults
-def test_the_payloads_would_run_elsewhere(tmp_path: Path) -> None:
+def test_payloads_run_in_an_unsafe_load(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     with open(tmp_path / "evil.pth", "wb") as file:
         torch.save({"x": Canary(canary)}, file)
@@ -103,7 +103,7 @@ def test_the_payloads_would_run_elsewhere(tmp_path: Path) -> None:
 
 @pytest.mark.faults
 @case("S02", how="archives that unpack to gigabytes; 60 mutants of a checkpoint", passes="refused; memory bounded")
-def test_bombs_and_mutants_of_checkpoints(finished: FaultRun) -> None:
+def test_checkpoint_bombs_and_mutants_are_refused_or_read(finished: FaultRun) -> None:
     buffer = io.BytesIO()
     torch.save({"model": {"w": torch.zeros(2**26)}}, buffer)
     bomb = finished.work / "bomb.pth"
@@ -120,7 +120,7 @@ def test_bombs_and_mutants_of_checkpoints(finished: FaultRun) -> None:
 
 @pytest.mark.faults_long
 @case("S02", how="2000 mutants of a checkpoint and of weights", passes="read or refused; no crash; memory bounded")
-def test_many_mutants_of_checkpoints(finished: FaultRun) -> None:
+def test_2000_checkpoint_mutants_are_refused_or_read(finished: FaultRun) -> None:
     mutants(finished.newest().read_bytes(), finished.work / "mutant.pt", 2000)
 
 
@@ -156,7 +156,7 @@ SECRET = "hunter2-5f3a9c"
 
 @pytest.mark.faults
 @case("S03", how="no socket: umask 000; inbox as a link, with mode 0777", passes="0700 and 0600; the rest is refused")
-def test_the_inbox_is_private(new_run: NewRun) -> None:
+def test_inbox_is_private_under_any_umask(new_run: NewRun) -> None:
     old = os.umask(0)
     try:
         run = new_run(train={"epochs": 1})
@@ -180,7 +180,7 @@ def test_the_inbox_is_private(new_run: NewRun) -> None:
 
 @pytest.mark.faults
 @case("S04", how="a command of uid 65534 in the inbox; uid 65534 at the inbox", passes="rejected; EACCES")
-def test_a_command_of_another_user_is_refused(training: tuple[FaultRun, Program]) -> None:
+def test_command_of_another_user_is_refused(training: tuple[FaultRun, Program]) -> None:
     needs("root")
     run, program = training
     inbox = run.folder / "commands"
@@ -206,7 +206,7 @@ def test_a_command_of_another_user_is_refused(training: tuple[FaultRun, Program]
 
 @pytest.mark.faults
 @case("S05", how="the sockets of a live run, of its children too", passes="no listening socket, TCP, UDP or abstract")
-def test_no_port_is_open(training: tuple[FaultRun, Program]) -> None:
+def test_live_run_listens_on_no_port(training: tuple[FaultRun, Program]) -> None:
     run, _ = training
     inodes = set()
     for pid in run.left_behind():
@@ -269,13 +269,13 @@ def throw(run: FaultRun, count: int, *, seed: int) -> int:
     how="no socket: inbox with 400 junk files, 10 MB, links, FIFO; stop twice",
     passes="each answered once; exit 75",
 )
-def test_junk_in_the_inbox(training: tuple[FaultRun, Program]) -> None:
+def test_junk_files_in_the_inbox_are_each_answered_once(training: tuple[FaultRun, Program]) -> None:
     _junk_in_the_inbox(training, 400)
 
 
 @pytest.mark.faults_long
 @case("S06", how="the same with 5000 junk files", passes="each answered once; exit 75")
-def test_much_junk_in_the_inbox(training: tuple[FaultRun, Program]) -> None:
+def test_5000_junk_files_in_the_inbox_are_answered_once(training: tuple[FaultRun, Program]) -> None:
     _junk_in_the_inbox(training, 5000)
 
 
@@ -311,7 +311,7 @@ def _junk_in_the_inbox(training: tuple[FaultRun, Program], count: int) -> None:
 @case(
     "S06", how="junk files at 100 a second, in turns with quiet, 8 turns of 3 s", passes="steps as fast, within noise"
 )
-def test_junk_does_not_slow_the_steps(
+def test_inbox_junk_does_not_slow_the_steps(
     training: tuple[FaultRun, Program], record_property: Callable[[str, object], None]
 ) -> None:
     run, program = training
@@ -337,7 +337,7 @@ def test_junk_does_not_slow_the_steps(
 
 @pytest.mark.faults
 @case("S07", how="no socket: the inbox is removed, replaced by a file, made again", passes="training goes on")
-def test_the_inbox_goes_away(training: tuple[FaultRun, Program]) -> None:
+def test_training_continues_without_the_inbox(training: tuple[FaultRun, Program]) -> None:
     run, program = training
     inbox = run.folder / "commands"
     shutil.rmtree(inbox)
@@ -358,7 +358,7 @@ def test_the_inbox_goes_away(training: tuple[FaultRun, Program]) -> None:
     how="class names with escapes, OSC 52, markup, RTL, 10 kB",
     passes="no payload byte in six commands",
 )
-def test_hostile_names_on_a_plain_terminal(new_run: NewRun, tiny_root: Path) -> None:
+def test_hostile_names_are_inert_on_a_plain_terminal(new_run: NewRun, tiny_root: Path) -> None:
     names = ["\x1b[2J[/]", "\x1b]52;c;b3du\x07[@click=app.quit]x[/]", "\u202egnp" + "x" * 10_000]
     run = new_run(name="work", data={"classes": names}, train={"epochs": 1})
     assert run.train().returncode == 0
@@ -391,7 +391,7 @@ def test_secrets_stay_out_of_logs(new_run: NewRun) -> None:
 
 @pytest.mark.faults
 @case("S11", how="events: torn, NUL, NaN, Infinity, 64 MB line, rotated", passes="status reads on; bounded")
-def test_hostile_events(finished: FaultRun) -> None:
+def test_status_reads_on_after_hostile_events(finished: FaultRun) -> None:
     events = finished.folder / "events.jsonl"
     whole = events.read_bytes()
     junk = [b"\0" * 1000 + b"\n", b'{"v":1,"seq":NaN}\n', b'{"v":1,"seq":9,"t":1e999', b"x" * 2**26 + b"\n"]
@@ -417,7 +417,7 @@ FORBIDDEN_CALLS = {
 
 @pytest.mark.faults
 @case("S12", how="the source, as a syntax tree", passes="no eval, shell, pickle, unsafe YAML or torch.load, cv2.imread")
-def test_the_source_has_no_door_for_code() -> None:
+def test_source_has_no_call_that_can_run_code() -> None:
     found = []
     for path in sorted((ROOT / "segapp").rglob("*.py")):
         tree = ast.parse(path.read_text())
@@ -437,7 +437,7 @@ def test_the_source_has_no_door_for_code() -> None:
 
 @pytest.mark.faults
 @case("S12", how="strings with names given to the screen's widgets", passes="only Text, Content or literals")
-def test_the_screen_is_given_no_bare_words() -> None:
+def test_screen_widgets_get_no_markup_strings() -> None:
     found = []
     for path in sorted((ROOT / "segapp" / "tui").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

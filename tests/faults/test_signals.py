@@ -24,7 +24,9 @@ def long_run(new_run: NewRun, **sections: object) -> FaultRun:
 @case("F31", how="SIGINT to the whole group, workers too", passes="the same, at most 3 lines on stderr, no traceback")
 @pytest.mark.faults
 @pytest.mark.parametrize(("number", "to_group"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
-def test_a_signal_in_an_epoch(new_run: NewRun, invariants: Invariants, number: signal.Signals, to_group: bool) -> None:
+def test_signal_in_an_epoch_saves_and_exits_75(
+    new_run: NewRun, invariants: Invariants, number: signal.Signals, to_group: bool
+) -> None:
     run = long_run(new_run)
     program = run.start(failpoints="train.step=sleep:0.05")
     run.wait_for_step(7, program)
@@ -42,7 +44,7 @@ def test_a_signal_in_an_epoch(new_run: NewRun, invariants: Invariants, number: s
 
 @case("F30", how="SIGUSR1, SIGHUP in the middle of an epoch", passes="a checkpoint, or nothing; training goes on")
 @pytest.mark.faults
-def test_signals_that_stop_nothing(new_run: NewRun, invariants: Invariants) -> None:
+def test_sigusr1_and_sighup_do_not_stop_the_training(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(checkpoint={"every_steps": None, "every_epochs": None})
     program = run.start(failpoints="train.step=sleep:0.1")
     run.wait_for_step(2, program)
@@ -59,7 +61,7 @@ def test_signals_that_stop_nothing(new_run: NewRun, invariants: Invariants) -> N
     passes="75 or 143, nothing that blocks a restart",
 )
 @pytest.mark.parametrize("delay_s", some([0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.8], 0.05, 0.4))
-def test_a_signal_while_it_starts(new_run: NewRun, invariants: Invariants, delay_s: float) -> None:
+def test_sigterm_at_startup_allows_a_restart(new_run: NewRun, invariants: Invariants, delay_s: float) -> None:
     run = new_run()
     program = run.start()
     time.sleep(delay_s)
@@ -74,7 +76,7 @@ def test_a_signal_while_it_starts(new_run: NewRun, invariants: Invariants, delay
 @case("R09", how="SIGTERM and SIGKILL in an evaluation of averaged weights", passes="exact")
 @pytest.mark.faults
 @pytest.mark.parametrize("failpoints", ["eval.batch=6:term", "ckpt.before_fsync=3:term", "eval.batch=6:kill"])
-def test_a_signal_in_an_evaluation_or_a_save(new_run: NewRun, invariants: Invariants, failpoints: str) -> None:
+def test_signal_in_evaluation_or_save_resumes_exactly(new_run: NewRun, invariants: Invariants, failpoints: str) -> None:
     run = new_run(train={"precise_bn": 2})
     done = run.train(failpoints=failpoints)
     assert done.returncode == (-signal.SIGKILL if "kill" in failpoints else 75), done.stderr
@@ -86,7 +88,7 @@ def test_a_signal_in_an_evaluation_or_a_save(new_run: NewRun, invariants: Invari
 )
 @pytest.mark.faults_long
 @pytest.mark.parametrize("times", [2, 3])
-def test_several_interrupts_in_a_slow_save(new_run: NewRun, invariants: Invariants, times: int) -> None:
+def test_third_interrupt_in_a_slow_save_exits_130(new_run: NewRun, invariants: Invariants, times: int) -> None:
     run = new_run(checkpoint={"every_steps": 3})
     program = run.start(failpoints="ckpt.before_fsync=2:sleep:3;train.step=sleep:0.1")
     run.wait_for_step(6, program)
@@ -100,7 +102,7 @@ def test_several_interrupts_in_a_slow_save(new_run: NewRun, invariants: Invarian
 
 @case("F25", how="SIGKILL to the whole group", passes="nothing lost, exact")
 @pytest.mark.faults
-def test_the_whole_group_is_killed(new_run: NewRun, invariants: Invariants) -> None:
+def test_sigkill_of_the_group_loses_nothing(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(data={"workers": 2})
     program = run.start(failpoints="train.step=sleep:0.05")
     run.wait_for_step(6, program)
@@ -115,7 +117,7 @@ def test_the_whole_group_is_killed(new_run: NewRun, invariants: Invariants) -> N
     passes="exit 9; starts at once",
 )
 @pytest.mark.faults
-def test_one_trainer_at_a_time(new_run: NewRun, invariants: Invariants) -> None:
+def test_second_trainer_on_a_run_exits_9(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run()
     program = run.start(failpoints="train.step=sleep:0.3")
     run.wait_for_step(2, program)
@@ -134,7 +136,7 @@ def test_one_trainer_at_a_time(new_run: NewRun, invariants: Invariants) -> None:
 )
 @pytest.mark.faults_long
 @pytest.mark.parametrize("how", [">&- 2>&-", "2>err | head -1"])
-def test_nobody_reads_what_it_prints(new_run: NewRun, how: str) -> None:
+def test_closed_stdout_does_not_end_the_run(new_run: NewRun, how: str) -> None:
     run = new_run(train={"epochs": 1})
     code = "from segapp.__main__ import main; main()"
     words = f"{sys.executable} -c '{code}' train --plain --config config.yaml --run run {how}"

@@ -102,7 +102,7 @@ def screen(run: FaultRun) -> Iterator[int]:
 )
 @pytest.mark.faults_long
 @pytest.mark.timeout(MINUTES * 60 + 300)
-def test_soak(
+def test_soak_keeps_memory_threads_and_files_flat(
     new_run: Callable[..., FaultRun], invariants: Invariants, record_property: Callable[[str, object], None]
 ) -> None:
     rng = random.Random(0)

@@ -24,7 +24,7 @@ def workers_of(run: FaultRun, pid: int) -> list[int]:
 
 @case("W01", how="a device call that never returns (failpoint)", passes="stacks, event, exit 8, saved, exact")
 @pytest.mark.faults
-def test_a_device_call_that_never_returns(new_run: NewRun, invariants: Invariants) -> None:
+def test_hanging_device_call_exits_8_with_stacks(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(train=HANG, data={"workers": 2}, checkpoint={"every_steps": None})
     done = run.train(failpoints="train.device=8:hang", timeout_s=40)
     invariants.assert_clear(done, 8, "no progress for 2 s in loss after step 7", "stacks.log", "saved at step 7")
@@ -41,7 +41,7 @@ def test_a_device_call_that_never_returns(new_run: NewRun, invariants: Invariant
     "W01", how="a reading without workers that never returns (failpoint)", passes="stacks, event, exit 7, saved, exact"
 )
 @pytest.mark.faults
-def test_a_reading_in_the_trainer_that_never_returns(new_run: NewRun, invariants: Invariants) -> None:
+def test_hanging_read_in_the_trainer_exits_7_with_stacks(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(train=HANG)
     done = run.train(failpoints="data.item=9:hang", timeout_s=40)
     invariants.assert_clear(done, 7, "in read", "stacks.log")
@@ -50,7 +50,7 @@ def test_a_reading_in_the_trainer_that_never_returns(new_run: NewRun, invariants
 
 @case("F38", how="SIGSTOP to the trainer for longer than every limit, SIGCONT", passes="goes on, no false alarm, exact")
 @pytest.mark.faults_long
-def test_a_stopped_trainer_that_goes_on(new_run: NewRun, invariants: Invariants) -> None:
+def test_continued_trainer_raises_no_false_alarm(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(train={**HANG, "epochs": 3}, data={"workers": 2, "timeout_s": 2.0})
     program = run.start(failpoints="train.step=sleep:0.1")
     run.wait_for_step(3, program)
@@ -65,7 +65,7 @@ def test_a_stopped_trainer_that_goes_on(new_run: NewRun, invariants: Invariants)
 @case("F34", how="SIGKILL to a data worker", passes="named with its file, exit 7, saved, exact")
 @case("F45", how="SIGKILL to a data worker", passes="named with its file, exit 7, saved, exact")
 @pytest.mark.faults
-def test_a_data_worker_is_killed(new_run: NewRun, invariants: Invariants) -> None:
+def test_killed_data_worker_exits_7_and_is_named(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(data={"workers": 2}, checkpoint={"every_steps": None})
     done = run.train(failpoints="data.item=9:kill")
     invariants.assert_clear(done, 7, "died of SIGKILL while it read", ".png")
@@ -77,7 +77,7 @@ def test_a_data_worker_is_killed(new_run: NewRun, invariants: Invariants) -> Non
 @case("F41", how="an item that hangs in a worker", passes="exit 7 within data.timeout_s + 5 s, the file named")
 @pytest.mark.faults_long
 @pytest.mark.parametrize("how", ["stopped", "hangs"])
-def test_a_data_worker_does_not_answer(new_run: NewRun, invariants: Invariants, how: str) -> None:
+def test_unresponsive_data_worker_exits_7(new_run: NewRun, invariants: Invariants, how: str) -> None:
     run = new_run(data={"workers": 2, "timeout_s": 2.0})
     program = run.start(failpoints="data.item=4:hang" if how == "hangs" else "train.step=sleep:0.2")
     if how == "stopped":
@@ -98,7 +98,7 @@ def test_a_data_worker_does_not_answer(new_run: NewRun, invariants: Invariants, 
 @pytest.mark.parametrize(
     "what", some(["SystemExit", "KeyboardInterrupt", "MemoryError", "RuntimeError"], "SystemExit", "RuntimeError")
 )
-def test_an_item_that_raises_anything(new_run: NewRun, invariants: Invariants, what: str) -> None:
+def test_item_raising_any_exception_exits_3_and_is_named(new_run: NewRun, invariants: Invariants, what: str) -> None:
     run = new_run(data={"workers": 2})
     done = run.train(failpoints=f"data.item=4:raise:{what}", timeout_s=30)
     invariants.assert_clear(done, 3, ".png", what)
@@ -107,7 +107,7 @@ def test_an_item_that_raises_anything(new_run: NewRun, invariants: Invariants, w
 
 @case("F44", how="SIGSEGV in a worker at one file", passes="exit 7, the file named, saved")
 @pytest.mark.faults
-def test_a_worker_crashes_at_a_file(new_run: NewRun, invariants: Invariants) -> None:
+def test_worker_crash_exits_7_and_names_the_file(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(data={"workers": 1})
     done = run.train(failpoints="data.item=5:segv", timeout_s=30)
     invariants.assert_clear(done, 7, "SIGSEGV", ".png")
@@ -116,7 +116,7 @@ def test_a_worker_crashes_at_a_file(new_run: NewRun, invariants: Invariants) -> 
 
 @case("F37", how="SIGKILL to the trainer alone", passes="workers gone in 5 s, exact")
 @pytest.mark.faults
-def test_a_killed_trainer_leaves_no_workers(new_run: NewRun, invariants: Invariants) -> None:
+def test_killed_trainer_leaves_no_workers(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(data={"workers": 2})
     program = run.start(failpoints="data.item=8:sleep:600")
     run.wait_for_step(1, program)
@@ -128,7 +128,7 @@ def test_a_killed_trainer_leaves_no_workers(new_run: NewRun, invariants: Invaria
 
 @case("W02", how="SIGUSR2 to a running trainer", passes="stacks of trainer and workers in stacks.log, training goes on")
 @pytest.mark.faults
-def test_stacks_on_demand(new_run: NewRun, invariants: Invariants) -> None:
+def test_sigusr2_writes_stacks_and_training_continues(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(data={"workers": 1}, train={"epochs": 2})
     program = run.start(failpoints="train.step=sleep:0.1")
     run.wait_for_step(2, program)

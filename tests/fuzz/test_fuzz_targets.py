@@ -37,7 +37,7 @@ FINDINGS = {
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_target_holds_on_seeds_and_mutations(name: str) -> None:
+def test_fuzz_target_holds_on_seeds_and_mutations(name: str) -> None:
     target = TARGETS[name]
     seeds, rng = target.seeds(), random.Random(0)
     for data in [*seeds, *(mutate(rng.choice(seeds), rng, target.words) for _ in range(150))]:
@@ -46,7 +46,7 @@ def test_a_target_holds_on_seeds_and_mutations(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_target_holds_on_many_mutations(name: str) -> None:
+def test_fuzz_target_holds_on_many_mutations(name: str) -> None:
     target = TARGETS[name]
     seeds, rng = target.seeds(), random.Random(1)
     for _ in range(4_000 if name == "config" else 20_000):
@@ -54,18 +54,18 @@ def test_a_target_holds_on_many_mutations(name: str) -> None:
 
 
 @pytest.mark.parametrize("what", FINDINGS)
-def test_what_was_once_found_is_mended(what: str) -> None:
+def test_inputs_of_fixed_defects_hold(what: str) -> None:
     name, data = FINDINGS[what]
     TARGETS[name].run(data)
 
 
 @given(st.binary(max_size=300))
-def test_any_bytes_are_refused_or_hold(data: bytes) -> None:
+def test_fuzz_target_refuses_or_holds_on_any_bytes(data: bytes) -> None:
     for target in TARGETS.values():
         target.run(data)
 
 
-def test_checksums_of_a_mutated_picture_are_put_right() -> None:
+def test_checksums_of_a_mutated_image_are_corrected() -> None:
     (png, *_) = TARGETS["mask"].seeds()
     damaged = bytearray(png)
     damaged[20] ^= 1  # width, in IHDR
@@ -74,7 +74,7 @@ def test_checksums_of_a_mutated_picture_are_put_right() -> None:
     assert with_checksums(png) == png
 
 
-def test_a_prefix_of_any_length_folds_like_a_run_that_stands_there(tmp_path: Path) -> None:
+def test_any_prefix_of_events_folds_like_a_run_at_that_point(tmp_path: Path) -> None:
     (whole, *_) = TARGETS["events"].seeds()
     path = tmp_path / "events.jsonl"
     for end in range(len(whole) + 1):

@@ -96,7 +96,7 @@ def test_penalties_match_one_device(kind):
         (nn.BatchNorm3d, (9, 6, 4, 3, 2)),
     ],
 )
-def test_the_fused_kernels_of_synchronised_batchnorm_match_batchnorm(kind, shape, dtype, limit, channels_last):
+def test_fused_sync_batchnorm_kernels_match_batchnorm(kind, shape, dtype, limit, channels_last):
     torch.manual_seed(0)
     x = (torch.randn(shape, device="cuda", dtype=torch.float64) * 3 + 5).to(dtype)
     weights = torch.randn(shape, device="cuda").to(dtype)
@@ -128,7 +128,7 @@ def peak_bytes(net: nn.Module, images: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_synchronised_batchnorm_needs_no_more_memory_than_batchnorm(dtype, capsys):
+def test_sync_batchnorm_needs_no_more_memory_than_batchnorm(dtype, capsys):
     def build():
         blocks = [nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()) for _ in range(8)]
         return nn.Sequential(*blocks).cuda().to(dtype)
@@ -142,7 +142,7 @@ def test_synchronised_batchnorm_needs_no_more_memory_than_batchnorm(dtype, capsy
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_reaches_the_replicas_with_its_dtype_and_trains_alike(dtype):
+def test_replicas_inherit_autocast_dtype_and_match_one_device(dtype):
     images, target = make_batch(6, size=32, dtype=torch.float32, ignored=0.3)
     losses = []
     for enabled in (False, True):
@@ -164,7 +164,7 @@ def test_autocast_reaches_the_replicas_with_its_dtype_and_trains_alike(dtype):
     assert abs(losses[1] / losses[0] - 1) <= 0.02
 
 
-def test_an_out_of_memory_replica_surfaces_in_2_s():
+def test_replica_out_of_memory_is_raised_within_2_s():
     class Greedy(nn.Module):
         def __init__(self):
             super().__init__()
@@ -181,14 +181,14 @@ def test_an_out_of_memory_replica_surfaces_in_2_s():
     assert time.monotonic() - start < 2
 
 
-def test_a_model_elsewhere_and_an_absent_device_are_refused():
+def test_model_on_wrong_device_and_absent_device_are_refused():
     with pytest.raises(ValueError, match=r"call module.to\('cuda:0'\) first"):
         DataParallelModel(nn.Linear(2, 2), SAME)(torch.ones(4, 2))
     with pytest.raises(ValueError, match="CUDA devices are visible"):
         DataParallelModel(nn.Linear(2, 2), [torch.cuda.device_count()])
 
 
-def test_stages_on_cpu_and_gpu_give_the_numbers_of_one_device():
+def test_stages_on_cpu_and_gpu_match_one_device():
     images, target = make_batch(4)
     torch.manual_seed(0)
     truth = SmallNet(has_aux=False).double()
@@ -217,7 +217,7 @@ def test_one_nccl_rank_trains_through_ddp(monkeypatch):
         shutdown()
 
 
-def test_cost_of_replication(capsys):
+def test_time_of_replication(capsys):
     net = nn.Sequential(*[nn.Conv2d(64, 64, 3) for _ in range(160)]).cuda()
     devices = [torch.device("cuda:0")] * 3
     for _ in range(3):

@@ -52,7 +52,7 @@ def batch(height: int, width: int, seed: int) -> Batch:
     return Batch(images, target, (seed,))
 
 
-def test_images_of_different_sizes_equal_the_straightforward_way() -> None:
+def test_evaluation_of_mixed_sizes_equals_full_resolution() -> None:
     batches = [batch(16, 24, 0), batch(13, 18, 1), batch(9, 31, 2)]
     found = evaluate(
         ColorNet(), batches, Inference(NORMALIZER), num_classes=3, ignore_index=255, device=CPU, criterion=CriterionCE()
@@ -103,7 +103,7 @@ def naive(model: Any, images: torch.Tensor) -> torch.Tensor:
     return F.interpolate(model(images)[0], images.shape[-2:], mode="bilinear", align_corners=True)
 
 
-def test_a_window_as_large_as_the_image_equals_no_window() -> None:
+def test_window_as_large_as_the_image_equals_no_window() -> None:
     images = NORMALIZER(batch(16, 24, 0).images)
     plain = full_probabilities(Inference(NORMALIZER), ColorNet(), images)
     slid = full_probabilities(Inference(NORMALIZER, window_px=(16, 24)), ColorNet(), images)
@@ -120,7 +120,7 @@ def test_windows_are_averaged_where_they_overlap() -> None:
 
 
 @pytest.mark.parametrize("window_px", [None, (16, 16), (40, 20)])
-def test_a_mirrored_view_of_an_image_that_needs_padding_equals_the_mirrored_prediction(
+def test_mirrored_padded_image_gives_mirrored_prediction(
     window_px: tuple[int, int] | None,
 ) -> None:
     images = NORMALIZER(batch(19, 29, 0).images)
@@ -135,7 +135,7 @@ def test_a_mirrored_view_of_an_image_that_needs_padding_equals_the_mirrored_pred
     torch.testing.assert_close(found, (one + other) / 2, rtol=1e-4, atol=1e-6)
 
 
-def test_gaussian_windows_equal_the_weighted_mean_of_their_logits() -> None:
+def test_gaussian_windows_equal_weighted_mean_of_logits() -> None:
     images = NORMALIZER(batch(16, 24, 0).images)
     inference = Inference(NORMALIZER, window_px=(16, 16), overlap=0.5, weighting="gaussian")
     found = full_probabilities(inference, ColorNet(), images)
@@ -164,7 +164,7 @@ def test_flip_average_is_symmetric(window_px: tuple[int, int] | None) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"window_px": (16, 16)}, {"flip": True, "scales": (0.5, 1.0)}], ids=["whole", "windows", "views"]
 )
-def test_scores_and_loss_are_those_of_the_upsampled_logits(criterion: Any, options: dict[str, Any]) -> None:
+def test_scores_and_loss_equal_those_of_upsampled_logits(criterion: Any, options: dict[str, Any]) -> None:
     batches = [batch(16, 24, 0), batch(19, 29, 1)]
     inference = Inference(NORMALIZER, **options)
     model = ColorNet()
@@ -182,7 +182,7 @@ def test_scores_and_loss_are_those_of_the_upsampled_logits(criterion: Any, optio
     assert found.loss == pytest.approx(float(criterion.finalize(totals)), rel=1e-4)
 
 
-def test_the_model_is_left_in_the_mode_it_was_in() -> None:
+def test_evaluation_restores_the_mode_of_the_model() -> None:
     for mode in (True, False):
         model = ColorNet().train(mode)
         evaluate(model, [batch(16, 16, 0)], Inference(NORMALIZER), num_classes=3, ignore_index=255, device=CPU)
@@ -210,7 +210,7 @@ def cityscapes_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_eval_equals_the_official_evaluator_on_the_written_predictions(
+def test_eval_equals_official_evaluator_on_written_predictions(
     cityscapes_root: Path, tiny: dict[str, Any], tmp_path: Path
 ) -> None:
     config = merged(

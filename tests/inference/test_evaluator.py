@@ -76,7 +76,7 @@ BATCHES = [batch(16 + i, 24 + 2 * i, i) for i in range(7)]
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
-def test_any_number_of_devices_counts_what_the_training_counts(num_devices: int) -> None:
+def test_eval_on_any_number_of_devices_equals_training_scores(num_devices: int) -> None:
     expected = evaluate(
         ColorNet(), BATCHES, Inference(NORMALIZER), num_classes=3, ignore_index=255, device=CPU, criterion=CriterionCE()
     )
@@ -92,7 +92,7 @@ def test_any_number_of_devices_counts_what_the_training_counts(num_devices: int)
     assert found.boundary_iou == evaluate_on_devices([judge(with_boundary=True)], BATCHES).boundary_iou
 
 
-def test_a_failing_device_ends_the_evaluation() -> None:
+def test_failing_device_ends_the_evaluation() -> None:
     class Broken(ColorNet):
         def forward(self, images: Tensor) -> tuple[Tensor, ...]:
             raise ValueError("no such layer")
@@ -101,7 +101,7 @@ def test_a_failing_device_ends_the_evaluation() -> None:
         evaluate_on_devices([judge(), judge(Broken())], BATCHES)
 
 
-def test_what_does_not_fit_is_evaluated_in_windows_that_do() -> None:
+def test_image_too_large_is_evaluated_in_smaller_windows() -> None:
     batches = [batch(200, 300, 0), batch(40, 50, 1)]
     model = ColorNet(capacity_px=80 * 90)
     found = evaluate_on_devices([judge(model)], batches)
@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_evaluated_in_windows_that_do() -> None:
 
 
 @given(st.integers(0, 10_000), st.booleans())
-def test_scores_equal_torchmetrics_with_ignored_and_absent_classes(seed: int, has_absent: bool) -> None:
+def test_scores_equal_torchmetrics_with_absent_classes(seed: int, has_absent: bool) -> None:
     generator = torch.Generator().manual_seed(seed)
     top = 4 if has_absent else 6
     prediction = torch.randint(0, top, (2, 9, 11), generator=generator)
@@ -138,7 +138,7 @@ def test_scores_equal_torchmetrics_with_ignored_and_absent_classes(seed: int, ha
 
 
 @given(st.integers(0, 10_000))
-def test_groups_equal_the_scores_of_relabelled_images(seed: int) -> None:
+def test_group_scores_equal_scores_of_relabelled_images(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     prediction, target = (torch.randint(0, 6, (1, 8, 9), generator=generator) for _ in range(2))
     matrix = ConfusionMatrix(6)
@@ -167,12 +167,12 @@ def slow_boundary(region: np.ndarray, width_px: int) -> np.ndarray:
 
 @hypothesis.settings(max_examples=25)
 @given(st.integers(1, 12), st.integers(1, 14), st.integers(1, 3), st.integers(0, 1000))
-def test_boundary_equals_a_search_around_every_pixel(h: int, w: int, width_px: int, seed: int) -> None:
+def test_boundary_equals_search_around_every_pixel(h: int, w: int, width_px: int, seed: int) -> None:
     region = np.random.default_rng(seed).random((h, w)) < 0.85
     assert np.array_equal(boundary(region, width_px), slow_boundary(region, width_px))
 
 
-def test_boundary_iou_equals_the_slow_one_on_images_with_ignored_pixels() -> None:
+def test_boundary_iou_equals_slow_one_with_ignored_pixels() -> None:
     rng = np.random.default_rng(0)
     counter = BoundaryIoU(4, 255, dilation=0.1)
     inter, union = np.zeros(4), np.zeros(4)
@@ -190,7 +190,7 @@ def test_boundary_iou_equals_the_slow_one_on_images_with_ignored_pixels() -> Non
     assert counter.iou()[:3] == tuple(inter[:3] / union[:3])
 
 
-def test_the_picture_of_the_matrix_has_its_shades() -> None:
+def test_confusion_image_has_the_shades_of_its_matrix() -> None:
     matrix = torch.tensor([[90, 10], [0, 0]])
     picture = np.array(Image.open(io.BytesIO(draw_confusion(matrix, ["road", "sky"], ".png"))))
     right, below = picture.shape[1] - 8, picture.shape[0] - 8  # cells of 34 px end 8 px before the border

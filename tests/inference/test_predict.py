@@ -32,7 +32,7 @@ def trained(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_predictions_keep_size_name_and_folders_and_the_rest_is_done_when_one_is_damaged(trained: Path) -> None:
+def test_predict_keeps_names_and_goes_on_after_a_damaged_file(trained: Path) -> None:
     source = trained / "photos"
     (source / "deep").mkdir(parents=True)
     sizes = {"a": (37, 53), "deep/b": (64, 48), "c": (20, 90)}
@@ -58,7 +58,7 @@ def test_predictions_keep_size_name_and_folders_and_the_rest_is_done_when_one_is
     assert np.abs(overlay.astype(int) - (image.astype(int) + color.astype(int)) / 2).max() <= 1
 
 
-def test_a_glob_names_files_and_keeps_the_folders_behind_its_first_wildcard(tmp_path: Path) -> None:
+def test_glob_keeps_folders_after_its_first_wildcard(tmp_path: Path) -> None:
     for name in ("in/a/x.png", "in/b/x.png", "in/b/deep/y.jpg", "in/b/notes.txt", "in/clip.mp4"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"")
@@ -70,7 +70,7 @@ def test_a_glob_names_files_and_keeps_the_folders_behind_its_first_wildcard(tmp_
         find_images([tmp_path / "*.gif"])
 
 
-def test_two_images_with_one_stem_both_get_a_name(tmp_path: Path) -> None:
+def test_two_images_of_one_stem_get_different_names(tmp_path: Path) -> None:
     for name in ("a.png", "a.jpg", "b.png"):
         (tmp_path / name).write_bytes(b"")
     found = find_images([tmp_path, tmp_path / "b.png"])
@@ -78,25 +78,25 @@ def test_two_images_with_one_stem_both_get_a_name(tmp_path: Path) -> None:
     assert len({image.name for image in found}) == 3
 
 
-def test_nothing_to_predict_is_an_error(tmp_path: Path) -> None:
+def test_no_matching_image_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no image"):
         find_images([tmp_path])
     with pytest.raises(DataError, match="neither a file nor a folder"):
         find_images([tmp_path / "missing.png"])
 
 
-def test_label_ids_are_cityscapes_own() -> None:
+def test_label_ids_are_those_of_cityscapes() -> None:
     table = label_id_table(class_scheme("cityscapes"))
     assert table.tolist() == [7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33]
 
 
-def test_colors_are_the_palette() -> None:
+def test_colour_outputs_use_the_palette() -> None:
     scheme = class_scheme("cityscapes")
     labels = np.array([[0, 10], [13, 18]], np.uint8)
     assert colorize(labels, scheme).tolist() == [[[128, 64, 128], [70, 130, 180]], [[0, 0, 142], [119, 11, 32]]]
 
 
-def test_a_checkpoint_file_works_without_its_run(trained: Path, tmp_path: Path) -> None:
+def test_checkpoint_file_predicts_without_its_run(trained: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy.pt"
     copy.write_bytes((trained / "run" / "checkpoints" / "best.pt").read_bytes())
     cv2.imwrite(str(tmp_path / "x.png"), np.zeros((40, 40, 3), np.uint8))
@@ -119,13 +119,13 @@ def test_a_checkpoint_file_works_without_its_run(trained: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("option", "value"), [("--save", "labels,colour"), ("--batch", "0"), ("--batch", "many")])
-def test_an_unknown_option_is_refused(trained: Path, option: str, value: str) -> None:
+def test_unknown_predict_option_is_refused(trained: Path, option: str, value: str) -> None:
     result = segapp("predict", "run", ".", "--out", "refused", option, value, cwd=trained)
     assert result.returncode == 2
     assert result.stderr.startswith(f"error: {option} ")
 
 
-def test_scheme_is_checked_against_the_checkpoint(trained: Path, tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_class_scheme_is_checked_against_the_checkpoint(trained: Path, tiny: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "no.pt").write_bytes(b"PK nonsense")
     result = segapp("eval", tmp_path / "no.pt", cwd=tmp_path)
     assert result.returncode == 4

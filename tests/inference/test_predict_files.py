@@ -62,7 +62,7 @@ def read(path: Path) -> np.ndarray:
 
 @hypothesis.settings(max_examples=40)
 @given(st.integers(1, 500), st.integers(1, 500), st.integers(MIN_SIDE_PX**2, 60_000))
-def test_tiles_equal_the_whole_picture_where_the_margin_covers_the_context(h: int, w: int, max_px: int) -> None:
+def test_tiles_with_enough_margin_equal_the_whole_image(h: int, w: int, max_px: int) -> None:
     image = photo(h, w)
     predictor = Blur()
     strips = list(predict_strips(predictor, image, Workspace(max_px)))
@@ -71,7 +71,7 @@ def test_tiles_equal_the_whole_picture_where_the_margin_covers_the_context(h: in
     assert all(n * height * width <= max_px for n, height, width, _ in predictor.asked)
 
 
-def test_a_network_of_one_size_gets_that_size_only() -> None:
+def test_network_of_fixed_size_gets_only_that_size() -> None:
     image = photo(150, 333)
     found = list(predict_strips(Blur((96, 96)), image, Workspace(10**9)))
     labels = np.concatenate([strip.labels for strip in found])
@@ -81,7 +81,7 @@ def test_a_network_of_one_size_gets_that_size_only() -> None:
     assert small[0].labels.shape == (20, 30)
 
 
-def test_blocks_shrink_until_they_fit_and_give_the_same() -> None:
+def test_blocks_shrunk_to_fit_give_the_same_prediction() -> None:
     image = photo(700, 600)
     predictor, workspace = Blur(capacity_px=60_000), Workspace(400_000)
     labels = np.concatenate([strip.labels for strip in predict_strips(predictor, image, workspace)])
@@ -93,7 +93,7 @@ def test_blocks_shrink_until_they_fit_and_give_the_same() -> None:
 
 @hypothesis.settings(max_examples=40)
 @given(st.data())
-def test_a_png_in_strips_reads_back_as_the_picture(data: st.DataObject) -> None:
+def test_png_written_in_strips_is_read_back_equal(data: st.DataObject) -> None:
     height, width = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
     kind = data.draw(st.sampled_from(["grey", "grey16", "rgb", "photo", "palette"]))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
@@ -126,7 +126,7 @@ def predict(source: Path, out: Path, kinds: Sequence[Saved], predictor: Any = No
     return predict_files(predictor or Blur(), find_images([source]), plan, **options)
 
 
-def test_outputs_of_a_picture_in_tiles_are_those_of_the_whole(tmp_path: Path) -> None:
+def test_output_files_of_tiles_equal_those_of_the_whole_image(tmp_path: Path) -> None:
     cv2.imwrite(str(tmp_path / "big.png"), photo(400, 300)[..., ::-1])
     kinds: tuple[Saved, ...] = ("labels", "color", "overlay", "probabilities")
     whole = predict(tmp_path / "big.png", tmp_path / "whole", kinds)
@@ -146,7 +146,7 @@ def test_outputs_of_a_picture_in_tiles_are_those_of_the_whole(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("batch", [1, 3, None])
-def test_batches_of_mixed_sizes_give_each_picture_its_own(tmp_path: Path, batch: int | None) -> None:
+def test_batch_of_mixed_sizes_gives_each_image_its_prediction(tmp_path: Path, batch: int | None) -> None:
     sizes = [(20, 30), (20, 30), (20, 30), (20, 30), (30, 20), (20, 30), (8, 9)]
     (tmp_path / "in").mkdir()
     for number, size in enumerate(sizes):
@@ -162,7 +162,7 @@ def test_batches_of_mixed_sizes_give_each_picture_its_own(tmp_path: Path, batch:
         assert np.array_equal(read(tmp_path / "out" / "labels" / f"{number}.png"), np.array([4, 9, 7])[labels])
 
 
-def test_orientation_is_applied_and_the_profile_goes_to_the_overlay(tmp_path: Path) -> None:
+def test_exif_is_applied_and_overlay_keeps_colour_profile(tmp_path: Path) -> None:
     upright = photo(40, 60)
     exif = Image.Exif()
     exif[0x0112] = 6  # turned to the right
@@ -179,7 +179,7 @@ def test_orientation_is_applied_and_the_profile_goes_to_the_overlay(tmp_path: Pa
     assert np.array_equal(np.array(labels), Blur().labels(upright[None])[0])
 
 
-def test_the_place_of_a_geotiff_stands_in_a_world_file(tmp_path: Path) -> None:
+def test_geotiff_position_is_written_to_a_world_file(tmp_path: Path) -> None:
     tags = TiffImagePlugin.ImageFileDirectory_v2()
     tags.tagtype[33550] = tags.tagtype[33922] = 12
     tags[33550] = (0.5, 0.25, 0.0)
@@ -203,7 +203,7 @@ def make_video(path: Path, num_frames: int, size: tuple[int, int] = (64, 96), ra
     return frames
 
 
-def test_a_video_keeps_frames_rate_and_order(tmp_path: Path) -> None:
+def test_video_keeps_frame_count_rate_and_order(tmp_path: Path) -> None:
     frames = make_video(tmp_path / "clip.mp4", 20)
     tally = predict(tmp_path / "clip.mp4", tmp_path / "out", ["overlay", "labels"])
     assert (tally.num_images, tally.problems) == (20, [])
@@ -221,7 +221,7 @@ def test_a_video_keeps_frames_rate_and_order(tmp_path: Path) -> None:
         assert np.abs(overlay[..., ::-1] - expected).mean() < 10  # what the codec loses
 
 
-def test_a_damaged_video_is_one_problem_and_the_rest_is_done(tmp_path: Path) -> None:
+def test_damaged_video_is_one_problem_and_others_are_done(tmp_path: Path) -> None:
     source = tmp_path / "in"
     source.mkdir()
     make_video(source / "a.mp4", 30)
@@ -236,7 +236,7 @@ def test_a_damaged_video_is_one_problem_and_the_rest_is_done(tmp_path: Path) -> 
     assert sorted(path.name for path in (tmp_path / "out" / "overlay").iterdir()) == ["a.mp4", "c.png", "odd.mp4"]
 
 
-def test_codecs_fall_back_to_one_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_video_codec_falls_back_to_one_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from segapp.inference.predict import video
 
     monkeypatch.setattr(video, "CODECS", (("zzzz", ".mp4"), ("MJPG", ".avi")))
@@ -246,7 +246,7 @@ def test_codecs_fall_back_to_one_that_works(tmp_path: Path, monkeypatch: pytest.
     assert cv2.VideoCapture(str(tmp_path / "out" / "color" / "clip.avi")).get(cv2.CAP_PROP_FRAME_COUNT) == 4
 
 
-def test_a_folder_that_cannot_be_written_ends_the_prediction(tmp_path: Path) -> None:
+def test_unwritable_output_folder_ends_the_prediction(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for number in range(8):
         cv2.imwrite(str(tmp_path / "in" / f"{number}.png"), photo(20, 20))
@@ -255,7 +255,7 @@ def test_a_folder_that_cannot_be_written_ends_the_prediction(tmp_path: Path) -> 
         predict(tmp_path / "in", tmp_path / "out", ["labels"])
 
 
-def test_results_come_in_order_and_no_more_than_the_limit_waits() -> None:
+def test_results_come_in_order_within_the_queue_limit() -> None:
     begun: list[int] = []
     under_way: list[int] = []
 
@@ -271,7 +271,7 @@ def test_results_come_in_order_and_no_more_than_the_limit_waits() -> None:
         list(ahead([(1, lambda: 1 // 0)], 2))
 
 
-def test_work_behind_is_bounded_and_its_failure_comes_out() -> None:
+def test_bounded_executor_limits_work_and_raises_failures() -> None:
     most, now, lock = [0], [0], threading.Lock()
 
     def work(weight: int) -> None:

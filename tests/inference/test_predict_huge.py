@@ -41,7 +41,7 @@ print(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, tally.s
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_huge_picture_stays_under_the_stated_bound(tmp_path: Path) -> None:
+def test_memory_of_a_huge_image_stays_under_the_stated_bound(tmp_path: Path) -> None:
     strip = cv2.resize(np.random.default_rng(0).integers(0, 256, (20, 500, 3), np.uint8), (WIDTH, 600))
     with open(tmp_path / "huge.png", "wb") as file:
         writer = PngWriter(file, (HEIGHT, WIDTH), channels=3, is_photo=True)

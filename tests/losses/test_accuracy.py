@@ -14,13 +14,13 @@ def check(case, seed):
     return loss_error, gradient_error
 
 
-def test_a_sample_of_the_campaign():
+def test_sampled_losses_match_float64_reference():
     for seed, case in enumerate(sample_of_cases(160)):
         check(case, seed)
 
 
 @pytest.mark.slow
-def test_the_whole_campaign():
+def test_all_losses_match_float64_reference():
     cases = all_cases()
     assert len(cases) >= 1500
     worst = {}
@@ -35,6 +35,6 @@ def test_the_whole_campaign():
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["bands", "cells"])
 @pytest.mark.parametrize("align_corners", [True, False])
-def test_large_crop_in_single_precision(way, align_corners):
+def test_loss_of_large_crop_in_float32_is_accurate(way, align_corners):
     shape = (1, 19, 97, 193, 769, 1537)
     check((way, shape, align_corners, torch.float32, True, 0.1, "30 %"), 0)

@@ -37,7 +37,7 @@ shares = st.lists(st.sampled_from([0.0, 0.1, 0.5, 0.95, 1.0]), min_size=12, max_
 @pytest.mark.parametrize("name", NAMES)
 @given(sizes=sizes_of_chunks, ignored=shares, seed=st.integers(0, 1000))
 @settings(max_examples=20, deadline=None)
-def test_any_split_gives_the_whole_batch(name, sizes, ignored, seed):
+def test_loss_of_any_split_equals_the_whole_batch(name, sizes, ignored, seed):
     criterion = criteria()[name]
     logits, target = draw(sum(sizes), low=(3, 4), high=(9, 11), ignored=ignored[: sum(sizes)], seed=seed)
     loss, gradient = whole(criterion, logits, target)
@@ -58,7 +58,7 @@ def test_any_split_gives_the_whole_batch(name, sizes, ignored, seed):
     assert relative_error(accumulated.grad, gradient) < 1e-12
 
 
-def test_the_mean_of_means_is_not_the_mean():
+def test_mean_of_chunk_means_differs_from_the_mean():
     logits, target = draw(4, ignored=[0.0, 0.9, 0.5, 0.99])
     criterion = CriterionCE()
     loss, gradient = whole(criterion, logits, target)
@@ -83,7 +83,7 @@ def test_all_ignored_is_zero_with_zero_gradient(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_auxiliary_heads_add_with_their_weight(name):
+def test_auxiliary_heads_are_added_with_their_weight(name):
     criterion = criteria()[name]
     logits, target = draw(ignored=0.5)
     other, _ = draw(low=(3, 4), seed=1)
@@ -92,7 +92,7 @@ def test_auxiliary_heads_add_with_their_weight(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_target_statistics_are_the_statistics_without_numerators(name):
+def test_target_statistics_equal_statistics_without_numerators(name):
     criterion = criteria()[name]
     logits, target = draw(ignored=[0.0, 0.2, 1.0, 0.5, 0.9])
     entries = criterion.statistics(logits.requires_grad_(), target)
@@ -107,7 +107,7 @@ def test_target_statistics_are_the_statistics_without_numerators(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_counts_are_float64_and_losses_keep_the_precision(name):
+def test_counts_are_float64_and_losses_at_least_float32(name):
     criterion = criteria()[name]
     for dtype in (torch.float16, torch.float32, torch.float64):
         logits, target = draw(dtype=dtype)
@@ -118,14 +118,14 @@ def test_counts_are_float64_and_losses_keep_the_precision(name):
         assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
-def test_surrogate_without_gradient_is_a_zero():
+def test_surrogate_without_gradient_is_zero():
     logits, target = draw()
     criterion = CriterionCE()
     entries = criterion.statistics(logits, target)
     assert surrogate(criterion, entries, entries).item() == 0.0
 
 
-def test_sum_adds_and_scales():
+def test_statistics_sum_adds_and_scales():
     logits, target = draw()
     total = CriterionSum([(1.0, CriterionCE()), (0.5, CriterionDice())])
     expected = CriterionCE()(logits, target) + 0.5 * CriterionDice()(logits, target)
@@ -136,5 +136,5 @@ def test_sum_adds_and_scales():
         CriterionSum([])
 
 
-def test_names_of_the_config():
+def test_losses_of_the_config_are_complete():
     assert set(LOSSES) == {"ce", "ohem", "dice", "focal", "lovasz"}

@@ -37,7 +37,7 @@ def test_mean_and_gradient_match_torch(align_corners, weighted, smoothing, ignor
 
 @pytest.mark.parametrize("target_dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_dtypes_of_sums(dtype, target_dtype):
+def test_sums_are_float32_or_better(dtype, target_dtype):
     logits, target = draw(dtype=dtype, target_dtype=target_dtype)
     loss_sum, weight_sum = upsample_cross_entropy(logits.requires_grad_(), target)
     assert loss_sum.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
@@ -50,7 +50,7 @@ def test_dtypes_of_sums(dtype, target_dtype):
     assert relative_error((loss_sum / weight_sum).detach(), truth) < 1e-5
 
 
-def test_by_hand_two_pixels():
+def test_loss_of_two_pixels_by_hand():
     logits = torch.tensor([[[[0.0, math.log(3)]], [[0.0, 0.0]]]], dtype=torch.float64)
     target = torch.tensor([[[0, 1]]])
     loss_sum, weight_sum = upsample_cross_entropy(logits, target)
@@ -79,14 +79,14 @@ def test_weight_zero_for_every_pixel_is_zero():
     assert logits.grad.abs().max() == 0.0
 
 
-def test_no_images():
+def test_batch_without_images_has_loss_zero():
     logits = torch.zeros(0, 3, 4, 4, requires_grad=True)
     loss = CriterionCE()(logits, torch.zeros(0, 8, 8, dtype=torch.uint8))
     loss.backward()
     assert loss.item() == 0.0
 
 
-def test_auxiliary_heads_by_sequence_and_mapping():
+def test_auxiliary_heads_as_sequence_or_mapping_agree():
     logits, target = draw(ignored=0.5)
     other, _ = draw(low=(3, 4), seed=1)
     criterion = CriterionCE(aux_weight=0.4)
@@ -97,14 +97,14 @@ def test_auxiliary_heads_by_sequence_and_mapping():
 
 
 @pytest.mark.parametrize("ignore_index", [-100, -1, 3, 300])
-def test_any_ignore_index(ignore_index):
+def test_any_ignore_index_is_honoured(ignore_index):
     logits, target = draw(ignored=0.0)
     target[:, :5] = ignore_index
     truth = torch_mean(logits, target, None, 0.0, True, ignore_index)
     assert relative_error(CriterionCE(ignore_index)(logits, target), truth) < 1e-12
 
 
-def test_an_ignore_index_the_dtype_cannot_hold_ignores_nothing():
+def test_ignore_index_outside_the_dtype_ignores_nothing():
     logits = torch.zeros(1, 200, 2, 2, dtype=torch.float64)
     target = torch.full((1, 4, 4), 156, dtype=torch.uint8)
     _, weight_sum = upsample_cross_entropy(logits, target, ignore_index=-100)

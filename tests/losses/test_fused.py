@@ -20,7 +20,7 @@ def truth_of(logits, target, **options):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_gradcheck_and_gradgradcheck(way, monkeypatch):
+def test_fused_loss_passes_gradcheck_and_gradgradcheck(way, monkeypatch):
     monkeypatch.setattr("segapp.losses.fused.pixel_sums.FULL_BYTES", 0)
     logits, target = draw(2, low=(3, 3), high=(10, 11))
     logits.requires_grad_()
@@ -33,7 +33,7 @@ def test_gradcheck_and_gradgradcheck(way, monkeypatch):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_gradient_penalty_is_exact(way, monkeypatch):
+def test_gradient_penalty_through_fused_loss_is_exact(way, monkeypatch):
     monkeypatch.setattr("segapp.losses.fused.pixel_sums.FULL_BYTES", 0)
     logits, target = draw(2)
     gradients = []
@@ -46,7 +46,7 @@ def test_a_gradient_penalty_is_exact(way, monkeypatch):
     assert relative_error(*gradients) < 1e-12
 
 
-def test_opcheck():
+def test_custom_operators_pass_opcheck():
     logits, target = draw(2, dtype=torch.float32)
     logits.requires_grad_()
     for arguments in [
@@ -56,7 +56,7 @@ def test_opcheck():
         torch.library.opcheck(cross_entropy._operator, arguments)
 
 
-def test_compiles_whole_and_never_makes_the_upsampled_logits(monkeypatch):
+def test_compiled_graph_never_holds_upsampled_logits(monkeypatch):
     convolution, images = torch.nn.Conv2d(3, 4, 3, padding=1), torch.randn(2, 3, 5, 6)
     _, target = draw(2)
     criterion = CriterionCE(implementation="bands")
@@ -73,7 +73,7 @@ def test_compiles_whole_and_never_makes_the_upsampled_logits(monkeypatch):
     assert torch.allclose(convolution.weight.grad, expected, rtol=1e-6)
 
 
-def test_graph_may_be_kept():
+def test_backward_twice_with_retained_graph_agrees():
     logits, target = draw(dtype=torch.float32)
     logits.requires_grad_()
     loss = CriterionCE(implementation="bands")(logits, target)
@@ -83,7 +83,7 @@ def test_graph_may_be_kept():
     assert torch.equal(logits.grad, 2 * first)
 
 
-def test_no_gradient_work_without_gradient(monkeypatch):
+def test_no_gradient_is_computed_when_not_required(monkeypatch):
     logits, target = draw()
     with_gradient = []
     original = cross_entropy.cross_entropy_on_bands
@@ -105,7 +105,7 @@ def test_no_gradient_work_without_gradient(monkeypatch):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", ["channels_last", "sliced", "transposed", "expanded"])
-def test_any_strides(layout, way, monkeypatch):
+def test_inputs_of_any_strides_give_the_same_loss(layout, way, monkeypatch):
     monkeypatch.setattr("segapp.losses.fused.pixel_sums.FULL_BYTES", 0)
     logits, target = draw(2, dtype=torch.float32)
     x = {
@@ -135,7 +135,7 @@ def test_autocast_leaves_the_sums_in_float32(way, monkeypatch):
     assert relative_error(x.grad, truth) < 8e-3
 
 
-def test_matrix_precision_of_the_process_does_not_matter():
+def test_loss_is_independent_of_matmul_precision_setting():
     logits, target = draw(dtype=torch.float32)
     _, truth = truth_of(logits, target)
     torch.set_float32_matmul_precision("medium")
@@ -158,7 +158,7 @@ def test_half_precision_survives_loss_scaling():
 
 @pytest.mark.parametrize(("sigma", "offset"), [(200.0, 0.0), (1000.0, 0.0), (1.0, 1e4), (1.0, -1e4)])
 @pytest.mark.parametrize("way", WAYS)
-def test_extreme_logits(way, sigma, offset, monkeypatch):
+def test_extreme_logits_give_finite_loss(way, sigma, offset, monkeypatch):
     monkeypatch.setattr("segapp.losses.fused.pixel_sums.FULL_BYTES", 0)
     logits, target = draw(dtype=torch.float32, sigma=sigma)
     logits = logits + offset
@@ -190,7 +190,7 @@ def test_all_ignored_is_zero_with_zero_gradient(way, monkeypatch):
     assert logits.grad.abs().max() == 0.0
 
 
-def test_the_same_every_time():
+def test_loss_and_gradient_are_deterministic():
     logits, target = draw(3, 19, (16, 16), (128, 128), dtype=torch.float32)
     results = []
     for _ in range(5):
@@ -210,7 +210,7 @@ def test_ids_out_of_range_are_named(way, bad):
         upsample_cross_entropy(logits, target, implementation=way)
 
 
-def test_probabilities_as_target():
+def test_probability_targets_match_torch():
     logits, _ = draw(2)
     soft = torch.rand(2, 4, 9, 9, dtype=torch.float64).softmax(1)
     values = F.interpolate(logits, (9, 9), mode="bilinear", align_corners=True)
@@ -240,7 +240,7 @@ def test_functional_transforms_use_plain_operators():
         ((8, 19, 400, 400), (400, 400), None),
     ],
 )
-def test_when_the_plain_loss_is_used(low, high, expected):
+def test_plain_loss_is_used_where_fused_is_not_supported(low, high, expected):
     logits, target = torch.empty(low), torch.empty((low[0], *high), dtype=torch.uint8)
     reason = plain_reason(logits, target)
     assert (reason is None) == (expected is None)
@@ -248,14 +248,14 @@ def test_when_the_plain_loss_is_used(low, high, expected):
     assert choose_implementation(logits, target) == ("bands" if expected is None else "reference")
 
 
-def test_a_simulated_accelerator_is_planned_as_cuda():
+def test_simulated_accelerator_is_planned_as_cuda():
     logits, target = torch.empty(2, 19, 97, 97, device="meta"), torch.empty(2, 769, 769, device="meta").byte()
     assert choose_implementation(logits, target) == "triton"
     assert choose_implementation(torch.empty(2, 19, 700, 700, device="meta"), target) == "sums"
     assert choose_implementation(torch.empty(2, 300, 97, 97, device="meta"), target) == "sums"
 
 
-def test_an_unknown_implementation_is_named():
+def test_unknown_implementation_is_named():
     logits, target = draw()
     with pytest.raises(ValueError, match="implementation='fast'"):
         upsample_cross_entropy(logits, target, implementation="fast")

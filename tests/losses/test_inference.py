@@ -30,14 +30,14 @@ def test_argmax_matches_the_upsampled_logits(low, high, num_classes, align_corne
     assert torch.equal(prediction.long(), upsampled(logits, high, align_corners).argmax(1))
 
 
-def test_ties_go_to_the_first_class():
+def test_argmax_ties_go_to_the_first_class():
     assert class_of_largest(torch.zeros(1, 5, 2, 2)).max() == 0
     values = torch.tensor([0.0, 3.0, 1.0, 3.0]).view(1, 4, 1, 1)
     assert class_of_largest(values).item() == 1
 
 
 @pytest.mark.parametrize("views", [1, 3])
-def test_probabilities_and_the_argmax_of_views(views):
+def test_averaged_views_give_probabilities_and_argmax(views):
     logits = [draw(2, 7, (5 + k, 6 + 2 * k), seed=k)[0] for k in range(views)]
     size = (40, 37)
     truth = torch.stack([upsampled(view, size).softmax(1) for view in logits]).mean(0)
@@ -50,7 +50,7 @@ def test_probabilities_and_the_argmax_of_views(views):
 @pytest.mark.parametrize("target_dtype", [torch.uint8, torch.int64])
 @pytest.mark.parametrize("ignored", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("with_loss", [True, False])
-def test_confusion_and_loss_in_one_pass(ignored, target_dtype, with_loss):
+def test_confusion_and_loss_in_one_pass_match_separate_ones(ignored, target_dtype, with_loss):
     logits, target = draw(3, 7, (5, 6), (40, 37), ignored=ignored, target_dtype=target_dtype)
     scores = upsample_confusion(logits, target, weight=class_weight(7), label_smoothing=0.1, with_loss=with_loss)
     valid = target != 255
@@ -99,7 +99,7 @@ def test_tiles_are_averaged_where_they_overlap():
     torch.testing.assert_close(upsample_logits([tiles], (12, 20)).softmax(1), expected.softmax(1))
 
 
-def test_tiles_and_whole_views_of_any_resolution_are_averaged_as_probabilities():
+def test_tiles_and_views_are_averaged_as_probabilities():
     tiles, of_tiles = tile_case()
     fine = torch.randn(2, 5, 30, 41, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     shrunk = F.interpolate(fine, (12, 20), mode="bilinear", align_corners=True)
@@ -117,7 +117,7 @@ def test_tiles_and_whole_views_of_any_resolution_are_averaged_as_probabilities()
     assert float(found.weight_sum) == int(valid.sum())
 
 
-def test_an_output_row_without_a_tile_and_views_that_do_not_fit_are_refused():
+def test_uncovered_rows_and_unfit_views_are_refused():
     tiles, _ = tile_case()
     with pytest.raises(ValueError, match="no tile covers the output rows"):
         upsample_argmax([[Tile(tiles[0].logits, 4, 0, (8, 20), (8, 20))]], (4, 20))

@@ -39,7 +39,7 @@ def run_of(*splits, factor=1.06):
     return events
 
 
-def test_measured_peaks_replace_what_was_assumed():
+def test_measured_peaks_replace_assumed_ones():
     measurement = collect(run_of((2, 3, 3), (1, 4, 3)))
     assert [o.split for o in measurement.observations] == [(2, 3, 3), (1, 4, 3)]
     allowance, errors = calibrated(measurement, MODEL, OverheadEstimate((500.0,) * 3))
@@ -50,7 +50,7 @@ def test_measured_peaks_replace_what_was_assumed():
     assert allowance.source == "measured"
 
 
-def test_the_fit_of_two_splits_is_proven_and_predicts_a_third():
+def test_fit_of_two_splits_is_proven_and_predicts_a_third():
     fit = collect(run_of((2, 3, 3), (1, 4, 3), factor=1.0)).fit
     assert fit.is_proven
     assert fit.predict((4, 2, 2)) == pytest.approx(MODEL.peak_mib((4, 2, 2)))
@@ -66,12 +66,12 @@ def test_the_fit_of_two_splits_is_proven_and_predicts_a_third():
         {"devices": [{"peak_mib": True}]},
     ],
 )
-def test_events_without_numbers_are_left_out(damage):
+def test_events_without_numbers_are_skipped(damage):
     events = [*run_of((2, 3, 3)), {"type": "memory", **damage}]
     assert collect(events).observations == collect(run_of((2, 3, 3))).observations
 
 
-def test_a_run_that_measured_nothing_or_trained_on_a_cpu_is_refused_in_one_line(tmp_path):
+def test_run_without_gpu_measurements_is_one_clear_error(tmp_path):
     def folder_with(name, device, with_memory):
         folder = RunFolder(tmp_path / name)
         folder.path.mkdir()

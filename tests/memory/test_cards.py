@@ -15,7 +15,7 @@ from segapp.memory.cards import parse_cards
         ("1.5GiB", [1536.0]),
     ],
 )
-def test_sizes_are_read(text, mib):
+def test_gpu_sizes_are_parsed(text, mib):
     assert [card.total_mib for card in parse_cards(text)] == pytest.approx(mib)
 
 
@@ -34,7 +34,7 @@ def test_sizes_are_read(text, mib):
         ("100x8GiB", "64"),
     ],
 )
-def test_bad_text_is_one_line_with_an_example(text, named):
+def test_bad_gpu_list_error_gives_an_example(text, named):
     with pytest.raises(ConfigError) as caught:
         parse_cards(text)
     message = str(caught.value)

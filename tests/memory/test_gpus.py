@@ -27,7 +27,7 @@ def fake_nvidia_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @case("G01", how="nvidia-smi says [N/A]", passes="nothing known of that number")
-def test_three_gpus_one_without_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_gpus_are_parsed_one_without_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "out").write_text(LINES)
     fake_nvidia_smi(tmp_path, f"cat {tmp_path / 'out'}", monkeypatch)
     found = query_gpus()
@@ -43,26 +43,26 @@ def test_three_gpus_one_without_numbers(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     "script", ["echo 'No devices were found'", "echo 'Failed to initialize NVML: Unknown Error'; exit 255", "exit 1"]
 )
-def test_a_failing_nvidia_smi_is_nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+def test_failing_nvidia_smi_gives_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     fake_nvidia_smi(tmp_path, script, monkeypatch)
     assert query_gpus() == []
 
 
 @case("G01", how="nvidia-smi hangs", passes="not waited for")
-def test_a_hanging_nvidia_smi_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_nvidia_smi_is_ended_after_its_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_nvidia_smi(tmp_path, "sleep 20", monkeypatch)
     began = time.monotonic()
     assert query_gpus(timeout_s=0.5) == []
     assert time.monotonic() - began < 5
 
 
-def test_without_an_answer_all_are_taken_in_order() -> None:
+def test_gpus_are_taken_in_order_without_measurements() -> None:
     indices, reason = order_by_free_memory(["a", "b"], [])
     assert indices == [0, 1]
     assert "nvidia-smi" in reason
 
 
-def test_when_all_are_busy_the_freest_comes_first() -> None:
+def test_freest_gpu_comes_first_when_all_are_busy() -> None:
     busy = [GpuStatus(u, "", used, 100.0, 0.9, None) for u, used in (("a", 80.0), ("b", 60.0))]
     assert order_by_free_memory(["a", "b"], busy)[0] == [1, 0]
     assert bare_uuid("GPU-12") == bare_uuid("12") == "12"

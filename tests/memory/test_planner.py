@@ -45,7 +45,7 @@ def brute_force_largest_batch(own):
     return largest
 
 
-def test_best_split_and_largest_batch_are_those_of_a_search_by_hand():
+def test_best_split_and_largest_batch_equal_a_full_search():
     own = planner()
     rows, refused = own.rows(9)
     assert not refused
@@ -59,21 +59,21 @@ def test_best_split_and_largest_batch_are_those_of_a_search_by_hand():
     assert row.fits
 
 
-def test_a_row_fits_exactly_where_every_card_has_what_it_must_have():
+def test_row_fits_if_and_only_if_every_gpu_fits():
     for batch, slope in itertools.product((5, 11, 24), (700.0, 1310.0, 2555.0)):
         for row in planner(model(slope=slope)).rows(batch)[0]:
             assert row.fits == all(mib <= card.total_mib for mib, card in zip(row.peak_mib, CARDS, strict=True))
             assert row.fits == (row.word in ("ok", "tight"))
 
 
-def test_chunks_that_batchnorm_refuses_are_no_rows():
+def test_splits_refused_by_batchnorm_are_left_out():
     rows, refused = planner(smallest_chunk=2).rows(5)
     assert [row.split for row in rows] == [(0, 3, 2), (5, 0, 0)]
     assert {value for value, _ in refused} | {row.gpu0_bsz for row in rows} == set(range(6))
     assert all("BatchNorm" in reason for _, reason in refused)
 
 
-def test_unequal_cards_take_shares():
+def test_unequal_gpus_get_unequal_shares():
     cards = (Card(10_000.0), Card(10_000.0), Card(3_000.0))
     own = planner(cards=cards)
     shares = own.largest_shares()
@@ -82,13 +82,13 @@ def test_unequal_cards_take_shares():
     assert largest < sum(shares)
 
 
-def test_a_card_smaller_than_the_context_fits_nothing():
+def test_gpu_smaller_than_the_context_fits_no_split():
     own = planner(cards=(Card(400.0),) * 3)
     assert own.largest_batch() == (0, None)
     assert "context" in own.rows(3)[0][0].reason
 
 
-def test_measured_scale_and_context_enter_the_need():
+def test_measured_scale_and_context_change_the_need():
     own = Planner(model(), CARDS, OverheadEstimate((700.0, 300.0, 300.0), 0.95, (1.1, 1.0, 1.0), "measured"))
     row = own.row(6, 2)
     assert row.tensors_mib == (3300.0, 2500.0, 2500.0)
@@ -96,7 +96,7 @@ def test_measured_scale_and_context_enter_the_need():
 
 
 @pytest.mark.parametrize("mode", ["single", "ddp", "model"])
-def test_modes_without_gpu0_bsz_have_one_row(mode):
+def test_modes_without_gpu0_bsz_give_one_row(mode):
     lines = {"backward": Line(100.0, 10.0)}
     cards = CARDS[:1] if mode == "single" else CARDS
     own = Planner(
@@ -111,7 +111,7 @@ def test_modes_without_gpu0_bsz_have_one_row(mode):
     assert own.largest_batch()[0] > 0
 
 
-def test_six_simulations_give_every_coefficient_back():
+def test_fit_of_six_simulations_recovers_every_coefficient():
     """Peaks made by a known law; the fit must know it on splits that it has not seen."""
 
     def peaks(split):
@@ -126,7 +126,7 @@ def test_six_simulations_give_every_coefficient_back():
         assert fitted.peak_mib(split) == pytest.approx(peaks(split).peak_mib(), rel=1e-9)
 
 
-def test_json_has_the_contracts_names_and_text_has_every_split():
+def test_json_has_contract_names_and_text_every_split():
     own = planner()
     rows, refused = own.rows(6)
     plan = MemoryPlan("x", "dp", 6, CARDS, own.model, own.allowance, rows, refused, max_batch=own.largest_batch()[0])

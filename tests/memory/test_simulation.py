@@ -37,7 +37,7 @@ def kinds(road, phase, device=0):
 
 
 @pytest.mark.slow
-def test_the_affine_model_is_right_within_one_percent_on_splits_it_has_not_seen():
+def test_affine_model_is_within_1_percent_on_unseen_splits():
     rows = said("affine")
     assert len(rows) == 12
     for model, split, predicted, truth in rows:
@@ -46,7 +46,7 @@ def test_the_affine_model_is_right_within_one_percent_on_splits_it_has_not_seen(
 
 
 @pytest.mark.slow
-def test_half_precision_needs_about_half_of_the_activations():
+def test_half_precision_needs_about_half_the_activations():
     full = kinds("plain", "backward")["activations"]
     for road in ("amp-fp16", "amp-bf16", "fp16"):
         assert 0.45 * full < kinds(road, "backward")["activations"] < 0.62 * full, road
@@ -56,7 +56,7 @@ def test_half_precision_needs_about_half_of_the_activations():
 
 
 @pytest.mark.slow
-def test_optimizer_average_and_masters_are_counted_as_copies_of_the_weights():
+def test_optimizer_ema_and_masters_count_as_weight_copies():
     weights = kinds("plain", "step")["weights"]
     assert kinds("plain", "step")["optimizer"] == pytest.approx(weights, rel=0.02)
     assert kinds("adamw", "step")["optimizer"] == pytest.approx(2 * weights, rel=0.02)
@@ -66,7 +66,7 @@ def test_optimizer_average_and_masters_are_counted_as_copies_of_the_weights():
 
 
 @pytest.mark.slow
-def test_no_criterion_needs_the_full_resolution_three_times():
+def test_no_criterion_needs_three_full_resolution_tensors():
     full_mib = 4 * 19 * 256 * 320 * 4 / 2**20
     assert peak("full") > peak("plain") + 1.5 * full_mib
     for road in ("ohem", "dice", "focal"):
@@ -75,7 +75,7 @@ def test_no_criterion_needs_the_full_resolution_three_times():
 
 
 @pytest.mark.slow
-def test_devices_hold_what_their_role_demands():
+def test_device_memory_follows_its_role():
     dp = said("roads")["dp"]
     assert "optimizer" in dp[0]["backward"][1]
     assert all("optimizer" not in device["backward"][1] and "replicas" in device["backward"][1] for device in dp[1:])
@@ -86,7 +86,7 @@ def test_devices_hold_what_their_role_demands():
     assert peak("dp", 2) == pytest.approx(peak("dp plain batchnorm", 2), rel=0.02)
 
 
-def test_ddp_without_views_holds_the_gradients_twice():
+def test_ddp_without_bucket_views_holds_gradients_twice():
     weights = kinds("linknet", "step")["weights"]
     assert kinds("ddp", "step")["gradients"] == pytest.approx(weights, rel=0.02)
     assert kinds("ddp without views", "step")["buckets"] == pytest.approx(weights, rel=0.02)

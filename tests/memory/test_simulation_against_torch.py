@@ -38,7 +38,7 @@ def measured_and_simulated(model, *splits):
         ),
     ],
 )
-def test_simulated_peak_is_within_one_percent_of_the_profilers(model):
+def test_simulated_peak_is_within_1_percent_of_the_profiler(model):
     rows = measured_and_simulated(model, *SPLITS)
     assert len(rows) == len(SPLITS)
     for split, measured, simulated in rows:
@@ -46,7 +46,7 @@ def test_simulated_peak_is_within_one_percent_of_the_profilers(model):
 
 
 @pytest.mark.slow
-def test_a_kernels_own_scratch_is_what_a_simulation_cannot_see():
+def test_kernel_scratch_memory_is_missing_from_the_simulation():
     """The CPU's convolutions take scratch within one call for some shapes; the simulation is below, never above."""
     ((_, measured, simulated),) = measured_and_simulated("unet_resnet18", "4")
     assert simulated < measured < 1.06 * simulated

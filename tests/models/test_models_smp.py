@@ -90,7 +90,7 @@ def test_upsampled_logits_match_smp_with_the_same_weights(name, encoder):
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_size_rule_is_the_one_of_smp(name):
+def test_size_rule_matches_smp(name):
     model = build_small(name).eval()
     divisor = model.size_divisor
     bad = (divisor * 10 + 1, divisor * 12 - 1)
@@ -106,7 +106,7 @@ def test_size_rule_is_the_one_of_smp(name):
         original_with_weights_of(model)(torch.randn(1, 3, *bad))
 
 
-def test_pan_needs_a_least_size():
+def test_pan_refuses_images_below_its_minimum_size():
     model = build_small("PAN").eval()
     assert (model.size_divisor, model.min_size_px) == (16, 128)
     with pytest.raises(ValueError, match="needs at least 128 px a side: pad to 128x160"):
@@ -115,7 +115,7 @@ def test_pan_needs_a_least_size():
         assert model(torch.randn(1, 3, 128, 160))[0].shape == (1, 5, 32, 40)
 
 
-def test_transformer_of_one_size_says_so():
+def test_transformer_of_fixed_size_names_its_size():
     model = build_model("smp", "FPN", 3, encoder="tu-swin_tiny_patch4_window7_224", options={"depths": [1, 1, 1, 1]})
     assert model.fixed_size_px == (224, 224)
     with pytest.raises(ValueError, match=r"takes 224x224 px only: .*img_size"):
@@ -143,13 +143,13 @@ def test_gradient_reaches_every_parameter_that_asks_for_one(name, encoder):
     assert sum(p.requires_grad for p in model.parameters()) > 40
 
 
-def test_stages_that_never_run_are_not_built():
+def test_unused_encoder_stages_are_not_built():
     shallow, deep = build_small("PSPNet"), build_small("PSPNet", encoder_depth=5)
     assert not [name for name, _ in shallow.named_parameters() if "layer3" in name or "layer4" in name]
     assert [name for name, _ in deep.named_parameters() if "layer4" in name]
 
 
-def test_stages_that_run_for_nothing_do_not_ask_for_gradients():
+def test_unused_stages_require_no_gradient():
     model = build_small("PSPNet", "mobilenet_v2")  # its loop over blocks goes on for one stage too many
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     assert frozen
@@ -157,7 +157,7 @@ def test_stages_that_run_for_nothing_do_not_ask_for_gradients():
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_least_training_batch_is_true(name):
+def test_minimum_training_batch_is_exact(name):
     model = build_small(name)
     size = model.suitable_size(64, 64)
     model(torch.randn(model.min_train_batch, 3, *size))
@@ -168,13 +168,13 @@ def test_least_training_batch_is_true(name):
 
 
 @pytest.mark.parametrize("num_classes", [1, 150])
-def test_any_number_of_classes(num_classes):
+def test_any_number_of_classes_builds(num_classes):
     model = build_small("Linknet", num_classes=num_classes)
     assert [o.shape[1] for o in model(torch.randn(2, 3, 32, 32))] == [num_classes]
     assert not model.has_aux
 
 
-def test_published_pspnet_runs_the_whole_backbone_at_stride_8():
+def test_published_pspnet_has_whole_backbone_at_stride_8():
     options = {"encoder_depth": 5, "encoder_output_stride": 8, "psp_out_channels": 32}
     model = build_model("smp", "PSPNet", 3, encoder="resnet18", options=options)
     assert model.size_divisor == model.logits_stride == 8
@@ -182,7 +182,7 @@ def test_published_pspnet_runs_the_whole_backbone_at_stride_8():
     assert_upsampled_matches(model, original, 64, 72)
 
 
-def test_options_of_architecture_and_of_a_timm_encoder_are_passed_on():
+def test_architecture_and_timm_encoder_options_are_passed_on():
     unet = build_model(
         "smp", "unet", 3, encoder="resnet18", options={"encoder_depth": 3, "decoder_channels": [8, 8, 4]}
     )
@@ -192,7 +192,7 @@ def test_options_of_architecture_and_of_a_timm_encoder_are_passed_on():
     assert len(list(small.backbone_parameters())) < len(list(plain.backbone_parameters()))
 
 
-def test_default_encoder_is_the_one_of_smp():
+def test_default_encoder_is_that_of_smp():
     assert build_model("smp", "Linknet", 2).encoder_name == "resnet34"
 
 
@@ -212,17 +212,17 @@ def test_default_encoder_is_the_one_of_smp():
         ("DeepLabV3", {"encoder": "resnet18", "options": {"encoder_output_stride": 4}}, r"output stride 8 or 16"),
     ],
 )  # fmt: skip
-def test_what_does_not_exist_is_refused_with_the_nearest(name, kwargs, message):
+def test_unknown_name_is_refused_with_the_nearest(name, kwargs, message):
     with pytest.raises(ConfigError, match=message):
         build_model("smp", name, 3, **kwargs)
 
 
-def test_every_architecture_of_the_installed_smp_is_known_and_has_a_note():
+def test_every_installed_smp_architecture_has_a_note():
     assert list(known_models()["smp"]) == ARCHITECTURES
     assert {f"smp/{name}" for name in ARCHITECTURES} <= set(FAMILY_NOTES)
 
 
-def test_parameters_are_divided_into_backbone_and_head():
+def test_parameters_are_split_into_backbone_and_head():
     model = build_small("FPN")
     names = {id(p): n for n, p in model.named_parameters()}
     backbone, head = list(model.backbone_parameters()), list(model.head_parameters())
@@ -231,7 +231,7 @@ def test_parameters_are_divided_into_backbone_and_head():
     assert len(backbone) + len(head) == len(names)
 
 
-def test_initialisation_depends_on_the_global_generator_alone():
+def test_initialisation_depends_only_on_the_global_generator():
     def build(seed, encoder):
         torch.manual_seed(seed)
         model = build_small("Segformer", encoder, decoder_segmentation_channels=16)
@@ -246,7 +246,7 @@ def test_initialisation_depends_on_the_global_generator_alone():
 @pytest.mark.slow
 @pytest.mark.parametrize("encoder", list(smp.encoders.get_encoder_names()))
 @pytest.mark.parametrize("name", ["Unet", "FPN", "PSPNet", "DeepLabV3Plus"])
-def test_every_encoder_of_smp_is_built_or_refused_and_its_size_rule_holds(name, encoder):
+def test_every_smp_encoder_is_refused_or_obeys_its_size_rule(name, encoder):
     # Shapes only, as the largest have hundreds of millions of parameters; mit reads values while it is built.
     with torch.device("cpu" if encoder.startswith("mit") else "meta"):
         try:

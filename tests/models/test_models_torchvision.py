@@ -42,7 +42,7 @@ def assert_close(actual, expected):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if "101" in name else ()) for name in REGISTERED]
 )
-def test_upsampled_logits_match_torchvision_with_the_same_weights(name):
+def test_upsampled_logits_match_torchvision_with_equal_weights(name):
     torch.manual_seed(0)
     model = build_model("torchvision", name, 5)
     original = original_of(name, model, aux=True)
@@ -65,7 +65,7 @@ def test_upsampled_logits_match_torchvision_with_the_same_weights(name):
 
 @pytest.mark.parametrize(("family", "has_aux"), [("fcn", True), ("deeplabv3", True), ("lraspp", False)])
 @pytest.mark.parametrize("encoder", ["resnet18", "mobilenet_v3_small"])
-def test_families_on_small_backbones_learn_in_every_parameter(family, has_aux, encoder):
+def test_every_family_gives_every_parameter_a_gradient(family, has_aux, encoder):
     model = build_model("torchvision", family, 4, encoder=encoder)
     outputs = model(torch.randn(2, 3, 64, 96))
     assert model.training
@@ -77,26 +77,26 @@ def test_families_on_small_backbones_learn_in_every_parameter(family, has_aux, e
 
 
 @pytest.mark.parametrize("family", ["fcn", "deeplabv3", "lraspp"])
-def test_family_note_has_the_stride_of_a_resnet50(family):
+def test_family_note_states_the_stride_of_a_resnet50(family):
     model = build_model("torchvision", family, 3, encoder="resnet50")
     assert model.note is FAMILY_NOTES[f"torchvision/{family}"]
     assert model.note.stride == model.logits_stride
 
 
-def test_aux_can_be_left_out():
+def test_auxiliary_head_can_be_left_out():
     model = build_model("torchvision", "fcn", 4, aux=False, **SMALL)
     assert not model.has_aux
     assert len(model(torch.randn(2, 3, 64, 64))) == 1
 
 
 @pytest.mark.parametrize("num_classes", [1, 2, 19, 150])
-def test_any_number_of_classes(num_classes):
+def test_any_number_of_classes_builds(num_classes):
     model = build_model("torchvision", "fcn", num_classes, **SMALL)
     assert [logits.shape[1] for logits in model(torch.randn(1, 3, 32, 32))] == [num_classes] * 2
     assert model.num_classes == num_classes
 
 
-def test_no_class_is_refused():
+def test_zero_classes_are_refused():
     with pytest.raises(ValueError, match="at least one class"):
         build_model("torchvision", "fcn", 0, **SMALL)
 
@@ -135,7 +135,7 @@ def test_options_reach_backbone_and_head(name, encoder, options, stride):
         ("deeplabv3", {**SMALL, "options": {"atrous_rates": "x"}}, r"model\.options: .*atrous_rates"),
     ],
 )  # fmt: skip
-def test_what_does_not_exist_is_refused_with_the_nearest(name, kwargs, message):
+def test_unknown_name_is_refused_with_the_nearest(name, kwargs, message):
     with pytest.raises(ConfigError, match=message):
         build_model("torchvision", name, 3, **kwargs)
 
@@ -158,11 +158,11 @@ def test_every_known_backbone_builds_into_a_family(family, encoder):
         assert len(model(torch.zeros(2, 3, 64, 64))) == 1 + model.has_aux
 
 
-def test_known_backbones():
+def test_every_listed_backbone_is_known():
     assert {"resnet18", "resnet152", "wide_resnet50_2", "mobilenet_v3_small"} <= set(_backbone_names())
 
 
-def test_parameters_are_divided_into_backbone_and_head():
+def test_parameters_are_split_into_backbone_and_head():
     with torch.device("meta"):
         model = build_model("torchvision", "deeplabv3", 3, **SMALL)
     backbone, head = list(model.backbone_parameters()), list(model.head_parameters())
@@ -172,7 +172,7 @@ def test_parameters_are_divided_into_backbone_and_head():
     assert len(backbone) + len(head) == len(names)
 
 
-def test_initialisation_depends_on_the_global_generator_alone(monkeypatch):
+def test_initialisation_depends_only_on_the_global_generator(monkeypatch):
     def build(seed):
         torch.manual_seed(seed)
         model = build_model("torchvision", "fcn", 3, **SMALL)
@@ -189,7 +189,7 @@ def test_initialisation_depends_on_the_global_generator_alone(monkeypatch):
     assert state.equal(state_without), "looking at the network drew random numbers"
 
 
-def test_looking_at_a_network_leaves_its_statistics_alone():
+def test_inspecting_a_network_keeps_its_statistics():
     model = build_model("torchvision", "fcn", 3, **SMALL)
     for name, buffer in model.named_buffers():
         assert buffer.eq(1 if name.endswith("running_var") else 0).all(), name
@@ -197,7 +197,7 @@ def test_looking_at_a_network_leaves_its_statistics_alone():
 
 
 @pytest.mark.parametrize(("family", "least"), [("fcn", 1), ("lraspp", 1), ("deeplabv3", 2)])
-def test_least_training_batch_is_true(family, least):
+def test_minimum_training_batch_is_exact(family, least):
     model = build_model("torchvision", family, 3, **SMALL)
     assert model.min_train_batch == least
     model(torch.randn(least, 3, 64, 64))
@@ -206,7 +206,7 @@ def test_least_training_batch_is_true(family, least):
             model(torch.randn(least - 1, 3, 64, 64))
 
 
-def test_network_that_reads_values_is_looked_at_on_the_cpu(monkeypatch):
+def test_network_reading_values_is_inspected_on_the_cpu(monkeypatch):
     model = build_model("torchvision", "deeplabv3", 3, **SMALL)
     model.min_train_batch = model.logits_stride = 0
     compute = model.compute_logits

@@ -98,7 +98,7 @@ def test_safetensors_load(tmp_path, state):
     assert_same_tensors(build(weights=str(tmp_path / "weights.safetensors")), state)
 
 
-def test_weights_go_to_torchvision_and_back(tmp_path):
+def test_weights_round_trip_through_torchvision(tmp_path):
     from torchvision.models.segmentation import lraspp_mobilenet_v3_large
 
     original = lraspp_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=3)
@@ -118,7 +118,7 @@ def test_network_does_not_share_memory_with_the_file(tmp_path, state):
 # What does not fit
 
 
-def test_head_for_other_classes_stays_at_initialisation_and_is_named(tmp_path, state):
+def test_head_of_other_classes_stays_initialised_and_is_named(tmp_path, state):
     torch.save(state, tmp_path / "weights.pt")
     head = {f"classifier.{part}_classifier.{kind}" for part in ("low", "high") for kind in ("weight", "bias")}
     torch.manual_seed(0)
@@ -154,7 +154,7 @@ def test_summary_of_many_names_is_short():
     assert (event["num_taken"], event["num_tensors"], len(event["missing"])) == (1, 301, 100)
 
 
-def test_encoder_alone_in_a_file_for_the_whole_network_loads(tmp_path, state):
+def test_encoder_only_file_loads_into_whole_network(tmp_path, state):
     torch.save({n: v for n, v in state.items() if n.startswith("backbone.")}, tmp_path / "weights.pt")
     (report,) = build(weights=str(tmp_path / "weights.pt")).load_reports
     assert all(name.startswith("classifier.") for name in report.keys.missing)
@@ -174,13 +174,13 @@ def test_encoder_alone_in_a_file_for_the_whole_network_loads(tmp_path, state):
         (torch.zeros(2), r"holds no state dict"),
     ],
 )
-def test_file_without_this_models_tensors_is_refused(tmp_path, tensors, message):
+def test_file_without_tensors_of_the_model_is_refused(tmp_path, tensors, message):
     torch.save(tensors, tmp_path / "weights.pt")
     with pytest.raises(CheckpointError, match=message):
         build(weights=str(tmp_path / "weights.pt"))
 
 
-def test_half_a_backbone_is_refused_by_name(tmp_path, state):
+def test_incomplete_backbone_is_refused_by_name(tmp_path, state):
     torch.save({n: v for n, v in state.items() if not n.startswith("backbone.5.")}, tmp_path / "weights.pt")
     with pytest.raises(CheckpointError, match=r"is of another backbone: \d+ of \d+ tensors .* backbone\.5\.block"):
         build(weights=str(tmp_path / "weights.pt"))
@@ -190,7 +190,7 @@ def test_half_a_backbone_is_refused_by_name(tmp_path, state):
 
 
 @pytest.mark.parametrize("library", ["torchvision", "smp"])
-def test_backbone_file_as_torchvision_publishes_it_loads(tmp_path, library):
+def test_published_torchvision_backbone_file_loads(tmp_path, library):
     import torchvision
 
     torch.manual_seed(1)
@@ -204,7 +204,7 @@ def test_backbone_file_as_torchvision_publishes_it_loads(tmp_path, library):
     assert_same_tensors(model.backbone_module, published)
 
 
-def test_backbone_file_of_mobilenet_loads_although_its_names_begin_with_features(tmp_path):
+def test_mobilenet_backbone_file_with_features_prefix_loads(tmp_path):
     import torchvision
 
     torch.save(torchvision.models.mobilenet_v3_small(weights=None).state_dict(), tmp_path / "m.pth")
@@ -213,7 +213,7 @@ def test_backbone_file_of_mobilenet_loads_although_its_names_begin_with_features
 
 
 @pytest.mark.parametrize("encoder", ["tu-resnet18", "tu-convnext_atto"])
-def test_backbone_file_of_timm_loads_although_its_names_lie_deeper(tmp_path, encoder):
+def test_timm_backbone_file_with_deeper_names_loads(tmp_path, encoder):
     import timm
 
     torch.manual_seed(1)
@@ -241,7 +241,7 @@ def test_backbone_file_of_another_depth_is_refused(tmp_path):
         build_model("smp", "PSPNet", 3, encoder="resnet34", weights_backbone=str(tmp_path / "resnet18.pth"))
 
 
-def test_backbone_and_whole_weights_are_both_loaded_in_that_order(tmp_path, state):
+def test_backbone_weights_load_before_whole_weights(tmp_path, state):
     import torchvision
 
     torch.save(torchvision.models.mobilenet_v3_small(weights=None).state_dict(), tmp_path / "m.pth")
@@ -315,7 +315,7 @@ def hub(tmp_path, monkeypatch):
     return tmp_path / "hub" / "checkpoints"
 
 
-def test_unknown_name_of_weights_is_refused_with_the_nearest():
+def test_unknown_weights_name_is_refused_with_the_nearest():
     with pytest.raises(ConfigError, match=r"'COCO_WITH_VOC_LABELS' is not .*nearest: COCO_WITH_VOC_LABELS_V1.*file"):
         build_model("torchvision", "lraspp_mobilenet_v3_large", 3, weights="COCO_WITH_VOC_LABELS")
     with pytest.raises(ConfigError, match=r"weights_backbone: 'IMAGENET1K_V3' is not .*nearest: IMAGENET1K_V1"):
@@ -336,7 +336,7 @@ def test_unknown_name_of_weights_is_refused_with_the_nearest():
     ],
 )
 @pytest.mark.parametrize("key", ["weights", "weights_backbone"])
-def test_no_network_gives_one_sentence_without_a_host(hub, monkeypatch, error, key):
+def test_missing_network_is_one_clear_error(hub, monkeypatch, error, key):
     def offline(*args, **kwargs):
         raise error
 
@@ -351,7 +351,7 @@ def test_no_network_gives_one_sentence_without_a_host(hub, monkeypatch, error, k
     assert "\n" not in message
 
 
-def test_named_weights_are_downloaded_once_and_checked(hub, monkeypatch):
+def test_named_weights_are_downloaded_once_and_verified(hub, monkeypatch):
     import torchvision
 
     published = torchvision.models.mobilenet_v3_small(weights=None).state_dict()

@@ -83,7 +83,7 @@ def in_mmseg(name: str) -> str:
 
 
 @torch.no_grad()
-def test_torchvisions_fcn_gives_equal_outputs_under_its_own_names_and_those_of_mmsegmentation(tmp_path, fcn):
+def test_fcn_outputs_equal_under_torchvision_and_mmseg_names(tmp_path, fcn):
     wanted = fcn(IMAGES)["out"]
     own = fcn.state_dict()
     of_mmseg = {"meta": {"epoch": 3}, "state_dict": {in_mmseg(name): value for name, value in own.items()}}
@@ -97,7 +97,7 @@ def test_torchvisions_fcn_gives_equal_outputs_under_its_own_names_and_those_of_m
         torch.testing.assert_close(found, wanted)
 
 
-def test_a_head_of_mmsegmentation_without_counterpart_is_left_out_with_its_reason(tmp_path, fcn):
+def test_mmseg_head_without_counterpart_is_skipped_with_reason(tmp_path, fcn):
     state = {in_mmseg(name): value for name, value in fcn.state_dict().items()}
     state["decode_head.conv_cat.conv.weight"] = torch.zeros(
         512, 2560, 3, 3
@@ -114,7 +114,7 @@ def test_a_head_of_mmsegmentation_without_counterpart_is_left_out_with_its_reaso
         loaded("torchvision", "deeplabv3_resnet50", head, tmp_path)
 
 
-def test_classes_and_an_auxiliary_head_that_differ_are_told(tmp_path, fcn):
+def test_differing_classes_and_auxiliary_head_are_reported(tmp_path, fcn):
     _, keys = loaded("torchvision", "fcn_resnet50", fcn.state_dict(), tmp_path, num_classes=3, aux=False)
     assert keys.missing == dict.fromkeys(["classifier.4.weight", "classifier.4.bias"], "for 5 classes there, 3 here")
     reasons = {name: reason for name, reason in keys.left_out.items() if name.startswith("aux_classifier.")}
@@ -124,7 +124,7 @@ def test_classes_and_an_auxiliary_head_that_differ_are_told(tmp_path, fcn):
 
 @torch.no_grad()
 @pytest.mark.parametrize("encoder", ["resnet18", "tu-resnet18"])
-def test_a_whole_smp_model_gives_equal_outputs(tmp_path, encoder):
+def test_whole_smp_model_gives_equal_outputs(tmp_path, encoder):
     torch.manual_seed(3)
     original = lively(smp.FPN(encoder, encoder_weights=None, classes=5))
     model, keys = loaded("smp", "FPN", {"state_dict": {f"model.{n}": v for n, v in original.state_dict().items()}}, tmp_path, encoder=encoder)  # fmt: skip  # noqa: E501
@@ -141,16 +141,14 @@ def test_a_whole_smp_model_gives_equal_outputs(tmp_path, encoder):
     ("library", "name", "encoder"),
     [("torchvision", "lraspp", "resnet18"), ("smp", "FPN", "resnet18"), ("smp", "FPN", "tu-resnet18")],
 )
-def test_a_plain_classification_network_of_torchvision_becomes_any_backbone(
-    tmp_path, resnet18, library, name, encoder, key
-):
+def test_torchvision_classifier_loads_into_any_backbone(tmp_path, resnet18, library, name, encoder, key):
     model, keys = loaded(library, name, resnet18.state_dict(), tmp_path, encoder=encoder, key=key)
     assert keys.left_out == dict.fromkeys(["fc.weight", "fc.bias"], "the backbone's own classifier")
     assert not [name for name in keys.missing if name.startswith(model.backbone_prefix)]
     assert_same_features(model.backbone_module, resnet18)
 
 
-def test_a_backbone_of_timm_becomes_torchvisions(tmp_path):
+def test_timm_backbone_loads_into_torchvision(tmp_path):
     torch.manual_seed(4)
     original = lively(timm.create_model("resnet50", pretrained=False))
     state = {f"module.{name}": value for name, value in original.state_dict().items()}
@@ -159,7 +157,7 @@ def test_a_backbone_of_timm_becomes_torchvisions(tmp_path):
     assert_same_features(model.backbone_module, original)
 
 
-def test_an_encoder_of_smp_becomes_torchvisions_and_a_torchvision_network_smps(tmp_path, resnet18):
+def test_smp_and_torchvision_encoders_load_into_each_other(tmp_path, resnet18):
     encoder = smp.encoders.get_encoder("resnet18", weights=None)
     encoder.load_state_dict(resnet18.state_dict())
     model, _ = loaded("torchvision", "lraspp", encoder.state_dict(), tmp_path, encoder="resnet18")
@@ -169,7 +167,7 @@ def test_an_encoder_of_smp_becomes_torchvisions_and_a_torchvision_network_smps(t
     assert set(keys.left_out.values()) == {"of another part of the file"}
 
 
-def test_the_deep_stem_of_mmsegmentation_is_timms_resnet50c_and_no_other(tmp_path):
+def test_mmseg_deep_stem_loads_only_into_timm_resnet50c(tmp_path):
     torch.manual_seed(5)
     original = lively(timm.create_model("resnet50c", pretrained=False))
     of_mmseg = {}
@@ -193,7 +191,7 @@ def test_the_deep_stem_of_mmsegmentation_is_timms_resnet50c_and_no_other(tmp_pat
 # Refusals
 
 
-def test_a_deeper_backbone_that_holds_all_names_is_refused(tmp_path):
+def test_deeper_backbone_holding_all_names_is_refused(tmp_path):
     state = torchvision.models.resnet34(weights=None).state_dict()
     for key in ("weights", "weights_backbone"):
         with pytest.raises(
@@ -202,7 +200,7 @@ def test_a_deeper_backbone_that_holds_all_names_is_refused(tmp_path):
             loaded("smp", "FPN", state, tmp_path, encoder="resnet18", key=key)
 
 
-def test_two_networks_in_one_file_are_refused_unless_one_fits_better(tmp_path, resnet18):
+def test_file_of_two_networks_is_refused_unless_one_fits_better(tmp_path, resnet18):
     state = resnet18.state_dict()
     both = {f"{who}.{name}": value for who in ("student", "teacher") for name, value in state.items()}
     with pytest.raises(CheckpointError, match=r"several networks that fit equally well .*student.* and teacher"):
@@ -215,7 +213,7 @@ def test_two_networks_in_one_file_are_refused_unless_one_fits_better(tmp_path, r
         loaded("smp", "FPN", {"student": state, "teacher": state, "step": 3}, tmp_path, encoder="resnet18")
 
 
-def test_a_network_of_other_names_is_refused_with_the_nearest(tmp_path):
+def test_network_of_other_names_is_refused_with_the_nearest(tmp_path):
     state = timm.create_model("mobilenetv3_small_050", pretrained=False).state_dict()
     with pytest.raises(CheckpointError, match=r"model\.weights: .*file\.pth .*; nearest: \S+ there, \S+ here"):
         loaded("torchvision", "lraspp", state, tmp_path, encoder="mobilenet_v3_small")
@@ -228,7 +226,7 @@ SHAPES = st.dictionaries(NAMES, st.tuples(st.integers(1, 3), st.integers(1, 2)),
 
 
 @given(SHAPES, SHAPES, st.sampled_from(["", "a.", "b."]))
-def test_every_name_is_taken_left_out_or_missing_and_only_equal_shapes_are_taken(found, wanted, backbone):
+def test_every_name_is_loaded_skipped_or_missing_by_shape(found, wanted, backbone):
     try:
         keys = map_keys(found, wanted, backbone)
     except CheckpointError:
@@ -244,7 +242,7 @@ def test_every_name_is_taken_left_out_or_missing_and_only_equal_shapes_are_taken
 
 
 @given(st.permutations(list(torchvision.models.resnet18(weights=None).state_dict().items())))
-def test_the_order_of_the_file_decides_nothing(items):
+def test_key_order_of_the_file_does_not_matter(items):
     wanted = {f"encoder.{name}": tuple(value.shape) for name, value in items if not name.startswith("fc.")}
     found = {f"module.{name}": tuple(value.shape) for name, value in items}
     keys = map_keys(found, wanted, "encoder.")

@@ -18,7 +18,7 @@ class Pooled(nn.Module):
         return x + self.pooled(x)
 
 
-def test_the_starved_layer_is_named_without_touching_the_model():
+def test_layer_with_one_value_is_named_and_model_unchanged():
     net = Pooled()
     before = {key: value.clone() for key, value in net.state_dict().items()}
     x = torch.randn(5, 3, 9, 9)
@@ -40,23 +40,23 @@ def test_the_starved_layer_is_named_without_touching_the_model():
         lambda: Pooled().body,
     ],
 )
-def test_synchronised_frozen_and_spread_layers_take_any_split(build):
+def test_synchronised_and_frozen_layers_take_any_split(build):
     net = build()
     assert smallest_chunk(net, torch.randn(2, 3, 9, 9)) == 1
     check_batchnorm(net, (1, 1, 0), torch.randn(2, 3, 9, 9))
 
 
-def test_no_chunk_of_one_no_problem():
+def test_split_without_chunk_of_one_is_allowed():
     assert batchnorm_single_value_problem(Pooled(), (0, 2, 3), torch.randn(5, 3, 9, 9)) is None
 
 
-def test_the_size_of_the_input_decides():
+def test_spatial_size_decides_whether_one_sample_suffices():
     net = nn.Sequential(nn.Conv2d(3, 4, 8, 8), nn.BatchNorm2d(4))
     assert smallest_chunk(net, torch.randn(2, 3, 8, 8)) == 2
     assert smallest_chunk(net, torch.randn(2, 3, 16, 16)) == 1
 
 
-def test_a_model_that_needs_values_is_judged_with_caution():
+def test_model_reading_values_is_assumed_to_need_two_samples():
     class NeedsValues(nn.Module):
         def __init__(self):
             super().__init__()

@@ -9,7 +9,7 @@ from segapp.parallel import check_split, plan_chunks
 
 @pytest.mark.parametrize("num_devices", range(1, 6))
 @pytest.mark.parametrize("num_samples", range(13))
-def test_every_gpu0_bsz_up_to_the_batch_is_honoured_and_the_others_share_evenly(num_samples, num_devices):
+def test_every_gpu0_bsz_is_honoured_and_the_rest_shared_evenly(num_samples, num_devices):
     for gpu0_bsz in range(0 if num_devices > 1 else 1, num_samples + 1):
         first, *others = plan_chunks(num_samples, num_devices, gpu0_bsz)
         assert first + sum(others) == num_samples
@@ -36,7 +36,7 @@ def test_every_gpu0_bsz_up_to_the_batch_is_honoured_and_the_others_share_evenly(
         ((4, 1, 2), (4,)),
     ],
 )
-def test_splits_by_hand(arguments, split):
+def test_plan_chunks_by_hand(arguments, split):
     assert plan_chunks(*arguments) == split
 
 
@@ -60,7 +60,7 @@ def test_short_batches_never_exceed_a_share_of_the_full_batch(full, num_samples,
     assert not (gpu0_bsz and sum(short)) or short[0] >= 1
 
 
-def test_gpu0_bsz_is_the_short_form_of_shares():
+def test_gpu0_bsz_equals_the_matching_shares():
     assert plan_chunks(8, 3, shares=[2, 3, 3]) == plan_chunks(8, 3, gpu0_bsz=2)
 
 
@@ -80,12 +80,12 @@ def test_gpu0_bsz_is_the_short_form_of_shares():
         (lambda: plan_chunks(8, 2, shares=[4, 5], full_batch=8), ValueError, "add up to 9, the batch is 8"),
     ],
 )
-def test_bad_wishes_name_the_value_and_the_next_move(call, error, part):
+def test_bad_split_error_names_value_and_next_move(call, error, part):
     with pytest.raises(error, match=part):
         call()
 
 
-def test_check_split_answers_instead_of_raising():
+def test_check_split_returns_the_problem_without_raising():
     assert check_split(8, 3, 2).split == (2, 3, 3)
     assert check_split(8, 3, 0).notes == ("device 0 computes nothing",)
     assert check_split(4, 1, 2).notes == ("gpu0_bsz=2 has no effect on one device",)
@@ -95,7 +95,7 @@ def test_check_split_answers_instead_of_raising():
         assert refused.reasons
 
 
-def test_check_split_refuses_a_starved_batchnorm_and_suggests_a_split_that_passes():
+def test_check_split_suggests_a_split_batchnorm_accepts():
     refused = check_split(5, 3, 1, smallest_chunk=2)
     assert "sync_bn: true" in refused.reasons[0]
     assert "[2, 3, 0]" in refused.reasons[0]

@@ -20,7 +20,7 @@ from segapp.parallel.data_parallel import ReplicaOutputs
 from tests.support.parallel_cases import PlainCE, SmallNet, grads_of, make_batch, relative_error, state_error
 
 
-def test_one_device_takes_the_same_road_without_threads_or_copies(monkeypatch):
+def test_one_device_runs_without_threads_or_copies(monkeypatch):
     monkeypatch.setattr("threading.Thread.start", lambda self: pytest.fail("a thread was started"))
     module = nn.Linear(2, 2)
     model = DataParallelModel(module, ["cpu"])
@@ -31,7 +31,7 @@ def test_one_device_takes_the_same_road_without_threads_or_copies(monkeypatch):
     assert module.weight.grad is not None
 
 
-def test_a_new_gpu0_bsz_holds_from_the_next_forward():
+def test_new_gpu0_bsz_holds_from_the_next_forward():
     model = DataParallelModel(nn.Linear(2, 2), ["cpu"] * 3, gpu0_bsz=1)
     x = torch.ones(7, 2)
     assert model(x).sizes == (1, 3, 3)
@@ -64,7 +64,7 @@ class Mixed(nn.Module):
         return {"out": self.linear(first + second["deep"] + more[0]), "flag": flag}
 
 
-def test_nested_and_keyword_inputs_arrive_and_outputs_keep_their_structure():
+def test_nested_and_keyword_inputs_keep_their_structure():
     module = Mixed()
     inputs = {"second": {"deep": torch.ones(3, 2)}, "flag": "f", "more": (torch.zeros(3, 2),)}
     truth = module(torch.ones(3, 2), **inputs)
@@ -86,12 +86,12 @@ def test_calls_without_samples_run_once():
     assert [tuple(output.shape) for output in empty] == [(0, 3)]
 
 
-def test_the_published_call_works():
+def test_published_balanced_data_parallel_call_works():
     model = BalancedDataParallel(2, nn.Linear(2, 1), dim=0, device_ids=["cpu", "cpu"])
     assert model(torch.ones(5, 2)).shape == (5, 1)
 
 
-def test_batch_along_another_dim():
+def test_batch_along_another_dim_matches_one_device():
     class Transposed(nn.Module):
         def forward(self, x):
             return x * 2
@@ -102,7 +102,7 @@ def test_batch_along_another_dim():
     assert model.last_split == (1, 3, 2)
 
 
-def test_state_dicts_carry_no_prefix_and_go_both_ways():
+def test_state_dict_has_no_prefix_and_loads_both_ways():
     module = SmallNet()
     model = DataParallelModel(module, ["cpu"] * 2)
     assert list(model.state_dict()) == list(SmallNet().state_dict())
@@ -114,7 +114,7 @@ def test_state_dicts_carry_no_prefix_and_go_both_ways():
     assert all(torch.equal(value, other[key]) for key, value in module.state_dict().items())
 
 
-def test_copies_pickles_and_modes():
+def test_wrapper_can_be_copied_pickled_and_switched_mode():
     model = DataParallelModel(SmallNet(), ["cpu"] * 2, gpu0_bsz=1)
     images, _ = make_batch(3, dtype=torch.float32)
     outputs = model(images)
@@ -205,7 +205,7 @@ def test_hooks_fire_per_replica_and_on_the_summed_gradient():
     assert torch.equal(gradients[0], torch.full((2, 2), 7.0))
 
 
-def test_input_gradients_and_in_place_operations_on_chunks():
+def test_input_gradients_with_in_place_operations_match():
     class InPlace(nn.Module):
         def forward(self, x):
             return torch.relu_(x * 1)
@@ -215,7 +215,7 @@ def test_input_gradients_and_in_place_operations_on_chunks():
     assert torch.equal(x.grad, (x > 0).float())
 
 
-def test_channels_last_stays_channels_last():
+def test_channels_last_layout_is_kept():
     images = torch.randn(5, 3, 8, 8).to(memory_format=torch.channels_last)
     net = convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))).to(
         memory_format=torch.channels_last
@@ -224,7 +224,7 @@ def test_channels_last_stays_channels_last():
         assert output.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_bad_models_devices_and_splits_are_refused_at_once():
+def test_bad_models_devices_and_splits_are_refused():
     with pytest.raises(TypeError, match=r"not an nn\.Module"):
         DataParallelModel(3, ["cpu"])
     with pytest.raises(TypeError, match="compiled"):
@@ -241,12 +241,12 @@ def test_bad_models_devices_and_splits_are_refused_at_once():
         DataParallelModel(nn.Linear(1, 1), ["cpu"] * 2, mode="fast")(torch.ones(2, 1))
 
 
-def test_a_compiled_module_is_fine_on_one_device():
+def test_compiled_module_runs_on_one_device():
     model = DataParallelModel(torch.compile(nn.Linear(2, 2), backend="eager"), ["cpu"])
     assert model(torch.ones(3, 2))[0].shape == (3, 2)
 
 
-def test_plain_batchnorm_on_single_values_says_what_to_do():
+def test_batchnorm_on_single_values_error_names_next_move():
     pooled = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(3))
     x = torch.randn(5, 3, 4, 4)
     with pytest.raises(ReplicaError, match="use convert_sync_batchnorm"):
@@ -255,7 +255,7 @@ def test_plain_batchnorm_on_single_values_says_what_to_do():
 
 
 class TestCriterion:
-    def test_targets_may_be_split_already(self):
+    def test_targets_split_by_the_caller_are_accepted(self):
         images, target = make_batch(7)
         outputs = DataParallelModel(SmallNet().double().eval(), ["cpu"] * 3, gpu0_bsz=2)(images)
         criterion = DataParallelCriterion(PlainCE())
@@ -264,7 +264,7 @@ class TestCriterion:
         assert criterion(outputs, parts) == loss
         assert criterion(list(outputs), target) == loss, "a plain list tells its sizes by its tensors"
 
-    def test_statistics_add_up_to_the_loss_and_stay_differentiable(self):
+    def test_summed_statistics_give_a_differentiable_loss(self):
         images, target = make_batch(4)
         net = SmallNet().double().eval()
         criterion = DataParallelCriterion(PlainCE())
@@ -275,7 +275,7 @@ class TestCriterion:
         loss.backward()
         assert net.head.weight.grad is not None
 
-    def test_a_criterion_with_weights_of_its_own_gets_their_gradient(self):
+    def test_criterion_parameters_get_their_gradient(self):
         class Scaled(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -296,7 +296,7 @@ class TestCriterion:
         assert criterion.scale.grad == x.mean()
         assert criterion.calls == 1
 
-    def test_what_does_not_fit_is_refused(self):
+    def test_outputs_and_targets_that_do_not_match_are_refused(self):
         with pytest.raises(TypeError, match="CrossEntropyLoss has no statistics"):
             DataParallelCriterion(nn.CrossEntropyLoss())
         images, target = make_batch(4)

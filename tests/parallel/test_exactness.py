@@ -70,7 +70,7 @@ def test_3000_random_steps_match_one_device_in_float64():
 
 
 @pytest.mark.parametrize("num_devices", [2, 3, 5])
-def test_every_gpu0_bsz_matches_one_device_with_frozen_batchnorm_too(num_devices):
+def test_every_gpu0_bsz_matches_one_device_with_frozen_norm(num_devices):
     for num_samples in (1, 2, 7):
         images, target = make_batch(num_samples)
         torch.manual_seed(0)
@@ -107,7 +107,7 @@ def mean_of_means(outputs, target, sizes):
     return torch.stack(parts).mean()
 
 
-def test_mean_of_means_is_the_contrast_that_fails():
+def test_mean_of_means_fails_the_exactness_check():
     images, target = make_batch(7, ignored=0.95)
     torch.manual_seed(0)
     truth = SmallNet(has_aux=False).double().eval()
@@ -125,7 +125,7 @@ def test_mean_of_means_is_the_contrast_that_fails():
     assert torch.isfinite(DataParallelCriterion(PlainCE())(outputs, target))
 
 
-def test_no_valid_pixel_anywhere_gives_loss_0_and_gradient_0():
+def test_no_valid_pixel_gives_loss_0_and_gradient_0():
     images, target = make_batch(5, ignored=2.0)
     net = convert_sync_batchnorm(SmallNet().double())
     loss = DataParallelCriterion(PlainCE())(DataParallelModel(net, ["cpu"] * 3)(images), target)
@@ -134,7 +134,7 @@ def test_no_valid_pixel_anywhere_gives_loss_0_and_gradient_0():
     assert all(grad is not None and not grad.any() for grad in grads_of(net))
 
 
-def test_30_threaded_steps_are_bitwise_equal_to_each_other_and_to_lockstep():
+def test_30_threaded_steps_are_bitwise_equal_to_lockstep():
     images, target = make_batch(7, dtype=torch.float32)
     torch.manual_seed(0)
     origin = convert_sync_batchnorm(SmallNet())
@@ -151,7 +151,7 @@ def test_30_threaded_steps_are_bitwise_equal_to_each_other_and_to_lockstep():
         assert all(torch.equal(a, b) for a, b in zip(first, step("threads"), strict=True))
 
 
-def test_plain_batchnorm_is_not_exact_so_the_conversion_matters():
+def test_unconverted_batchnorm_fails_the_exactness_check():
     images, target = make_batch(7)
     torch.manual_seed(0)
     truth = SmallNet().double()

@@ -24,10 +24,10 @@ def said():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_full_step_with_synchronised_batchnorm_keeps_to_its_devices(said):
+def test_full_step_with_sync_batchnorm_never_mixes_devices(said):
     assert said["steps"] == [["fake:0", "fake:1", "fake:2"], ["fake:1", "fake:2"], ["fake:0", "fake:1", "fake:2"]]
 
 
-def test_four_seeded_bugs_are_caught(said):
+def test_four_seeded_device_bugs_are_detected(said):
     assert len(said["bugs"]) == 4
     assert all("device" in words for words in said["bugs"].values()), said["bugs"]

@@ -20,13 +20,13 @@ def modules_after(code: str) -> set[str]:
         "from segapp.parallel.chunks import plan_chunks",
     ],
 )
-def test_planning_loads_no_torch(code):
+def test_plan_chunks_loads_no_torch(code):
     loaded = modules_after(code)
     assert "torch" not in loaded
     assert "numpy" not in loaded
 
 
-def test_the_library_loads_nothing_of_segapp_and_no_more_than_torch_does():
+def test_parallel_library_loads_nothing_beyond_torch():
     code = "import segapp.parallel as p\nfor name in p.__all__: getattr(p, name)"
     loaded = modules_after(code)
     ours = {name for name in loaded if name.split(".")[0] == "segapp"}
@@ -35,7 +35,7 @@ def test_the_library_loads_nothing_of_segapp_and_no_more_than_torch_does():
         assert outsider not in loaded
 
 
-def test_every_public_name_is_there_and_documented():
+def test_every_public_name_exists_and_is_documented():
     assert set(segapp.parallel.__all__) <= set(dir(segapp.parallel))
     for name in segapp.parallel.__all__:
         assert getattr(segapp.parallel, name).__doc__, name

@@ -61,11 +61,11 @@ def is_alive(pid):
 
 
 @pytest.mark.parametrize(("what", "status"), [("exit", 6), pytest.param("die", 137, marks=pytest.mark.slow)])
-def test_the_status_is_that_of_the_rank_that_failed(script, tmp_path, what, status):
+def test_launcher_exits_with_status_of_the_failed_rank(script, tmp_path, what, status):
     assert launch_local([str(script), str(tmp_path), what], 2, shutdown_s=5) == status
 
 
-def test_nothing_to_start_is_refused():
+def test_launch_without_ranks_is_refused():
     with pytest.raises(ValueError, match="num_ranks=0"):
         launch_local(["x.py"], 0)
     with pytest.raises(ValueError, match="command is empty"):
@@ -84,7 +84,7 @@ def start(script, tmp_path, what):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("victim", ["launcher", "agent"])
-def test_kill_9_of_launcher_or_agent_leaves_no_rank(script, tmp_path, victim):
+def test_sigkill_of_launcher_or_agent_leaves_no_rank(script, tmp_path, victim):
     what = "sleep" if victim == "launcher" else "stubborn"  # the latter ignores SIGTERM
     launcher, agent, ranks = start(script, tmp_path, what)
     os.kill(launcher.pid if victim == "launcher" else agent, signal.SIGKILL)
@@ -92,7 +92,7 @@ def test_kill_9_of_launcher_or_agent_leaves_no_rank(script, tmp_path, victim):
     launcher.wait(20)
 
 
-def test_a_signal_to_the_launcher_reaches_every_rank_which_may_save(script, tmp_path):
+def test_signal_to_launcher_reaches_every_rank_in_time_to_save(script, tmp_path):
     launcher, agent, ranks = start(script, tmp_path, "sleep")
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(30) == 75, "the launcher ends with the status of its ranks"
@@ -101,7 +101,7 @@ def test_a_signal_to_the_launcher_reaches_every_rank_which_may_save(script, tmp_
 
 
 @pytest.mark.slow
-def test_two_agents_on_one_host_form_a_job_of_two_nodes(tmp_path):
+def test_two_agents_on_one_host_form_a_two_node_job(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

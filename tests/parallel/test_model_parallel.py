@@ -8,7 +8,7 @@ from segapp.parallel import balance_stages, measure_stages, place_stages, plan_s
 from tests.support.parallel_cases import PlainCE, SmallNet, grads_of, make_batch, relative_error
 
 
-def test_placed_stages_give_the_numbers_and_keys_of_one_device():
+def test_placed_stages_match_numbers_and_keys_of_one_device():
     images, target = make_batch(4)
     torch.manual_seed(0)
     truth = SmallNet(has_aux=False).double()
@@ -23,7 +23,7 @@ def test_placed_stages_give_the_numbers_and_keys_of_one_device():
     assert not any(part._forward_pre_hooks for part in net.modules())
 
 
-def test_inputs_are_moved_at_every_border():
+def test_inputs_are_moved_at_every_stage_border():
     """The meta device computes shapes only, so that a tensor left behind is an error here."""
     net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 2, 1)))
     placement = place_stages(net, {"0": "cpu"})
@@ -35,7 +35,7 @@ def test_inputs_are_moved_at_every_border():
     assert placement.device_of("2.0").type == "cpu"
 
 
-def test_an_inner_stage_wins_over_an_outer_one():
+def test_inner_stage_overrides_an_outer_one():
     net = SmallNet(has_aux=False)
     placement = place_stages(net, {"stem": "cpu", "stem.0": "cpu"})
     assert placement.device_of("stem.0.weight") == torch.device("cpu")
@@ -54,7 +54,7 @@ def test_bad_stages_are_refused(stages, words):
         place_stages(SmallNet(), stages)
 
 
-def test_a_parameter_shared_between_devices_is_refused(monkeypatch):
+def test_parameter_shared_between_devices_is_refused(monkeypatch):
     monkeypatch.setattr(
         "segapp.parallel.model_parallel.resolve_devices", lambda ids: tuple(torch.device(device) for device in ids)
     )
@@ -71,7 +71,7 @@ def brute_force(costs, num_devices):
     return best(list(costs), num_devices)
 
 
-def test_planned_stages_are_as_balanced_as_any_order_preserving_choice():
+def test_planned_stages_are_the_best_balanced_in_order():
     generator = torch.Generator().manual_seed(0)
     for _ in range(60):
         costs = torch.randint(0, 9, (int(torch.randint(1, 8, (), generator=generator)),), generator=generator).tolist()
@@ -88,7 +88,7 @@ def test_planned_stages_are_as_balanced_as_any_order_preserving_choice():
         plan_stages([-1], 1)
 
 
-def test_measured_memory_counts_parameters_gradients_and_what_backward_keeps():
+def test_measured_memory_counts_parameters_and_activations():
     net = nn.Sequential(nn.Linear(10, 20, bias=False), nn.ReLU(), nn.Linear(20, 5, bias=False))
     x = torch.randn(7, 10)
     costs = measure_stages(net, ["0", "1", "2"], x)
@@ -102,7 +102,7 @@ def test_measured_memory_counts_parameters_gradients_and_what_backward_keeps():
         balance_stages(net, ["cpu"], x, names=[])
 
 
-def test_measuring_leaves_statistics_and_random_numbers_as_they_were():
+def test_measuring_keeps_statistics_and_random_state():
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5))
     buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
     torch.manual_seed(3)

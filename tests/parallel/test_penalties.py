@@ -33,7 +33,7 @@ def by_hand(critic, kind, real, fake, alpha, noise):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_penalties_match_the_formulas_on_one_device_at_every_split(kind, samples):
+def test_penalties_match_their_formulas_at_every_split(kind, samples):
     torch.manual_seed(3)
     truth = Critic().double()
     real, fake = samples["real"], samples["fake"]
@@ -84,7 +84,7 @@ class PublishedSyncBatchNorm(nn.BatchNorm2d):
         return (x - mean.view(1, -1, 1, 1)) * (invstd * self.weight).view(1, -1, 1, 1) + self.bias.view(1, -1, 1, 1)
 
 
-def test_the_published_exchange_loses_the_second_derivative(samples):
+def test_published_allreduce_loses_the_second_derivative(samples):
     torch.manual_seed(3)
     truth = Critic().double()
     critic = copy.deepcopy(truth)
@@ -104,7 +104,7 @@ def test_the_published_exchange_loses_the_second_derivative(samples):
     assert relative_error(grads_of(critic), grads_of(truth)) > 0.05
 
 
-def test_a_gradient_of_zero_gives_a_finite_penalty_gradient():
+def test_zero_gradient_gives_a_finite_penalty_gradient():
     critic = nn.Linear(4, 1, bias=False)
     nn.init.zeros_(critic.weight)
     penalty = gradient_penalty(critic, torch.randn(3, 4), torch.randn(3, 4))
@@ -113,7 +113,7 @@ def test_a_gradient_of_zero_gives_a_finite_penalty_gradient():
     assert torch.equal(critic.weight.grad, torch.zeros(1, 4))
 
 
-def test_draws_are_reproducible_and_under_no_grad_a_penalty_still_differentiates():
+def test_penalty_is_reproducible_and_works_under_no_grad():
     real, fake, critic = (
         torch.randn(3, 4),
         torch.randn(3, 4),
@@ -144,6 +144,6 @@ def test_half_samples_give_a_float32_penalty():
         (lambda c, x: gradient_penalty(lambda x: None, x, x), "returned no tensor"),
     ],
 )
-def test_bad_calls_name_the_value_and_the_next_move(call, words):
+def test_bad_penalty_call_error_names_value_and_next_move(call, words):
     with pytest.raises(ValueError, match=words):
         call(nn.Linear(4, 1), torch.randn(3, 4))

@@ -22,39 +22,39 @@ def figures(request, tmp_path_factory):
     return json.loads(path.read_text())
 
 
-def test_loss_gradients_and_state_match_one_device_also_for_a_rank_without_samples(figures):
+def test_ranks_match_one_device_also_without_samples(figures):
     for loss, grads, state in figures["exact, training"] + figures["exact, evaluation"]:
         assert loss <= 1e-12
         assert grads <= 1e-10
         assert state <= 1e-12
 
 
-def test_the_mean_of_the_ranks_means_is_the_contrast_that_fails(figures):
+def test_mean_of_rank_means_fails_the_exactness_check(figures):
     losses, grads = zip(*figures["mean of means"], strict=True)
     assert max(losses) > 1e-3
     assert min(grads) > 1e-2
     assert float("inf") in losses, "a rank with ignored pixels only makes it NaN"
 
 
-def test_accumulation_and_missing_pixels_are_exact(figures):
+def test_accumulation_and_ignored_pixels_are_exact(figures):
     assert max(max(row) for row in figures["accumulation"]) <= 1e-10
     assert max(figures["no valid pixel"]) <= 1e-10
 
 
 @pytest.mark.parametrize("kind", ["wgan-gp", "wgan-lp", "dragan"])
-def test_penalties_and_their_second_order_gradients_match_one_device(figures, kind):
+def test_rank_penalties_match_one_device_in_second_order(figures, kind):
     for penalty, grads in figures["penalties"][kind]:
         assert penalty <= 1e-12
         assert grads <= 1e-9
 
 
-def test_a_penalty_through_ddps_reducer_is_silently_wrong_so_critics_stay_bare(figures):
+def test_penalty_through_ddp_reducer_is_wrong(figures):
     penalty, grads = figures["penalty through DDP"]
     assert penalty <= 1e-12
     assert grads > 1e-2
 
 
-def test_the_rest_of_the_ranks_figures(figures):
+def test_ranks_agree_on_the_remaining_values(figures):
     assert max(figures["gradients"]) == 0
     assert figures["differentiated twice"] == [1.0]
     assert figures["any rank"] == [True, False]
@@ -76,7 +76,7 @@ FULL = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0
         ({"RANK": "2"}, "RANK=2 does not fit WORLD_SIZE=2"),
     ],
 )
-def test_a_missing_or_wrong_variable_is_named(monkeypatch, change, words):
+def test_missing_or_wrong_environment_variable_is_named(monkeypatch, change, words):
     for name, value in {**FULL, **change}.items():
         if value is None:
             monkeypatch.delenv(name, raising=False)
@@ -86,14 +86,14 @@ def test_a_missing_or_wrong_variable_is_named(monkeypatch, change, words):
         init_from_env()
 
 
-def test_an_absent_device_of_a_rank_is_named(monkeypatch):
+def test_absent_device_of_a_rank_is_named(monkeypatch):
     for name, value in FULL.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(DistributedSetupError, match="cuda:63"):
         init_from_env(device="cuda:63")
 
 
-def test_ranks_that_do_not_meet_are_reported_with_their_address(monkeypatch):
+def test_failed_rendezvous_error_names_the_address(monkeypatch):
     for name, value in {**FULL, "RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("segapp.parallel.distributed.die_with_parent", lambda *_: None)
@@ -102,11 +102,11 @@ def test_ranks_that_do_not_meet_are_reported_with_their_address(monkeypatch):
     assert not torch.distributed.is_initialized()
 
 
-def test_is_launched_looks_at_the_environment():
+def test_is_launched_reads_the_environment():
     assert is_launched(FULL)
     assert not is_launched({})
 
 
-def test_wrapping_without_a_process_group_says_what_to_call():
+def test_wrapping_without_process_group_error_names_next_move():
     with pytest.raises(DistributedSetupError, match=r"call init_from_env\(\)"):
         wrap_ddp(nn.Linear(1, 1))

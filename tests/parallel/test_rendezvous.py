@@ -77,7 +77,7 @@ def threads_settle(before: int, within_s: float = 5.0) -> bool:
         ("twice", ReplicaDesyncError, type(None), "layers.2"),
     ],
 )
-def test_a_replica_that_misbehaves_surfaces_in_2_s_and_leaves_no_thread(mode, what, error, cause, words):
+def test_failing_replica_is_raised_within_2_s_without_threads(mode, what, error, cause, words):
     module = Layers()
     model = DataParallelModel(module, ["cpu"] * 4, gpu0_bsz=1, mode=mode)
     before = threading.active_count()
@@ -95,7 +95,7 @@ def test_a_replica_that_misbehaves_surfaces_in_2_s_and_leaves_no_thread(mode, wh
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_replica_that_never_arrives_is_named_after_the_timeout(mode):
+def test_replica_that_never_arrives_is_named_after_timeout(mode):
     module = Layers()
     model = DataParallelModel(module, ["cpu"] * 3, mode=mode, timeout_s=0.4)
     before = threading.active_count()
@@ -108,7 +108,7 @@ def test_a_replica_that_never_arrives_is_named_after_the_timeout(mode):
     assert threads_settle(before), "a late replica finds the group failed and ends"
 
 
-def test_a_replica_that_never_ends_is_named_without_any_exchange():
+def test_replica_that_never_ends_is_named_without_exchange():
     release = threading.Event()
 
     class Stuck(nn.Module):
@@ -134,7 +134,7 @@ def test_100_failures_leak_no_thread():
     assert threads_settle(before)
 
 
-def test_300_random_runs_fail_loudly_or_are_whole():
+def test_300_random_runs_raise_or_return_all_results():
     rng = random.Random(0)
     module = Layers(jitter_s=0.0005)
     x = torch.randn(8, 3, 2, 2)
@@ -153,7 +153,7 @@ def test_300_random_runs_fail_loudly_or_are_whole():
             assert sum(len(output) for output in model(x)) == 8
 
 
-def test_the_memory_of_a_failed_step_is_let_go():
+def test_memory_of_a_failed_step_is_released():
     kept = []
 
     class Hungry(nn.Module):
@@ -177,7 +177,7 @@ def heard_interrupts():
 
 
 @pytest.mark.usefixtures("heard_interrupts")
-def test_an_interrupt_in_the_caller_frees_the_replicas():
+def test_interrupt_in_the_caller_ends_the_replicas():
     module = Layers()
     module.plan = (1, 1, "sleep")
     before = threading.active_count()
@@ -192,13 +192,13 @@ def test_an_interrupt_in_the_caller_frees_the_replicas():
     assert threads_settle(before)
 
 
-def test_errors_survive_pickling():
+def test_replica_errors_can_be_pickled():
     error = ReplicaError(2, torch.device("cpu"), "ValueError: boom")
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.replica, again.device) == (str(error), 2, torch.device("cpu"))
 
 
-def test_a_different_number_of_tensors_is_an_error_of_the_exchange():
+def test_differing_tensor_counts_are_an_exchange_error():
     class Uneven(nn.Module):
         def forward(self, x):
             return allreduce(*[x.sum()] * (1 + current_replica().index))[0]
@@ -208,7 +208,7 @@ def test_a_different_number_of_tensors_is_an_error_of_the_exchange():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_replicas_inherit_the_callers_thread_states(mode):
+def test_replicas_inherit_thread_local_states(mode):
     seen = {}
 
     class Spy(nn.Module):
@@ -240,7 +240,7 @@ def test_replicas_inherit_the_callers_thread_states(mode):
     assert states(torch.device("meta"))[4] == "meta"
 
 
-def test_hooks_on_saved_tensors_reach_the_replicas():
+def test_saved_tensor_hooks_reach_the_replicas():
     packed = []
     x = torch.randn(4, 3, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape[0]) or t, lambda t: t):

@@ -37,7 +37,7 @@ def nested(n: int):
     }
 
 
-def test_scatter_keeps_every_container_and_gather_undoes_it():
+def test_gather_inverts_scatter_for_every_container():
     item = nested(5)
     chunks = scatter(item, [CPU] * 3, [1, 0, 4])
     assert [chunk["tuple"][0].size(0) for chunk in chunks] == [1, 0, 4]
@@ -55,7 +55,7 @@ def test_scatter_keeps_every_container_and_gather_undoes_it():
     assert back["number"] == 4
 
 
-def test_scatter_cuts_along_dim_without_copying_and_gradients_return():
+def test_scatter_makes_views_along_dim_with_gradients():
     x = torch.randn(3, 6, requires_grad=True)
     left, right = scatter(x, [CPU] * 2, [2, 4], dim=1)
     assert left.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
@@ -68,7 +68,7 @@ def test_scatter_refuses_tensors_of_another_batch():
         scatter((torch.zeros(3), torch.zeros(4, 2)), [CPU] * 2, [1, 2])
 
 
-def test_gather_refuses_what_it_cannot_join():
+def test_gather_refuses_outputs_it_cannot_join():
     assert gather([torch.tensor(1.0), torch.tensor(2.0)], CPU).tolist() == [1, 2]
     with pytest.raises(TypeError, match="different values"):
         gather([1, 2], CPU)
@@ -95,12 +95,12 @@ def test_reduce_add_adds_in_the_given_order():
         ("cpu", TypeError, r"give a list, such as \['cpu'\]"),
     ],
 )
-def test_devices_that_do_not_exist_are_refused(device_ids, error, words):
+def test_absent_devices_are_refused(device_ids, error, words):
     with pytest.raises(error, match=words):
         resolve_devices(device_ids)
 
 
-def test_replicas_share_what_the_module_shares_and_the_first_owns_the_buffers():
+def test_replicas_keep_sharing_and_first_owns_the_buffers():
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
@@ -122,7 +122,7 @@ def test_replicas_share_what_the_module_shares_and_the_first_owns_the_buffers():
     assert torch.equal(module.first.weight.grad, torch.full((2, 2, 1, 1), 3.0))
 
 
-def test_copies_of_frozen_parameters_are_frozen_and_unused_ones_get_no_gradient():
+def test_frozen_and_unused_parameters_get_no_gradient():
     module = nn.ModuleDict(
         {"frozen": nn.Linear(2, 2).requires_grad_(False), "used": nn.Linear(2, 2), "idle": nn.Linear(2, 2)}
     )
@@ -151,7 +151,7 @@ def test_replication_is_twice_differentiable():
     assert torch.autograd.gradgradcheck(f, weight)
 
 
-def test_many_buckets_give_the_gradients_of_one(monkeypatch):
+def test_many_buckets_give_the_gradients_of_one_bucket(monkeypatch):
     module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
     truth = copy.deepcopy(module)
     truth(torch.ones(4, 8)).sum().backward()
@@ -173,7 +173,7 @@ def test_compiled_and_lazy_modules_are_refused_with_advice():
         replicate(nn.LazyLinear(2), [CPU] * 2)
 
 
-def test_a_forward_patched_onto_the_object_runs_on_the_replica():
+def test_forward_patched_onto_the_object_runs_on_replicas():
     import types
 
     module = nn.Linear(2, 2)

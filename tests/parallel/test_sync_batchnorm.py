@@ -45,7 +45,7 @@ def outcome(layer, run, x, weights, steps=2):
     "options", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}], ids=str
 )
 @pytest.mark.parametrize(("kind", "shape"), [(kind, shape) for kind, shapes in SHAPES.items() for shape in shapes])
-def test_matches_batchnorm_on_the_whole_batch(kind, shape, options):
+def test_sync_batchnorm_matches_batchnorm_on_the_whole_batch(kind, shape, options):
     torch.manual_seed(0)
     x, weights = torch.randn(shape, dtype=torch.float64) * 3 + 2, torch.randn(shape, dtype=torch.float64)
     for training in (True, False):
@@ -57,7 +57,7 @@ def test_matches_batchnorm_on_the_whole_batch(kind, shape, options):
 
 
 @pytest.mark.parametrize("ratio", [0.0, 330.0, 3000.0])
-def test_float32_is_as_close_to_the_truth_as_batchnorm_itself_far_from_zero(ratio):
+def test_float32_far_from_zero_is_as_accurate_as_batchnorm(ratio):
     torch.manual_seed(0)
     x, weights = torch.randn(9, 5, 6, 7) * 3 + 3 * ratio, torch.randn(9, 5, 6, 7)
     truth = outcome(*[layer_and_twin(nn.BatchNorm2d)[0].double()] * 2, x.double(), weights.double(), steps=1)
@@ -91,14 +91,14 @@ def exchange_through_3_replicas(x, weight, bias):
     return torch.cat(ReplicaGroup([CPU] * 3).run([call(chunk) for chunk in scatter(x, [CPU] * 3, [1, 2, 1])]))
 
 
-def test_gradcheck_and_gradgradcheck_of_the_layer_through_3_replicas():
+def test_layer_through_3_replicas_passes_gradgradcheck():
     torch.manual_seed(0)
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((4, 2, 2, 1), (2,), (2,))]
     assert torch.autograd.gradcheck(exchange_through_3_replicas, inputs)
     assert torch.autograd.gradgradcheck(exchange_through_3_replicas, inputs)
 
 
-def test_gradcheck_and_gradgradcheck_of_allreduce():
+def test_allreduce_passes_gradcheck_and_gradgradcheck():
     def f(x):
         def call(chunk, i):
             return lambda: sum(t.sum() * (i + 1) for t in allreduce(chunk.pow(3), (chunk * (i + 2)).sin()))
@@ -111,12 +111,12 @@ def test_gradcheck_and_gradgradcheck_of_allreduce():
     assert torch.autograd.gradgradcheck(f, x)
 
 
-def test_allreduce_alone_returns_its_arguments():
+def test_allreduce_of_one_replica_returns_its_arguments():
     x = torch.ones(2)
     assert allreduce(x)[0] is x
 
 
-def test_chans_formula_against_the_whole():
+def test_chan_merge_of_parts_equals_the_whole():
     torch.manual_seed(0)
     x = torch.randn(10, 3, dtype=torch.float64)
     rows = []
@@ -140,7 +140,7 @@ def saved_bytes(layer, x, num_devices):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_saves_no_more_for_backward_than_batchnorm(dtype):
+def test_sync_batchnorm_saves_no_more_than_batchnorm(dtype):
     x = torch.randn(6, 16, 48, 48).to(dtype).requires_grad_()
     plain, layer = nn.BatchNorm2d(16), SyncBatchNorm(16)
     assert saved_bytes(layer, x, 1) <= saved_bytes(plain, x, 1)
@@ -163,7 +163,7 @@ def test_offloading_saved_tensors_stays_exact():
     assert relative_error(grads_of(layer), grads_of(truth)) <= 1e-10
 
 
-def test_double_backward_through_a_graph_that_is_kept():
+def test_double_backward_through_retained_graph_is_exact():
     x = torch.randn(6, 4, 3, 3, dtype=torch.float64, requires_grad=True)
     layer = SyncBatchNorm(4).double()
     loss = sum(output.pow(3).sum() for output in DataParallelModel(layer, ["cpu"] * 2)(x))
@@ -176,7 +176,7 @@ def test_double_backward_through_a_graph_that_is_kept():
         loss.backward()
 
 
-def test_single_values_need_the_batch_and_a_single_one_in_all_is_refused():
+def test_single_values_are_refused_only_for_the_whole_batch():
     layer = SyncBatchNorm(3)
     assert len(DataParallelModel(layer, ["cpu"] * 2)(torch.randn(2, 3, 1, 1))) == 2
     for model in (layer, DataParallelModel(layer, ["cpu"] * 2)):
@@ -184,12 +184,12 @@ def test_single_values_need_the_batch_and_a_single_one_in_all_is_refused():
             model(torch.randn(1, 3, 1, 1))
 
 
-def test_a_wrong_number_of_channels_is_named_with_its_layer():
+def test_wrong_number_of_channels_is_named_with_its_layer():
     with pytest.raises(RuntimeError, match=r"SyncBatchNorm 1 expects input of shape \(N, 5, ...\), got \(2, 3, 2, 2\)"):
         DataParallelModel(nn.Sequential(nn.Identity(), SyncBatchNorm(5)), ["cpu"] * 2)(torch.randn(4, 3, 2, 2))
 
 
-def test_activation_checkpointing_is_refused_instead_of_normalising_locally():
+def test_activation_checkpointing_is_refused():
     class Checkpointed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -203,7 +203,7 @@ def test_activation_checkpointing_is_refused_instead_of_normalising_locally():
         sum(output.sum() for output in outputs).backward()
 
 
-def test_conversion_keeps_objects_keys_and_hooks_and_goes_back():
+def test_conversion_keeps_keys_and_hooks_and_is_reversible():
     net = nn.Sequential(nn.BatchNorm1d(2), nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm3d(4)), nn.InstanceNorm2d(2))
     shared = net[1][0]
     net.append(shared)
@@ -242,7 +242,7 @@ class Odd(nn.BatchNorm2d):
     pass
 
 
-def test_activated_layers_are_converted_and_unknown_ones_refused():
+def test_layers_with_activation_convert_and_unknown_are_refused():
     truth = BatchNormAct(3).double()
     layer = convert_sync_batchnorm(copy.deepcopy(truth))
     x = torch.randn(5, 3, 2, 2, dtype=torch.float64)

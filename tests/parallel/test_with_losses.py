@@ -23,7 +23,7 @@ class Coarse(nn.Module):
 
 
 @pytest.mark.parametrize("gpu0_bsz", [None, 0, 1, 3, 7])
-def test_the_parallel_loss_is_the_criterion_on_the_whole_batch(gpu0_bsz):
+def test_parallel_loss_equals_criterion_on_the_whole_batch(gpu0_bsz):
     images, target = make_batch(7)
     torch.manual_seed(0)
     truth = Coarse().double()

@@ -96,7 +96,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_root: Path) -> Path:
     return folder
 
 
-def test_a_report_says_what_the_run_and_the_model_say(trained: Path, tmp_path: Path) -> None:
+def test_report_shows_the_values_of_run_and_model(trained: Path, tmp_path: Path) -> None:
     out = write_report(str(trained), tmp_path / "page.html", num_worst=3)
     page = read(out)
     val = events(trained, "val")[-1]
@@ -113,7 +113,7 @@ def test_a_report_says_what_the_run_and_the_model_say(trained: Path, tmp_path: P
         assert cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR).shape == (48, 64, 3)
 
 
-def test_the_judgement_is_the_evaluation(trained: Path) -> None:
+def test_report_scores_equal_the_evaluation(trained: Path) -> None:
     model = load_trained(str(trained))
     dataset = build_dataset(model.config.data, model.scheme, "val", is_training=False, seed=0)
     judged = judge(model, dataset, "val", 2)
@@ -128,7 +128,7 @@ def build_one(dataset: Any, index: int) -> Any:
     return type(dataset)([dataset.pairs[index]], dataset.scheme)
 
 
-def test_without_the_model_the_rest_is_there_and_the_reason_too(trained: Path, tmp_path: Path) -> None:
+def test_report_without_model_has_the_rest_and_the_reason(trained: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     folder.mkdir()
     for name in ("events.jsonl", "run.json", "config.yaml"):
@@ -139,7 +139,7 @@ def test_without_the_model_the_rest_is_there_and_the_reason_too(trained: Path, t
     assert "2 of 2" in page.text
 
 
-def test_names_from_outside_are_inert(tmp_path: Path) -> None:
+def test_hostile_names_are_inert_in_the_report(tmp_path: Path) -> None:
     nasty = "<script>alert(1)</script>\x1b[31m[/b]"
     run = RecordedRun(tmp_path / "run", classes=[nasty, '"><img src=x onerror=alert(1)>', "{{ 7 * 7 }}"])
     run.epoch()
@@ -154,7 +154,7 @@ def test_names_from_outside_are_inert(tmp_path: Path) -> None:
     assert "alert(1)" in page.text
 
 
-def test_what_cannot_be_reported_is_one_clear_error(tmp_path: Path, trained: Path) -> None:
+def test_unreportable_run_is_one_clear_error(tmp_path: Path, trained: Path) -> None:
     with pytest.raises(ConfigError, match="no such run"):
         write_report(str(tmp_path / "nothing"))
     RunFolder.create(path=tmp_path / "begun").write_info()
@@ -165,7 +165,7 @@ def test_what_cannot_be_reported_is_one_clear_error(tmp_path: Path, trained: Pat
         write_report(str(trained), tmp_path / "file" / "page.html", has_pictures=False)
 
 
-def test_a_comparison_names_what_differs(trained: Path, tmp_path: Path) -> None:
+def test_comparison_names_the_differing_settings(trained: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     for name in ("events.jsonl", "run.json"):
@@ -182,7 +182,7 @@ def test_a_comparison_names_what_differs(trained: Path, tmp_path: Path) -> None:
         compare_runs([str(trained)])
 
 
-def test_from_the_command_line(trained: Path, tmp_path: Path) -> None:
+def test_report_command_writes_the_page(trained: Path, tmp_path: Path) -> None:
     done = segapp("report", str(trained), "--out", "page.html", "--worst", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "written: page.html" in done.stdout
@@ -196,7 +196,7 @@ def test_from_the_command_line(trained: Path, tmp_path: Path) -> None:
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_a_line_goes_where_its_values_are() -> None:
+def test_chart_line_has_the_coordinates_of_its_values() -> None:
     chart = charts.line_chart([Line("a", [0, 10], [0.0, 1.0])], Frame("step", "y", bottom=0.0, top=1.0))
     svg = ET.fromstring(re.sub(r"=(role|img|mark|grid|axis|chart)\b", r'="\1"', re.search(r"<svg.*</svg>", chart)[0]))  # type: ignore[index]
     path = next(e for e in svg.iter() if e.get("class") == "line c0").get("d")
@@ -209,18 +209,18 @@ def test_a_line_goes_where_its_values_are() -> None:
 
 
 @pytest.mark.parametrize("values", [[], [float("nan")], [float("inf"), float("nan")]])
-def test_nothing_to_draw_is_a_word(values: list[float]) -> None:
+def test_chart_without_points_says_so(values: list[float]) -> None:
     assert "nothing was recorded" in charts.line_chart([Line("a", range(len(values)), values)], Frame("x", "y"))
 
 
-def test_gaps_stay_gaps() -> None:
+def test_chart_line_keeps_gaps() -> None:
     chart = charts.line_chart([Line("a", [0, 1, 2, 3], [1.0, float("nan"), 2.0, 3.0])], Frame("x", "y"))
     path = re.search(r'class="line c0" d="([^"]*)"', chart)
     assert path is not None
     assert path[1].count("M") == 2
 
 
-def test_a_long_curve_is_thinned_and_taken_back() -> None:
+def test_long_curve_is_thinned_and_can_be_truncated() -> None:
     curve = Thinned()
     for step in range(100_000):
         curve.add(step, float(step))
@@ -231,7 +231,7 @@ def test_a_long_curve_is_thinned_and_taken_back() -> None:
     assert curve.points[-1][0] <= 500
 
 
-def test_a_resumed_run_counts_once(tmp_path: Path) -> None:
+def test_repeated_steps_of_a_resumed_run_count_once(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run")
     run.epoch()
     last = run.step

@@ -46,7 +46,7 @@ devices = st.integers(2, 5).flatmap(
 
 @given(devices)
 @example((9, [156.0, 106.0], 40.0, 3))
-def test_from_any_start_the_best_split_is_reached_within_three_epochs_and_kept(
+def test_best_split_is_reached_within_three_epochs_and_kept(
     case: tuple[int, list[float], float, int],
 ) -> None:
     batch, fixed, slope, start = case
@@ -60,7 +60,9 @@ def test_from_any_start_the_best_split_is_reached_within_three_epochs_and_kept(
 
 
 @given(devices, st.floats(0, MARGIN_FRAC))
-def test_noise_makes_no_split_swing(case: tuple[int, list[float], float, int], noise_frac: float) -> None:
+def test_noisy_measurements_do_not_change_the_split(
+    case: tuple[int, list[float], float, int], noise_frac: float
+) -> None:
     batch, fixed, slope, start = case
     total = fullest((batch,) * len(fixed), fixed, slope, [1.0] * len(fixed)) * 1.3
     walked = walk(batch, fixed, slope, [total] * len(fixed), min(start, batch), noise_frac * total, epochs=40)
@@ -69,7 +71,7 @@ def test_noise_makes_no_split_swing(case: tuple[int, list[float], float, int], n
     assert len(set(walked[-10:])) == 1
 
 
-def test_a_small_gain_is_not_worth_a_move_and_a_large_one_says_why() -> None:
+def test_split_moves_only_for_a_large_gain_with_reason() -> None:
     observed = {(3, 3, 2): (500.0, 480.0, 380.0)}
     assert plan_move(8, (3, 3, 2), observed, [10_000.0] * 3, assumed_slope_mib=100.0) is None
     move = plan_move(8, (6, 1, 1), {(6, 1, 1): (900.0, 250.0, 250.0)}, [1000.0] * 3, assumed_slope_mib=100.0)
@@ -78,7 +80,7 @@ def test_a_small_gain_is_not_worth_a_move_and_a_large_one_says_why() -> None:
     assert "device 0 is the fullest, 90 %" in move.reason
 
 
-def test_splits_that_failed_are_not_tried_again() -> None:
+def test_failed_splits_are_not_tried_again() -> None:
     observed = {(6, 1, 1): (900.0, 250.0, 250.0)}
     free = plan_move(8, (6, 1, 1), observed, [1000.0] * 3, assumed_slope_mib=100.0)
     assert free is not None
@@ -87,7 +89,7 @@ def test_splits_that_failed_are_not_tried_again() -> None:
     assert other.split != free.split
 
 
-def test_nothing_known_moves_nothing() -> None:
+def test_split_stays_without_measurements() -> None:
     assert plan_move(8, (6, 1, 1), {}, [1000.0] * 3) is None
     assert plan_move(8, (6, 1, 1), {(6, 1, 1): (900.0, None, 250.0)}, [1000.0] * 3) is None
     assert plan_move(8, (6, 1, 1), {(6, 1, 1): (900.0, 250.0, 250.0)}, [None] * 3) is None

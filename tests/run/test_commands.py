@@ -53,7 +53,7 @@ def run(tmp_path):
         ("cancel 0123456789ab", CancelCommand(id="0123456789ab")),
     ],
 )
-def test_what_a_person_types(text, command):
+def test_typed_commands_are_parsed(text, command):
     assert parse_command(text) == command
     assert parse_command(format_command(command)) == command
 
@@ -84,7 +84,7 @@ def test_what_a_person_types(text, command):
         ("\x1b[2J", r"\x1b[2J: no such command"),
     ],
 )
-def test_what_is_not_understood_is_told_with_the_next_move(text, says):
+def test_unknown_command_error_names_the_next_move(text, says):
     with pytest.raises(CommandError) as caught:
         parse_command(text)
     assert says in str(caught.value)
@@ -92,7 +92,7 @@ def test_what_is_not_understood_is_told_with_the_next_move(text, says):
 
 @settings(deadline=None)
 @given(st.text(max_size=60) | st.from_regex(r"set [a-z0_]{1,9}=[-0-9a-z.,]{0,12}", fullmatch=True))
-def test_any_text_is_a_command_or_a_command_error(text):
+def test_any_text_gives_a_command_or_a_command_error(text):
     try:
         command = parse_command(text)
     except CommandError:
@@ -100,7 +100,7 @@ def test_any_text_is_a_command_or_a_command_error(text):
     assert parse_command(format_command(command)) == command
 
 
-def test_commands_arrive_in_order_with_their_sender_and_private(run):
+def test_commands_arrive_in_order_with_sender_and_private_mode(run):
     texts = ["set gpu0_bsz=none", "pause", "resume", "set lr_factor=0.25", "stop epoch"]
     ids = [send_command(run, parse_command(text), by=f"user{index}@host") for index, text in enumerate(texts)]
     received = drain_commands(run)
@@ -113,7 +113,7 @@ def test_commands_arrive_in_order_with_their_sender_and_private(run):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_wish_is_done_once_over_a_crash_at_any_moment(run):
+def test_command_is_done_once_across_a_crash_at_any_point(run):
     command_id = send_command(run, PauseCommand())
     handled = {received.id for received in drain_commands(run)}
     assert drain_commands(run, handled) == []
@@ -126,7 +126,7 @@ def test_a_wish_is_done_once_over_a_crash_at_any_moment(run):
     remove_command(again)
 
 
-def test_a_sender_that_dies_leaves_no_half_command(run):
+def test_dying_sender_leaves_no_partial_command(run):
     failpoints.arm("command.before_rename=raise:EIO")
     try:
         with pytest.raises(CommandError, match="cannot send"):
@@ -165,7 +165,7 @@ NAME = f"{5:020d}-0123456789ab.json"
         ("x" * 70_000, "too large"),
     ],
 )
-def test_a_bad_file_is_a_rejected_answer(run, content, reason):
+def test_bad_command_file_gets_a_rejected_answer(run, content, reason):
     (run / "commands" / NAME).write_text(content)
     [received] = drain_commands(run)
     assert received.id == "0123456789ab"
@@ -190,7 +190,7 @@ def test_links_pipes_folders_and_odd_names_are_refused_unread(run):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of somebody else")
-def test_a_file_of_another_user_is_refused(run):
+def test_file_of_another_user_is_refused(run):
     (run / "commands" / NAME).write_text(good_body("0123456789ab"))
     os.chown(run / "commands" / NAME, 65534, 65534)
     [received] = drain_commands(run)
@@ -199,7 +199,7 @@ def test_a_file_of_another_user_is_refused(run):
 
 @settings(max_examples=100, deadline=None)
 @given(content=st.binary(max_size=200))
-def test_any_bytes_in_the_inbox_are_answered_not_raised(tmp_path_factory, content):
+def test_any_bytes_in_the_inbox_get_an_answer(tmp_path_factory, content):
     run = tmp_path_factory.mktemp("run")
     (run / "commands").mkdir()
     (run / "commands" / NAME).write_bytes(content)
@@ -207,7 +207,7 @@ def test_any_bytes_in_the_inbox_are_answered_not_raised(tmp_path_factory, conten
     assert received.problem
 
 
-def test_a_flood_comes_in_pieces_and_a_missing_inbox_is_empty(run):
+def test_flood_is_read_in_parts_and_missing_inbox_is_empty(run):
     for number in range(300):
         (run / "commands" / f"{number:020d}-{number:012x}.json").write_text(good_body(f"{number:012x}"))
     first = drain_commands(run)

@@ -68,7 +68,7 @@ EXAMPLES = [
 ]
 
 
-def test_every_event_type_comes_back_as_it_was_written(tmp_path):
+def test_every_event_type_is_read_back_as_written(tmp_path):
     with EventWriter(tmp_path / "e.jsonl") as writer:
         for event in EXAMPLES:
             writer.write(event)
@@ -80,7 +80,7 @@ def test_every_event_type_comes_back_as_it_was_written(tmp_path):
     assert [event.seq for event in found] == list(range(1, len(EXAMPLES) + 1))
 
 
-def test_lines_have_the_fields_of_the_contract_as_plain_json(tmp_path):
+def test_lines_have_the_contract_fields_as_plain_json(tmp_path):
     with EventWriter(tmp_path / "e.jsonl") as writer:
         for event in EXAMPLES:
             writer.write(event)
@@ -105,7 +105,7 @@ def test_lines_have_the_fields_of_the_contract_as_plain_json(tmp_path):
         assert set(contract[raw["type"]].split()) <= raw.keys(), raw
 
 
-def test_seq_goes_on_over_restarts(tmp_path):
+def test_seq_continues_over_restarts(tmp_path):
     path = tmp_path / "e.jsonl"
     for _ in range(3):
         write_steps(path, 2)
@@ -113,7 +113,7 @@ def test_seq_goes_on_over_restarts(tmp_path):
 
 
 @pytest.mark.parametrize("tail", [b'{"v":1,"seq":4,"ty', b"\x00" * 5000, b'{"v":1,"seq":3,"t":1}', b"\xff\xfe"])
-def test_a_torn_last_line_swallows_nothing(tmp_path, tail):
+def test_torn_last_line_loses_no_other_event(tmp_path, tail):
     path = tmp_path / "e.jsonl"
     write_steps(path, 3)
     path.write_bytes(path.read_bytes() + tail)
@@ -121,7 +121,7 @@ def test_a_torn_last_line_swallows_nothing(tmp_path, tail):
     assert [raw["seq"] for raw in lines(path)] == [1, 2, 3, 4]
 
 
-def test_a_last_line_that_lacks_only_its_newline_is_kept(tmp_path):
+def test_last_line_without_newline_is_kept(tmp_path):
     path = tmp_path / "e.jsonl"
     write_steps(path, 3)
     path.write_bytes(path.read_bytes()[:-1])
@@ -129,7 +129,7 @@ def test_a_last_line_that_lacks_only_its_newline_is_kept(tmp_path):
     assert [raw["seq"] for raw in lines(path)] == [1, 2, 3, 4]
 
 
-def test_numbers_that_are_not_finite_are_null_and_alerted_once_a_field(tmp_path):
+def test_non_finite_numbers_are_null_with_one_alert_per_field(tmp_path):
     path = tmp_path / "e.jsonl"
     with EventWriter(path) as writer:
         writer.write(step(1, loss=math.nan))
@@ -142,7 +142,7 @@ def test_numbers_that_are_not_finite_are_null_and_alerted_once_a_field(tmp_path)
     assert [raw["seq"] for raw in raws] == list(range(1, 8))
 
 
-def test_names_that_are_not_utf8_become_visible_escapes(tmp_path):
+def test_names_that_are_not_utf8_are_escaped(tmp_path):
     with EventWriter(tmp_path / "e.jsonl") as writer:
         writer.alert("data", os.fsdecode(b"caf\xe9.png is damaged"))
     assert EventReader(tmp_path / "e.jsonl").read()[0].message == r"caf\xe9.png is damaged"
@@ -170,7 +170,7 @@ def armed():
     failpoints.arm("")
 
 
-def test_a_full_disk_loses_no_event_and_stops_nothing(tmp_path, armed):
+def test_full_disk_loses_no_event_and_raises_nothing(tmp_path, armed):
     path = tmp_path / "e.jsonl"
     writer = EventWriter(path)
     writer.write(step(1))
@@ -191,7 +191,7 @@ def test_a_full_disk_loses_no_event_and_stops_nothing(tmp_path, armed):
     assert [raw["seq"] for raw in raws] == list(range(1, 7))
 
 
-def test_of_too_many_waiting_events_steps_go_first(tmp_path, armed):
+def test_step_events_are_dropped_first_from_a_full_queue(tmp_path, armed):
     path = tmp_path / "e.jsonl"
     writer = EventWriter(path, max_pending=3)
     armed("events.before_write=raise:ENOSPC")
@@ -206,7 +206,7 @@ def test_of_too_many_waiting_events_steps_go_first(tmp_path, armed):
     assert writer.num_dropped == 4
 
 
-def test_half_a_line_written_before_the_disk_was_full_is_cut_off(tmp_path):
+def test_partial_line_of_a_full_disk_is_truncated(tmp_path):
     code = """
 import resource, sys
 from segapp.run.events import EventWriter, Step
@@ -226,7 +226,7 @@ writer.close()
     assert [raw.get("step") for raw in lines(path)] == [1, 2, None, 3]
 
 
-def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path):
+def test_unwritable_folder_is_a_storage_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError):
         EventWriter(tmp_path / "file" / "e.jsonl")
@@ -253,7 +253,7 @@ def interrupted_run(path: Path) -> list[dict]:
 @pytest.mark.parametrize(
     ("back_to", "sha256", "num_gone"), [(6, "hash6", 3), (6, None, 3), (3, "hash3", 9), (8, "x", 0)]
 )
-def test_rewind_leaves_what_an_uninterrupted_run_would_have(tmp_path, back_to, sha256, num_gone):
+def test_rewind_gives_the_events_of_an_uninterrupted_run(tmp_path, back_to, sha256, num_gone):
     path = tmp_path / "e.jsonl"
     before = interrupted_run(path)
     reader = EventReader(path)
@@ -277,7 +277,7 @@ def test_rewind_leaves_what_an_uninterrupted_run_would_have(tmp_path, back_to, s
         assert all(raw in before for raw in gone)
 
 
-def test_rewind_without_the_checkpoints_own_line_goes_by_the_step(tmp_path):
+def test_rewind_without_checkpoint_event_uses_the_step(tmp_path):
     path = tmp_path / "e.jsonl"
     interrupted_run(path)
     with EventWriter(path) as writer:
@@ -286,7 +286,7 @@ def test_rewind_without_the_checkpoints_own_line_goes_by_the_step(tmp_path):
     assert [raw["epoch"] for raw in lines(path) if raw["type"] == "epoch_start"] == [1, 2, 3]
 
 
-def test_rewind_takes_out_steps_that_came_before_the_line_of_a_checkpoint_written_meanwhile(tmp_path):
+def test_rewind_drops_steps_logged_before_checkpoint_event(tmp_path):
     path = tmp_path / "e.jsonl"
     with EventWriter(path) as writer:
         writer.write(EpochStart(epoch=1, lr=0.1))
@@ -308,7 +308,7 @@ def test_rewind_takes_out_steps_that_came_before_the_line_of_a_checkpoint_writte
     assert [raw["seq"] for raw in after] == [1, 2, 3, 4]
 
 
-def test_a_crash_or_a_full_disk_while_rewinding_leaves_the_old_events(tmp_path, armed):
+def test_failed_rewind_keeps_the_old_events(tmp_path, armed):
     path = tmp_path / "e.jsonl"
     before = interrupted_run(path)
     writer = EventWriter(path)
@@ -333,7 +333,7 @@ def recorded(path: Path) -> bytes:
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_byte_prefix_gives_exactly_its_whole_lines(tmp_path, data):
+def test_any_byte_prefix_gives_exactly_its_complete_lines(tmp_path, data):
     whole = recorded(tmp_path / "whole.jsonl") if not (tmp_path / "whole.jsonl").exists() else None
     whole = whole or (tmp_path / "whole.jsonl").read_bytes()
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), min_size=1, max_size=5)))
@@ -352,7 +352,7 @@ def test_any_byte_prefix_gives_exactly_its_whole_lines(tmp_path, data):
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(junk=st.lists(st.one_of(st.binary(max_size=80), st.just(b"\n"), st.just(b"\x00\n")), max_size=8))
-def test_random_bytes_between_lines_hide_no_event_and_raise_nothing(tmp_path, junk):
+def test_random_bytes_between_lines_hide_no_event(tmp_path, junk):
     path = tmp_path / "e.jsonl"
     good = b'{"v":1,"seq":1,"t":1.0,"type":"heartbeat"}\n'
     path.write_bytes(b"".join(piece + b"\n" + good for piece in junk))
@@ -367,7 +367,7 @@ def test_random_bytes_between_lines_hide_no_event_and_raise_nothing(tmp_path, ju
     ),
     kind=st.sampled_from(sorted(EVENT_TYPES)),
 )
-def test_any_json_is_an_event_or_a_validation_error(value, kind):
+def test_any_json_gives_an_event_or_a_validation_error(value, kind):
     raw = {"type": kind, "epoch": value, "step": value, "devices": value, "classes": value, "loss": value}
     try:
         parse_event(raw)
@@ -377,7 +377,7 @@ def test_any_json_is_an_event_or_a_validation_error(value, kind):
         pytest.fail("a surrogate came through")
 
 
-def test_unknown_types_other_versions_and_damage_are_counted(tmp_path):
+def test_unknown_types_versions_and_damage_are_counted(tmp_path):
     path = tmp_path / "e.jsonl"
     frame = '"seq":1,"t":1.0,"type"'
     path.write_text(
@@ -389,7 +389,7 @@ def test_unknown_types_other_versions_and_damage_are_counted(tmp_path):
     assert (reader.num_unknown, reader.num_bad) == (2, 5)
 
 
-def test_a_file_that_comes_goes_and_shrinks(tmp_path):
+def test_reader_follows_a_created_removed_and_shrunk_file(tmp_path):
     path = tmp_path / "e.jsonl"
     reader = EventReader(path)
     assert reader.read() == []
@@ -405,7 +405,7 @@ def test_a_file_that_comes_goes_and_shrinks(tmp_path):
     assert reader.generation == 2
 
 
-def test_a_line_without_end_takes_no_memory(tmp_path, monkeypatch):
+def test_endless_line_is_read_in_bounded_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("segapp.run.events.reader.MAX_LINE_BYTES", 2**20)
     path = tmp_path / "e.jsonl"
     with open(path, "wb") as file:
@@ -415,13 +415,13 @@ def test_a_line_without_end_takes_no_memory(tmp_path, monkeypatch):
     assert reader.num_bad == 1
 
 
-def test_a_pipe_or_a_folder_in_its_place_reads_as_empty(tmp_path):
+def test_pipe_or_folder_as_event_file_reads_as_empty(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     assert EventReader(tmp_path / "pipe").read() == []
     assert EventReader(tmp_path).read() == []
 
 
-def test_answers(tmp_path):
+def test_wait_for_answer_returns_only_a_final_answer(tmp_path):
     path = tmp_path / "e.jsonl"
     writer = EventWriter(path)
     writer.write(CommandAnswer(id="old", command="pause", by="me", status="applied"))
@@ -434,7 +434,7 @@ def test_answers(tmp_path):
     assert read_answers(EventReader(path).read_raw()) == {"old": "applied", "new": "rejected"}
 
 
-def test_a_hundred_thousand_events_are_read_and_gone_on_from(tmp_path):
+def test_100000_events_are_read_and_continued(tmp_path):
     line = b'{"v":1,"seq":%d,"t":1.5,"type":"step","epoch":1,"step":%d,"loss":0.5,"lr":0.1,"images_per_s":3.0}\n'
     path = tmp_path / "e.jsonl"
     path.write_bytes(b"".join(line % (number, number) for number in range(1, 100_001)))
@@ -442,7 +442,7 @@ def test_a_hundred_thousand_events_are_read_and_gone_on_from(tmp_path):
     assert EventWriter(path).last_seq == 100_000
 
 
-def test_run_loads_no_torch():
+def test_run_package_loads_no_torch():
     code = (
         "import sys, segapp.run.commands, segapp.run.state, segapp.run.checkpoints, segapp.run.events;"
         "assert not {'torch', 'numpy', 'textual'} & set(sys.modules), sys.modules.keys()"

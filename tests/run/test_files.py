@@ -19,7 +19,7 @@ def armed():
 
 @pytest.mark.parametrize("place", ["before_write", "before_fsync", "before_rename"])
 @pytest.mark.parametrize("what", ["ENOSPC", "EIO", "EACCES", "KeyboardInterrupt"])
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, armed, place, what):
+def test_failed_write_leaves_only_the_old_file(tmp_path, armed, place, what):
     write_atomic(tmp_path / "f", "old")
     armed(f"file.{place}=raise:{what}")
     with pytest.raises((OSError, KeyboardInterrupt)):
@@ -31,7 +31,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, armed, pl
     assert (tmp_path / "f").read_text() == '{\n "new": 1\n}\n'
 
 
-def test_only_the_temporaries_of_the_dead_are_removed(tmp_path):
+def test_only_temporaries_of_dead_processes_are_removed(tmp_path):
     dead = subprocess.Popen(["true"])
     dead.wait()
     host = temporary_name().partition("@")[2]
@@ -49,7 +49,7 @@ def test_only_the_temporaries_of_the_dead_are_removed(tmp_path):
 
 
 @given(st.text(alphabet=st.characters(codec=None, categories=None) | st.sampled_from("\x1b\x9b\u202e\udc80[")))
-def test_printable_text_has_no_control_and_does_not_change_again(text):
+def test_printable_text_is_idempotent_without_control_codes(text):
     shown = printable(text)
     assert not any(
         ord(c) < 32 or 0x7F <= ord(c) < 0xA0 or 0xD800 <= ord(c) < 0xE000 or c in "\u202e\u2066" for c in shown
@@ -58,7 +58,7 @@ def test_printable_text_has_no_control_and_does_not_change_again(text):
     assert len(encodable(text).encode()) >= len(text)
 
 
-def test_failpoints_hit_when_they_are_due(armed):
+def test_failpoints_trigger_at_their_count(armed):
     armed("a=2:nan; b=oom*2; c=raise:ENOSPC; d=sleep:0")
     assert [failpoints.failpoint("a") for _ in range(4)] == [None, "nan", None, None]
     assert [failpoints.failpoint("b") for _ in range(3)] == ["oom", "oom", None]

@@ -30,19 +30,19 @@ def end(process):
     process.stdout.close()
 
 
-def test_a_new_training_never_takes_the_folder_of_another(tmp_path):
+def test_new_run_never_reuses_an_existing_folder(tmp_path):
     paths = [RunFolder.create("camvid", root=tmp_path).path.name for _ in range(3)]
     assert paths == ["camvid", "camvid-2", "camvid-3"]
     assert stat.S_IMODE((tmp_path / "camvid" / "commands").stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "-x", "a\nb", "x" * 101])
-def test_a_name_that_is_no_folder_name_is_refused(tmp_path, name):
+def test_run_name_unfit_as_folder_name_is_refused(tmp_path, name):
     with pytest.raises(ConfigError, match="name="):
         RunFolder.create(name, root=tmp_path)
 
 
-def test_a_given_folder_is_used_unless_something_would_be_lost(tmp_path):
+def test_given_folder_is_used_unless_files_would_be_lost(tmp_path):
     folder = RunFolder.create(path=tmp_path / "here")
     with folder:
         folder.write_info()
@@ -58,7 +58,7 @@ def test_a_given_folder_is_used_unless_something_would_be_lost(tmp_path):
         RunFolder.create(path=tmp_path / "here")
 
 
-def test_a_file_in_the_way_is_one_clear_error(tmp_path):
+def test_file_in_place_of_run_folder_is_one_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="a file is there"):
         RunFolder.create(path=tmp_path / "file")
@@ -66,7 +66,7 @@ def test_a_file_in_the_way_is_one_clear_error(tmp_path):
         RunFolder.create("x", root=tmp_path / "file" / "runs")
 
 
-def test_run_json_is_written_once_and_says_what_the_contract_asks(tmp_path):
+def test_run_json_is_written_once_with_contract_fields(tmp_path):
     folder = RunFolder.create("a", root=tmp_path)
     with folder:
         info = folder.write_info(versions={"torch": "2"}, gpus=[{"uuid": "GPU-1"}])
@@ -82,7 +82,7 @@ def test_run_json_is_written_once_and_says_what_the_contract_asks(tmp_path):
 # -- one trainer at a time ----------------------------------------------------------------------------------------
 
 
-def test_a_second_trainer_is_refused_by_name_and_may_start_once_the_first_is_dead(tmp_path):
+def test_second_trainer_is_refused_until_the_first_is_dead(tmp_path):
     folder = RunFolder.create("a", root=tmp_path)
     first = hold(folder.path)
     try:
@@ -99,7 +99,7 @@ def test_a_second_trainer_is_refused_by_name_and_may_start_once_the_first_is_dea
     folder.release()
 
 
-def test_reading_the_lock_file_in_the_holding_process_does_not_drop_the_lock(tmp_path):
+def test_reading_the_lock_file_does_not_release_the_lock(tmp_path):
     folder = RunFolder.create("a", root=tmp_path)
     with folder:
         folder.lock.read_text()
@@ -122,7 +122,7 @@ time.sleep(60)
 """
 
 
-def test_a_worker_that_outlives_its_killed_trainer_does_not_keep_the_lock(tmp_path):
+def test_worker_outliving_its_trainer_does_not_hold_the_lock(tmp_path):
     folder = RunFolder.create("a", root=tmp_path)
     trainer = subprocess.Popen([sys.executable, "-c", FORK_AND_DIE, folder.path], stdout=subprocess.PIPE, text=True)
     worker = int(trainer.stdout.readline())
@@ -136,7 +136,7 @@ def test_a_worker_that_outlives_its_killed_trainer_does_not_keep_the_lock(tmp_pa
         os.kill(worker, signal.SIGKILL)
 
 
-def test_a_release_holds_though_a_child_was_just_forked(tmp_path):
+def test_lock_release_holds_despite_a_forked_child(tmp_path):
     folder = RunFolder.create("a", root=tmp_path)
     read_end, write_end = os.pipe()
     for _ in range(10):
@@ -154,7 +154,7 @@ def test_a_release_holds_though_a_child_was_just_forked(tmp_path):
     os.close(write_end)
 
 
-def test_a_process_is_told_from_another_with_its_id():
+def test_is_alive_distinguishes_processes_of_equal_pid():
     here = this_process()
     assert is_alive(here) is True
     assert is_alive(here.model_copy(update={"start_ticks": here.start_ticks - 1})) is False
@@ -189,7 +189,7 @@ def test_a_process_is_told_from_another_with_its_id():
         (RunFacts(is_trainer_alive=None), "lost"),
     ],
 )
-def test_every_state_word(facts, word):
+def test_every_run_state_is_derived(facts, word):
     assert derive_state(facts) == word
 
 
@@ -199,7 +199,7 @@ def start(**fields):
     )
 
 
-def test_a_run_from_start_to_resume_in_state_words(tmp_path):
+def test_run_states_from_start_to_resume(tmp_path):
     folder = RunFolder.create("a", root=tmp_path)
     folder.acquire()
     folder.write_info()
@@ -224,7 +224,7 @@ def test_a_run_from_start_to_resume_in_state_words(tmp_path):
     folder.release()
 
 
-def test_a_run_of_another_host_is_lost_when_it_falls_silent(tmp_path):
+def test_silent_run_of_another_host_is_lost(tmp_path):
     folder = RunFolder.create("a", root=tmp_path)
     folder.run_json.write_text(
         json.dumps({"id": "a", "name": "a", "created_s": 1.0, "process": {"host": "elsewhere", "pid": 1}})
@@ -236,7 +236,7 @@ def test_a_run_of_another_host_is_lost_when_it_falls_silent(tmp_path):
     assert run_state(folder.path, time.time() + 60) == "lost"
 
 
-def test_a_summary_of_everything(tmp_path):
+def test_summary_has_every_field(tmp_path):
     folder = RunFolder.create("a", root=tmp_path)
     with folder, EventWriter(folder.events) as writer:
         folder.write_info()
@@ -262,7 +262,7 @@ def test_a_summary_of_everything(tmp_path):
     assert listed.name == "a"
 
 
-def test_a_damaged_run_folder_is_summarized_without_a_word_of_python(tmp_path):
+def test_damaged_run_folder_is_summarized_without_traceback(tmp_path):
     folder = RunFolder.create("a", root=tmp_path)
     folder.run_json.write_bytes(b"\xff{")
     folder.lock.write_bytes(b"[1")
@@ -275,7 +275,7 @@ def test_a_damaged_run_folder_is_summarized_without_a_word_of_python(tmp_path):
 # -- which run ----------------------------------------------------------------------------------------------------
 
 
-def test_runs_are_found_by_name_by_path_by_a_file_in_them_and_by_age(tmp_path, monkeypatch):
+def test_runs_are_found_by_name_path_inner_file_and_age(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("one", "two"):
         with RunFolder.create(name) as folder:

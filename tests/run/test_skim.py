@@ -41,9 +41,7 @@ def write_run(path: Path, kinds: list[int]) -> None:
 
 
 @given(kinds=st.lists(st.integers(0, 5), max_size=40), max_bytes=st.sampled_from([None, 1, 700]))
-def test_skimming_gives_what_the_full_parser_gives(
-    tmp_path_factory: Any, kinds: list[int], max_bytes: int | None
-) -> None:
+def test_skimming_equals_the_full_parser(tmp_path_factory: Any, kinds: list[int], max_bytes: int | None) -> None:
     path = tmp_path_factory.mktemp("skim") / "events.jsonl"
     write_run(path, kinds)
     reader, items = EventReader(path), []
@@ -54,7 +52,7 @@ def test_skimming_gives_what_the_full_parser_gives(
 
 
 @given(data=st.data())
-def test_damage_makes_no_event_that_the_full_parser_does_not_see(tmp_path_factory: Any, data: st.DataObject) -> None:
+def test_skimming_damaged_lines_adds_no_event(tmp_path_factory: Any, data: st.DataObject) -> None:
     path = tmp_path_factory.mktemp("skim") / "events.jsonl"
     write_run(path, data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=12)))
     content = bytearray(path.read_bytes())
@@ -72,7 +70,7 @@ def test_damage_makes_no_event_that_the_full_parser_does_not_see(tmp_path_factor
     assert {row[:2] for row in skimmed if row[0] != "step"} == strict
 
 
-def test_a_step_glued_to_the_end_of_another_line_is_what_the_full_parser_says(tmp_path: Path) -> None:
+def test_step_joined_to_another_line_equals_the_full_parser(tmp_path: Path) -> None:
     path = tmp_path / "e.jsonl"
     write_run(path, [1, 2, 0])
     content = path.read_bytes()
@@ -84,7 +82,7 @@ def test_a_step_glued_to_the_end_of_another_line_is_what_the_full_parser_says(tm
     assert flattened(EventReader(path).read_skimmed()) == strict
 
 
-def test_the_last_step_of_a_run_is_there_in_full(tmp_path: Path) -> None:
+def test_last_step_of_a_run_is_parsed_in_full(tmp_path: Path) -> None:
     write_run(tmp_path / "e.jsonl", [2, 2, 2, 0, 2])
     items = EventReader(tmp_path / "e.jsonl").read_skimmed()
     runs = [item for item in items if isinstance(item, StepRun)]
@@ -94,7 +92,7 @@ def test_the_last_step_of_a_run_is_there_in_full(tmp_path: Path) -> None:
     assert {run.split_text for run in runs} == {b'"split":[1,2'}
 
 
-def test_a_torn_last_line_waits(tmp_path: Path) -> None:
+def test_torn_last_line_is_kept_back(tmp_path: Path) -> None:
     path = tmp_path / "e.jsonl"
     write_run(path, [2, 2])
     whole = path.read_bytes()

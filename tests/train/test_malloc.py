@@ -27,6 +27,6 @@ def page_faults(mode: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's heap can be told so")
-def test_freed_memory_is_used_again_without_page_faults() -> None:
+def test_freed_memory_is_reused_without_page_faults() -> None:
     given_back, kept = page_faults("given back"), page_faults("kept")
     assert given_back > 3 * kept

@@ -79,7 +79,7 @@ def test_dp_on_three_logical_devices_equals_one_device(
     assert split == expected
 
 
-def test_in_float64_every_split_takes_the_course_of_one_device(
+def test_every_split_in_float64_equals_one_device(
     single: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny, _ = single
@@ -104,9 +104,7 @@ def test_in_float64_every_split_takes_the_course_of_one_device(
 
 
 @case("R08", how="saved by two ranks, resumed by one process", passes="bare names; the course of one device")
-def test_ddp_with_two_processes_equals_one_device_and_its_checkpoint_goes_on_alone(
-    single: tuple[dict[str, Any], Path], tmp_path: Path
-) -> None:
+def test_ddp_of_two_ranks_equals_and_resumes_on_one_device(single: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     tiny, reference = single
     config = ten_steps(tiny, mode="ddp", devices=["cpu", "cpu"])
     (tmp_path / "ddp.yaml").write_text(dump_config(config))
@@ -163,7 +161,7 @@ def test_dp_resumes_bitwise_with_dropout_on_logical_devices(tiny: dict[str, Any]
         ({"mode": "dp", "devices": ["cpu"], "gpu0_bsz": 0}, "gpu0_bsz"),
     ],
 )
-def test_an_impossible_wish_is_refused(
+def test_impossible_parallel_config_is_refused(
     tiny: dict[str, Any], tmp_path: Path, parallel: dict[str, Any], message: str
 ) -> None:
     config = merged(
@@ -185,9 +183,7 @@ def ddp_file(tiny: dict[str, Any], tmp_path: Path, **train: Any) -> None:
 @pytest.mark.slow
 @case("X03", how="SIGTERM or SIGINT to the launcher", passes="saved, 75")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_ranks_that_are_stopped_save_and_the_launcher_says_75(
-    tiny: dict[str, Any], tmp_path: Path, number: signal.Signals
-) -> None:
+def test_stopped_ranks_save_and_launcher_exits_75(tiny: dict[str, Any], tmp_path: Path, number: signal.Signals) -> None:
     ddp_file(tiny, tmp_path, epochs=3000)
     process = subprocess.Popen(
         [sys.executable, "-m", "segapp", "train", "--config", "ddp.yaml", "--run", "run"],
@@ -216,7 +212,7 @@ def test_ranks_that_are_stopped_save_and_the_launcher_says_75(
 
 @pytest.mark.slow
 @case("X02", how="a batch of 1 for two ranks", passes="exit 2, told once")
-def test_a_mistake_is_told_once_by_all_ranks(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_error_of_all_ranks_is_printed_once(tiny: dict[str, Any], tmp_path: Path) -> None:
     ddp_file(tiny, tmp_path, batch_size=1)
     result = segapp("train", "--config", "ddp.yaml", "--run", "run", cwd=tmp_path)
     assert result.returncode == 2
@@ -225,7 +221,7 @@ def test_a_mistake_is_told_once_by_all_ranks(tiny: dict[str, Any], tmp_path: Pat
 
 @pytest.mark.slow
 @case("X01", how="SIGKILL in both ranks at a step", passes="137, the rank is named")
-def test_a_killed_rank_ends_the_others_and_is_named(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_killed_rank_ends_the_others_and_is_named(tiny: dict[str, Any], tmp_path: Path) -> None:
     ddp_file(tiny, tmp_path, epochs=3000)
     result = segapp(
         "train", "--config", "ddp.yaml", "--run", "run", cwd=tmp_path, SEGAPP_FAILPOINTS="train.step=5:kill"
@@ -278,7 +274,7 @@ def test_two_torchrun_agents_equal_one_device(single: tuple[dict[str, Any], Path
         ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "RANK=2"),
     ],
 )
-def test_a_wrong_torchrun_environment_is_one_error(
+def test_wrong_torchrun_environment_is_one_error(
     tiny: dict[str, Any], tmp_path: Path, environment: dict[str, str], message: str
 ) -> None:
     ddp_file(tiny, tmp_path)
@@ -291,9 +287,7 @@ def test_a_wrong_torchrun_environment_is_one_error(
 
 @case("R08", how="three logical devices, then two ranks, then one device", passes="the course of one device")
 @pytest.mark.slow
-def test_a_checkpoint_goes_from_dp_to_ddp_and_back_to_one_device(
-    single: tuple[dict[str, Any], Path], tmp_path: Path
-) -> None:
+def test_checkpoint_moves_from_dp_to_ddp_to_one_device(single: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     """Stopped within an epoch each time, three logical devices, two ranks, then one: the course of one device."""
     tiny, reference = single
     run = tmp_path / "run"
@@ -312,7 +306,7 @@ def test_a_checkpoint_goes_from_dp_to_ddp_and_back_to_one_device(
 
 @case("N03", how="out of memory on rank 1", passes="all ranks end, a resume goes on in pieces")
 @pytest.mark.slow
-def test_a_rank_out_of_memory_ends_all_and_a_resume_goes_on_in_pieces(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_oom_of_a_rank_ends_all_and_resume_splits_the_step(tiny: dict[str, Any], tmp_path: Path) -> None:
     ddp_file(tiny, tmp_path, batch_size=6)  # 10 images: one step an epoch, five steps
     arguments = ("train", "--config", "ddp.yaml", "--run", "run", "--resume", "auto")
     armed = {"SEGAPP_FAILPOINTS": "train.forward.rank1=3:oom;eval.forward.rank1=1:oom"}

@@ -57,7 +57,7 @@ def in_fp32(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[f
 
 
 @pytest.mark.parametrize("precision", HALF)
-def test_losses_stay_within_two_percent_of_float32(
+def test_losses_of_every_mode_are_within_2_percent_of_float32(
     tiny: dict[str, Any], tmp_path: Path, in_fp32: list[float | None], precision: str
 ) -> None:
     assert train(config_of(tiny, precision), tmp_path / "run") == 0
@@ -72,7 +72,7 @@ def test_losses_stay_within_two_percent_of_float32(
 
 
 @pytest.mark.parametrize("precision", HALF)
-def test_a_resumed_run_is_bitwise_the_same(tiny: dict[str, Any], tmp_path: Path, precision: str) -> None:
+def test_resumed_run_of_every_mode_is_bitwise_equal(tiny: dict[str, Any], tmp_path: Path, precision: str) -> None:
     whole, first = config_of(tiny, precision, epochs=2), config_of(tiny, precision, epochs=1)
     assert train(whole, tmp_path / "whole") == 0
     assert train(first, tmp_path / "parts") == 0
@@ -84,7 +84,7 @@ def test_a_resumed_run_is_bitwise_the_same(tiny: dict[str, Any], tmp_path: Path,
 
 
 @pytest.mark.parametrize("precision", ["fp16", "amp-fp16"])
-def test_skipped_steps_are_counted_and_leave_no_trace(
+def test_skipped_steps_are_counted_and_change_nothing(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
     begin = LossScaler.__init__
@@ -105,7 +105,7 @@ def test_skipped_steps_are_counted_and_leave_no_trace(
     assert all(bool(torch.isfinite(v).all()) for v in state["model"].values())
 
 
-def test_a_scale_that_collapses_stops_the_run_and_names_the_layer(
+def test_loss_scale_below_minimum_stops_run_and_names_layer(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make = network.build_model
@@ -139,7 +139,7 @@ def test_fp16_over_devices_and_ranks_follows_one_device(tiny: dict[str, Any], tm
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=5e-3)
 
 
-def test_the_float32_average_of_half_weights_is_evaluated(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_float32_average_of_half_weights_is_evaluated(tiny: dict[str, Any], tmp_path: Path) -> None:
     config = config_of(tiny, "fp16", epochs=1)
     averaged = config.model_copy(update={"train": config.train.model_copy(update={"ema": 0.9})})
     assert train(averaged, tmp_path / "run") == 0

@@ -81,7 +81,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, visit: int) -> None:
 
 
 @pytest.mark.parametrize("visit", [3, 4, 8, 12, 15, 22])
-def test_stopped_at_any_look_and_resumed_is_bitwise_the_same(
+def test_run_stopped_at_any_safe_point_resumes_bitwise(
     reference: tuple[RunConfig, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visit: int
 ) -> None:
     config, uninterrupted = reference
@@ -104,7 +104,7 @@ def test_stopped_at_any_look_and_resumed_is_bitwise_the_same(
     seed=st.integers(0, 2**31 - 1),
     parallel=st.sampled_from([{"mode": "single"}, {"mode": "dp", "devices": ["cpu", "cpu"], "gpu0_bsz": 0}]),
 )
-def test_any_seed_stopped_anywhere_in_any_mode_and_resumed_is_bitwise_the_same(
+def test_any_seed_and_mode_stopped_anywhere_resumes_bitwise(
     reference: tuple[RunConfig, Path],
     tmp_path_factory: pytest.TempPathFactory,
     visit: int,
@@ -131,7 +131,7 @@ def write_config(config: RunConfig, folder: Path) -> Path:
     return path
 
 
-def test_killed_five_times_and_resumed_is_bitwise_the_same(reference: tuple[RunConfig, Path], tmp_path: Path) -> None:
+def test_run_killed_five_times_resumes_bitwise(reference: tuple[RunConfig, Path], tmp_path: Path) -> None:
     config, uninterrupted = reference
     path = write_config(config, tmp_path)
     # In the first epoch, right at its end, inside a save, in the middle of the second, and in the third epoch.
@@ -147,7 +147,7 @@ def test_killed_five_times_and_resumed_is_bitwise_the_same(reference: tuple[RunC
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
-def test_killed_at_a_random_moment_with_workers_is_bitwise_the_same(
+def test_run_with_workers_killed_at_random_resumes_bitwise(
     reference: tuple[RunConfig, Path], tmp_path: Path, seed: int
 ) -> None:
     config, uninterrupted = reference
@@ -184,14 +184,14 @@ def test_killed_at_a_random_moment_with_workers_is_bitwise_the_same(
     assert course(tmp_path / "run") == course(uninterrupted)
 
 
-def test_number_of_workers_does_not_change_the_course(reference: tuple[RunConfig, Path], tmp_path: Path) -> None:
+def test_number_of_workers_does_not_change_the_losses(reference: tuple[RunConfig, Path], tmp_path: Path) -> None:
     config, uninterrupted = reference
     with_workers = config.model_copy(update={"data": config.data.model_copy(update={"workers": 2})})
     assert train(with_workers, tmp_path / "run") == 0
     assert course(tmp_path / "run") == course(uninterrupted)
 
 
-def test_epochs_may_be_raised_and_the_run_goes_on(reference: tuple[RunConfig, Path], tmp_path: Path) -> None:
+def test_finished_run_continues_with_more_epochs(reference: tuple[RunConfig, Path], tmp_path: Path) -> None:
     config, _ = reference
     config = config.model_copy(update={"schedule": config.schedule.model_copy(update={"name": "constant"})})
     longer = config.model_copy(update={"train": config.train.model_copy(update={"epochs": 4})})
@@ -203,7 +203,7 @@ def test_epochs_may_be_raised_and_the_run_goes_on(reference: tuple[RunConfig, Pa
     assert len(events(tmp_path / "run", "step")) == steps // 3 * 4
 
 
-def test_an_incompatible_config_is_refused_with_the_keys(reference: tuple[RunConfig, Path], tmp_path: Path) -> None:
+def test_resume_with_incompatible_config_names_the_keys(reference: tuple[RunConfig, Path], tmp_path: Path) -> None:
     config, uninterrupted = reference
     other = config.model_copy(update={"optim": config.optim.model_copy(update={"lr": 0.5})})
     plan = TrainRequest(other, run=tmp_path / "run", checkpoint=uninterrupted / "checkpoints" / "last.pt")
@@ -214,7 +214,7 @@ def test_an_incompatible_config_is_refused_with_the_keys(reference: tuple[RunCon
         run_session(TrainRequest(other, run=tmp_path / "run2", checkpoint=uninterrupted / "checkpoints" / "last.pt"))
 
 
-def test_a_damaged_last_falls_back_with_an_alert(reference: tuple[RunConfig, Path], tmp_path: Path) -> None:
+def test_damaged_last_falls_back_with_an_alert(reference: tuple[RunConfig, Path], tmp_path: Path) -> None:
     config, uninterrupted = reference
     folder = tmp_path / "run"
     shutil.copytree(uninterrupted, folder)
@@ -232,14 +232,14 @@ def test_a_damaged_last_falls_back_with_an_alert(reference: tuple[RunConfig, Pat
     assert_same_run(folder, uninterrupted)
 
 
-def test_early_stop_ends_the_run_and_says_why(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_early_stop_ends_the_run_with_reason(tiny: dict[str, Any], tmp_path: Path) -> None:
     config = merged(tiny, train={"epochs": 9, "early_stop": 1}, optim={"lr": 1e-12})
     assert train(config, tmp_path / "run") == 0
     assert len(events(tmp_path / "run", "val")) < 9
     assert "no better miou" in events(tmp_path / "run", "run_end")[-1]["reason"]
 
 
-def test_several_bad_steps_in_a_row_stop_the_run_with_a_finite_checkpoint(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_consecutive_bad_steps_stop_with_finite_checkpoint(tiny: dict[str, Any], tmp_path: Path) -> None:
     config = merged(tiny, train={"max_bad_steps": 3}, optim={"name": "sgd", "lr": 1e30}, schedule={"warmup_steps": 0})
     with pytest.raises(NonFiniteError, match="3 steps in a row"):
         train(config, tmp_path / "run")

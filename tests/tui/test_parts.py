@@ -34,13 +34,13 @@ from segapp.tui.state.wording import age, clip, duration, fit_cells, gib, learni
         ((60, 14), "loss", set()),
     ],
 )
-def test_layouts(size: tuple[int, int], pane: str, panes: set[str]) -> None:
+def test_layout_of_each_screen_size(size: tuple[int, int], pane: str, panes: set[str]) -> None:
     plan = plan_layout(*size, pane)
     assert plan.panes == panes
     assert plan.is_notice == (not panes)
 
 
-def test_a_zoomed_pane_is_alone_and_the_editor_is_never_hidden() -> None:
+def test_zoomed_pane_is_alone_and_editor_stays_visible() -> None:
     assert plan_layout(120, 36, "classes", is_zoomed=True).panes == {"classes"}
     for size in ((80, 24), (60, 15), (120, 36)):
         assert "gpu0" in plan_layout(*size, "loss", is_editing=True).panes
@@ -52,7 +52,7 @@ def test_a_zoomed_pane_is_alone_and_the_editor_is_never_hidden() -> None:
     st.sampled_from(["loss", "gpu", "classes", "events", "pictures"]),
     st.booleans(),
 )
-def test_the_chosen_pane_is_shown_wherever_anything_is(width: int, height: int, pane: str, is_zoomed: bool) -> None:
+def test_chosen_pane_is_shown_at_every_size_with_panes(width: int, height: int, pane: str, is_zoomed: bool) -> None:
     plan = plan_layout(width, height, pane, is_zoomed=is_zoomed)
     assert plan.is_notice or pane in plan.panes
     assert plan.right_width <= width
@@ -77,18 +77,18 @@ def test_the_chosen_pane_is_shown_wherever_anything_is(width: int, height: int, 
         ("".join(progress(1.7, 3, ASCII)), "==="),
     ],
 )  # fmt: skip
-def test_words_for_numbers(found: str, wanted: str) -> None:
+def test_numbers_are_formatted(found: str, wanted: str) -> None:
     assert found == wanted
 
 
 @given(st.text(max_size=40), st.integers(0, 30))
-def test_fitted_text_has_the_width_asked_for(text: str, width: int) -> None:
+def test_fitted_text_has_the_requested_width(text: str, width: int) -> None:
     assert cell_len(fit_cells(text, width)) == width
     assert cell_len(clip(text, width)) <= max(width, cell_len(text) if cell_len(text) <= width else 0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.text(alphabet="ab", max_size=9)), max_size=8), st.integers(1, 60))
-def test_a_line_of_parts_fits_and_keeps_the_most_important(parts: list[tuple[int, str]], width: int) -> None:
+def test_line_of_parts_fits_and_keeps_the_most_important(parts: list[tuple[int, str]], width: int) -> None:
     line = fit_parts([Part(rank, Content(text)) for rank, text in parts], width)
     assert line.cell_length <= width
     shown = [part for part in parts if part[1]]
@@ -97,7 +97,7 @@ def test_a_line_of_parts_fits_and_keeps_the_most_important(parts: list[tuple[int
         assert first[: width - 1] in line.plain
 
 
-def test_no_key_has_two_meanings_and_control_keys_are_marked() -> None:
+def test_keys_are_unique_and_control_keys_are_marked() -> None:
     names = [name for key in keys.KEYS for name in key.keys.split(",")]
     assert len(names) == len(set(names))
     ids = [keys.binding_id(key) for key in keys.KEYS]
@@ -109,7 +109,7 @@ def test_no_key_has_two_meanings_and_control_keys_are_marked() -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 10])
-def test_the_key_bar_keeps_help(width: int) -> None:
+def test_key_bar_always_shows_help(width: int) -> None:
     bar = keys.key_bar(keys.KEYS, {}, {}, width).plain
     assert "?" in bar
     if width >= 60:
@@ -128,7 +128,7 @@ def test_the_key_bar_keeps_help(width: int) -> None:
         keymap=st.dictionaries(st.text(max_size=5), st.text(min_size=1, max_size=5), max_size=3),
     )
 )
-def test_settings_come_back_as_they_were_saved(tmp_path_factory: pytest.TempPathFactory, settings: UiSettings) -> None:
+def test_settings_are_read_back_as_saved(tmp_path_factory: pytest.TempPathFactory, settings: UiSettings) -> None:
     path = tmp_path_factory.mktemp("ui") / "segapp" / "ui.toml"
     save_settings(path, settings)
     assert load_settings(path) == settings
@@ -137,7 +137,7 @@ def test_settings_come_back_as_they_were_saved(tmp_path_factory: pytest.TempPath
 @pytest.mark.parametrize(
     "text", ["", "garbage [", 'sort = "sideways"', "smoothing = 7.0", "is_log = 3", 'keymap = "x"', "theme = 3", "\x00"]
 )
-def test_bad_settings_are_as_none(tmp_path: Path, text: str) -> None:
+def test_bad_settings_are_ignored(tmp_path: Path, text: str) -> None:
     path = tmp_path / "ui.toml"
     path.write_text(text)
     assert load_settings(path) == UiSettings()

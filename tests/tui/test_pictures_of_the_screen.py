@@ -118,7 +118,9 @@ CASES: list[tuple[Callable[[Path], RecordedRun], tuple[int, int]]] = [
 
 
 @pytest.mark.parametrize(("make", "size"), CASES, ids=[f"{m.__name__}-{w}x{h}" for m, (w, h) in CASES])
-def test_the_screen_looks_as_it_did(make: Callable[[Path], RecordedRun], size: tuple[int, int], tmp_path: Path) -> None:
+def test_screen_equals_its_stored_snapshot(
+    make: Callable[[Path], RecordedRun], size: tuple[int, int], tmp_path: Path
+) -> None:
     run = make(tmp_path / "camvid-042")
     try:
         found = picture(run, size)

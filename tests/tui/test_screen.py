@@ -115,7 +115,7 @@ def sent(run: RecordedRun) -> list[str]:
 # --- what it says -----------------------------------------------------------------------------------------------------
 
 
-def test_everything_one_looks_for_first_is_on_the_wide_screen(live: RecordedRun) -> None:
+def test_wide_screen_shows_every_key_value(live: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         text = screen_text(app)
         for wanted in (
@@ -137,7 +137,7 @@ def test_everything_one_looks_for_first_is_on_the_wide_screen(live: RecordedRun)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_captures_at_the_named_sizes(live: RecordedRun, size: tuple[int, int]) -> None:
+def test_screen_at_named_sizes_has_its_panes(live: RecordedRun, size: tuple[int, int]) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         text = screen_text(app)
         assert "LIVE" in text
@@ -154,7 +154,7 @@ def test_captures_at_the_named_sizes(live: RecordedRun, size: tuple[int, int]) -
     run_screen(live, act, size)
 
 
-def test_no_size_breaks_the_screen_or_puts_a_pane_outside(live: RecordedRun) -> None:
+def test_panes_stay_inside_the_screen_at_any_size(live: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         for width, height in [(200, 60), (140, 20), (100, 15), (99, 40), (60, 60), (61, 16), (59, 30), (20, 5), (8, 3),
                               (1, 1), (120, 22), (101, 29), (300, 90), (80, 24)]:  # fmt: skip
@@ -268,7 +268,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("name", sorted(CASES))
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
-def test_unusual_runs_are_shown_as_what_they_are(tmp_path: Path, name: str, size: tuple[int, int]) -> None:
+def test_unusual_runs_are_shown_with_their_state(tmp_path: Path, name: str, size: tuple[int, int]) -> None:
     run = CASES[name](tmp_path / "run")
     if name == "eight_gpus":
         run.gpu0_bsz = 8
@@ -287,7 +287,7 @@ def test_unusual_runs_are_shown_as_what_they_are(tmp_path: Path, name: str, size
     run_screen(run, act, size)
 
 
-def test_eight_gpus_all_have_a_line(tmp_path: Path) -> None:
+def test_each_of_eight_gpus_has_a_line(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run", num_devices=8, batch_size=64, gpu0_bsz=8, steps_per_epoch=20)
     run.epoch()
 
@@ -317,7 +317,7 @@ def test_eight_gpus_and_their_editor_fit_at_every_size(tmp_path: Path) -> None:
     run_screen(run, act)
 
 
-def test_the_trainers_end_without_a_word_is_said_with_the_next_move(tmp_path: Path) -> None:
+def test_crash_is_shown_with_the_next_move(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run", steps_per_epoch=20)
     run.epoch()
     run.folder.run_json.write_text(run.folder.run_json.read_text().replace('"pid": ', '"pid": 99'))
@@ -335,7 +335,7 @@ def test_the_trainers_end_without_a_word_is_said_with_the_next_move(tmp_path: Pa
     run_screen(run, act)
 
 
-def test_a_folder_that_vanishes_is_said_and_the_picture_stays(fresh: RecordedRun) -> None:
+def test_removed_folder_is_reported_and_the_view_kept(fresh: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         shutil.rmtree(fresh.folder.path)
         assert isinstance(app.source, LiveSource)
@@ -350,7 +350,7 @@ def test_a_folder_that_vanishes_is_said_and_the_picture_stays(fresh: RecordedRun
     fresh.folder.path.mkdir()
 
 
-def test_a_reverted_change_stays_on_the_screen_until_it_was_seen(fresh: RecordedRun) -> None:
+def test_reverted_change_stays_on_screen_until_seen(fresh: RecordedRun) -> None:
     fresh.alert("reverted", "gpu0_bsz=6 ran out of memory: back to 4")
 
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
@@ -364,7 +364,7 @@ def test_a_reverted_change_stays_on_the_screen_until_it_was_seen(fresh: Recorded
 # --- what its keys do -------------------------------------------------------------------------------------------------
 
 
-def test_the_share_of_gpu_0_is_changed_with_two_keys_and_undone_with_one(fresh: RecordedRun) -> None:
+def test_gpu0_bsz_is_changed_with_two_keys_and_undone_with_one(fresh: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "b")
         assert "no change" in screen_text(app)
@@ -406,7 +406,9 @@ def test_the_share_of_gpu_0_is_changed_with_two_keys_and_undone_with_one(fresh: 
         (["e", "enter", "enter"], "", "set gpu0_bsz=none"),
     ],
 )
-def test_the_editor(fresh: RecordedRun, typed: list[str], word: str, is_sent: str | None) -> None:
+def test_split_editor_accepts_and_rejects_values(
+    fresh: RecordedRun, typed: list[str], word: str, is_sent: str | None
+) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "b", *typed)
         assert sent(fresh) == ([] if is_sent is None else [is_sent])
@@ -417,7 +419,7 @@ def test_the_editor(fresh: RecordedRun, typed: list[str], word: str, is_sent: st
     run_screen(fresh, act)
 
 
-def test_pause_resume_checkpoint_and_stop_reach_the_inbox(fresh: RecordedRun) -> None:
+def test_pause_resume_checkpoint_and_stop_keys_send_commands(fresh: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "space", "c")
         assert sent(fresh) == ["pause", "checkpoint"]
@@ -440,7 +442,7 @@ def test_pause_resume_checkpoint_and_stop_reach_the_inbox(fresh: RecordedRun) ->
     run_screen(fresh, act)
 
 
-def test_a_rejected_wish_is_said_with_its_reason(fresh: RecordedRun) -> None:
+def test_rejected_command_is_shown_with_its_reason(fresh: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "c")
         received = drain_commands(fresh.folder.path)[0]
@@ -454,7 +456,7 @@ def test_a_rejected_wish_is_said_with_its_reason(fresh: RecordedRun) -> None:
     run_screen(fresh, act)
 
 
-def test_a_read_only_view_can_ask_for_nothing_and_does_not_offer_it(fresh: RecordedRun) -> None:
+def test_read_only_screen_offers_and_sends_no_command(fresh: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "space", "c", "u", "S", "b", "plus", "enter")
         assert sent(fresh) == []
@@ -470,7 +472,7 @@ def test_a_read_only_view_can_ask_for_nothing_and_does_not_offer_it(fresh: Recor
     run_screen(fresh, act, readonly=True)
 
 
-def test_an_inbox_that_cannot_be_written_is_said(fresh: RecordedRun) -> None:
+def test_unwritable_inbox_is_reported(fresh: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         shutil.rmtree(fresh.folder.commands)
         await press(app, pilot, "c")
@@ -479,7 +481,7 @@ def test_an_inbox_that_cannot_be_written_is_said(fresh: RecordedRun) -> None:
     run_screen(fresh, act)
 
 
-def test_every_key_of_the_table_does_something_and_breaks_nothing(live: RecordedRun) -> None:
+def test_every_key_of_the_table_acts_without_error(live: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         for key in keys.available(is_readonly=True):
             for name in key.keys.split(","):
@@ -490,7 +492,7 @@ def test_every_key_of_the_table_does_something_and_breaks_nothing(live: Recorded
     run_screen(live, act, readonly=True)
 
 
-def test_help_is_made_from_the_table_of_keys(live: RecordedRun) -> None:
+def test_help_lists_the_table_of_keys(live: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "question_mark")
         text = screen_text(app)
@@ -500,7 +502,7 @@ def test_help_is_made_from_the_table_of_keys(live: RecordedRun) -> None:
     run_screen(live, act)
 
 
-def test_panes_zoom_sort_filter_and_chart_keys(live: RecordedRun) -> None:
+def test_zoom_sort_filter_and_chart_keys_act_on_their_panes(live: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "3", "f")
         assert "Classes" in screen_text(app)
@@ -529,7 +531,7 @@ def test_panes_zoom_sort_filter_and_chart_keys(live: RecordedRun) -> None:
     run_screen(live, act, (120, 40))
 
 
-def test_the_palette_offers_the_actions(live: RecordedRun) -> None:
+def test_command_palette_offers_the_actions(live: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         offered = {command.title for command in app.get_system_commands(app.screen)}
         assert {key.help for key in keys.KEYS} <= offered
@@ -538,7 +540,7 @@ def test_the_palette_offers_the_actions(live: RecordedRun) -> None:
     run_screen(live, act)
 
 
-def test_choices_are_remembered(live: RecordedRun, tmp_path: Path) -> None:
+def test_screen_choices_are_saved(live: RecordedRun, tmp_path: Path) -> None:
     file = tmp_path / "segapp" / "ui.toml"
 
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
@@ -549,7 +551,7 @@ def test_choices_are_remembered(live: RecordedRun, tmp_path: Path) -> None:
     assert (found.is_log, found.sort, found.theme) == (True, "best", "segapp-light")
 
 
-def test_keys_can_be_given_other_names(fresh: RecordedRun) -> None:
+def test_keys_can_be_remapped(fresh: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         assert "w Ckpt" in screen_text(app).replace("  ", " ")
         await press(app, pilot, "w")
@@ -559,7 +561,7 @@ def test_keys_can_be_given_other_names(fresh: RecordedRun) -> None:
 
 
 @pytest.mark.parametrize("theme", themes.NAMES)
-def test_themes(live: RecordedRun, theme: str) -> None:
+def test_every_theme_is_applied(live: RecordedRun, theme: str) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         assert app.theme == theme
         assert "LIVE" in screen_text(app)
@@ -568,7 +570,7 @@ def test_themes(live: RecordedRun, theme: str) -> None:
     run_screen(live, act, settings=UiSettings(theme=theme))
 
 
-def test_without_colour(live: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_screen_without_colour_has_no_colour_codes(live: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
 
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
@@ -581,7 +583,7 @@ def test_without_colour(live: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("size", [(120, 36), (80, 24), (60, 15)])
-def test_ascii_is_ascii_on_every_page(live: RecordedRun, size: tuple[int, int]) -> None:
+def test_ascii_mode_shows_only_ascii_on_every_page(live: RecordedRun, size: tuple[int, int]) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         for keys_pressed in (["1"], ["2"], ["3"], ["4"], ["i"], ["b"], ["escape", "question_mark"], ["escape", "S"]):
             await press(app, pilot, *keys_pressed)
@@ -590,7 +592,7 @@ def test_ascii_is_ascii_on_every_page(live: RecordedRun, size: tuple[int, int]) 
     run_screen(live, act, size, ascii_only=True)
 
 
-def test_pictures_are_shown_and_damaged_ones_said(fresh: RecordedRun) -> None:
+def test_sample_images_are_shown_and_damaged_ones_reported(fresh: RecordedRun) -> None:
     import cv2
     import numpy as np
 
@@ -614,7 +616,7 @@ def test_pictures_are_shown_and_damaged_ones_said(fresh: RecordedRun) -> None:
     run_screen(fresh, act)
 
 
-def test_a_replay_says_that_it_is_one_and_sends_nothing(tmp_path: Path) -> None:
+def test_replay_is_marked_and_sends_no_command(tmp_path: Path) -> None:
     run = finished(tmp_path / "run")
 
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
@@ -626,7 +628,7 @@ def test_a_replay_says_that_it_is_one_and_sends_nothing(tmp_path: Path) -> None:
     run_screen(ReplaySource(run.folder, 1e6), act)
 
 
-def test_ctrl_c_ends_nothing(live: RecordedRun) -> None:
+def test_ctrl_c_does_not_end_the_screen(live: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "ctrl+c")
         assert app.is_running
@@ -635,7 +637,7 @@ def test_ctrl_c_ends_nothing(live: RecordedRun) -> None:
     run_screen(live, act)
 
 
-def test_all_classes_of_the_canned_run_have_a_row(live: RecordedRun) -> None:
+def test_every_class_of_the_recorded_run_has_a_row(live: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         text = screen_text(app)
         assert all(name in text for name in CAMVID)

@@ -69,7 +69,7 @@ def run(tmp_path: Path) -> Any:
     run.folder.release()
 
 
-def test_q_leaves_says_how_to_come_back_and_puts_the_terminal_right(run: RecordedRun, tmp_path: Path) -> None:
+def test_q_exits_with_attach_hint_and_restores_the_terminal(run: RecordedRun, tmp_path: Path) -> None:
     shown = Terminal(run, tmp_path)
     shown.read_until(b"LIVE")
     os.write(shown.fd, b"q")
@@ -80,14 +80,14 @@ def test_q_leaves_says_how_to_come_back_and_puts_the_terminal_right(run: Recorde
 
 
 @pytest.mark.parametrize("ignores_hangup", [False, True])
-def test_a_closed_terminal_ends_it(run: RecordedRun, tmp_path: Path, ignores_hangup: bool) -> None:
+def test_closed_terminal_ends_the_screen(run: RecordedRun, tmp_path: Path, ignores_hangup: bool) -> None:
     shown = Terminal(run, tmp_path, ignores_hangup=ignores_hangup)
     shown.read_until(b"LIVE")
     os.close(shown.fd)
     shown.wait()
 
 
-def test_a_term_signal_ends_it_in_order(run: RecordedRun, tmp_path: Path) -> None:
+def test_sigterm_ends_the_screen_and_restores_the_terminal(run: RecordedRun, tmp_path: Path) -> None:
     shown = Terminal(run, tmp_path)
     shown.read_until(b"LIVE")
     os.kill(shown.pid, signal.SIGTERM)
@@ -95,7 +95,7 @@ def test_a_term_signal_ends_it_in_order(run: RecordedRun, tmp_path: Path) -> Non
     assert shown.wait() == 0
 
 
-def test_no_terminal_no_screen(run: RecordedRun) -> None:
+def test_attach_without_terminal_is_refused(run: RecordedRun) -> None:
     code = (
         "import sys\nfrom segapp.tui.app import run_ui\n"
         "try:\n run_ui(sys.argv[1])\nexcept Exception as error: print(type(error).__name__, error)"
@@ -108,14 +108,14 @@ def test_no_terminal_no_screen(run: RecordedRun) -> None:
 
 
 @pytest.mark.parametrize("term", ["dumb", "", "unknown"])
-def test_a_dumb_terminal_is_refused(monkeypatch: pytest.MonkeyPatch, term: str) -> None:
+def test_dumb_terminal_is_refused(monkeypatch: pytest.MonkeyPatch, term: str) -> None:
     monkeypatch.setenv("TERM", term)
     monkeypatch.setattr(terminal, "_is_terminal", lambda stream: True)
     with pytest.raises(ConfigError, match="cannot show a screen"):
         terminal.check_terminal()
 
 
-def test_mistakes_are_named(tmp_path: Path, run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_errors_of_attach_are_named(tmp_path: Path, run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match="no such run"):
         run_ui(tmp_path / "nothing")

@@ -67,7 +67,7 @@ def test_lower_precision_is_accumulated_in_float32(name, dtype, monkeypatch):
     assert relative_error(x.grad, y.grad) < (8e-3 if dtype == torch.bfloat16 else 1e-4)
 
 
-def test_lovasz_with_one_image_in_hand_passes_gradcheck():
+def test_lovasz_passes_gradcheck_and_equals_sum_over_images():
     logits, target = draw(2, 3, (3, 3), (7, 8))
     logits.requires_grad_()
     assert torch.autograd.gradcheck(lambda x: CriterionLovasz()(x, target), (logits,))
@@ -77,7 +77,7 @@ def test_lovasz_with_one_image_in_hand_passes_gradcheck():
 
 @pytest.mark.usefixtures("_on_small_bands")
 @pytest.mark.parametrize("name", NAMES)
-def test_no_gradient_is_asked_for_in_evaluation(name):
+def test_loss_under_no_grad_requires_no_gradient(name):
     logits, target = draw()
     with torch.no_grad():
         loss = criteria()[name](logits, target)

@@ -19,7 +19,7 @@ def _fresh(monkeypatch):
 
 @pytest.mark.parametrize("sigma", [2.0, 300.0])
 @pytest.mark.parametrize("chunk_bytes", [1, 20_000, 4 << 20])
-def test_program_matches_the_reference_for_any_chunk(chunk_bytes, sigma, monkeypatch):
+def test_compiled_loss_matches_reference_for_any_chunk(chunk_bytes, sigma, monkeypatch):
     monkeypatch.setattr(cells, "CHUNK_BYTES", chunk_bytes)
     logits, target = draw(3, low=(7, 6), high=(33, 41), sigma=sigma)
     options = CrossEntropyOptions(False, 255, 0.1)
@@ -42,7 +42,7 @@ def test_program_matches_the_reference_for_any_chunk(chunk_bytes, sigma, monkeyp
 
 
 @pytest.mark.usefixtures("_fresh")
-def test_without_a_compiler_bands_take_over_and_say_so_once(monkeypatch, recwarn):
+def test_bands_replace_missing_compiler_with_one_warning(monkeypatch, recwarn):
     def broken(*_):
         raise OSError("no such file: c++")
 
@@ -60,7 +60,7 @@ def test_without_a_compiler_bands_take_over_and_say_so_once(monkeypatch, recwarn
 @pytest.mark.usefixtures("_fresh")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_program_compiles_once_and_matches(dtype, monkeypatch):
+def test_compiled_loss_compiles_once_and_matches(dtype, monkeypatch):
     monkeypatch.setattr(cells, "CHUNK_BYTES", 20_000)
     torch._dynamo.reset()
     logits, target = draw(3, low=(7, 6), high=(33, 41), dtype=dtype)

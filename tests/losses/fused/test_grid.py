@@ -15,7 +15,7 @@ SIZES = [(1, 1), (1, 9), (5, 5), (5, 33), (7, 50), (30, 31), (9, 4), (16, 128), 
 
 @pytest.mark.parametrize("align_corners", [True, False])
 @pytest.mark.parametrize(("size_in", "size_out"), SIZES)
-def test_axis_matches_interpolate(size_in, size_out, align_corners):
+def test_axis_matrix_matches_interpolate(size_in, size_out, align_corners):
     matrix = Axis(size_in, size_out, align_corners).matrix()
     unit = torch.eye(size_in, dtype=torch.float64).unsqueeze(1)
     columns = F.interpolate(unit.unsqueeze(2), (1, size_out), mode="bilinear", align_corners=align_corners)
@@ -37,7 +37,7 @@ def test_widen_and_narrow_are_the_matrix_and_its_transpose(size_in, size_out, al
         torch.set_float32_matmul_precision("highest")
 
 
-def test_adjoint_table_of_a_part_is_its_rows_of_the_matrix():
+def test_adjoint_table_of_a_part_equals_its_matrix_rows():
     axis = Axis(6, 20, False)
     samples, weights = axis.adjoint_table(5, 14, 1, 5)
     rebuilt = torch.zeros(9, 4, dtype=torch.float64)
@@ -62,7 +62,7 @@ def test_parts_cover_every_row_once_and_are_even(num_parts, align_corners):
 @pytest.mark.parametrize("many_cells", [True, False])
 @pytest.mark.parametrize(("low", "high"), [((5, 7), (33, 50)), ((6, 6), (6, 6)), ((9, 9), (5, 4)), ((1, 3), (8, 9))])
 @pytest.mark.parametrize("align_corners", [True, False])
-def test_sweep_shows_every_pixel_and_gathers_the_gradient(
+def test_sweep_visits_every_pixel_and_sums_the_gradient(
     monkeypatch, low, high, align_corners, many_cells, small_parts, band_bytes
 ):
     monkeypatch.setattr(bands, "MIN_CELL_BYTES", 0)
@@ -96,7 +96,7 @@ def test_tables_made_in_inference_mode_serve_training():
     assert not grid.fractions.is_inference()
 
 
-def test_the_number_of_threads_of_the_process_is_left_alone():
+def test_thread_count_of_the_process_is_unchanged():
     from concurrent.futures import ThreadPoolExecutor
 
     before = torch.get_num_threads()

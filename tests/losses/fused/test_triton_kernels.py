@@ -31,12 +31,12 @@ def interpret(every):
     return done.stdout
 
 
-def test_interpreted_sample():
+def test_sampled_interpreted_kernels_match_reference():
     assert "cases" in interpret(41)
 
 
 @pytest.mark.slow
-def test_interpreted_whole():
+def test_all_interpreted_kernels_match_reference():
     assert interpret(1).strip() == "160 cases"
 
 
@@ -103,7 +103,7 @@ def resource_usage(num_classes, dtype, target_type, capability, tmp_path):
         ),
     ],
 )
-def test_compiles_ahead_of_time_without_spills(num_classes, dtype, target_type, capability, tmp_path):
+def test_kernels_compile_ahead_of_time_without_spills(num_classes, dtype, target_type, capability, tmp_path):
     registers, stack_bytes = resource_usage(num_classes, dtype, target_type, capability, tmp_path)
     assert registers <= 255
     assert stack_bytes == 0

@@ -64,7 +64,7 @@ def desk(tmp_path: Path) -> Desk:
     return Desk(tmp_path / "run")
 
 
-def test_a_new_split_waits_and_is_applied_when_a_full_batch_was_made_with_it(desk: Desk) -> None:
+def test_new_split_is_applied_after_a_full_batch_succeeds(desk: Desk) -> None:
     wish = desk.say("set gpu0_bsz=2 lr_factor=0.5")
     assert desk.controller.settings == LiveSettings()
     assert desk.controller.requests.settings == LiveSettings(gpu0_bsz=2, lr_factor=0.5)
@@ -100,7 +100,7 @@ def test_a_new_split_waits_and_is_applied_when_a_full_batch_was_made_with_it(des
         ("cancel 0123456789ab", "rejected", "0123456789ab"),
     ],
 )
-def test_what_can_be_said_at_once_is_said_at_once(desk: Desk, text: str, status: str, reason: str) -> None:
+def test_invalid_or_redundant_command_is_answered_at_once(desk: Desk, text: str, status: str, reason: str) -> None:
     desk.say(text)
     assert desk.last()["status"] == status
     assert reason in desk.last()["reason"]
@@ -108,21 +108,21 @@ def test_what_can_be_said_at_once_is_said_at_once(desk: Desk, text: str, status:
 
 
 @pytest.mark.parametrize("mode", ["ddp", "model", "single"])
-def test_where_there_is_nothing_to_divide_the_answer_says_why(tmp_path: Path, mode: str) -> None:
+def test_gpu0_bsz_in_modes_without_split_is_rejected_with_why(tmp_path: Path, mode: str) -> None:
     desk = Desk(tmp_path / "run", num_devices=1, mode=mode)
     desk.say("set gpu0_bsz=1")
     assert desk.last()["status"] == "rejected"
     assert {"ddp": "every rank", "model": "whole batch", "single": "one device"}[mode] in desk.last()["reason"]
 
 
-def test_no_setting_changes_after_the_last_epoch_has_begun(desk: Desk) -> None:
+def test_settings_are_rejected_in_the_last_epoch(desk: Desk) -> None:
     desk.say("set lr_factor=2", TrainingPosition(9, 80, 10, 9))
     assert (desk.last()["status"], "9 is the last" in desk.last()["reason"]) == ("rejected", True)
     desk.say("set lr_factor=2", TrainingPosition(9, 80, 9, 9))
     assert desk.last()["status"] == "accepted"
 
 
-def test_cancel_takes_back_one_wish_or_all_that_wait(desk: Desk) -> None:
+def test_cancel_removes_one_or_all_pending_commands(desk: Desk) -> None:
     first, second = desk.say("set gpu0_bsz=3"), desk.say("set lr_factor=0.1")
     stop = desk.say("stop epoch")
     desk.say(f"cancel {first}")
@@ -135,7 +135,7 @@ def test_cancel_takes_back_one_wish_or_all_that_wait(desk: Desk) -> None:
         assert desk.answers(command_id) == ["accepted", "cancelled"]
 
 
-def test_a_resume_before_the_pause_took_hold_cancels_it_and_a_stop_supersedes_a_later_one(desk: Desk) -> None:
+def test_resume_cancels_pending_pause_and_stop_a_later_stop(desk: Desk) -> None:
     pause = desk.say("pause")
     assert desk.controller.requests.is_paused
     desk.say("resume")
@@ -149,7 +149,7 @@ def test_a_resume_before_the_pause_took_hold_cancels_it_and_a_stop_supersedes_a_
     assert desk.answers(now) == ["applied"]
 
 
-def test_a_wish_for_settings_outlives_a_stop_and_every_other_is_answered(desk: Desk) -> None:
+def test_pending_settings_survive_a_stop_and_others_are_answered(desk: Desk) -> None:
     wish = desk.say("set gpu0_bsz=3")
     unread = send_command(desk.folder.path, parse_command("pause"))
     desk.controller.answer_at_end(MIDDLE, "stopped", is_finished=False)
@@ -160,7 +160,7 @@ def test_a_wish_for_settings_outlives_a_stop_and_every_other_is_answered(desk: D
     assert desk.answers(wish) == ["accepted", "cancelled"]
 
 
-def test_an_answered_command_whose_file_was_left_by_a_crash_is_not_taken_up_again(desk: Desk) -> None:
+def test_answered_command_left_by_a_crash_is_not_repeated(desk: Desk) -> None:
     wish = desk.say("checkpoint")
     path = desk.controller._open["checkpoint"][0].path
     content = path.read_bytes()
@@ -207,7 +207,7 @@ def even(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dic
 
 
 @pytest.mark.parametrize(("text", "split"), [("set gpu0_bsz=3", [3, 1, 1]), ("set shares=0,1,4", [0, 1, 4])])
-def test_a_changed_split_takes_the_course_of_the_unchanged_run(
+def test_run_with_changed_split_equals_the_unchanged_run(
     even: tuple[dict[str, Any], Path], tmp_path: Path, text: str, split: list[int]
 ) -> None:
     tiny, reference = even
@@ -226,7 +226,7 @@ def test_a_changed_split_takes_the_course_of_the_unchanged_run(
 
 
 @pytest.mark.parametrize("hit", [1, 2])
-def test_out_of_memory_after_a_change_takes_it_back_and_makes_the_step_again_without_a_trace(
+def test_oom_after_a_split_change_reverts_it_and_redoes_the_step(
     even: tuple[dict[str, Any], Path], tmp_path: Path, hit: int
 ) -> None:
     tiny, reference = even
@@ -254,7 +254,7 @@ def test_out_of_memory_after_a_change_takes_it_back_and_makes_the_step_again_wit
     assert assert_answered_once(folder)["set gpu0_bsz=3"]["status"] == ("rejected" if hit == 1 else "applied")
 
 
-def test_a_replica_that_runs_out_of_memory_is_taken_back_too(
+def test_oom_in_a_replica_reverts_the_split(
     even: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny, reference = even
@@ -275,7 +275,7 @@ def test_a_replica_that_runs_out_of_memory_is_taken_back_too(
     assert "more than two images" in assert_answered_once(folder)["set gpu0_bsz=3"]["reason"]
 
 
-def test_out_of_memory_twice_in_a_step_saves_and_ends(even: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+def test_second_oom_in_a_step_saves_and_exits(even: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     tiny, _ = even
     failpoints.arm("train.backward=4:oom*2")
     try:
@@ -287,9 +287,7 @@ def test_out_of_memory_twice_in_a_step_saves_and_ends(even: tuple[dict[str, Any]
     assert events(tmp_path / "run", "run_end")[-1]["exit_code"] == 6
 
 
-def test_a_factor_of_the_learning_rate_holds_from_the_next_epoch_and_after_a_resume(
-    tiny: dict[str, Any], tmp_path: Path
-) -> None:
+def test_lr_factor_holds_from_next_epoch_and_after_resume(tiny: dict[str, Any], tmp_path: Path) -> None:
     config = small(tiny, 3, schedule={"name": "constant", "warmup_steps": 0})
     folder = tmp_path / "run"
     sent_before(folder, "set lr_factor=0.5", "stop epoch")
@@ -300,7 +298,7 @@ def test_a_factor_of_the_learning_rate_holds_from_the_next_epoch_and_after_a_res
     assert assert_answered_once(folder)["stop epoch"]["reason"].startswith("asked to stop after the epoch: saved")
 
 
-def test_a_stop_during_validation_is_heard_between_its_batches_and_resumed_bitwise(
+def test_stop_in_validation_resumes_bitwise(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = small(tiny, 2)
@@ -329,9 +327,7 @@ def test_a_stop_during_validation_is_heard_between_its_batches_and_resumed_bitwi
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_pause_leaves_the_course_and_the_speed_as_they_are(
-    tiny: dict[str, Any], tmp_path: Path, accumulate: int
-) -> None:
+def test_pause_changes_neither_losses_nor_reported_speed(tiny: dict[str, Any], tmp_path: Path, accumulate: int) -> None:
     config = small(tiny, 2, train={"accumulate": accumulate})
     assert train(config, tmp_path / "whole") == 0
     folder = tmp_path / "run"
@@ -357,7 +353,7 @@ def test_a_pause_leaves_the_course_and_the_speed_as_they_are(
     assert_answered_once(folder)
 
 
-def test_what_was_applied_after_the_checkpoint_is_applied_again_at_the_same_step(
+def test_settings_applied_after_checkpoint_replay_at_same_step(
     even: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny, reference = even
@@ -387,7 +383,7 @@ def test_what_was_applied_after_the_checkpoint_is_applied_again_at_the_same_step
     assert_answered_once(folder)
 
 
-def test_a_split_that_the_config_names_anew_goes_before_what_was_set(desk: Desk) -> None:
+def test_new_split_in_config_overrides_saved_setting(desk: Desk) -> None:
     from segapp.config import ParallelConfig
 
     saved = {"gpu0_bsz": None, "shares": None}
@@ -405,7 +401,7 @@ def test_a_split_that_the_config_names_anew_goes_before_what_was_set(desk: Desk)
     assert "impossible here" in seen(desk.folder.path, "alert")[-1]["message"]
 
 
-def test_sample_pictures_show_input_prediction_and_target_and_change_nothing(
+def test_sample_images_show_all_three_and_change_nothing(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import cv2

@@ -29,7 +29,7 @@ def on_budgets(tiny: dict[str, Any], epochs: int, budget_mib: float, train_secti
     )
 
 
-def test_from_a_bad_start_the_best_split_is_reached_within_three_epochs(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_bad_start_reaches_best_split_within_three_epochs(tiny: dict[str, Any], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     RunFolder.create(path=folder)
     send_command(folder, parse_command("set gpu0_bsz=auto"))
@@ -59,7 +59,7 @@ def state_of(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_auto_begins_with_the_plan_and_a_person_switches_it_off_and_on(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_auto_split_starts_from_plan_and_can_be_switched(tiny: dict[str, Any], tmp_path: Path) -> None:
     config = on_budgets(tiny, 2, 30.0, gpu0_bsz="auto")
     folder = tmp_path / "run"
     RunFolder.create(path=folder)
@@ -78,7 +78,7 @@ def test_auto_begins_with_the_plan_and_a_person_switches_it_off_and_on(tiny: dic
     assert state_of(folder)["settings"]["gpu0_bsz_auto"] is False
 
 
-def test_a_split_that_will_not_fit_is_refused_unless_forced(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_split_that_will_not_fit_is_refused_unless_forced(tiny: dict[str, Any], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert train(on_budgets(tiny, 1, 14.0, gpu0_bsz=2), folder) == 0
     send_command(folder, parse_command("set gpu0_bsz=3"))
@@ -95,9 +95,7 @@ def test_a_split_that_will_not_fit_is_refused_unless_forced(tiny: dict[str, Any]
 
 
 @pytest.mark.slow
-def test_the_largest_safe_batch_keeps_the_step_and_is_the_same_after_a_resume(
-    tiny: dict[str, Any], tmp_path: Path
-) -> None:
+def test_auto_batch_keeps_the_step_and_holds_after_resume(tiny: dict[str, Any], tmp_path: Path) -> None:
     section = {"batch_size": "auto", "effective_batch_size": 12}
     config = on_budgets(tiny, 1, 9.0, section, gpu0_bsz="auto")
     folder = tmp_path / "run"
@@ -113,13 +111,13 @@ def test_the_largest_safe_batch_keeps_the_step_and_is_the_same_after_a_resume(
     assert load_config(folder / "config.yaml").train.batch_size == batch
 
 
-def test_without_a_memory_to_go_by_the_refusal_says_what_to_do(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_auto_without_known_memory_error_names_next_move(tiny: dict[str, Any], tmp_path: Path) -> None:
     config: RunConfig = merged(tiny, train={"batch_size": "auto"})
     with pytest.raises(ConfigError, match=r"parallel\.memory_budget_mib"):
         train(config, tmp_path / "run")
 
 
 @pytest.mark.slow
-def test_what_no_batch_fits_is_refused(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_config_that_fits_no_batch_is_refused(tiny: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="would not fit"):
         train(on_budgets(tiny, 1, 0.5, {"batch_size": "auto"}, gpu0_bsz="auto"), tmp_path / "run")

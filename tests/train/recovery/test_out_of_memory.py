@@ -79,7 +79,7 @@ def budgeted(plain: dict[str, Any], *budgets_mib: float, gpu0_bsz: int | None = 
 
 @case("N03", how="a memory budget below the peak of the first step", passes="the same losses, in pieces, remembered")
 @pytest.mark.usefixtures("_without_batchnorm")
-def test_a_device_over_its_budget_makes_the_step_in_pieces_with_the_same_mean(
+def test_step_over_memory_budget_runs_in_parts_with_equal_loss(
     plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(budgeted(plain, 900, 900, 900), tmp_path / "whole") == 0
@@ -105,7 +105,7 @@ def test_a_device_over_its_budget_makes_the_step_in_pieces_with_the_same_mean(
 
 @pytest.mark.usefixtures("_without_batchnorm")
 @pytest.mark.slow
-def test_the_replica_that_is_over_its_budget_is_named(plain: dict[str, Any], tmp_path: Path) -> None:
+def test_replica_over_its_memory_budget_is_named(plain: dict[str, Any], tmp_path: Path) -> None:
     assert train(budgeted(plain, 900, 900, 900, gpu0_bsz=0), tmp_path / "whole") == 0
     peak = saved(tmp_path / "whole")["memory"]["observed"][0][1][2]
     assert train(budgeted(plain, 900, 900, 0.8 * peak, gpu0_bsz=0), tmp_path / "run") == 0
@@ -115,9 +115,7 @@ def test_the_replica_that_is_over_its_budget_is_named(plain: dict[str, Any], tmp
 
 @case("N03", how="a memory budget that no piece fits", passes="saved, exit 6")
 @pytest.mark.slow
-def test_what_fits_in_no_piece_is_saved_and_stops_with_the_planners_advice(
-    plain: dict[str, Any], tmp_path: Path
-) -> None:
+def test_step_fitting_in_no_part_saves_and_stops_with_advice(plain: dict[str, Any], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with pytest.raises(OutOfMemoryError, match="next move") as caught:
         train(budgeted(plain, 5, 900, 900), folder)
@@ -130,7 +128,7 @@ def test_what_fits_in_no_piece_is_saved_and_stops_with_the_planners_advice(
 
 
 @case("N05", how="out of memory, a crash before the next save, a resume", passes="the same course as without the crash")
-def test_a_lesson_outlives_a_crash_before_the_next_checkpoint(plain: dict[str, Any], tmp_path: Path) -> None:
+def test_memory_fallback_survives_a_crash_before_checkpoint(plain: dict[str, Any], tmp_path: Path) -> None:
     config = small(plain, 2, train={"batch_size": 4})
     failpoints.arm("train.backward=2:oom")
     assert train(config, tmp_path / "whole") == 0
@@ -148,9 +146,7 @@ def test_a_lesson_outlives_a_crash_before_the_next_checkpoint(plain: dict[str, A
 
 
 @case("N03", how="out of memory in an evaluation", passes="image by image, then in windows; training untouched")
-def test_evaluation_goes_on_image_by_image_and_then_in_windows_and_training_is_untouched(
-    plain: dict[str, Any], tmp_path: Path
-) -> None:
+def test_oom_in_evaluation_falls_back_to_images_then_windows(plain: dict[str, Any], tmp_path: Path) -> None:
     config = merged(small(plain, 1).model_dump(mode="json"), eval={"batch_size": 4}, data={"crop_px": [32, 48]})
     assert train(config, tmp_path / "whole") == 0
     (whole,) = events(tmp_path / "whole", "val")
@@ -204,7 +200,7 @@ def check_fault(plain: dict[str, Any], reference: Path, folder: Path, seed: int)
 )
 @pytest.mark.usefixtures("_without_batchnorm")
 @pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 50), marks=pytest.mark.slow)])
-def test_faults_at_random_phases_change_no_loss_and_no_checkpoint(
+def test_oom_at_random_phases_changes_no_loss_or_checkpoint(
     plain: dict[str, Any], tmp_path: Path, seeds: range
 ) -> None:
     assert train(three_devices(plain), tmp_path / "reference") == 0

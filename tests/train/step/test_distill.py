@@ -92,7 +92,7 @@ def singles(plain: dict[str, Any], teacher: Path, tmp_path_factory: pytest.TempP
     return {penalty: folder / penalty for penalty in PENALTIES}
 
 
-def test_every_term_is_told(singles: dict[str, Path]) -> None:
+def test_every_distillation_term_is_logged(singles: dict[str, Path]) -> None:
     for run in singles.values():
         assert {"pixel_wise", "pair_wise", "holistic", "critic", "penalty"} <= terms(run)[0].keys()
     assert terms(singles["wgan-gp"])[0]["penalty"] >= terms(singles["wgan-lp"])[0]["penalty"]
@@ -111,7 +111,7 @@ def test_dp_on_three_logical_devices_equals_one_device(
 
 
 @pytest.mark.parametrize("penalty", PENALTIES)
-def test_in_float64_dp_is_one_device_but_for_rounding(
+def test_dp_in_float64_equals_one_device_up_to_rounding(
     plain: dict[str, Any], teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, penalty: str
 ) -> None:
     set_up = Precision.__init__
@@ -131,7 +131,7 @@ def test_in_float64_dp_is_one_device_but_for_rounding(
 
 
 @pytest.mark.slow
-def test_ddp_with_two_ranks_equals_one_device_and_goes_on_alone(
+def test_ddp_equals_one_device_and_resumes_on_one_device(
     plain: dict[str, Any], teacher: Path, singles: dict[str, Path], tmp_path: Path
 ) -> None:
     config = student(plain, teacher, parallel={"mode": "ddp", "devices": ["cpu", "cpu"]})
@@ -160,7 +160,7 @@ gradient.square().sum().backward()  # what a penalty does with the gradient that
 """
 
 
-def test_torchs_own_sync_batchnorm_has_no_second_derivative(tmp_path: Path) -> None:
+def test_torch_sync_batchnorm_has_no_second_derivative(tmp_path: Path) -> None:
     """The last operator of its backward pass, which torch has for GPUs alone, with a stand-in for its numbers."""
     done = subprocess.run([sys.executable, "-c", TORCHS_WAY], capture_output=True, text=True, check=False)
     assert done.returncode == 1
@@ -170,7 +170,7 @@ def test_torchs_own_sync_batchnorm_has_no_second_derivative(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "precision", ["fp32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("amp-bf16", "amp-fp16"))]
 )
-def test_stopped_and_resumed_is_bitwise_the_same(
+def test_resumed_distillation_is_bitwise_equal(
     plain: dict[str, Any], teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
     sections = {
@@ -200,7 +200,9 @@ def test_stopped_and_resumed_is_bitwise_the_same(
 
 
 @pytest.mark.slow
-def test_a_pause_in_a_step_leaves_no_trace_in_the_critic(plain: dict[str, Any], teacher: Path, tmp_path: Path) -> None:
+def test_step_redone_after_oom_leaves_the_critic_unchanged(
+    plain: dict[str, Any], teacher: Path, tmp_path: Path
+) -> None:
     """Out of memory in the optimizer's phase, after the critic's backward pass: the step is undone and made again."""
     config = student(plain, teacher, train={"epochs": 2, "accumulate": 2, "batch_size": 2})
     (tmp_path / "config.yaml").write_text(dump_config(config))
@@ -214,7 +216,7 @@ def test_a_pause_in_a_step_leaves_no_trace_in_the_critic(plain: dict[str, Any], 
     assert again[1]["loss"] == pytest.approx(whole[1]["loss"], rel=0.2)
 
 
-def test_micro_batches_without_batchnorm_are_the_whole_batch(
+def test_micro_batches_without_batchnorm_equal_whole_batch(
     plain: dict[str, Any], teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # In evaluation mode BatchNorm is an affine map of each image by itself.
@@ -232,7 +234,7 @@ def test_micro_batches_without_batchnorm_are_the_whole_batch(
             assert one[name] == pytest.approx(two[name], rel=1e-4, abs=1e-5), name
 
 
-def test_what_cannot_teach_is_refused(plain: dict[str, Any], teacher: Path, tmp_path: Path) -> None:
+def test_unusable_teacher_is_refused(plain: dict[str, Any], teacher: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"single, dp or ddp"):
         train(student(plain, teacher, parallel={"mode": "model", "devices": ["cpu", "cpu"]}), tmp_path / "a")
     with pytest.raises(ConfigError, match=r"distill: has no term"):
@@ -248,7 +250,7 @@ def test_what_cannot_teach_is_refused(plain: dict[str, Any], teacher: Path, tmp_
     assert "nowhere" in found.stderr
 
 
-def test_another_teacher_is_noticed_and_a_moved_one_is_not_minded(
+def test_resume_refuses_other_teacher_but_accepts_a_moved_one(
     plain: dict[str, Any], teacher: Path, tmp_path: Path
 ) -> None:
     config = student(plain, teacher, train={"epochs": 2}, schedule={"name": "constant"}, distill={"holistic": 0})
@@ -271,7 +273,7 @@ def simulated(config: RunConfig, job: SimulationJob) -> SimulationResult:
 
 
 @pytest.mark.slow
-def test_the_plan_counts_teacher_and_critic(plain: dict[str, Any], teacher: Path) -> None:
+def test_plan_counts_teacher_and_critic(plain: dict[str, Any], teacher: Path) -> None:
     config = student(plain, teacher, train={"batch_size": 2}, distill={"critic": {}})
     alone = merged({**config.model_dump(mode="json"), "distill": None})
     job = SimulationJob("dp", (1, 1))
@@ -318,7 +320,7 @@ def test_terms_equal_a_loop_over_pixels_and_pairs() -> None:
     assert float(pair_wise_difference(nodes_a, nodes_b)) == pytest.approx(total, rel=1e-9)
 
 
-def test_a_node_without_features_has_a_finite_gradient() -> None:
+def test_node_of_zero_features_has_a_finite_gradient() -> None:
     features = torch.zeros(1, 3, 4, 4, requires_grad=True)
     pair_wise_difference(
         node_features(features, (2, 2)), node_features(torch.ones(1, 2, 4, 4), (2, 2))

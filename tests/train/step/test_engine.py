@@ -116,7 +116,7 @@ def _uneven() -> list[Batch]:
     return [batch(1, 0.95, seed=1), batch(3, 0.0, seed=2), batch(2, 0.5, seed=3)]
 
 
-def test_a_mean_of_means_would_be_off() -> None:
+def test_mean_of_means_differs_from_engine_loss() -> None:
     criterion = CriterionCE()
     engine = engine_of(criterion)
     with torch.no_grad():
@@ -125,7 +125,7 @@ def test_a_mean_of_means_would_be_off() -> None:
     assert abs(float(means.mean() - exact)) > 1e-3
 
 
-def test_dice_over_micro_batches_draws_dropout_and_batchnorm_once() -> None:
+def test_dice_over_micro_batches_runs_dropout_and_norm_once() -> None:
     engine = engine_of(CriterionDice(), nn.BatchNorm2d(6), nn.Dropout2d(0.5))
     engine.step(_uneven())
     assert int(engine.model.body[1].num_batches_tracked) == 3
@@ -137,7 +137,7 @@ def test_dice_over_micro_batches_draws_dropout_and_batchnorm_once() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_bad_step_changes_nothing_and_is_counted() -> None:
+def test_bad_step_changes_nothing_and_is_counted() -> None:
     engine = engine_of(CriterionCE(), nn.BatchNorm2d(6), average=True)
     engine.step([batch(2)])
     before = parameters(engine)
@@ -161,7 +161,7 @@ def test_a_bad_step_changes_nothing_and_is_counted() -> None:
     assert (int(engine.bad_steps), int(engine.bad_in_row)) == (1, 0)
 
 
-def test_a_step_left_half_way_is_undone() -> None:
+def test_interrupted_step_is_rolled_back() -> None:
     engine = engine_of(CriterionCE(), nn.BatchNorm2d(6), nn.Dropout2d(0.5))
     untouched = engine_of(CriterionCE(), nn.BatchNorm2d(6), nn.Dropout2d(0.5))
     visits = iter([None, None, KeyError("leave")])
@@ -191,7 +191,7 @@ def test_clipping_bounds_the_whole_gradient() -> None:
     assert float(moved.norm()) == pytest.approx(1e-3, rel=1e-2)
 
 
-def test_a_step_without_a_valid_pixel_has_loss_zero_and_moves_nothing() -> None:
+def test_step_without_valid_pixels_has_loss_0_and_no_update() -> None:
     engine = engine_of(CriterionCE())
     before = parameters(engine)
     result = engine.step([batch(2, ignored=1.1)])
@@ -199,7 +199,7 @@ def test_a_step_without_a_valid_pixel_has_loss_zero_and_moves_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, parameters(engine), strict=True))
 
 
-def test_the_first_layer_that_is_not_finite_is_named_and_nothing_moves() -> None:
+def test_first_non_finite_layer_is_named_without_update() -> None:
     engine = engine_of(CriterionCE(), nn.BatchNorm2d(6))
     assert engine.first_non_finite_layer(batch(2)) is None
     before = {name: t.clone() for name, t in engine.model.state_dict().items()}
@@ -211,7 +211,7 @@ def test_the_first_layer_that_is_not_finite_is_named_and_nothing_moves() -> None
 
 
 @pytest.mark.parametrize("implementation", ["auto", "compiled", "reference"])
-def test_the_config_chooses_how_cross_entropy_is_computed(implementation: str) -> None:
+def test_config_selects_the_cross_entropy_implementation(implementation: str) -> None:
     section = LossConfig.model_validate({"name": "ce", "implementation": implementation})
     criterion = build_criterion(section, 3, 255, lambda _: torch.ones(3))
     assert isinstance(criterion, CriterionCE)

@@ -37,11 +37,11 @@ def lines(*events: dict[str, Any], interval_s: float = 1e9) -> list[str]:
 @pytest.mark.parametrize(
     ("seconds", "text"), [(None, "-"), (7.4, "0:07"), (754, "12:34"), (3723, "1:02:03"), (-1, "0:00")]
 )
-def test_durations(seconds: float | None, text: str) -> None:
+def test_durations_are_formatted(seconds: float | None, text: str) -> None:
     assert format_duration(seconds) == text
 
 
-def test_a_step_line_has_everything_a_person_asks_for() -> None:
+def test_step_line_has_every_field() -> None:
     line = lines(step(1))[-1]
     for part in (
         "epoch 1/2",
@@ -56,29 +56,29 @@ def test_a_step_line_has_everything_a_person_asks_for() -> None:
         assert part in line
 
 
-def test_step_lines_are_throttled_but_the_last_of_an_epoch_is_shown() -> None:
+def test_step_lines_are_throttled_except_the_last_of_an_epoch() -> None:
     shown = lines(*(step(number) for number in range(1, 11)))
     assert [line.split("step ")[1].split("/")[0] for line in shown[1:]] == ["1", "10"]
 
 
-def test_a_loss_that_is_not_finite_is_shown_as_such() -> None:
+def test_non_finite_loss_is_shown_as_such() -> None:
     assert "loss n/a" in lines(step(1, loss=None, skipped=3))[-1]
     assert "skipped 3" in lines(step(1, loss=None, skipped=3))[-1]
 
 
-def test_names_from_outside_move_no_cursor() -> None:
+def test_hostile_names_send_no_control_codes() -> None:
     alert = {"type": "alert", "kind": "data", "message": "bad \x1b[2J name"}
     assert "\x1b" not in "".join(lines(alert))
     assert "\x1b" not in "".join(iou_table(["\x1b[2J"], [0.5]))
 
 
-def test_the_worst_class_comes_first_and_absent_ones_last() -> None:
+def test_worst_class_comes_first_and_absent_ones_last() -> None:
     table = iou_table(["a", "bb", "c"], [0.9, None, 0.1])
     assert [row.split()[0] for row in table] == ["c", "a", "bb"]
     assert table[-1].endswith("absent")
 
 
-def test_a_closed_stream_does_not_end_the_training() -> None:
+def test_closed_stream_does_not_end_the_training() -> None:
     stream = io.StringIO()
     reporter = PlainReporter(stream, 0.0)
     stream.close()

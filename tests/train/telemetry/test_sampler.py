@@ -87,7 +87,7 @@ def test_each_phase_of_a_profiled_step_gets_its_own_peak() -> None:
     assert watch.sample()[0]["phase_peak_mib"]["eval"] == 90.0
 
 
-def test_observed_peaks_begin_with_the_new_split() -> None:
+def test_observed_peaks_restart_with_a_new_split() -> None:
     counters = Counters()
     watch = DeviceMemoryTracker([DeviceInfo("cuda:0", "aaaa")], [counters])
     counters.use(900.0)
@@ -106,7 +106,7 @@ def test_logical_devices_share_the_numbers_of_the_real_one() -> None:
     assert [device["device"] for device in found] == ["cpu"] * 3
 
 
-def test_the_memory_of_this_process_is_what_the_system_says() -> None:
+def test_process_memory_equals_that_of_the_system() -> None:
     import resource
 
     probe = ProcessProbe()
@@ -169,7 +169,7 @@ def samples(run: RunFolder) -> list[dict[str, Any]]:
 
 @case("G01", how="nvidia-smi fails or hangs under a monitor", passes="its numbers are missing, one call, no storm")
 @pytest.mark.parametrize("script", ["echo 'No devices were found'", "exit 9", "sleep 30"])
-def test_a_failing_or_hanging_nvidia_smi_costs_its_numbers_only(
+def test_failing_or_hanging_nvidia_smi_loses_only_its_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
 ) -> None:
     smi(tmp_path, f"echo x >> {tmp_path / 'calls'}\n{script}", monkeypatch)
@@ -186,9 +186,7 @@ def test_a_failing_or_hanging_nvidia_smi_costs_its_numbers_only(
     assert (tmp_path / "calls").read_text().count("x") == 1  # no second one beside a hanging one, no storm of failures
 
 
-def test_an_error_in_the_monitor_ends_neither_it_nor_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_monitor_error_ends_neither_monitor_nor_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monitor, run = monitored(tmp_path, GpuPoller(retry_s=60.0))
     found = monitor.watch.sample
     calls = iter(range(1000))

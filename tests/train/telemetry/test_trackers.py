@@ -37,7 +37,7 @@ class Notes:
         self.told.append((status, dict(best)))
 
 
-def test_what_is_told_is_finite_named_and_once(tmp_path: Path) -> None:
+def test_logged_values_are_finite_named_and_sent_once(tmp_path: Path) -> None:
     notes = Notes()
     (tmp_path / "epoch_0001_0.png").write_bytes(b"")
     listener = TrackerListener("x", notes, ["road", "sky"], tmp_path)
@@ -59,9 +59,7 @@ def test_what_is_told_is_finite_named_and_once(tmp_path: Path) -> None:
     ]
 
 
-def test_a_tracker_that_fails_is_switched_off_and_says_so_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failing_tracker_is_disabled_with_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     notes = Notes(fails=True)
     listener = TrackerListener("wandb", notes, [], tmp_path)
     for step in range(3):
@@ -73,7 +71,7 @@ def test_a_tracker_that_fails_is_switched_off_and_says_so_once(
     assert notes.told == []
 
 
-def test_tensorboard_has_scalars_pictures_memory_and_settings(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_tensorboard_has_scalars_images_memory_and_settings(tiny: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -123,7 +121,9 @@ def finished_history(file: Path) -> list[dict[str, str]]:
     raise AssertionError(f"{file} has no end")
 
 
-def test_wandb_offline_has_the_whole_run(tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_offline_logs_the_whole_run(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = tmp_path / "run"
@@ -134,7 +134,7 @@ def test_wandb_offline_has_the_whole_run(tiny: dict[str, Any], tmp_path: Path, m
     assert losses == pytest.approx([e["loss"] for e in events(run, "step")])
 
 
-def test_mlflow_has_the_whole_run_and_a_resumed_one_goes_on(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_mlflow_logs_the_whole_run_and_continues_on_resume(tiny: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     from mlflow.tracking import MlflowClient
 
@@ -153,7 +153,7 @@ def test_mlflow_has_the_whole_run_and_a_resumed_one_goes_on(tiny: dict[str, Any]
     assert len(client.search_runs([experiment.experiment_id])) == 1
 
 
-def test_a_missing_package_is_one_clear_error(
+def test_missing_tracker_package_is_one_clear_error(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def absent(*_: Any) -> None:

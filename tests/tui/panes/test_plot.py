@@ -23,7 +23,7 @@ def reduced(y: list[float], num: int):
 
 
 @given(st.lists(st.floats(-5, 5) | st.just(NAN), min_size=2, max_size=300), st.integers(2, 40))
-def test_columns_are_the_extremes_of_their_points(y: list[float], num: int) -> None:
+def test_plot_columns_span_the_extremes_of_their_points(y: list[float], num: int) -> None:
     columns = reduced(y, num)
     span = len(y) - 1
     for column in range(num):
@@ -35,7 +35,7 @@ def test_columns_are_the_extremes_of_their_points(y: list[float], num: int) -> N
         assert columns.is_bad[column] == (len(finite) < len(inside))
 
 
-def test_neighbours_are_joined_and_a_gap_stays_a_gap() -> None:
+def test_neighbouring_points_are_joined_and_gaps_kept() -> None:
     joined = reduced([0.0, 1.0, 2.0], 9)
     assert np.isfinite(joined.low).all()
     assert (np.diff(joined.low) >= 0).all()
@@ -45,7 +45,7 @@ def test_neighbours_are_joined_and_a_gap_stays_a_gap() -> None:
 
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=60), st.integers(4, 40))
-def test_the_drawn_curve_has_no_holes(y: list[float], num_rows: int) -> None:
+def test_drawn_curve_has_no_holes(y: list[float], num_rows: int) -> None:
     columns = reduced(y, 2 * len(y))
     dots = draw_columns(columns, Scale(0.0, 1.0), num_rows)
     drawn = [np.flatnonzero(column) for column in dots.T]
@@ -57,7 +57,7 @@ def test_the_drawn_curve_has_no_holes(y: list[float], num_rows: int) -> None:
 
 
 @pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
-def test_every_dot_has_its_own_character(glyphs) -> None:
+def test_every_braille_dot_has_its_own_character(glyphs) -> None:
     rows, columns = glyphs.dots_per_cell
     seen = set()
     for row in range(rows):
@@ -70,7 +70,7 @@ def test_every_dot_has_its_own_character(glyphs) -> None:
     assert full == len(glyphs.dot_cells) - 1
 
 
-def test_one_spike_is_clipped_and_a_high_start_is_not() -> None:
+def test_single_spike_is_clipped_but_high_start_is_not() -> None:
     flat = [0.5 + 0.01 * (i % 7) for i in range(400)]
     spiked = reduced([*flat, 90.0, *flat], 100)
     scale = choose_scale(
@@ -84,7 +84,7 @@ def test_one_spike_is_clipped_and_a_high_start_is_not() -> None:
     assert scale.top >= 3.0
 
 
-def test_logarithm_leaves_out_what_has_none() -> None:
+def test_log_scale_skips_non_positive_values() -> None:
     columns = reduced([-1.0, 0.0, 0.1, 10.0], 8)
     scale = choose_scale(columns, columns, np.array([]), is_log=True)
     assert scale is not None
@@ -96,7 +96,7 @@ def test_logarithm_leaves_out_what_has_none() -> None:
 
 
 @given(st.floats(1e-12, 1e12), st.floats(1.0001, 1e9), st.integers(2, 12), st.booleans())
-def test_ticks_are_few_rising_and_inside(bottom: float, ratio: float, count: int, is_log: bool) -> None:
+def test_ticks_are_few_ascending_and_inside_the_range(bottom: float, ratio: float, count: int, is_log: bool) -> None:
     scale = Scale(bottom, bottom * ratio, is_log)
     ticks = scale.ticks(count)
     assert len(ticks) <= 4 * count + 6
@@ -105,7 +105,7 @@ def test_ticks_are_few_rising_and_inside(bottom: float, ratio: float, count: int
 
 
 @given(st.floats(0, 2e9), st.just(0.0) | st.floats(1e-3, 1e9))
-def test_the_range_holds_the_curve_with_little_room(first: float, span: float) -> None:
+def test_plot_range_holds_the_curve_with_small_margin(first: float, span: float) -> None:
     left, right = roomy_range(first, first + span)
     assert left <= first
     assert first + span <= right

@@ -36,7 +36,7 @@ def filled(values: list[float], pieces: int = 1, capacity: int = 2**17) -> Histo
 
 
 @given(losses, st.integers(1, 7))
-def test_averages_are_the_loop_of_the_definition_in_any_pieces(values: list[float], pieces: int) -> None:
+def test_averages_added_in_parts_equal_the_definition(values: list[float], pieces: int) -> None:
     history = filled(values, pieces)
     for factor in SMOOTHINGS:
         np.testing.assert_allclose(history.average(factor), plain_average(values, factor), rtol=1e-9, atol=1e-9)
@@ -60,7 +60,7 @@ def test_merging_keeps_extremes_bad_steps_and_the_last_average(values: list[floa
 
 
 @given(losses, st.integers(0, 400))
-def test_taking_steps_back_is_as_if_they_had_not_been(values: list[float], step: int) -> None:
+def test_dropped_steps_leave_no_effect_on_averages(values: list[float], step: int) -> None:
     history = filled(values)
     history.drop_after(step)
     history.extend([step + 1], [0.0], [0.5])
@@ -69,5 +69,5 @@ def test_taking_steps_back_is_as_if_they_had_not_been(values: list[float], step:
     assert history.size == expected.size
 
 
-def test_a_constant_stays_a_constant_from_the_first_step_on() -> None:
+def test_average_of_a_constant_is_constant_from_the_first_step() -> None:
     assert filled([3.0] * 50).average(0.98).tolist() == pytest.approx([3.0] * 50)

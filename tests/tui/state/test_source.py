@@ -30,7 +30,7 @@ def small_run(path: Path, **keywords: object) -> RecordedRun:
     return run
 
 
-def test_a_live_run_and_its_pause(tmp_path: Path) -> None:
+def test_live_run_and_its_pause_are_shown(tmp_path: Path) -> None:
     run = live_run(tmp_path / "run", steps_per_epoch=40, epochs=20)
     source = LiveSource(run.folder)
     read_all(source)
@@ -42,7 +42,7 @@ def test_a_live_run_and_its_pause(tmp_path: Path) -> None:
     run.folder.release()
 
 
-def test_a_trainer_that_is_gone_without_a_word_has_crashed(tmp_path: Path) -> None:
+def test_trainer_gone_without_run_end_is_crashed(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run")
     code = "import sys; from segapp.run.folder import RunFolder; RunFolder(sys.argv[1]).acquire()"
     subprocess.run([sys.executable, "-c", code, str(run.folder.path)], check=True)
@@ -53,7 +53,7 @@ def test_a_trainer_that_is_gone_without_a_word_has_crashed(tmp_path: Path) -> No
     assert source.status().is_over
 
 
-def test_a_silent_trainer_on_another_machine_is_lost(tmp_path: Path) -> None:
+def test_silent_trainer_on_another_host_is_lost(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run")
     here = socket.gethostname()
     for file in (run.folder.run_json, run.folder.lock):
@@ -65,7 +65,7 @@ def test_a_silent_trainer_on_another_machine_is_lost(tmp_path: Path) -> None:
     assert not source.status().is_over
 
 
-def test_a_finished_run_that_goes_on_is_not_finished(tmp_path: Path) -> None:
+def test_resumed_finished_run_is_not_finished(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run")
     run.end()
     source = LiveSource(run.folder)
@@ -77,7 +77,7 @@ def test_a_finished_run_that_goes_on_is_not_finished(tmp_path: Path) -> None:
         assert again.status().state != "finished"
 
 
-def test_a_torn_line_waits_and_bad_lines_are_left_out(tmp_path: Path) -> None:
+def test_torn_line_is_kept_back_and_bad_lines_skipped(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run")
     whole = run.folder.events.read_bytes()
     run.folder.events.write_bytes(whole[:-10])
@@ -92,7 +92,7 @@ def test_a_torn_line_waits_and_bad_lines_are_left_out(tmp_path: Path) -> None:
     assert source.view.num_bad == 0
 
 
-def test_a_replaced_file_begins_a_new_picture(tmp_path: Path) -> None:
+def test_replaced_event_file_resets_the_view(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run")
     source = LiveSource(run.folder)
     read_all(source)
@@ -103,7 +103,7 @@ def test_a_replaced_file_begins_a_new_picture(tmp_path: Path) -> None:
     assert source.view.history.step.tolist() == list(range(1, 21))
 
 
-def test_a_folder_that_vanishes_leaves_its_last_picture(tmp_path: Path) -> None:
+def test_removed_folder_keeps_the_last_view(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run")
     source = LiveSource(run.folder, monotonic=iter(range(0, 10_000, 3)).__next__)
     read_all(source)
@@ -120,7 +120,7 @@ def test_a_folder_that_vanishes_leaves_its_last_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("skew_s", [-7200.0, 7200.0])
-def test_clocks_that_disagree(tmp_path: Path, skew_s: float) -> None:
+def test_clock_difference_does_not_change_the_state(tmp_path: Path, skew_s: float) -> None:
     run = small_run(tmp_path / "run")
     run.shift_to_now(age_s=-skew_s)
     run.clock.now_s = time.time() + skew_s
@@ -138,7 +138,7 @@ def test_clocks_that_disagree(tmp_path: Path, skew_s: float) -> None:
     run.folder.release()
 
 
-def test_two_viewers_see_the_same(tmp_path: Path) -> None:
+def test_two_viewers_have_equal_views(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run")
     first, second = LiveSource(run.folder), LiveSource(run.folder)
     read_all(first)
@@ -149,7 +149,7 @@ def test_two_viewers_see_the_same(tmp_path: Path) -> None:
     assert first.view.step == second.view.step
 
 
-def test_a_run_that_has_written_nothing_yet(tmp_path: Path) -> None:
+def test_run_without_events_is_shown(tmp_path: Path) -> None:
     folder = RunFolder.create(path=tmp_path / "run")
     folder.write_info()
     source = LiveSource(folder)
@@ -159,7 +159,7 @@ def test_a_run_that_has_written_nothing_yet(tmp_path: Path) -> None:
         ReplaySource(folder, 10)
 
 
-def test_a_replay_takes_the_time_of_the_run_divided_by_the_speed(tmp_path: Path) -> None:
+def test_replay_takes_the_run_time_divided_by_speed(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run")
     run.write_start()
     run.clock.now_s += 86_400  # a night between two sessions counts as a minute
@@ -186,7 +186,7 @@ def test_a_replay_takes_the_time_of_the_run_divided_by_the_speed(tmp_path: Path)
     assert source.status().state == "finished"
 
 
-def test_pictures_are_the_newest_first(tmp_path: Path) -> None:
+def test_sample_images_are_newest_first(tmp_path: Path) -> None:
     for i, name in enumerate(("a.png", "b.png", ".tmp.png", "c.txt")):
         (tmp_path / name).write_bytes(b"")
         os.utime(tmp_path / name, (i, i))

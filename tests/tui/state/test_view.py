@@ -52,7 +52,7 @@ def folded(run: RecordedRun) -> View:
 
 @given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=20))
 @settings(max_examples=25)
-def test_any_pieces_give_the_same_picture(canned: RecordedRun, sizes: list[int]) -> None:
+def test_events_folded_in_any_parts_give_the_same_view(canned: RecordedRun, sizes: list[int]) -> None:
     raws = EventReader(canned.folder.events).read_raw()
     view, start = View(), 0
     for size in [*sizes, len(raws)]:
@@ -63,7 +63,7 @@ def test_any_pieces_give_the_same_picture(canned: RecordedRun, sizes: list[int])
 
 @given(sizes=st.lists(st.integers(1, 4000), min_size=1, max_size=10))
 @settings(max_examples=25)
-def test_skimming_gives_the_same_picture_when_the_end_is_read_in_full(canned: RecordedRun, sizes: list[int]) -> None:
+def test_skimmed_events_give_the_same_view(canned: RecordedRun, sizes: list[int]) -> None:
     reader, view = EventReader(canned.folder.events), View()
     for size in sizes:
         fold_events(view, reader.read_skimmed(size))
@@ -72,7 +72,7 @@ def test_skimming_gives_the_same_picture_when_the_end_is_read_in_full(canned: Re
     assert skimmed == full
 
 
-def test_the_picture_is_that_of_the_run(canned: RecordedRun) -> None:
+def test_view_has_the_values_of_the_run(canned: RecordedRun) -> None:
     view = folded(canned)
     assert view.history.num_steps == 60
     assert view.step is not None
@@ -88,7 +88,7 @@ def test_the_picture_is_that_of_the_run(canned: RecordedRun) -> None:
     assert set(view.peaks_mib) == {(4, 10, 9, 9), (5, 9, 9, 9)}
 
 
-def test_a_resume_takes_back_what_will_happen_again(tmp_path: Path) -> None:
+def test_resume_removes_steps_that_are_repeated(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run", steps_per_epoch=10, epochs=4)
     run.epoch()
     run.epoch()
@@ -105,7 +105,7 @@ def test_a_resume_takes_back_what_will_happen_again(tmp_path: Path) -> None:
     assert view.num_starts == 2
 
 
-def test_a_short_last_batch_is_not_taken_for_a_new_split(tmp_path: Path) -> None:
+def test_short_last_batch_is_not_a_new_split(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run")
     run.train(2)
     raws = EventReader(run.folder.events).read_raw()
@@ -115,7 +115,7 @@ def test_a_short_last_batch_is_not_taken_for_a_new_split(tmp_path: Path) -> None
     assert view.split == (4, 10, 9, 9)
 
 
-def test_a_change_is_pending_then_applied_then_reverted(tmp_path: Path) -> None:
+def test_split_change_is_pending_then_applied_then_reverted(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run")
     run.train(3)
     run.change_gpu0(6, apply=False)
@@ -142,14 +142,14 @@ def test_a_change_is_pending_then_applied_then_reverted(tmp_path: Path) -> None:
     assert judge(view, 7).level == "won't fit"
 
 
-def test_a_smaller_share_that_fails_says_nothing_about_device_0(tmp_path: Path) -> None:
+def test_failed_smaller_share_sets_no_limit_for_device_0(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run")
     run.train(1)
     run.write(Gpu0Bsz(status="reverted", old=4, new=2, split=[4, 10, 9, 9], epoch=2, reason="out of memory on cuda:1"))
     assert folded(run).gpu0.ceiling is None
 
 
-def test_a_cancelled_change_leaves_everything_as_it_was(tmp_path: Path) -> None:
+def test_cancelled_change_restores_the_view(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run")
     run.train(1)
     run.change_gpu0(6, apply=False)
@@ -160,7 +160,7 @@ def test_a_cancelled_change_leaves_everything_as_it_was(tmp_path: Path) -> None:
     assert not [mark for mark in view.marks if mark.kind == "gpu0_bsz"]
 
 
-def test_pause_is_seen_from_the_answer_the_heartbeat_and_the_next_step(tmp_path: Path) -> None:
+def test_pause_follows_answer_heartbeat_and_next_step(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run")
     run.train(1)
     run.write(CommandAnswer(id="a" * 12, command="pause", by="a@b", status="applied"))
@@ -182,7 +182,7 @@ fields = st.sampled_from(
 
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(EVENT_TYPES)), st.dictionaries(fields, junk, max_size=8)), max_size=8))
-def test_no_content_of_known_types_breaks_the_fold(events: list[tuple[str, dict[str, Any]]]) -> None:
+def test_any_content_of_known_types_is_folded(events: list[tuple[str, dict[str, Any]]]) -> None:
     view = View()
     raws = [{"v": 1, "seq": i, "t": 1e9 + i, "type": kind, **body} for i, (kind, body) in enumerate(events, 1)]
     fold_events(view, raws)
@@ -190,7 +190,7 @@ def test_no_content_of_known_types_breaks_the_fold(events: list[tuple[str, dict[
 
 
 @given(st.lists(st.tuples(fields, junk), min_size=1, max_size=3), st.integers(0, 10**6))
-def test_no_changed_field_of_a_good_run_breaks_the_fold(
+def test_any_changed_field_of_a_good_run_is_folded(
     canned: RecordedRun, changes: list[tuple[str, Any]], at: int
 ) -> None:
     raws = EventReader(canned.folder.events).read_raw()
@@ -202,7 +202,7 @@ def test_no_changed_field_of_a_good_run_breaks_the_fold(
     assert view.num_events == len(raws)
 
 
-def test_an_evaluation_of_long_ago_weighs_little() -> None:
+def test_old_evaluations_take_little_memory() -> None:
     """An evaluation every few seconds, for hours: a soak found a kilobyte for each."""
     vals = [
         {

@@ -1,0 +1,57 @@
+"""Rules for the tests themselves: the length of names, and how helpers are imported."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from pathlib import Path
+
+from tests.support import ROOT
+
+MAX_NAME_CHARS = 60
+
+
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    """The syntax tree of each file of the tests, by its path relative to the root."""
+    return {path.relative_to(ROOT): ast.parse(path.read_text()) for path in sorted((ROOT / "tests").rglob("*.py"))}
+
+
+def imported_names(node: ast.AST) -> list[str]:
+    """The modules that a statement imports; one that is no import gives none."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return ["." * node.level + (node.module or "")] if isinstance(node, ast.ImportFrom) else []
+
+
+def test_test_names_have_at_most_60_characters() -> None:
+    names = [
+        (str(path), node.name)
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
+    ]
+    assert len(names) > 1000
+    assert [name for name in names if len(name[1]) > MAX_NAME_CHARS] == []
+
+
+def test_tests_never_use_sys_path() -> None:
+    uses = {str(path) for path, tree in trees().items() for node in ast.walk(tree) if is_sys_path(node)}
+    assert uses == set()
+
+
+def is_sys_path(node: ast.AST) -> bool:
+    """True for the expression `sys.path`."""
+    return isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.path"
+
+
+def test_helpers_are_imported_by_their_full_name() -> None:
+    modules = {path.stem for path in trees()} - {"__init__"}
+    bare = [
+        f"{path}: {name}"
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
+        for name in imported_names(node)
+        if name.startswith(".") or name.partition(".")[0] in modules
+    ]
+    assert bare == []
