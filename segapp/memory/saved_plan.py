@@ -74,7 +74,7 @@ class SavedMemoryPlan:
 
 
 def read_saved_plan(path: Path) -> SavedMemoryPlan | None:
-    """The outlook in a file; None where there is none that can be read."""
+    """The saved_plan in a file; None where there is none that can be read."""
     try:
         raw = json.loads(path.read_text())
         if raw.pop("format") != FORMAT:

@@ -98,7 +98,7 @@ class RunFolder:
         return self.path / "reports"
 
     @property
-    def outlook(self) -> Path:
+    def saved_plan(self) -> Path:
         """The memory plan that the run began with."""
         return self.path / "memory_plan.json"
 

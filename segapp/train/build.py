@@ -90,7 +90,7 @@ def build_trainer(
     inbox: Inbox | None = None,
     watch: DeviceMemoryTracker | None = None,
     folder: RunFolder | None = None,
-    outlook: SavedMemoryPlan | None = None,
+    saved_plan: SavedMemoryPlan | None = None,
     advise: Callable[[], Sequence[str]] = tuple,
     limit: ImageLimit | None = None,
     teacher: TrainedState | None = None,
@@ -108,7 +108,7 @@ def build_trainer(
         inbox: where commands come from; None: from nowhere.
         watch: is told what the training does.
         folder: for sample pictures and reports; None: there are none.
-        outlook: the memory plan that the run began with.
+        saved_plan: the memory plan that the run began with.
         advise: says what would need less memory, the best first.
         limit: use only so many images; None: all.
         teacher: of `distill`; needed where the config has that section.
@@ -144,7 +144,7 @@ def build_trainer(
     if train.channels_last:
         model.to(memory_format=torch.channels_last)
     normalizer = Normalizer(data.mean, data.std, precision.input_dtype).to(device)
-    gpu0_bsz = first_gpu0_bsz(config, outlook)
+    gpu0_bsz = first_gpu0_bsz(config, saved_plan)
     wrapped = NormalizedInput(model, normalizer, channels_last=train.channels_last)
     taught = None
     if teacher is not None:
@@ -182,7 +182,7 @@ def build_trainer(
     )
     if isinstance(network, DataParallelModel) and not config.parallel.sync_bn:
         engine.smallest_chunk = smallest_chunk(wrapped, torch.zeros(1, 3, *data.crop_px, dtype=torch.uint8))
-    controller = build_steering(config, devices, engine, inbox or Inbox(None, event_log), event_log, watch, outlook)
+    controller = build_steering(config, devices, engine, inbox or Inbox(None, event_log), event_log, watch, saved_plan)
     inference = build_inference(data, config.eval, model, precision, config.loss.align_corners)
     torch.manual_seed(config.seed + ranks.rank)  # every rank drops out other pixels
     return Trainer(
@@ -232,11 +232,11 @@ def build_trainer(
     )
 
 
-def first_gpu0_bsz(config: RunConfig, outlook: SavedMemoryPlan | None) -> int | None:
+def first_gpu0_bsz(config: RunConfig, saved_plan: SavedMemoryPlan | None) -> int | None:
     """`gpu0_bsz` of the first epoch: as the config says, or where it says `auto`, of the plan."""
     wish = config.parallel.gpu0_bsz
     if wish == "auto":
-        return None if outlook is None else outlook.gpu0_bsz
+        return None if saved_plan is None else saved_plan.gpu0_bsz
     return wish
 
 

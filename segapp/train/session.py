@@ -156,14 +156,14 @@ def _with_resolved_auto(
 ) -> tuple[RunConfig, SavedMemoryPlan | None]:
     """The config without any `auto` that has to be known now, kept in the folder; and the plan it comes from."""
     is_planned = not config.train.batch_size or config.parallel.gpu0_bsz == "auto"
-    if is_planned and ranks.is_main and not folder.outlook.exists():
+    if is_planned and ranks.is_main and not folder.saved_plan.exists():
         print("planning the memory (some seconds)", flush=True)
-    settled, outlook = resolve_auto(config, folder, devices, places, ranks)
+    settled, saved_plan = resolve_auto(config, folder, devices, places, ranks)
     if ranks.is_main:
         folder.write_config(dump_config(settled))
-        for note in outlook.notes if outlook is not None else ():
+        for note in saved_plan.notes if saved_plan is not None else ():
             print(note, flush=True)
-    return settled, outlook
+    return settled, saved_plan
 
 
 def _device_infos(devices: DevicePlan, ranks: Ranks, budgets_mib: Sequence[float] | None) -> list[DeviceInfo]:
@@ -205,13 +205,13 @@ def _run_in(folder: RunFolder, plan: TrainRequest, devices: DevicePlan, ranks: R
     watchdog = _watchdog(folder, plan.config, event_log, watch, ranks)
     is_saved = False
     try:
-        config, outlook = _with_resolved_auto(folder, plan.config, devices, places, ranks)
+        config, saved_plan = _with_resolved_auto(folder, plan.config, devices, places, ranks)
         checkpoint = ranks.from_main(_checkpoint_to_resume(folder, plan) if ranks.is_main else None)
         is_saved = checkpoint is not None
         with watchdog, monitor if ranks.is_main else contextlib.nullcontext():
             inbox = Inbox(folder if ranks.is_main else None, event_log)
             trainer = _build(
-                folder, config, devices, ranks, checkpoint, event_log, signals, inbox, watch, outlook, plan.limit
+                folder, config, devices, ranks, checkpoint, event_log, signals, inbox, watch, saved_plan, plan.limit
             )
             if trainer.is_complete:
                 if ranks.is_main:
@@ -268,7 +268,7 @@ def _build(
     signals: StopSignals,
     inbox: Inbox,
     watch: DeviceMemoryTracker,
-    outlook: SavedMemoryPlan | None,
+    saved_plan: SavedMemoryPlan | None,
     limit: ImageLimit | None,
 ) -> Trainer:
     trainer = build_trainer(
@@ -282,8 +282,8 @@ def _build(
         inbox=inbox,
         watch=watch,
         folder=folder,
-        outlook=outlook,
-        advise=lambda: planned_advice(config, devices, watch.places, outlook),
+        saved_plan=saved_plan,
+        advise=lambda: planned_advice(config, devices, watch.places, saved_plan),
         limit=limit,
         teacher=None if config.distill is None else read_trained(config.distill.teacher),
     )

@@ -55,20 +55,20 @@ def resolve_auto(
     found: tuple[SavedMemoryPlan | None, ConfigError | None] = None, None
     if wants_plan and ranks.is_main:
         try:
-            found = _outlook(config, folder, devices, places), None
+            found = _load_or_make_plan(config, folder, devices, places), None
         except ConfigError as error:
             found = None, error
-    outlook, problem = ranks.from_main(found) if wants_plan else found
+    saved_plan, problem = ranks.from_main(found) if wants_plan else found
     if problem is not None:
         raise problem
-    batch_size = config.train.batch_size or (outlook.batch_size if outlook is not None else 0)
+    batch_size = config.train.batch_size or (saved_plan.batch_size if saved_plan is not None else 0)
     total = config.train.effective_batch_size
-    if not config.train.batch_size and outlook is not None:
-        accumulate = outlook.accumulate
+    if not config.train.batch_size and saved_plan is not None:
+        accumulate = saved_plan.accumulate
     else:
         accumulate = config.train.accumulate if total is None else total // batch_size
     settled = with_train(config, batch_size=batch_size, accumulate=accumulate)
-    return settled, outlook
+    return settled, saved_plan
 
 
 def with_train(config: RunConfig, **changes: Any) -> RunConfig:
@@ -77,10 +77,10 @@ def with_train(config: RunConfig, **changes: Any) -> RunConfig:
     return validate_config({**raw, "train": {**raw["train"], **changes}})
 
 
-def _outlook(
+def _load_or_make_plan(
     config: RunConfig, folder: RunFolder, devices: DevicePlan, places: Sequence[DeviceInfo]
 ) -> SavedMemoryPlan | None:
-    kept = read_saved_plan(folder.outlook)
+    kept = read_saved_plan(folder.saved_plan)
     if kept is not None and (not config.train.batch_size or kept.batch_size == config.train.batch_size):
         return kept
     cards = known_cards(places, has_budgets=config.parallel.memory_budget_mib is not None)
@@ -94,19 +94,19 @@ def _outlook(
     allowance = OverheadEstimate((0.0,) * len(cards))  # the cards are what is free beside driver and context
     if config.train.batch_size:
         planned, _ = plan_memory(config, cards, mode=devices.mode, allowance=allowance, with_advice=False)
-        outlook = SavedMemoryPlan.of_plan(planned, config.train.accumulate)
+        saved_plan = SavedMemoryPlan.of_plan(planned, config.train.accumulate)
     else:
-        outlook = _largest(config, cards, devices, allowance)
-    outlook.write(folder.outlook)
-    return outlook
+        saved_plan = _largest(config, cards, devices, allowance)
+    saved_plan.write(folder.saved_plan)
+    return saved_plan
 
 
 def planned_advice(
-    config: RunConfig, devices: DevicePlan, places: Sequence[DeviceInfo], outlook: SavedMemoryPlan | None
+    config: RunConfig, devices: DevicePlan, places: Sequence[DeviceInfo], saved_plan: SavedMemoryPlan | None
 ) -> Sequence[str]:
     """The planner's advice on a training, the best first; simulates where no plan was made. Empty: nothing is known."""
-    if outlook is not None and outlook.advice:
-        return outlook.advice
+    if saved_plan is not None and saved_plan.advice:
+        return saved_plan.advice
     cards = known_cards(places, has_budgets=config.parallel.memory_budget_mib is not None)
     if cards is None:
         return ()
@@ -135,19 +135,19 @@ def _largest(
     while True:
         batches = [batch for batch in allowed if fewer is None or batch <= fewer]
         planned = plan_largest(config, cards, batches, mode=devices.mode, allowance=allowance, with_advice=False)
-        outlook = SavedMemoryPlan.of_plan(planned, accumulation(config, planned.batch_size), notes)
+        saved_plan = SavedMemoryPlan.of_plan(planned, accumulation(config, planned.batch_size), notes)
         if devices.mode not in ("single", "dp"):
-            return outlook
-        settled = with_train(config, batch_size=outlook.batch_size, accumulate=outlook.accumulate)
+            return saved_plan
+        settled = with_train(config, batch_size=saved_plan.batch_size, accumulate=saved_plan.accumulate)
         try:
-            trial_step(settled, devices, outlook)
+            trial_step(settled, devices, saved_plan)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             text = str(error).partition("\n")[0]
-            logger.info("batch of %d images: %s", outlook.batch_size, text)
-            notes.append(f"a batch of {outlook.batch_size} was planned and ran out of memory when tried")
-            fewer = min(outlook.batch_size - 1, outlook.batch_size * _FEWER[0] // _FEWER[1])
+            logger.info("batch of %d images: %s", saved_plan.batch_size, text)
+            notes.append(f"a batch of {saved_plan.batch_size} was planned and ran out of memory when tried")
+            fewer = min(saved_plan.batch_size - 1, saved_plan.batch_size * _FEWER[0] // _FEWER[1])
             if fewer < 1:
                 raise ConfigError(
                     f"train.batch_size = auto: not even one image fits ({text}): lower data.crop_px"
@@ -156,7 +156,7 @@ def _largest(
         finally:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-        return replace(outlook, notes=(*notes, f"a batch of {outlook.batch_size} was tried for real"))
+        return replace(saved_plan, notes=(*notes, f"a batch of {saved_plan.batch_size} was tried for real"))
 
 
 def accumulation(config: RunConfig, batch_size: int) -> int:

@@ -46,18 +46,18 @@ def build_real_engine(
     return engine, simulator
 
 
-def trial_step(config: RunConfig, devices: DevicePlan, outlook: SavedMemoryPlan) -> None:
+def trial_step(config: RunConfig, devices: DevicePlan, saved_plan: SavedMemoryPlan) -> None:
     """Makes two steps of a full batch, and an evaluation of the largest image.
 
     Args:
         config: with the batch to try.
         devices: of this process.
-        outlook: says how the batch is divided.
+        saved_plan: says how the batch is divided.
 
     Raises:
         torch.OutOfMemoryError: it does not fit.
     """
-    split = outlook.best_split
+    split = saved_plan.best_split
     engine, simulator = build_real_engine(config, [str(device) for device in devices.devices], split)
     budget = build_budget(config.parallel, devices.devices, engine, DeviceMemoryTracker())
     try:

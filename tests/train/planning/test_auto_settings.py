@@ -65,9 +65,9 @@ def test_auto_split_starts_from_plan_and_can_be_switched(tiny: dict[str, Any], t
     RunFolder.create(path=folder)
     send_command(folder, parse_command("stop epoch"))
     assert train(config, folder) == 75
-    outlook = read_saved_plan(folder.joinpath("memory_plan.json"))
-    assert outlook is not None
-    assert events(folder, "run_start")[0]["split"] == list(outlook.best_split)
+    saved_plan = read_saved_plan(folder.joinpath("memory_plan.json"))
+    assert saved_plan is not None
+    assert events(folder, "run_start")[0]["split"] == list(saved_plan.best_split)
     assert state_of(folder)["settings"]["gpu0_bsz_auto"] is True
     kept = folder.joinpath("memory_plan.json").stat().st_mtime_ns
     send_command(folder, parse_command("set gpu0_bsz=5"))
