@@ -70,7 +70,7 @@ class OomReport:
     """An out-of-memory, for a person.
 
     Attributes:
-        scene: the device.
+        snapshot: the device.
         epoch: in which it happened.
         step: updates made before it.
         problem: the error's first line.
@@ -80,7 +80,7 @@ class OomReport:
         advice: what to change, the best first.
     """
 
-    scene: OomSnapshot
+    snapshot: OomSnapshot
     epoch: int
     step: int
     problem: str
@@ -92,27 +92,27 @@ class OomReport:
     @property
     def headline(self) -> str:
         """One line: which device, in which phase, and what is done."""
-        return f"out of memory on {self.scene.name} (device {self.scene.device}) in {self.scene.phase}: {self.action}"
+        return f"out of memory on {self.snapshot.name} (device {self.snapshot.device}) in {self.snapshot.phase}: {self.action}"
 
 
 def oom_snapshot_of(error: BaseException | None) -> OomSnapshot | None:
-    """The scene that an exception, or what caused it, carries as its `scene`."""
+    """The snapshot that an exception, or what caused it, carries as its `snapshot`."""
     while error is not None:
-        scene = getattr(error, "scene", None)
-        if isinstance(scene, OomSnapshot):
-            return scene
+        snapshot = getattr(error, "snapshot", None)
+        if isinstance(snapshot, OomSnapshot):
+            return snapshot
         error = error.__cause__
     return None
 
 
 def report_lines(report: OomReport) -> list[str]:
     """The report as text."""
-    scene = report.scene
+    snapshot = report.snapshot
     lines = [
         report.headline,
         f"  when       epoch {report.epoch}, after step {report.step}",
         f"  said       {report.problem}",
-        f"  memory     {_amounts(scene)}",
+        f"  memory     {_amounts(snapshot)}",
     ]
     if report.split:
         lines.append(f"  split      {'·'.join(map(str, report.split))}")
@@ -122,61 +122,61 @@ def report_lines(report: OomReport) -> list[str]:
         lines.append(f"  predicted  {shown} MiB a device")
     else:
         lines.append("  predicted  nothing: no plan was made and no step was measured yet")
-    lines.append(f"  others     {_others(scene)}")
-    lines += _block("largest", [f"{tensor.mib:9.1f} MiB  {tensor.what}" for tensor in scene.largest])
+    lines.append(f"  others     {_others(snapshot)}")
+    lines += _block("largest", [f"{tensor.mib:9.1f} MiB  {tensor.what}" for tensor in snapshot.largest])
     lines += _block("next move", [f"{i}. {text}" for i, text in enumerate(report.advice, start=1)])
     return lines
 
 
 def report_fields(report: OomReport) -> dict[str, Any]:
     """The report as the fields of an `oom` event."""
-    scene = report.scene
+    snapshot = report.snapshot
     return {
-        "device": scene.name,
-        "index": scene.device,
-        "phase": scene.phase,
+        "device": snapshot.name,
+        "index": snapshot.device,
+        "phase": snapshot.phase,
         "epoch": report.epoch,
         "step": report.step,
         "problem": report.problem,
         "action": report.action,
         "split": list(report.split) or None,
-        "requested_mib": scene.requested_mib,
-        "allocated_mib": scene.allocated_mib,
-        "reserved_mib": scene.reserved_mib,
-        "total_mib": scene.total_mib,
-        "fragmentation": scene.fragmentation,
-        "largest": [{"mib": round(tensor.mib, 2), "what": tensor.what} for tensor in scene.largest],
-        "others": [{"pid": other.pid, "name": other.name, "used_mib": other.used_mib} for other in scene.others],
-        "others_mib": scene.others_mib,
+        "requested_mib": snapshot.requested_mib,
+        "allocated_mib": snapshot.allocated_mib,
+        "reserved_mib": snapshot.reserved_mib,
+        "total_mib": snapshot.total_mib,
+        "fragmentation": snapshot.fragmentation,
+        "largest": [{"mib": round(tensor.mib, 2), "what": tensor.what} for tensor in snapshot.largest],
+        "others": [{"pid": other.pid, "name": other.name, "used_mib": other.used_mib} for other in snapshot.others],
+        "others_mib": snapshot.others_mib,
         "predicted_mib": list(report.predicted_mib) or None,
         "advice": list(report.advice),
     }
 
 
-def _amounts(scene: OomSnapshot) -> str:
+def _amounts(snapshot: OomSnapshot) -> str:
     words = [
         f"{label} {mib:.1f} MiB"
         for label, mib in (
-            ("asked for", scene.requested_mib),
-            ("tensors", scene.allocated_mib),
-            ("allocator", scene.reserved_mib),
-            ("of", scene.total_mib),
+            ("asked for", snapshot.requested_mib),
+            ("tensors", snapshot.allocated_mib),
+            ("allocator", snapshot.reserved_mib),
+            ("of", snapshot.total_mib),
         )
         if mib is not None
     ]
-    if scene.fragmentation is not None:
-        words.append(f"{100 * scene.fragmentation:.0f} % of the allocator's is cache or fragments")
+    if snapshot.fragmentation is not None:
+        words.append(f"{100 * snapshot.fragmentation:.0f} % of the allocator's is cache or fragments")
     return ", ".join(words) or "the device does not say"
 
 
-def _others(scene: OomSnapshot) -> str:
-    if scene.others:
+def _others(snapshot: OomSnapshot) -> str:
+    if snapshot.others:
         return "; ".join(
             f"{other.name} (process {other.pid})" + (f" {other.used_mib:.0f} MiB" if other.used_mib else "")
-            for other in scene.others
+            for other in snapshot.others
         )
-    if scene.others_mib:
-        return f"{scene.others_mib:.0f} MiB of the card belong to the driver and to other processes"
+    if snapshot.others_mib:
+        return f"{snapshot.others_mib:.0f} MiB of the card belong to the driver and to other processes"
     return "none known"
 
 

@@ -316,13 +316,13 @@ class Trainer:
     def _fail_rank(self, error: Exception) -> OutOfMemoryError:
         """The end of a rank that ran out of memory while the others wait in an exchange of the same step."""
         self._is_parted = True
-        scene, problem = self.rescue.examine(error, self.ranks.rank), first_line(error)
+        snapshot, problem = self.rescue.examine(error, self.ranks.rank), first_line(error)
         lessons = self._smaller_pieces()
-        action, advice = "all ranks stop: they cannot meet in this step any more", self._simple_advice(scene)
+        action, advice = "all ranks stop: they cannot meet in this step any more", self._simple_advice(snapshot)
         if lessons is not None:
             pieces = f"micro-batches in {lessons.num_pieces} pieces, the same mean over the step"
             advice = (f"segapp train --resume goes on from the last checkpoint with {pieces}", *advice)
-        report = OomReport(scene, self.position.epoch, self.position.step, problem, action, advice=advice)
+        report = OomReport(snapshot, self.position.epoch, self.position.step, problem, action, advice=advice)
         self.rescue.report_alone(report, lessons)
         return final_error(report)
 
@@ -340,10 +340,10 @@ class Trainer:
         if not isinstance(error, PeerOutOfMemoryError):
             own = self.rescue.examine(error, self.ranks.rank), first_line(error)
         self.rescue.release(error, self.engine.device)
-        scene, problem = self.ranks.first_of(own)
+        snapshot, problem = self.ranks.first_of(own)
         batch_split = self.controller.batch_split
         return OomReport(
-            scene,
+            snapshot,
             self.position.epoch,
             self.position.step,
             problem,
@@ -353,13 +353,13 @@ class Trainer:
         )
 
     def _given_up(self, report: OomReport, action: str) -> OutOfMemoryError:
-        report = replace(report, action=action, advice=self._simple_advice(report.scene))
+        report = replace(report, action=action, advice=self._simple_advice(report.snapshot))
         return final_error(self.rescue.report(report, is_final=True))
 
-    def _simple_advice(self, scene: OomSnapshot) -> tuple[str, ...]:
+    def _simple_advice(self, snapshot: OomSnapshot) -> tuple[str, ...]:
         """What helps without a plan."""
         train, crop = self.config.train, self.config.data.crop_px
-        if scene.phase == "eval":
+        if snapshot.phase == "eval":
             return (f"eval.slide=true eval.slide_px=[{crop[0] // 2},{crop[1] // 2}]", "eval.batch_size=1")
         smaller = [f"lower data.crop_px = [{crop[0]}, {crop[1]}]"]
         if train.batch_size > 1:

@@ -156,7 +156,7 @@ class MemoryBudget(TorchDispatchMode):  # type: ignore[no-untyped-call]
             f"{self.names[device]} (device {device}) tried to allocate {requested:.1f} MiB with {live - requested:.1f} "
             f"of {limit:.1f} MiB of its budget in use"
         )
-        scene = OomSnapshot(
+        snapshot = OomSnapshot(
             device=device,
             name=self.names[device],
             phase=self.phase(),
@@ -165,7 +165,7 @@ class MemoryBudget(TorchDispatchMode):  # type: ignore[no-untyped-call]
             total_mib=limit,
             largest=tuple(LiveTensor(entry[1] / MIB, entry[2]) for entry in own[:_LARGEST]),
         )
-        error.scene = scene  # type: ignore[attr-defined]
+        error.snapshot = snapshot  # type: ignore[attr-defined]
         return error
 
 

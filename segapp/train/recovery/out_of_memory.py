@@ -167,17 +167,17 @@ class OomHandler:
             first: this process's first device among all of them.
         """
         phase = self.watch.phase if self.watch.phase in (*PHASES, IDLE) else "start"
-        scene = oom_snapshot_of(error)
-        if scene is not None:
-            return replace(scene, device=scene.device + first)
+        snapshot = oom_snapshot_of(error)
+        if snapshot is not None:
+            return replace(snapshot, device=snapshot.device + first)
         index = error.replica if isinstance(error, ReplicaError) else 0
         places = self.watch.places
         name = str(error.device) if isinstance(error, ReplicaError) else str(places[first].device if places else "cpu")
         asked = _ASKED.search(str(error))
-        scene = OomSnapshot(
+        snapshot = OomSnapshot(
             first + index, name, phase, requested_mib=float(asked[1]) * _UNITS[asked[2]] if asked else None
         )
-        return _with_counters(scene, self.watch)
+        return _with_counters(snapshot, self.watch)
 
     def release(self, error: BaseException, device: torch.device) -> None:
         """Lets go of what a failed step held."""
@@ -241,7 +241,7 @@ class OomHandler:
 def final_error(report: OomReport) -> OutOfMemoryError:
     """The error that ends a training, with the whole report."""
     move = report.advice[0] if report.advice else "lower train.batch_size or data.crop_px"
-    headline = f"out of memory on {report.scene.name} in {report.scene.phase}: {report.problem}: {move}"
+    headline = f"out of memory on {report.snapshot.name} in {report.snapshot.phase}: {report.problem}: {move}"
     return OutOfMemoryError("\n".join([headline, *report_lines(report)[1:]]))
 
 
@@ -250,20 +250,20 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _with_counters(scene: OomSnapshot, watch: DeviceMemoryTracker) -> OomSnapshot:
+def _with_counters(snapshot: OomSnapshot, watch: DeviceMemoryTracker) -> OomSnapshot:
     """With what the device's own counters say."""
-    if not scene.name.startswith("cuda"):
-        place = watch.places[scene.device] if scene.device < len(watch.places) else None
-        return replace(scene, total_mib=None if place is None else place.total_mib)
-    device = torch.device(scene.name)
+    if not snapshot.name.startswith("cuda"):
+        place = watch.places[snapshot.device] if snapshot.device < len(watch.places) else None
+        return replace(snapshot, total_mib=None if place is None else place.total_mib)
+    device = torch.device(snapshot.name)
     try:
         free, total = torch.cuda.mem_get_info(device)
         reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
     except RuntimeError:
-        return scene
+        return snapshot
     uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
     return replace(
-        scene,
+        snapshot,
         allocated_mib=allocated / MIB,
         reserved_mib=reserved / MIB,
         total_mib=total / MIB,
