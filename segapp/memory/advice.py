@@ -78,18 +78,17 @@ def variant_advice(variant: Variant, reference_mib: float, varied_mib: float, ro
         reference_mib: simulated peak of one device with the fullest card's samples.
         varied_mib: the same with the change.
         row: the split that it is about.
-        planner: adds the allowance.
+        planner: adds the overhead.
     """
     fullest = max(range(len(row.split)), key=lambda i: row.peak_mib[i])
     before = row.peak_mib[fullest]
     if variant.in_use:
-        saved = planner.allowance.tensors_mib(fullest, varied_mib - reference_mib) / planner.allowance.room
+        saved = planner.overhead.tensors_mib(fullest, varied_mib - reference_mib) / planner.overhead.room
         return Advice(variant.change, round(saved, 1), before, row.fits, variant.note, in_use=True)
     ratio = varied_mib / reference_mib if reference_mib else 1.0
-    after = planner.allowance.card_mib(fullest, row.tensors_mib[fullest] * ratio)
+    after = planner.overhead.card_mib(fullest, row.tensors_mib[fullest] * ratio)
     fits = all(
-        planner.allowance.card_mib(i, mib * ratio) <= planner.cards[i].total_mib
-        for i, mib in enumerate(row.tensors_mib)
+        planner.overhead.card_mib(i, mib * ratio) <= planner.cards[i].total_mib for i, mib in enumerate(row.tensors_mib)
     )
     return Advice(variant.change, round(before - after, 1), round(after, 1), fits, variant.note)
 
@@ -105,7 +104,7 @@ def accumulate_advice(
         return []
     best = min(rows, key=lambda candidate: candidate.fullest(planner.cards))
     # From the second micro-batch on the gradients of the first are there during forward.
-    extra = gradients_mib / planner.allowance.room if accumulate == 1 else 0.0
+    extra = gradients_mib / planner.overhead.room if accumulate == 1 else 0.0
     after = max(best.peak_mib[0] + extra, *best.peak_mib)
     change = f"train.batch_size={batch_size // 2} train.accumulate={2 * accumulate}"
     if best.gpu0_bsz is not None:

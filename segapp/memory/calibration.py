@@ -124,7 +124,7 @@ def collect(events: Iterable[dict[str, Any]]) -> Measurement:
 def calibrated(
     measurement: Measurement, model: MemoryModel, assumed: OverheadEstimate
 ) -> tuple[OverheadEstimate, list[PeakError]]:
-    """The allowance with what was measured in place of what was assumed, and how good both are.
+    """The overhead with what was measured in place of what was assumed, and how good both are.
 
     Args:
         measurement: of a run of the same config.

@@ -52,7 +52,7 @@ class PlanRow:
     Attributes:
         gpu0_bsz: that leads to it; None where the mode has none.
         split: samples per device.
-        peak_mib: what each card must have, allowance included.
+        peak_mib: what each card must have, overhead included.
         tensors_mib: predicted peak of the tensors alone.
         phase: which phase sets each card's peak.
         phases: for each card the tensors' peak in each phase.
@@ -106,7 +106,7 @@ class MemoryPlan:
     batch_size: int
     cards: tuple[Card, ...]
     model: MemoryModel
-    allowance: OverheadEstimate
+    overhead: OverheadEstimate
     rows: tuple[PlanRow, ...]
     refused: tuple[tuple[int, str], ...] = ()
     current: PlanRow | None = None
@@ -130,14 +130,14 @@ class Planner:
     Args:
         model: predicts the tensors.
         cards: the GPUs.
-        allowance: what comes on top.
+        overhead: what comes on top.
         smallest_chunk: samples that a busy device needs.
     """
 
     def __init__(
-        self, model: MemoryModel, cards: Sequence[Card], allowance: OverheadEstimate, smallest_chunk: int = 1
+        self, model: MemoryModel, cards: Sequence[Card], overhead: OverheadEstimate, smallest_chunk: int = 1
     ) -> None:
-        self.model, self.cards, self.allowance = model, tuple(cards), allowance
+        self.model, self.cards, self.overhead = model, tuple(cards), overhead
         self.smallest_chunk = smallest_chunk
 
     def rows(self, batch_size: int) -> tuple[tuple[PlanRow, ...], tuple[tuple[int, str], ...]]:
@@ -190,8 +190,8 @@ class Planner:
     def _fits_alone(self, device: int, samples: int) -> bool:
         split = [0] * len(self.cards)
         split[device] = samples
-        tensors = self.allowance.tensors_mib(device, self.model.peak_mib(split)[device])
-        return self.allowance.card_mib(device, tensors) <= self.cards[device].total_mib
+        tensors = self.overhead.tensors_mib(device, self.model.peak_mib(split)[device])
+        return self.overhead.card_mib(device, tensors) <= self.cards[device].total_mib
 
     def _best_fit(self, batch_size: int) -> PlanRow | None:
         if self.model.mode == "ddp" and batch_size < len(self.cards):
@@ -217,14 +217,12 @@ class Planner:
         split = check.split if self.model.mode != "model" else (batch_size, *[0] * (num_devices - 1))
         phases = self.model.phases(split)
         tensors = tuple(
-            self.allowance.tensors_mib(i, max(found.values(), default=0.0)) for i, found in enumerate(phases)
+            self.overhead.tensors_mib(i, max(found.values(), default=0.0)) for i, found in enumerate(phases)
         )
         return self._row(gpu0_bsz, split, tensors, phases, self._verdict(split, tensors))
 
     def _verdict(self, split: Sequence[int], tensors_mib: Sequence[float]) -> SplitVerdict:
-        usable = [
-            card.total_mib - context for card, context in zip(self.cards, self.allowance.context_mib, strict=True)
-        ]
+        usable = [card.total_mib - context for card, context in zip(self.cards, self.overhead.context_mib, strict=True)]
         too_small = [i for i, mib in enumerate(usable) if mib <= 0]
         if too_small:
             reason = f"device {too_small[0]} has less memory than the driver's context takes"
@@ -244,7 +242,7 @@ class Planner:
         return PlanRow(
             gpu0_bsz=gpu0_bsz,
             split=tuple(split),
-            peak_mib=tuple(round(self.allowance.card_mib(i, mib), 1) for i, mib in enumerate(tensors)),
+            peak_mib=tuple(round(self.overhead.card_mib(i, mib), 1) for i, mib in enumerate(tensors)),
             tensors_mib=tuple(round(mib, 1) for mib in tensors),
             phase=tuple(max(found, key=lambda phase: found[phase]) if found else "idle" for found in phases),
             phases=tuple({phase: round(mib, 1) for phase, mib in found.items()} for found in phases),
@@ -265,7 +263,7 @@ def plan_as_json(plan: MemoryPlan) -> dict[str, Any]:
         "mode": plan.mode,
         "batch_size": plan.batch_size,
         "gpus_mib": [card.total_mib for card in plan.cards],
-        "allowance": asdict(plan.allowance),
+        "allowance": asdict(plan.overhead),
         "rows": [row(found) for found in plan.rows],
         "refused": [{"gpu0_bsz": value, "reason": reason} for value, reason in plan.refused],
         "current": row(plan.current),

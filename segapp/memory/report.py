@@ -13,7 +13,7 @@ MAX_ROWS = 40
 _LETTERS = {
     "weights": "W", "buffers": "W", "masters": "M", "optimizer": "O", "average": "E", "replicas": "R",
     "gradients": "G", "buckets": "B", "input": "I", "activations": "A", "loss": "L", "temporaries": "T",
-    "evaluation": "V", "allowance": "x",
+    "evaluation": "V", "overhead": "x",
 }  # fmt: skip
 _LEGEND = (
     "W weights  M fp32 masters  O optimizer  E average of weights  R replica  G gradients  B buckets  A activations  "
@@ -73,7 +73,7 @@ def card_bars(plan: MemoryPlan, row: PlanRow) -> list[str]:
         own, phase = numbers[i], row.phase[i]
         scale = row.tensors_mib[i] / max(own.get(phase, 0.0), 1e-9) if own else 0.0
         parts = {kind: own.get(f"{phase}/{kind}", 0.0) * scale for kind in KINDS}
-        parts["allowance"] = row.peak_mib[i] - row.tensors_mib[i]
+        parts["overhead"] = row.peak_mib[i] - row.tensors_mib[i]
         bar = _bar(parts, card.total_mib)
         over = "" if row.peak_mib[i] <= card.total_mib else "  OVER"
         free = card.total_mib - row.peak_mib[i]
@@ -136,10 +136,10 @@ def _best_lines(plan: MemoryPlan) -> list[str]:
         lines.append(f"largest batch that fits: {plan.max_batch}{value}, split {_joined(plan.max_row.split)}")
     if plan.shares is not None:
         lines.append(f"  with parallel.shares={list(plan.shares)}: {sum(plan.shares)}")
-    a = plan.allowance
+    a = plan.overhead
     contexts = "/".join(f"{mib:.0f}" for mib in dict.fromkeys(a.context_mib))
     lines.append(
-        f"allowance ({a.source}): {contexts} MiB a card for driver and context, "
+        f"overhead ({a.source}): {contexts} MiB a card for driver and context, "
         f"{100 * (1 - a.room):.0f} % for the allocator" + _scale_text(a.scale)
     )
     return lines

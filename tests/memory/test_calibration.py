@@ -1,4 +1,4 @@
-"""A run's events -> allowance: synthetic measurements with a known law and a known error of the prediction."""
+"""A run's events -> overhead: synthetic measurements with a known law and a known error of the prediction."""
 
 from contextlib import closing
 
@@ -42,12 +42,12 @@ def run_of(*splits, factor=1.06):
 def test_measured_peaks_replace_assumed_ones():
     measurement = collect(run_of((2, 3, 3), (1, 4, 3)))
     assert [o.split for o in measurement.observations] == [(2, 3, 3), (1, 4, 3)]
-    allowance, errors = calibrated(measurement, MODEL, OverheadEstimate((500.0,) * 3))
-    assert allowance.context_mib == pytest.approx((650.0, 420.0, 420.0))
-    assert allowance.scale == pytest.approx((1.06,) * 3)
+    overhead, errors = calibrated(measurement, MODEL, OverheadEstimate((500.0,) * 3))
+    assert overhead.context_mib == pytest.approx((650.0, 420.0, 420.0))
+    assert overhead.scale == pytest.approx((1.06,) * 3)
     assert [error.error for error in errors] == pytest.approx([1 / 1.06 - 1] * 6)
     assert all(abs(error.calibrated_error) < 1e-9 for error in errors)
-    assert allowance.source == "measured"
+    assert overhead.source == "measured"
 
 
 def test_fit_of_two_splits_is_proven_and_predicts_a_third():

@@ -20,9 +20,9 @@ def model(fixed0=1000.0, fixed=500.0, slope=1000.0, per_batch=0.0, evaluation=30
     return MemoryModel("dp", (first,), (({"backward": Line(fixed, slope)},),), (idle,))
 
 
-def planner(memory=None, cards=CARDS, smallest_chunk=1, **allowance):
+def planner(memory=None, cards=CARDS, smallest_chunk=1, **overhead):
     return Planner(
-        memory or model(), cards, OverheadEstimate((500.0,) * len(cards), **allowance), smallest_chunk=smallest_chunk
+        memory or model(), cards, OverheadEstimate((500.0,) * len(cards), **overhead), smallest_chunk=smallest_chunk
     )
 
 
@@ -51,7 +51,7 @@ def test_best_split_and_largest_batch_equal_a_full_search():
     assert not refused
     assert [row.gpu0_bsz for row in rows] == list(range(10))
     assert all(sum(row.split) == 9 for row in rows)
-    plan = MemoryPlan("x", "dp", 9, CARDS, own.model, own.allowance, rows)
+    plan = MemoryPlan("x", "dp", 9, CARDS, own.model, own.overhead, rows)
     assert plan.best.split == (3, 3, 3)
     largest, row = own.largest_batch()
     assert largest == brute_force_largest_batch(own) == 24
@@ -129,7 +129,7 @@ def test_fit_of_six_simulations_recovers_every_coefficient():
 def test_json_has_contract_names_and_text_every_split():
     own = planner()
     rows, refused = own.rows(6)
-    plan = MemoryPlan("x", "dp", 6, CARDS, own.model, own.allowance, rows, refused, max_batch=own.largest_batch()[0])
+    plan = MemoryPlan("x", "dp", 6, CARDS, own.model, own.overhead, rows, refused, max_batch=own.largest_batch()[0])
     found = json.loads(json.dumps(plan_as_json(plan)))
     assert {"gpu0_bsz", "split", "peak_mib", "fits"} <= found["rows"][0].keys()
     assert found["best"]["gpu0_bsz"] in range(7)

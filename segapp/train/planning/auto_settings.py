@@ -91,12 +91,12 @@ def _load_or_make_plan(
             "train.batch_size = auto needs to know how much memory each device has, and there is no GPU: "
             "say it with parallel.memory_budget_mib, e.g. [4096], or write a number"
         )
-    allowance = OverheadEstimate((0.0,) * len(cards))  # the cards are what is free beside driver and context
+    overhead = OverheadEstimate((0.0,) * len(cards))  # the cards are what is free beside driver and context
     if config.train.batch_size:
-        planned, _ = plan_memory(config, cards, mode=devices.mode, allowance=allowance, with_advice=False)
+        planned, _ = plan_memory(config, cards, mode=devices.mode, overhead=overhead, with_advice=False)
         saved_plan = SavedMemoryPlan.of_plan(planned, config.train.accumulate)
     else:
-        saved_plan = _largest(config, cards, devices, allowance)
+        saved_plan = _largest(config, cards, devices, overhead)
     saved_plan.write(folder.saved_plan)
     return saved_plan
 
@@ -110,7 +110,7 @@ def planned_advice(
     cards = known_cards(places, has_budgets=config.parallel.memory_budget_mib is not None)
     if cards is None:
         return ()
-    planned, _ = plan_memory(config, cards, mode=devices.mode, allowance=OverheadEstimate((0.0,) * len(cards)))
+    planned, _ = plan_memory(config, cards, mode=devices.mode, overhead=OverheadEstimate((0.0,) * len(cards)))
     return advice_text(planned)
 
 
@@ -125,7 +125,7 @@ def known_cards(places: Sequence[DeviceInfo], *, has_budgets: bool) -> tuple[Car
 
 
 def _largest(
-    config: RunConfig, cards: Sequence[Card], devices: DevicePlan, allowance: OverheadEstimate
+    config: RunConfig, cards: Sequence[Card], devices: DevicePlan, overhead: OverheadEstimate
 ) -> SavedMemoryPlan:
     """The largest batch that is safe for training and evaluation: planned, then tried for real."""
     limit = _num_training_images(config)
@@ -134,7 +134,7 @@ def _largest(
     notes: list[str] = []
     while True:
         batches = [batch for batch in allowed if fewer is None or batch <= fewer]
-        planned = plan_largest(config, cards, batches, mode=devices.mode, allowance=allowance, with_advice=False)
+        planned = plan_largest(config, cards, batches, mode=devices.mode, overhead=overhead, with_advice=False)
         saved_plan = SavedMemoryPlan.of_plan(planned, accumulation(config, planned.batch_size), notes)
         if devices.mode not in ("single", "dp"):
             return saved_plan

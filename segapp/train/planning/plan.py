@@ -66,7 +66,7 @@ def plan_memory(
     measurement: Measurement | None = None,
     *,
     mode: Mode | None = None,
-    allowance: OverheadEstimate | None = None,
+    overhead: OverheadEstimate | None = None,
     with_advice: bool = True,
 ) -> tuple[MemoryPlan, list[PeakError]]:
     """The plan of a config on some GPUs, and how far the prediction lay from what a run has measured.
@@ -76,21 +76,21 @@ def plan_memory(
         cards: the GPUs.
         measurement: of a run of this config.
         mode: how the cards work together; by default as the config says.
-        allowance: what comes on top of tensors.
+        overhead: what comes on top of tensors.
         with_advice: simulate too what would need less, which takes longer than all the rest.
 
     Raises:
         ConfigError: the config does not suit the GPUs, or cannot be built.
     """
     if not config.train.batch_size:
-        return plan_largest(config, cards, None, mode=mode, allowance=allowance, with_advice=with_advice), []
+        return plan_largest(config, cards, None, mode=mode, overhead=overhead, with_advice=with_advice), []
     mode = mode or choose_mode(config, len(cards))
     found = _simulated(config, cards, mode, with_advice=with_advice)
-    allowance = allowance or OverheadEstimate((CONTEXT_MIB,) * len(cards))
+    overhead = overhead or OverheadEstimate((CONTEXT_MIB,) * len(cards))
     errors: list[PeakError] = []
     if measurement is not None:
-        allowance, errors = calibrated(measurement, found.model, allowance)
-    planner = Planner(found.model, cards, allowance, found.facts["smallest_chunk"])
+        overhead, errors = calibrated(measurement, found.model, overhead)
+    planner = Planner(found.model, cards, overhead, found.facts["smallest_chunk"])
     return _assembled(config, planner, found), errors
 
 
@@ -100,7 +100,7 @@ def plan_largest(
     batches: Sequence[int] | None,
     *,
     mode: Mode | None = None,
-    allowance: OverheadEstimate | None = None,
+    overhead: OverheadEstimate | None = None,
     with_advice: bool = True,
 ) -> MemoryPlan:
     """The plan of the largest batch that fits, in training and in evaluation.
@@ -110,7 +110,7 @@ def plan_largest(
         cards: the GPUs.
         batches: those to choose from, ascending; None: any.
         mode: how the cards work together; by default as the config says.
-        allowance: what comes on top of tensors.
+        overhead: what comes on top of tensors.
         with_advice: simulate too what would need less.
 
     Raises:
@@ -120,7 +120,7 @@ def plan_largest(
     mode = mode or choose_mode(small, len(cards))
     found = _simulated(small, cards, mode, with_advice=with_advice)
     planner = Planner(
-        found.model, cards, allowance or OverheadEstimate((CONTEXT_MIB,) * len(cards)), found.facts["smallest_chunk"]
+        found.model, cards, overhead or OverheadEstimate((CONTEXT_MIB,) * len(cards)), found.facts["smallest_chunk"]
     )
     is_free = mode == "dp" and config.parallel.gpu0_bsz == "auto"
     allowed = range(1, LARGEST_BATCH + 1) if batches is None else batches
@@ -220,7 +220,7 @@ def _assembled(config: RunConfig, planner: Planner, found: _Simulated) -> Memory
         batch_size=config.train.batch_size,
         cards=planner.cards,
         model=planner.model,
-        allowance=planner.allowance,
+        overhead=planner.overhead,
         rows=rows,
         refused=refused,
         current=current,
@@ -265,7 +265,7 @@ def _advice(
         config.train.batch_size, config.train.accumulate, gradients.fixed if gradients else 0.0, plan.best, planner
     )
     if plan.mode == "dp" and config.train.batch_size >= len(plan.cards):
-        rank_mib = planner.allowance.card_mib(0, planner.allowance.tensors_mib(0, varied[-1]))
+        rank_mib = planner.overhead.card_mib(0, planner.overhead.tensors_mib(0, varied[-1]))
         fits = all(rank_mib <= card.total_mib for card in plan.cards)
         note = f"one process a GPU (torchrun --nproc-per-node {len(plan.cards)}); every card holds an optimizer state"
         found.append(
