@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from segapp.config import RunConfig, load_config
 from segapp.errors import ConfigError
 from segapp.memory.calibration import Measurement, read_measurement
-from segapp.memory.cards import Card, parse_cards
+from segapp.memory.gpu_specs import GpuSpec, parse_gpus
 from segapp.memory.planner import (
     plan_as_json,
 )
@@ -26,8 +26,8 @@ def print_plan(
         ConfigError: the config, the GPUs or the run cannot be planned with.
     """
     config, measurement = _config_and_measurement(config_name, overrides, run)
-    cards = _cards(gpus, measurement)
-    plan, errors = plan_memory(config, cards, measurement)
+    specs = _gpu_specs(gpus, measurement)
+    plan, errors = plan_memory(config, specs, measurement)
     if as_json:
         facts = {"calibration": [{**vars(error), "error": error.error} for error in errors]} if measurement else {}
         print(json.dumps({**plan_as_json(plan), **facts}, indent=2))
@@ -50,14 +50,14 @@ def _config_and_measurement(
     return load_config(source, overrides), read_measurement(folder)
 
 
-def _cards(gpus: str | None, measurement: Measurement | None) -> tuple[Card, ...]:
+def _gpu_specs(gpus: str | None, measurement: Measurement | None) -> tuple[GpuSpec, ...]:
     if gpus is None and measurement is not None:
-        return measurement.cards()
+        return measurement.gpus()
     if gpus is not None and gpus != "here":
-        return parse_cards(gpus)
+        return parse_gpus(gpus)
     from segapp.memory.gpus import query_gpus
 
-    found = [Card(gpu.total_mib, f"GPU {i}") for i, gpu in enumerate(query_gpus()) if gpu.total_mib]
+    found = [GpuSpec(gpu.total_mib, f"GPU {i}") for i, gpu in enumerate(query_gpus()) if gpu.total_mib]
     if not found:
         raise ConfigError("--gpus here: nvidia-smi shows no GPU on this machine: name them, e.g. --gpus 3x24220MiB")
     return tuple(found)

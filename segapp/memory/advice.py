@@ -1,4 +1,4 @@
-"""What would need less memory, ranked by what it saves on the fullest card. No torch here."""
+"""What would need less memory, ranked by what it saves on the fullest GPU. No torch here."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def variants(precision: str, crop_px: tuple[int, int], smaller_crop_px: tuple[in
             Variant(
                 "amp-bf16",
                 "train.precision=amp-bf16",
-                "activations in half; needs a card with bfloat16 (Ampere or later), else amp-fp16",
+                "activations in half; needs a GPU with bfloat16 (Ampere or later), else amp-fp16",
                 {"train.precision": "amp-bf16"},
             )
         )
@@ -71,11 +71,11 @@ def split_advice(plan_row: PlanRow, best: PlanRow, planner: Planner) -> list[Adv
 
 
 def variant_advice(variant: Variant, reference_mib: float, varied_mib: float, row: PlanRow, planner: Planner) -> Advice:
-    """What a variant saves on the fullest card.
+    """What a variant saves on the fullest GPU.
 
     Args:
         variant: the change.
-        reference_mib: simulated peak of one device with the fullest card's samples.
+        reference_mib: simulated peak of one device with the fullest GPU's samples.
         varied_mib: the same with the change.
         row: the split that it is about.
         planner: adds the overhead.
@@ -86,9 +86,10 @@ def variant_advice(variant: Variant, reference_mib: float, varied_mib: float, ro
         saved = planner.overhead.tensors_mib(fullest, varied_mib - reference_mib) / planner.overhead.room
         return Advice(variant.change, round(saved, 1), before, row.fits, variant.note, in_use=True)
     ratio = varied_mib / reference_mib if reference_mib else 1.0
-    after = planner.overhead.card_mib(fullest, row.tensors_mib[fullest] * ratio)
+    after = planner.overhead.required_mib(fullest, row.tensors_mib[fullest] * ratio)
     fits = all(
-        planner.overhead.card_mib(i, mib * ratio) <= planner.cards[i].total_mib for i, mib in enumerate(row.tensors_mib)
+        planner.overhead.required_mib(i, mib * ratio) <= planner.gpus[i].total_mib
+        for i, mib in enumerate(row.tensors_mib)
     )
     return Advice(variant.change, round(before - after, 1), round(after, 1), fits, variant.note)
 
@@ -102,7 +103,7 @@ def accumulate_advice(
     rows = planner.rows(batch_size // 2)[0]
     if not rows:
         return []
-    best = min(rows, key=lambda candidate: candidate.fullest(planner.cards))
+    best = min(rows, key=lambda candidate: candidate.fullest(planner.gpus))
     # From the second micro-batch on the gradients of the first are there during forward.
     extra = gradients_mib / planner.overhead.room if accumulate == 1 else 0.0
     after = max(best.peak_mib[0] + extra, *best.peak_mib)
@@ -110,7 +111,7 @@ def accumulate_advice(
     if best.gpu0_bsz is not None:
         change += f" parallel.gpu0_bsz={best.gpu0_bsz}"
     note = "the gradient of a step stays exact; BatchNorm sees half as many images at a time"
-    fits = best.fits and best.peak_mib[0] + extra <= planner.cards[0].total_mib
+    fits = best.fits and best.peak_mib[0] + extra <= planner.gpus[0].total_mib
     return [Advice(change, round(max(row.peak_mib) - after, 1), round(after, 1), fits, note)]
 
 

@@ -1,4 +1,4 @@
-"""What a run has measured, for its plan: peaks by split, what lies on a card beside tensors, and how far off it was.
+"""What a run has measured, for its plan: peaks by split, what lies on a GPU beside tensors, and how far off it was.
 
 Read from `events.jsonl`: `memory` events say what each device held at most, `run_start`, `epoch_start`, `gpu0_bsz` and
 `step` events which split it held for. No torch here.
@@ -13,7 +13,7 @@ from typing import Any
 
 from segapp.errors import ConfigError
 from segapp.memory.affine import MemoryModel
-from segapp.memory.cards import Card
+from segapp.memory.gpu_specs import GpuSpec
 from segapp.memory.planner import OverheadEstimate
 from segapp.run.events import EventReader
 from segapp.run.folder import RunFolder
@@ -28,7 +28,7 @@ class Measurement:
         devices: as torch calls them.
         total_mib: of each; None where unknown.
         observations: the highest peak of each device for each split that it held under.
-        beside_mib: what lay on each card beside the run's tensors and its allocator's cache (context, other processes).
+        beside_mib: what lay on each GPU beside the run's tensors and its allocator's cache (context, other processes).
     """
 
     devices: tuple[str, ...]
@@ -41,7 +41,7 @@ class Measurement:
         """`fixed_i + slope x samples_i` through the observations."""
         return fit_memory(self.observations)
 
-    def cards(self) -> tuple[Card, ...]:
+    def gpus(self) -> tuple[GpuSpec, ...]:
         """The run's GPUs.
 
         Raises:
@@ -49,7 +49,7 @@ class Measurement:
         """
         if not self.devices or None in self.total_mib:
             raise ConfigError("the run has not written how much memory its devices have: say it with --gpus 3x24220MiB")
-        return tuple(Card(mib or 0.0, name) for mib, name in zip(self.total_mib, self.devices, strict=True))
+        return tuple(GpuSpec(mib or 0.0, name) for mib, name in zip(self.total_mib, self.devices, strict=True))
 
 
 @dataclass(frozen=True)

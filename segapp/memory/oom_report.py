@@ -22,7 +22,7 @@ class LiveTensor:
 
 @dataclass(frozen=True)
 class OtherProcess:
-    """Somebody else on the card."""
+    """Somebody else on the GPU."""
 
     pid: int
     name: str
@@ -42,7 +42,7 @@ class OomSnapshot:
         reserved_mib: what the allocator held for them; the difference is its cache and its fragments.
         total_mib: the device's memory, or its budget.
         largest: the largest live tensors, largest first.
-        others: other processes on the card.
+        others: other processes on the GPU.
         others_mib: what they, and the driver, hold.
     """
 
@@ -92,7 +92,8 @@ class OomReport:
     @property
     def headline(self) -> str:
         """One line: which device, in which phase, and what is done."""
-        return f"out of memory on {self.snapshot.name} (device {self.snapshot.device}) in {self.snapshot.phase}: {self.action}"
+        where = f"{self.snapshot.name} (device {self.snapshot.device}) in {self.snapshot.phase}"
+        return f"out of memory on {where}: {self.action}"
 
 
 def oom_snapshot_of(error: BaseException | None) -> OomSnapshot | None:
@@ -176,7 +177,7 @@ def _others(snapshot: OomSnapshot) -> str:
             for other in snapshot.others
         )
     if snapshot.others_mib:
-        return f"{snapshot.others_mib:.0f} MiB of the card belong to the driver and to other processes"
+        return f"{snapshot.others_mib:.0f} MiB of the GPU belong to the driver and to other processes"
     return "none known"
 
 

@@ -1,6 +1,6 @@
 """Which splits and batches fit which GPUs: arithmetic over the affine model, and the run's one judge of a split.
 
-A card must hold the tensors, the driver's context, and some room for the allocator: a split *fits* where
+A gpu must hold the tensors, the driver's context, and some room for the allocator: a split *fits* where
 `segapp.run.verdict` would allow it in a run that is going on. No torch here.
 """
 
@@ -11,23 +11,23 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from segapp.memory.affine import MemoryModel
-from segapp.memory.cards import Card
+from segapp.memory.gpu_specs import GpuSpec
 from segapp.run.verdict import FULL_FRAC, Level, SplitVerdict, split_verdict
 
 CONTEXT_MIB = 500.0
-"""What a process takes of a card before its first tensor: 300 to 1000 MiB by driver, card and libraries."""
+"""What a process takes of a GPU before its first tensor: 300 to 1000 MiB by driver, GPU and libraries."""
 
 LARGEST_BATCH = 4096
 
 
 @dataclass(frozen=True)
 class OverheadEstimate:
-    """What no simulation knows, per card.
+    """What no simulation knows, per GPU.
 
     Attributes:
-        context_mib: driver, libraries and other processes, for each card.
+        context_mib: driver, libraries and other processes, for each GPU.
         room: share of the rest that tensors may take; what is left is for the allocator's rounding and fragments.
-        scale: measured over predicted tensors, for each card; 1 where nothing was measured.
+        scale: measured over predicted tensors, for each GPU; 1 where nothing was measured.
         source: where the numbers come from.
     """
 
@@ -37,11 +37,11 @@ class OverheadEstimate:
     source: str = "assumed"
 
     def tensors_mib(self, device: int, simulated_mib: float) -> float:
-        """Bytes of tensors that a card will hold, as `torch.cuda.max_memory_allocated` counts them."""
+        """Bytes of tensors that a GPU will hold, as `torch.cuda.max_memory_allocated` counts them."""
         return simulated_mib * (self.scale[device] if device < len(self.scale) else 1.0)
 
-    def card_mib(self, device: int, tensors_mib: float) -> float:
-        """What the card must have."""
+    def required_mib(self, device: int, tensors_mib: float) -> float:
+        """What the GPU must have."""
         return self.context_mib[device] + tensors_mib / self.room
 
 
@@ -52,11 +52,11 @@ class PlanRow:
     Attributes:
         gpu0_bsz: that leads to it; None where the mode has none.
         split: samples per device.
-        peak_mib: what each card must have, overhead included.
+        peak_mib: what each GPU must have, overhead included.
         tensors_mib: predicted peak of the tensors alone.
-        phase: which phase sets each card's peak.
-        phases: for each card the tensors' peak in each phase.
-        fits: whether every card has that much.
+        phase: which phase sets each GPU's peak.
+        phases: for each GPU the tensors' peak in each phase.
+        fits: whether every GPU has that much.
         word: the verdict.
         reason: and why.
     """
@@ -71,9 +71,9 @@ class PlanRow:
     word: Level
     reason: str
 
-    def fullest(self, cards: Sequence[Card]) -> float:
-        """Need over memory of the fullest card."""
-        return max(mib / card.total_mib for mib, card in zip(self.peak_mib, cards, strict=True))
+    def fullest(self, gpus: Sequence[GpuSpec]) -> float:
+        """Need over memory of the fullest GPU."""
+        return max(mib / gpu.total_mib for mib, gpu in zip(self.peak_mib, gpus, strict=True))
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class Advice:
 
     Attributes:
         change: what to write into the config, or on the command line.
-        gain_mib: what the fullest card saves; 0 where it is in use already.
-        peak_mib: what the fullest card would need then.
+        gain_mib: what the fullest GPU saves; 0 where it is in use already.
+        peak_mib: what the fullest GPU would need then.
         fits: whether that fits.
         note: what else it changes.
         in_use: whether the plan has it already; then `gain_mib` is what it saves.
@@ -104,7 +104,7 @@ class MemoryPlan:
     name: str
     mode: str
     batch_size: int
-    cards: tuple[Card, ...]
+    gpus: tuple[GpuSpec, ...]
     model: MemoryModel
     overhead: OverheadEstimate
     rows: tuple[PlanRow, ...]
@@ -113,31 +113,31 @@ class MemoryPlan:
     max_batch: int = 0
     max_row: PlanRow | None = None
     shares: tuple[int, ...] | None = None
-    """Shares of a larger batch than any `gpu0_bsz` allows, on unequal cards."""
+    """Shares of a larger batch than any `gpu0_bsz` allows, on unequal GPUs."""
     advice: tuple[Advice, ...] = ()
     notes: tuple[str, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def best(self) -> PlanRow:
-        """The split whose fullest card has the most room."""
-        return min(self.rows, key=lambda row: (round(row.fullest(self.cards), 4), -(row.gpu0_bsz or 0)))
+        """The split whose fullest GPU has the most room."""
+        return min(self.rows, key=lambda row: (round(row.fullest(self.gpus), 4), -(row.gpu0_bsz or 0)))
 
 
 class Planner:
-    """Judges splits of any batch on given cards.
+    """Judges splits of any batch on given GPUs.
 
     Args:
         model: predicts the tensors.
-        cards: the GPUs.
+        gpus: the GPUs.
         overhead: what comes on top.
         smallest_chunk: samples that a busy device needs.
     """
 
     def __init__(
-        self, model: MemoryModel, cards: Sequence[Card], overhead: OverheadEstimate, smallest_chunk: int = 1
+        self, model: MemoryModel, gpus: Sequence[GpuSpec], overhead: OverheadEstimate, smallest_chunk: int = 1
     ) -> None:
-        self.model, self.cards, self.overhead = model, tuple(cards), overhead
+        self.model, self.gpus, self.overhead = model, tuple(gpus), overhead
         self.smallest_chunk = smallest_chunk
 
     def rows(self, batch_size: int) -> tuple[tuple[PlanRow, ...], tuple[tuple[int, str], ...]]:
@@ -167,7 +167,7 @@ class Planner:
     def largest_batch(self) -> tuple[int, PlanRow | None]:
         """The largest batch that some split fits, with that split; 0 where none does."""
         # The least batches may be refused for other reasons: every rank of ddp needs a sample, BatchNorm may need two.
-        least = 2 * len(self.cards)
+        least = 2 * len(self.gpus)
         low = next((batch for batch in range(1, least + 1) if self._best_fit(batch) is not None), 0)
         high = 2 * low
         while low and high <= LARGEST_BATCH and self._best_fit(high) is not None:
@@ -178,9 +178,9 @@ class Planner:
         return low, self._best_fit(low) if low else None
 
     def largest_shares(self) -> tuple[int, ...]:
-        """As many samples on each card as it can hold, whatever the others hold."""
+        """As many samples on each GPU as it can hold, whatever the others hold."""
         shares = []
-        for i in range(len(self.cards)):
+        for i in range(len(self.gpus)):
             count = 0
             while count < LARGEST_BATCH and self._fits_alone(i, count + 1):
                 count += 1
@@ -188,19 +188,19 @@ class Planner:
         return tuple(shares)
 
     def _fits_alone(self, device: int, samples: int) -> bool:
-        split = [0] * len(self.cards)
+        split = [0] * len(self.gpus)
         split[device] = samples
         tensors = self.overhead.tensors_mib(device, self.model.peak_mib(split)[device])
-        return self.overhead.card_mib(device, tensors) <= self.cards[device].total_mib
+        return self.overhead.required_mib(device, tensors) <= self.gpus[device].total_mib
 
     def _best_fit(self, batch_size: int) -> PlanRow | None:
-        if self.model.mode == "ddp" and batch_size < len(self.cards):
+        if self.model.mode == "ddp" and batch_size < len(self.gpus):
             return None
         fitting = [row for row in self.rows(batch_size)[0] if row.fits]
-        return min(fitting, key=lambda row: row.fullest(self.cards), default=None)
+        return min(fitting, key=lambda row: row.fullest(self.gpus), default=None)
 
     def _judge(self, batch_size: int, gpu0_bsz: int | None, shares: Sequence[int] | None = None) -> PlanRow | str:
-        num_devices = len(self.cards)
+        num_devices = len(self.gpus)
         if self.model.mode == "ddp":
             each, left_over = divmod(batch_size, num_devices)
             shares = [each + (rank < left_over) for rank in range(num_devices)]
@@ -222,7 +222,7 @@ class Planner:
         return self._row(gpu0_bsz, split, tensors, phases, self._verdict(split, tensors))
 
     def _verdict(self, split: Sequence[int], tensors_mib: Sequence[float]) -> SplitVerdict:
-        usable = [card.total_mib - context for card, context in zip(self.cards, self.overhead.context_mib, strict=True)]
+        usable = [gpu.total_mib - context for gpu, context in zip(self.gpus, self.overhead.context_mib, strict=True)]
         too_small = [i for i, mib in enumerate(usable) if mib <= 0]
         if too_small:
             reason = f"device {too_small[0]} has less memory than the driver's context takes"
@@ -242,7 +242,7 @@ class Planner:
         return PlanRow(
             gpu0_bsz=gpu0_bsz,
             split=tuple(split),
-            peak_mib=tuple(round(self.overhead.card_mib(i, mib), 1) for i, mib in enumerate(tensors)),
+            peak_mib=tuple(round(self.overhead.required_mib(i, mib), 1) for i, mib in enumerate(tensors)),
             tensors_mib=tuple(round(mib, 1) for mib in tensors),
             phase=tuple(max(found, key=lambda phase: found[phase]) if found else "idle" for found in phases),
             phases=tuple({phase: round(mib, 1) for phase, mib in found.items()} for found in phases),
@@ -262,7 +262,7 @@ def plan_as_json(plan: MemoryPlan) -> dict[str, Any]:
         "name": plan.name,
         "mode": plan.mode,
         "batch_size": plan.batch_size,
-        "gpus_mib": [card.total_mib for card in plan.cards],
+        "gpus_mib": [gpu.total_mib for gpu in plan.gpus],
         "allowance": asdict(plan.overhead),
         "rows": [row(found) for found in plan.rows],
         "refused": [{"gpu0_bsz": value, "reason": reason} for value, reason in plan.refused],

@@ -1,4 +1,4 @@
-"""A memory plan for people: a table of splits, a picture of the cards, and what to change. No torch here."""
+"""A memory plan for people: a table of splits, a picture of the GPUs, and what to change. No torch here."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _LEGEND = (
 
 def plan_lines(plan: MemoryPlan) -> list[str]:
     """Everything that `segapp plan` prints."""
-    cards = ", ".join(f"{card.total_mib:.0f}" for card in plan.cards)
+    gpus = ", ".join(f"{gpu.total_mib:.0f}" for gpu in plan.gpus)
     lines = [
-        f"{plan.name}: batch {plan.batch_size} on {len(plan.cards)} GPU{'s' * (len(plan.cards) > 1)} ({cards} MiB), "
+        f"{plan.name}: batch {plan.batch_size} on {len(plan.gpus)} GPU{'s' * (len(plan.gpus) > 1)} ({gpus} MiB), "
         f"mode {plan.mode}",
         *plan.notes,
         "",
@@ -33,7 +33,7 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
         "",
         *_best_lines(plan),
         "",
-        *card_bars(plan, plan.best),
+        *gpu_bars(plan, plan.best),
         "",
         *advice_lines(plan.advice),
     ]
@@ -41,8 +41,8 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
 
 
 def split_table(plan: MemoryPlan) -> list[str]:
-    """One line a split: what each card must have, the phase that sets it, the verdict."""
-    header = ("gpu0_bsz", "split", *(f"{card.name or f'GPU {i}'} MiB" for i, card in enumerate(plan.cards)), "verdict")
+    """One line a split: what each GPU must have, the phase that sets it, the verdict."""
+    header = ("gpu0_bsz", "split", *(f"{gpu.name or f'GPU {i}'} MiB" for i, gpu in enumerate(plan.gpus)), "verdict")
     shown = _shown_rows(plan)
     rows: list[Sequence[str]] = [header]
     for row in shown:
@@ -65,20 +65,20 @@ def split_table(plan: MemoryPlan) -> list[str]:
     return lines
 
 
-def card_bars(plan: MemoryPlan, row: PlanRow) -> list[str]:
-    """What fills each card under one split, at the moment when it holds the most."""
+def gpu_bars(plan: MemoryPlan, row: PlanRow) -> list[str]:
+    """What fills each GPU under one split, at the moment when it holds the most."""
     numbers = plan.model.numbers(row.split)
-    lines = [f"split {_joined(row.split)}, each card at its fullest:"]
-    for i, card in enumerate(plan.cards):
+    lines = [f"split {_joined(row.split)}, each GPU at its fullest:"]
+    for i, gpu in enumerate(plan.gpus):
         own, phase = numbers[i], row.phase[i]
         scale = row.tensors_mib[i] / max(own.get(phase, 0.0), 1e-9) if own else 0.0
         parts = {kind: own.get(f"{phase}/{kind}", 0.0) * scale for kind in KINDS}
         parts["overhead"] = row.peak_mib[i] - row.tensors_mib[i]
-        bar = _bar(parts, card.total_mib)
-        over = "" if row.peak_mib[i] <= card.total_mib else "  OVER"
-        free = card.total_mib - row.peak_mib[i]
+        bar = _bar(parts, gpu.total_mib)
+        over = "" if row.peak_mib[i] <= gpu.total_mib else "  OVER"
+        free = gpu.total_mib - row.peak_mib[i]
         lines.append(
-            f"  {card.name or f'GPU {i}':8s} |{bar}| {row.peak_mib[i]:.0f} of {card.total_mib:.0f} MiB, "
+            f"  {gpu.name or f'GPU {i}':8s} |{bar}| {row.peak_mib[i]:.0f} of {gpu.total_mib:.0f} MiB, "
             f"{phase}, {free:+.0f} free{over}"
         )
         largest = sorted(((mib, kind) for kind, mib in parts.items() if mib >= 1.0), reverse=True)[:6]
@@ -91,13 +91,13 @@ def advice_lines(advice: Sequence[Advice]) -> list[str]:
     """What would need less, ranked."""
     if not advice:
         return []
-    rows: list[Sequence[str]] = [("change", "saves MiB", "fullest card", "fits", "note")]
+    rows: list[Sequence[str]] = [("change", "saves MiB", "fullest GPU", "fits", "note")]
     rows += [
         (item.change, f"{item.gain_mib:.0f}", f"{item.peak_mib:.0f}", "yes" if item.fits else "no", item.note)
         for item in advice
         if not item.in_use
     ]
-    lines = ["what would need less (on the fullest card):", *aligned(rows)] if len(rows) > 1 else []
+    lines = ["what would need less (on the fullest GPU):", *aligned(rows)] if len(rows) > 1 else []
     lines += [
         f"in use already: {item.change} saves {item.gain_mib:.0f} MiB ({item.note})" for item in advice if item.in_use
     ]
@@ -126,8 +126,8 @@ def _best_lines(plan: MemoryPlan) -> list[str]:
     best = plan.best
     value = "" if best.gpu0_bsz is None else f"gpu0_bsz {best.gpu0_bsz}, "
     lines = [
-        f"best for batch {plan.batch_size}: {value}split {_joined(best.split)}, fullest card "
-        f"{100 * best.fullest(plan.cards):.0f} % ({best.word}: {best.reason})"
+        f"best for batch {plan.batch_size}: {value}split {_joined(best.split)}, fullest GPU "
+        f"{100 * best.fullest(plan.gpus):.0f} % ({best.word}: {best.reason})"
     ]
     if plan.max_row is None:
         lines.append("largest batch that fits: none, not even 1")
@@ -139,7 +139,7 @@ def _best_lines(plan: MemoryPlan) -> list[str]:
     a = plan.overhead
     contexts = "/".join(f"{mib:.0f}" for mib in dict.fromkeys(a.context_mib))
     lines.append(
-        f"overhead ({a.source}): {contexts} MiB a card for driver and context, "
+        f"overhead ({a.source}): {contexts} MiB a GPU for driver and context, "
         f"{100 * (1 - a.room):.0f} % for the allocator" + _scale_text(a.scale)
     )
     return lines

@@ -54,7 +54,7 @@ class SavedMemoryPlan:
         """What is worth keeping of a plan."""
         row = plan.current or plan.best
         many = plan.batch_size + 8  # where the activations set the peak
-        shape = (0,) * (len(plan.cards) - 1) if plan.mode in ("dp", "model") else ()
+        shape = (0,) * (len(plan.gpus) - 1) if plan.mode in ("dp", "model") else ()
         low, high = (plan.model.peak_mib((count, *shape))[0] for count in (many, many + 8))
         return cls(
             plan.batch_size,
@@ -89,7 +89,7 @@ def read_saved_plan(path: Path) -> SavedMemoryPlan | None:
 def advice_text(plan: MemoryPlan) -> list[str]:
     """The plan's advice, one line each, the best first."""
     return [
-        f"{item.change}: saves {item.gain_mib:.0f} MiB on the fullest card, "
+        f"{item.change}: saves {item.gain_mib:.0f} MiB on the fullest GPU, "
         f"{'fits' if item.fits else 'does not fit'} with {item.peak_mib:.0f} MiB ({item.note})"
         for item in sorted(plan.advice, key=lambda item: not item.fits)
         if not item.in_use

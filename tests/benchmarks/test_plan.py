@@ -30,15 +30,15 @@ def said(what):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def card_mib(tensors_mib):
+def required_mib(tensors_mib):
     return CONTEXT_MIB + tensors_mib / ROOM
 
 
 @pytest.mark.timeout(1000)
 def test_plan_of_three_24220_mib_gpus_against_published_case(capsys):
-    """Plain DataParallel just holds 9 with cards 1 and 2 far below; the parallel criterion and gpu0_bsz level them."""
+    """Plain DataParallel just holds 9 with GPUs 1 and 2 far below; the parallel criterion and gpu0_bsz level them."""
     tables = {
-        style: {tuple(split): tuple(map(card_mib, peaks)) for split, peaks in rows}
+        style: {tuple(split): tuple(map(required_mib, peaks)) for split, peaks in rows}
         for style, rows in said("published").items()
     }
     gathered = tables["gathered"]
@@ -62,7 +62,7 @@ def test_plan_of_three_24220_mib_gpus_against_published_case(capsys):
         "parallel criterion, low resolution": (tables["small"], largest(tables["small"], tables["small"])),
     }
     with capsys.disabled():
-        print("\nDeepLabV3-ResNet101, crop 945, 21 classes, fp32; MiB a card, context and allocator's room included")
+        print("\nDeepLabV3-ResNet101, crop 945, 21 classes, fp32; MiB a GPU, context and allocator's room included")
         for split in ((2, 2, 2), (2, 3, 3), (3, 3, 3)):
             for style in tables:
                 peaks = tables[style][split]

@@ -18,7 +18,7 @@ def folder(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--gpus", "three cards"], ["--gpus", "3x24220MiB"]),
+        (["--gpus", "three GPUs"], ["--gpus", "3x24220MiB"]),
         (["--gpus", "2x8GiB", "parallel.mode=single"], ["parallel.mode = single", "2"]),
         (["--gpus", "8GiB", "parallel.mode=model"], ["parallel.mode = model"]),
         (["--gpus", "3x8GiB", "parallel.mode=ddp"], ["3 ranks", "train.batch_size = 2"]),

@@ -6,12 +6,12 @@ import json
 import pytest
 
 from segapp.memory.affine import Line, MemoryModel, fit_model, splits_to_simulate
-from segapp.memory.cards import Card
+from segapp.memory.gpu_specs import GpuSpec
 from segapp.memory.jobs import PhasePeak, SimulationResult
 from segapp.memory.planner import MemoryPlan, OverheadEstimate, Planner, plan_as_json
 from segapp.memory.report import plan_lines
 
-CARDS = tuple(Card(10_000.0, f"GPU {i}") for i in range(3))
+GPUS = tuple(GpuSpec(10_000.0, f"GPU {i}") for i in range(3))
 
 
 def model(fixed0=1000.0, fixed=500.0, slope=1000.0, per_batch=0.0, evaluation=300.0):
@@ -20,9 +20,9 @@ def model(fixed0=1000.0, fixed=500.0, slope=1000.0, per_batch=0.0, evaluation=30
     return MemoryModel("dp", (first,), (({"backward": Line(fixed, slope)},),), (idle,))
 
 
-def planner(memory=None, cards=CARDS, smallest_chunk=1, **overhead):
+def planner(memory=None, gpus=GPUS, smallest_chunk=1, **overhead):
     return Planner(
-        memory or model(), cards, OverheadEstimate((500.0,) * len(cards), **overhead), smallest_chunk=smallest_chunk
+        memory or model(), gpus, OverheadEstimate((500.0,) * len(gpus), **overhead), smallest_chunk=smallest_chunk
     )
 
 
@@ -51,7 +51,7 @@ def test_best_split_and_largest_batch_equal_a_full_search():
     assert not refused
     assert [row.gpu0_bsz for row in rows] == list(range(10))
     assert all(sum(row.split) == 9 for row in rows)
-    plan = MemoryPlan("x", "dp", 9, CARDS, own.model, own.overhead, rows)
+    plan = MemoryPlan("x", "dp", 9, GPUS, own.model, own.overhead, rows)
     assert plan.best.split == (3, 3, 3)
     largest, row = own.largest_batch()
     assert largest == brute_force_largest_batch(own) == 24
@@ -62,7 +62,7 @@ def test_best_split_and_largest_batch_equal_a_full_search():
 def test_row_fits_if_and_only_if_every_gpu_fits():
     for batch, slope in itertools.product((5, 11, 24), (700.0, 1310.0, 2555.0)):
         for row in planner(model(slope=slope)).rows(batch)[0]:
-            assert row.fits == all(mib <= card.total_mib for mib, card in zip(row.peak_mib, CARDS, strict=True))
+            assert row.fits == all(mib <= gpu.total_mib for mib, gpu in zip(row.peak_mib, GPUS, strict=True))
             assert row.fits == (row.word in ("ok", "tight"))
 
 
@@ -74,8 +74,8 @@ def test_splits_refused_by_batchnorm_are_left_out():
 
 
 def test_unequal_gpus_get_unequal_shares():
-    cards = (Card(10_000.0), Card(10_000.0), Card(3_000.0))
-    own = planner(cards=cards)
+    gpus = (GpuSpec(10_000.0), GpuSpec(10_000.0), GpuSpec(3_000.0))
+    own = planner(gpus=gpus)
     shares = own.largest_shares()
     assert shares == (8, 8, 1)  # 500 + (1000 + 8000) / 0.95 = 9974; 500 + (500 + 1000) / 0.95 = 2079
     largest, _ = own.largest_batch()
@@ -83,13 +83,13 @@ def test_unequal_gpus_get_unequal_shares():
 
 
 def test_gpu_smaller_than_the_context_fits_no_split():
-    own = planner(cards=(Card(400.0),) * 3)
+    own = planner(gpus=(GpuSpec(400.0),) * 3)
     assert own.largest_batch() == (0, None)
     assert "context" in own.rows(3)[0][0].reason
 
 
 def test_measured_scale_and_context_change_the_need():
-    own = Planner(model(), CARDS, OverheadEstimate((700.0, 300.0, 300.0), 0.95, (1.1, 1.0, 1.0), "measured"))
+    own = Planner(model(), GPUS, OverheadEstimate((700.0, 300.0, 300.0), 0.95, (1.1, 1.0, 1.0), "measured"))
     row = own.row(6, 2)
     assert row.tensors_mib == (3300.0, 2500.0, 2500.0)
     assert row.peak_mib[0] == pytest.approx(700 + 3300 / 0.95, abs=0.1)
@@ -98,11 +98,11 @@ def test_measured_scale_and_context_change_the_need():
 @pytest.mark.parametrize("mode", ["single", "ddp", "model"])
 def test_modes_without_gpu0_bsz_give_one_row(mode):
     lines = {"backward": Line(100.0, 10.0)}
-    cards = CARDS[:1] if mode == "single" else CARDS
+    gpus = GPUS[:1] if mode == "single" else GPUS
     own = Planner(
         MemoryModel(mode, (lines,), ((lines,), (lines,)) if mode == "model" else ()),
-        cards,
-        OverheadEstimate((0.0,) * len(cards)),
+        gpus,
+        OverheadEstimate((0.0,) * len(gpus)),
     )
     rows, _ = own.rows(6)
     assert [row.gpu0_bsz for row in rows] == [None]
@@ -129,7 +129,7 @@ def test_fit_of_six_simulations_recovers_every_coefficient():
 def test_json_has_contract_names_and_text_every_split():
     own = planner()
     rows, refused = own.rows(6)
-    plan = MemoryPlan("x", "dp", 6, CARDS, own.model, own.overhead, rows, refused, max_batch=own.largest_batch()[0])
+    plan = MemoryPlan("x", "dp", 6, GPUS, own.model, own.overhead, rows, refused, max_batch=own.largest_batch()[0])
     found = json.loads(json.dumps(plan_as_json(plan)))
     assert {"gpu0_bsz", "split", "peak_mib", "fits"} <= found["rows"][0].keys()
     assert found["best"]["gpu0_bsz"] in range(7)

@@ -13,7 +13,7 @@ from segapp.memory.jobs import SimulationJob
 from segapp.train.planning.simulate import Simulator
 
 PUBLISHED = {"model": {"name": "deeplabv3_resnet101"}, "crop_px": (945, 945), "num_classes": 21}
-"""Model and crop are unknown; this choice makes card 0 just hold 9 = 3 + 3 + 3 with the loss on card 0."""
+"""Model and crop are unknown; this choice makes GPU 0 just hold 9 = 3 + 3 + 3 with the loss on GPU 0."""
 
 FAMILIES = [
     ("LR-ASPP MobileNetV3-L", {"name": "lraspp_mobilenet_v3_large"}, (768, 768), 19, 8),

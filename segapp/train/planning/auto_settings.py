@@ -17,7 +17,7 @@ from segapp.build.devices import DevicePlan
 from segapp.config import RunConfig, validate_config
 from segapp.datasets.files import check_pairs
 from segapp.errors import ConfigError
-from segapp.memory.cards import Card
+from segapp.memory.gpu_specs import GpuSpec
 from segapp.memory.planner import OverheadEstimate
 from segapp.memory.saved_plan import SavedMemoryPlan, advice_text, read_saved_plan
 from segapp.parallel.ranks import Ranks
@@ -83,20 +83,20 @@ def _load_or_make_plan(
     kept = read_saved_plan(folder.saved_plan)
     if kept is not None and (not config.train.batch_size or kept.batch_size == config.train.batch_size):
         return kept
-    cards = known_cards(places, has_budgets=config.parallel.memory_budget_mib is not None)
-    if cards is None and config.train.batch_size:
+    gpus = known_gpus(places, has_budgets=config.parallel.memory_budget_mib is not None)
+    if gpus is None and config.train.batch_size:
         return None  # gpu0_bsz: auto begins with an even split, and says so
-    if cards is None:
+    if gpus is None:
         raise ConfigError(
             "train.batch_size = auto needs to know how much memory each device has, and there is no GPU: "
             "say it with parallel.memory_budget_mib, e.g. [4096], or write a number"
         )
-    overhead = OverheadEstimate((0.0,) * len(cards))  # the cards are what is free beside driver and context
+    overhead = OverheadEstimate((0.0,) * len(gpus))  # the GPUs are what is free beside driver and context
     if config.train.batch_size:
-        planned, _ = plan_memory(config, cards, mode=devices.mode, overhead=overhead, with_advice=False)
+        planned, _ = plan_memory(config, gpus, mode=devices.mode, overhead=overhead, with_advice=False)
         saved_plan = SavedMemoryPlan.of_plan(planned, config.train.accumulate)
     else:
-        saved_plan = _largest(config, cards, devices, overhead)
+        saved_plan = _largest(config, gpus, devices, overhead)
     saved_plan.write(folder.saved_plan)
     return saved_plan
 
@@ -107,25 +107,25 @@ def planned_advice(
     """The planner's advice on a training, the best first; simulates where no plan was made. Empty: nothing is known."""
     if saved_plan is not None and saved_plan.advice:
         return saved_plan.advice
-    cards = known_cards(places, has_budgets=config.parallel.memory_budget_mib is not None)
-    if cards is None:
+    gpus = known_gpus(places, has_budgets=config.parallel.memory_budget_mib is not None)
+    if gpus is None:
         return ()
-    planned, _ = plan_memory(config, cards, mode=devices.mode, overhead=OverheadEstimate((0.0,) * len(cards)))
+    planned, _ = plan_memory(config, gpus, mode=devices.mode, overhead=OverheadEstimate((0.0,) * len(gpus)))
     return advice_text(planned)
 
 
-def known_cards(places: Sequence[DeviceInfo], *, has_budgets: bool) -> tuple[Card, ...] | None:
-    """The devices as cards, with what they have for this run; None where a device shares its memory with others."""
+def known_gpus(places: Sequence[DeviceInfo], *, has_budgets: bool) -> tuple[GpuSpec, ...] | None:
+    """The devices as GPUs, with what they have for this run; None where a device shares its memory with others."""
     if not has_budgets and any(place.uuid is None for place in places):
         return None
     usable = DeviceMemoryTracker(places).usable_mib()
     if None in usable:
         return None
-    return tuple(Card(mib or 0.0, place.device) for mib, place in zip(usable, places, strict=True))
+    return tuple(GpuSpec(mib or 0.0, place.device) for mib, place in zip(usable, places, strict=True))
 
 
 def _largest(
-    config: RunConfig, cards: Sequence[Card], devices: DevicePlan, overhead: OverheadEstimate
+    config: RunConfig, gpus: Sequence[GpuSpec], devices: DevicePlan, overhead: OverheadEstimate
 ) -> SavedMemoryPlan:
     """The largest batch that is safe for training and evaluation: planned, then tried for real."""
     limit = _num_training_images(config)
@@ -134,7 +134,7 @@ def _largest(
     notes: list[str] = []
     while True:
         batches = [batch for batch in allowed if fewer is None or batch <= fewer]
-        planned = plan_largest(config, cards, batches, mode=devices.mode, overhead=overhead, with_advice=False)
+        planned = plan_largest(config, gpus, batches, mode=devices.mode, overhead=overhead, with_advice=False)
         saved_plan = SavedMemoryPlan.of_plan(planned, accumulation(config, planned.batch_size), notes)
         if devices.mode not in ("single", "dp"):
             return saved_plan

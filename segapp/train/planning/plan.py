@@ -20,7 +20,7 @@ from segapp.memory.advice import (
 )
 from segapp.memory.affine import MemoryModel, fit_model, splits_to_simulate
 from segapp.memory.calibration import Measurement, PeakError, calibrated
-from segapp.memory.cards import Card
+from segapp.memory.gpu_specs import GpuSpec
 from segapp.memory.jobs import Mode, SimulationJob
 from segapp.memory.planner import (
     CONTEXT_MIB,
@@ -34,35 +34,35 @@ from segapp.memory.planner import (
 from segapp.train.planning.simulation_pool import NUM_PROCESSES, SimulationPool
 
 
-def choose_mode(config: RunConfig, num_cards: int) -> Mode:
+def choose_mode(config: RunConfig, num_gpus: int) -> Mode:
     """How so many GPUs would work together.
 
     Raises:
         ConfigError: the config's mode, shares or batch do not suit the number of GPUs.
     """
     section, wish = config.parallel, config.parallel.mode
-    if wish == "single" and num_cards > 1:
-        raise ConfigError(f"parallel.mode = single uses one GPU and --gpus names {num_cards}: use dp, or name one")
-    if wish == "model" and num_cards < 2:
+    if wish == "single" and num_gpus > 1:
+        raise ConfigError(f"parallel.mode = single uses one GPU and --gpus names {num_gpus}: use dp, or name one")
+    if wish == "model" and num_gpus < 2:
         raise ConfigError("parallel.mode = model needs two GPUs or more and --gpus names 1: name them all")
-    if wish == "ddp" and 0 < config.train.batch_size < num_cards:
+    if wish == "ddp" and 0 < config.train.batch_size < num_gpus:
         raise ConfigError(
-            f"parallel.mode = ddp: {num_cards} ranks cannot share train.batch_size = {config.train.batch_size}: "
-            f"use {num_cards} or more"
+            f"parallel.mode = ddp: {num_gpus} ranks cannot share train.batch_size = {config.train.batch_size}: "
+            f"use {num_gpus} or more"
         )
-    if section.shares is not None and len(section.shares) != num_cards and wish in ("auto", "dp"):
+    if section.shares is not None and len(section.shares) != num_gpus and wish in ("auto", "dp"):
         raise ConfigError(
-            f"parallel.shares = {section.shares} is for {len(section.shares)} GPUs and --gpus names {num_cards}: "
+            f"parallel.shares = {section.shares} is for {len(section.shares)} GPUs and --gpus names {num_gpus}: "
             "make them equal"
         )
-    if wish == "auto" or (wish == "dp" and num_cards == 1):
-        return "dp" if num_cards > 1 else "single"
+    if wish == "auto" or (wish == "dp" and num_gpus == 1):
+        return "dp" if num_gpus > 1 else "single"
     return wish
 
 
 def plan_memory(
     config: RunConfig,
-    cards: Sequence[Card],
+    gpus: Sequence[GpuSpec],
     measurement: Measurement | None = None,
     *,
     mode: Mode | None = None,
@@ -73,9 +73,9 @@ def plan_memory(
 
     Args:
         config: the complete config; with `train.batch_size: auto` the plan is for the largest batch that fits.
-        cards: the GPUs.
+        gpus: the GPUs.
         measurement: of a run of this config.
-        mode: how the cards work together; by default as the config says.
+        mode: how the GPUs work together; by default as the config says.
         overhead: what comes on top of tensors.
         with_advice: simulate too what would need less, which takes longer than all the rest.
 
@@ -83,20 +83,20 @@ def plan_memory(
         ConfigError: the config does not suit the GPUs, or cannot be built.
     """
     if not config.train.batch_size:
-        return plan_largest(config, cards, None, mode=mode, overhead=overhead, with_advice=with_advice), []
-    mode = mode or choose_mode(config, len(cards))
-    found = _simulated(config, cards, mode, with_advice=with_advice)
-    overhead = overhead or OverheadEstimate((CONTEXT_MIB,) * len(cards))
+        return plan_largest(config, gpus, None, mode=mode, overhead=overhead, with_advice=with_advice), []
+    mode = mode or choose_mode(config, len(gpus))
+    found = _simulated(config, gpus, mode, with_advice=with_advice)
+    overhead = overhead or OverheadEstimate((CONTEXT_MIB,) * len(gpus))
     errors: list[PeakError] = []
     if measurement is not None:
         overhead, errors = calibrated(measurement, found.model, overhead)
-    planner = Planner(found.model, cards, overhead, found.facts["smallest_chunk"])
+    planner = Planner(found.model, gpus, overhead, found.facts["smallest_chunk"])
     return _assembled(config, planner, found), errors
 
 
 def plan_largest(
     config: RunConfig,
-    cards: Sequence[Card],
+    gpus: Sequence[GpuSpec],
     batches: Sequence[int] | None,
     *,
     mode: Mode | None = None,
@@ -107,24 +107,24 @@ def plan_largest(
 
     Args:
         config: the complete config; its batch does not count, but its split does.
-        cards: the GPUs.
+        gpus: the GPUs.
         batches: those to choose from, ascending; None: any.
-        mode: how the cards work together; by default as the config says.
+        mode: how the GPUs work together; by default as the config says.
         overhead: what comes on top of tensors.
         with_advice: simulate too what would need less.
 
     Raises:
         ConfigError: none fits.
     """
-    small = with_batch(config, 2 * len(cards))
-    mode = mode or choose_mode(small, len(cards))
-    found = _simulated(small, cards, mode, with_advice=with_advice)
+    small = with_batch(config, 2 * len(gpus))
+    mode = mode or choose_mode(small, len(gpus))
+    found = _simulated(small, gpus, mode, with_advice=with_advice)
     planner = Planner(
-        found.model, cards, overhead or OverheadEstimate((CONTEXT_MIB,) * len(cards)), found.facts["smallest_chunk"]
+        found.model, gpus, overhead or OverheadEstimate((CONTEXT_MIB,) * len(gpus)), found.facts["smallest_chunk"]
     )
     is_free = mode == "dp" and config.parallel.gpu0_bsz == "auto"
     allowed = range(1, LARGEST_BATCH + 1) if batches is None else batches
-    allowed = [batch for batch in allowed if batch >= _least_batch(config, found.facts, mode, len(cards))]
+    allowed = [batch for batch in allowed if batch >= _least_batch(config, found.facts, mode, len(gpus))]
 
     def fits(batch: int) -> bool:
         rows = planner.rows(batch)[0] if is_free else [_current_row(with_batch(config, batch), planner)]
@@ -134,7 +134,7 @@ def plan_largest(
     if not count:
         tried = f"{allowed[0]} images" if allowed else "no batch that is allowed"
         raise ConfigError(
-            f"train.batch_size = auto: {tried} would not fit {', '.join(f'{c.total_mib:.0f}' for c in cards)} MiB: "
+            f"train.batch_size = auto: {tried} would not fit {', '.join(f'{c.total_mib:.0f}' for c in gpus)} MiB: "
             "lower data.crop_px, or take a smaller network or train.precision=amp-bf16"
         )
     return _assembled(with_batch(config, allowed[count - 1]), planner, found)
@@ -146,11 +146,11 @@ def with_batch(config: RunConfig, batch_size: int) -> RunConfig:
     return config.model_copy(update={"train": train})
 
 
-def _least_batch(config: RunConfig, facts: Mapping[str, Any], mode: Mode, num_cards: int) -> int:
+def _least_batch(config: RunConfig, facts: Mapping[str, Any], mode: Mode, num_gpus: int) -> int:
     gpu0_bsz = config.parallel.gpu0_bsz
     return max(
         int(facts["min_train_batch"]),
-        num_cards if mode == "ddp" else 1,
+        num_gpus if mode == "ddp" else 1,
         gpu0_bsz if isinstance(gpu0_bsz, int) and mode == "dp" else 1,
     )
 
@@ -172,19 +172,19 @@ class _Simulated:
     probes: Sequence[float]
 
 
-def _simulated(config: RunConfig, cards: Sequence[Card], mode: Mode, *, with_advice: bool) -> _Simulated:
+def _simulated(config: RunConfig, gpus: Sequence[GpuSpec], mode: Mode, *, with_advice: bool) -> _Simulated:
     with SimulationPool(config) as pool:
         facts = pool.ask([{"ask": "facts"}] * NUM_PROCESSES)[0]  # every process builds its model now
         job = SimulationJob(
             mode,
             (),
-            num_ranks=len(cards) if mode == "ddp" else 1,
+            num_ranks=len(gpus) if mode == "ddp" else 1,
             accumulate=config.train.accumulate,
             eval_px=tuple(facts["eval_px"]),
         )
         tried = variants(config.train.precision, config.data.crop_px, _smaller(facts["smaller_crop_px"]))
-        splits = splits_to_simulate(mode, len(cards))
-        probes = _probe_jobs(config, config.train.batch_size, len(cards), tried) if with_advice else []
+        splits = splits_to_simulate(mode, len(gpus))
+        probes = _probe_jobs(config, config.train.batch_size, len(gpus), tried) if with_advice else []
         results = pool.simulate([*(replace(job, split=split) for split in splits), *probes])
     model = fit_model(mode, results[: len(splits)])
     return _Simulated(model, facts, tried, [result.peak_mib()[0] for result in results[len(splits) :]])
@@ -194,15 +194,15 @@ def _smaller(size: Sequence[int] | None) -> tuple[int, int] | None:
     return None if size is None else (size[0], size[1])
 
 
-def _probe_jobs(config: RunConfig, batch_size: int, num_cards: int, tried: Sequence[Variant]) -> list[SimulationJob]:
+def _probe_jobs(config: RunConfig, batch_size: int, num_gpus: int, tried: Sequence[Variant]) -> list[SimulationJob]:
     """One device with its share: as it is, with the loss at full resolution, with each change, as a rank of ddp."""
-    samples = max(2, math.ceil(batch_size / num_cards))
+    samples = max(2, math.ceil(batch_size / num_gpus))
     alone = SimulationJob("single", (samples,), accumulate=config.train.accumulate)
     return [
         alone,
         replace(alone, loss="upsampled"),
         *(replace(alone, changes=dict(variant.changes)) for variant in tried),
-        replace(alone, mode="ddp", num_ranks=max(2, num_cards)),
+        replace(alone, mode="ddp", num_ranks=max(2, num_gpus)),
     ]
 
 
@@ -218,7 +218,7 @@ def _assembled(config: RunConfig, planner: Planner, found: _Simulated) -> Memory
         name=config.name,
         mode=planner.model.mode,
         batch_size=config.train.batch_size,
-        cards=planner.cards,
+        gpus=planner.gpus,
         model=planner.model,
         overhead=planner.overhead,
         rows=rows,
@@ -264,10 +264,10 @@ def _advice(
     found += accumulate_advice(
         config.train.batch_size, config.train.accumulate, gradients.fixed if gradients else 0.0, plan.best, planner
     )
-    if plan.mode == "dp" and config.train.batch_size >= len(plan.cards):
-        rank_mib = planner.overhead.card_mib(0, planner.overhead.tensors_mib(0, varied[-1]))
-        fits = all(rank_mib <= card.total_mib for card in plan.cards)
-        note = f"one process a GPU (torchrun --nproc-per-node {len(plan.cards)}); every card holds an optimizer state"
+    if plan.mode == "dp" and config.train.batch_size >= len(plan.gpus):
+        rank_mib = planner.overhead.required_mib(0, planner.overhead.tensors_mib(0, varied[-1]))
+        fits = all(rank_mib <= gpu.total_mib for gpu in plan.gpus)
+        note = f"one process a GPU (torchrun --nproc-per-node {len(plan.gpus)}); every GPU holds an optimizer state"
         found.append(
             Advice("parallel.mode=ddp", round(max(plan.best.peak_mib) - rank_mib, 1), round(rank_mib, 1), fits, note)
         )

@@ -1,7 +1,7 @@
 import pytest
 
 from segapp.errors import ConfigError
-from segapp.memory.cards import parse_cards
+from segapp.memory.gpu_specs import parse_gpus
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ from segapp.memory.cards import parse_cards
     ],
 )
 def test_gpu_sizes_are_parsed(text, mib):
-    assert [card.total_mib for card in parse_cards(text)] == pytest.approx(mib)
+    assert [gpu.total_mib for gpu in parse_gpus(text)] == pytest.approx(mib)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_gpu_sizes_are_parsed(text, mib):
 )
 def test_bad_gpu_list_error_gives_an_example(text, named):
     with pytest.raises(ConfigError) as caught:
-        parse_cards(text)
+        parse_gpus(text)
     message = str(caught.value)
     assert named in message
     assert "\n" not in message

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from segapp.errors import ConfigError
 
-_CARD = re.compile(r"(?:(?P<count>\d+)\s*[x*]\s*)?(?P<size>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)")
+_GPUS = re.compile(r"(?:(?P<count>\d+)\s*[x*]\s*)?(?P<size>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)")
 _MIB_OF = {"mib": 1.0, "gib": 1024.0, "mb": 1e6 / 2**20, "gb": 1e9 / 2**20}
 _EXAMPLE = "write 3x24220MiB, or 24220MiB,24220MiB,11019MiB, or here for this machine's"
-MAX_CARDS = 64
+MAX_GPUS = 64
 
 
 @dataclass(frozen=True)
-class Card:
+class GpuSpec:
     """One GPU.
 
     Attributes:
@@ -26,19 +26,19 @@ class Card:
     name: str = ""
 
 
-def parse_cards(text: str) -> tuple[Card, ...]:
+def parse_gpus(text: str) -> tuple[GpuSpec, ...]:
     """GPUs from text: sizes with a unit (MiB, GiB, MB, GB), separated by commas, each with a count in front if wanted.
 
     Raises:
         ConfigError: it says something else.
 
     Example:
-        >>> [card.total_mib for card in parse_cards("2x24GiB,11019MiB")]
+        >>> [gpu.total_mib for gpu in parse_gpus("2x24GiB,11019MiB")]
         [24576.0, 24576.0, 11019.0]
     """
-    cards: list[Card] = []
+    gpus: list[GpuSpec] = []
     for word in text.split(","):
-        found = _CARD.fullmatch(word.strip())
+        found = _GPUS.fullmatch(word.strip())
         if found is None:
             raise ConfigError(f"--gpus {text}: {word.strip()!r} is no number of GPUs and a size: {_EXAMPLE}")
         unit = found["unit"].lower()
@@ -47,7 +47,7 @@ def parse_cards(text: str) -> tuple[Card, ...]:
         count, size_mib = int(found["count"] or 1), float(found["size"]) * _MIB_OF[unit]
         if not count or not size_mib:
             raise ConfigError(f"--gpus {text}: {word.strip()!r} is nothing: {_EXAMPLE}")
-        if len(cards) + count > MAX_CARDS:
-            raise ConfigError(f"--gpus {text}: more than {MAX_CARDS} GPUs: plan for one machine")
-        cards += [Card(size_mib)] * count
-    return tuple(Card(card.total_mib, card.name or f"GPU {i}") for i, card in enumerate(cards))
+        if len(gpus) + count > MAX_GPUS:
+            raise ConfigError(f"--gpus {text}: more than {MAX_GPUS} GPUs: plan for one machine")
+        gpus += [GpuSpec(size_mib)] * count
+    return tuple(GpuSpec(gpu.total_mib, gpu.name or f"GPU {i}") for i, gpu in enumerate(gpus))
