@@ -214,7 +214,7 @@ def build_trainer(
             "num_params": sum(p.numel() for p in model.parameters()),
             "devices": [
                 {"device": each.device, "name": each.name, "uuid": each.uuid, "total_mib": each.total_mib}
-                for each in watch.places
+                for each in watch.devices
             ]
             or [str(device) for theirs in ranks.gather(devices.devices) for device in theirs],
             "num_train": len(train_set),

@@ -152,13 +152,13 @@ def _run_rank(plan: TrainRequest, devices: DevicePlan, ranks: Ranks, signals: St
 
 
 def _with_resolved_auto(
-    folder: RunFolder, config: RunConfig, devices: DevicePlan, places: Sequence[DeviceInfo], ranks: Ranks
+    folder: RunFolder, config: RunConfig, devices: DevicePlan, device_infos: Sequence[DeviceInfo], ranks: Ranks
 ) -> tuple[RunConfig, SavedMemoryPlan | None]:
     """The config without any `auto` that has to be known now, kept in the folder; and the plan it comes from."""
     is_planned = not config.train.batch_size or config.parallel.gpu0_bsz == "auto"
     if is_planned and ranks.is_main and not folder.saved_plan.exists():
         print("planning the memory (some seconds)", flush=True)
-    settled, saved_plan = resolve_auto(config, folder, devices, places, ranks)
+    settled, saved_plan = resolve_auto(config, folder, devices, device_infos, ranks)
     if ranks.is_main:
         folder.write_config(dump_config(settled))
         for note in saved_plan.notes if saved_plan is not None else ():
@@ -170,18 +170,18 @@ def _device_infos(devices: DevicePlan, ranks: Ranks, budgets_mib: Sequence[float
     """The devices of all ranks, as this process sees them; those with budgets have no more than that."""
     own = [device_info_of(device) for device in devices.devices]
     host = socket.gethostname()
-    places = []
+    device_infos = []
     for rank, (theirs, there) in enumerate(ranks.gather((own, host))):
-        for place in theirs:
-            pid = place.pid if there == host else None
-            places.append(replace(place, is_own=rank == ranks.rank, pid=pid))
+        for info in theirs:
+            pid = info.pid if there == host else None
+            device_infos.append(replace(info, is_own=rank == ranks.rank, pid=pid))
     if budgets_mib is not None:
         # Logical devices with budgets are told apart; a number too few is an error that the budgets' owner reports.
-        places = [
-            replace(place, total_mib=min(mib, place.total_mib or mib), slot=i)
-            for i, (place, mib) in enumerate(zip(places, budgets_mib, strict=False))
-        ] + places[len(budgets_mib) :]
-    return places
+        device_infos = [
+            replace(info, total_mib=min(mib, info.total_mib or mib), slot=i)
+            for i, (info, mib) in enumerate(zip(device_infos, budgets_mib, strict=False))
+        ] + device_infos[len(budgets_mib) :]
+    return device_infos
 
 
 @contextlib.contextmanager
@@ -199,13 +199,13 @@ def _logging_to(folder: RunFolder, rank: int = 0) -> Iterator[None]:
 
 def _run_in(folder: RunFolder, plan: TrainRequest, devices: DevicePlan, ranks: Ranks, signals: StopSignals) -> int:
     event_log = EventLog(EventWriter(folder.events), [PlainReporter()]) if ranks.is_main else EventLog(None)
-    places = _device_infos(devices, ranks, plan.config.parallel.memory_budget_mib)
-    watch = DeviceMemoryTracker(places)
+    device_infos = _device_infos(devices, ranks, plan.config.parallel.memory_budget_mib)
+    watch = DeviceMemoryTracker(device_infos)
     monitor = MemorySampler(event_log, watch, blocked_s=plan.config.checkpoint.grace_s)
     watchdog = _watchdog(folder, plan.config, event_log, watch, ranks)
     is_saved = False
     try:
-        config, saved_plan = _with_resolved_auto(folder, plan.config, devices, places, ranks)
+        config, saved_plan = _with_resolved_auto(folder, plan.config, devices, device_infos, ranks)
         checkpoint = ranks.from_main(_checkpoint_to_resume(folder, plan) if ranks.is_main else None)
         is_saved = checkpoint is not None
         with watchdog, monitor if ranks.is_main else contextlib.nullcontext():
@@ -283,7 +283,7 @@ def _build(
         watch=watch,
         folder=folder,
         saved_plan=saved_plan,
-        advise=lambda: planned_advice(config, devices, watch.places, saved_plan),
+        advise=lambda: planned_advice(config, devices, watch.devices, saved_plan),
         limit=limit,
         teacher=None if config.distill is None else read_trained(config.distill.teacher),
     )

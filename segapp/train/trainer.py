@@ -473,10 +473,10 @@ class Trainer:
 
     def _next_group(self, batches: Iterable[Batch], size: int) -> list[Batch]:
         began = time.perf_counter()
-        self.watch.touch("read")
+        self.watch.report_progress("read")
         iterator = iter(batches)
         group = [next(iterator) for _ in range(size)]
-        self.watch.touch(IDLE)
+        self.watch.report_progress(IDLE)
         self._clock.wait_s += time.perf_counter() - began
         return group
 

@@ -94,7 +94,7 @@ class SafePoint:
                 self._asked_at_step = None
 
     def _poll(self) -> None:
-        self._watch.touch()
+        self._watch.report_progress()
         self._answer_saved()
         is_stop, is_save, is_news, is_overdue = self.ranks.any_of(
             self.signals.is_set,

@@ -34,7 +34,7 @@ logger = logging.getLogger("segapp")
 
 
 def resolve_auto(
-    config: RunConfig, folder: RunFolder, devices: DevicePlan, places: Sequence[DeviceInfo], ranks: Ranks
+    config: RunConfig, folder: RunFolder, devices: DevicePlan, device_infos: Sequence[DeviceInfo], ranks: Ranks
 ) -> tuple[RunConfig, SavedMemoryPlan | None]:
     """The config with every `auto` of `train` replaced by its number, and the plan that gave it.
 
@@ -42,7 +42,7 @@ def resolve_auto(
         config: the complete config.
         folder: of the run; the plan is kept there.
         devices: of this process.
-        places: the devices of all ranks.
+        device_infos: the devices of all ranks.
         ranks: which all get the same.
 
     Returns:
@@ -55,7 +55,7 @@ def resolve_auto(
     found: tuple[SavedMemoryPlan | None, ConfigError | None] = None, None
     if wants_plan and ranks.is_main:
         try:
-            found = _load_or_make_plan(config, folder, devices, places), None
+            found = _load_or_make_plan(config, folder, devices, device_infos), None
         except ConfigError as error:
             found = None, error
     saved_plan, problem = ranks.from_main(found) if wants_plan else found
@@ -78,12 +78,12 @@ def with_train(config: RunConfig, **changes: Any) -> RunConfig:
 
 
 def _load_or_make_plan(
-    config: RunConfig, folder: RunFolder, devices: DevicePlan, places: Sequence[DeviceInfo]
+    config: RunConfig, folder: RunFolder, devices: DevicePlan, device_infos: Sequence[DeviceInfo]
 ) -> SavedMemoryPlan | None:
     kept = read_saved_plan(folder.saved_plan)
     if kept is not None and (not config.train.batch_size or kept.batch_size == config.train.batch_size):
         return kept
-    gpus = known_gpus(places, has_budgets=config.parallel.memory_budget_mib is not None)
+    gpus = known_gpus(device_infos, has_budgets=config.parallel.memory_budget_mib is not None)
     if gpus is None and config.train.batch_size:
         return None  # gpu0_bsz: auto begins with an even split, and says so
     if gpus is None:
@@ -102,26 +102,26 @@ def _load_or_make_plan(
 
 
 def planned_advice(
-    config: RunConfig, devices: DevicePlan, places: Sequence[DeviceInfo], saved_plan: SavedMemoryPlan | None
+    config: RunConfig, devices: DevicePlan, device_infos: Sequence[DeviceInfo], saved_plan: SavedMemoryPlan | None
 ) -> Sequence[str]:
     """The planner's advice on a training, the best first; simulates where no plan was made. Empty: nothing is known."""
     if saved_plan is not None and saved_plan.advice:
         return saved_plan.advice
-    gpus = known_gpus(places, has_budgets=config.parallel.memory_budget_mib is not None)
+    gpus = known_gpus(device_infos, has_budgets=config.parallel.memory_budget_mib is not None)
     if gpus is None:
         return ()
     planned, _ = plan_memory(config, gpus, mode=devices.mode, overhead=OverheadEstimate((0.0,) * len(gpus)))
     return advice_text(planned)
 
 
-def known_gpus(places: Sequence[DeviceInfo], *, has_budgets: bool) -> tuple[GpuSpec, ...] | None:
+def known_gpus(device_infos: Sequence[DeviceInfo], *, has_budgets: bool) -> tuple[GpuSpec, ...] | None:
     """The devices as GPUs, with what they have for this run; None where a device shares its memory with others."""
-    if not has_budgets and any(place.uuid is None for place in places):
+    if not has_budgets and any(info.uuid is None for info in device_infos):
         return None
-    usable = DeviceMemoryTracker(places).usable_mib()
+    usable = DeviceMemoryTracker(device_infos).usable_mib()
     if None in usable:
         return None
-    return tuple(GpuSpec(mib or 0.0, place.device) for mib, place in zip(usable, places, strict=True))
+    return tuple(GpuSpec(mib or 0.0, info.device) for mib, info in zip(usable, device_infos, strict=True))
 
 
 def _largest(

@@ -169,7 +169,7 @@ class MemoryBudget(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return error
 
 
-class BudgetProbe:
+class BudgetCounters:
     """The counters of one device of a `MemoryBudget`, as `DeviceMemoryTracker` asks for them.
 
     Args:
@@ -192,7 +192,7 @@ class BudgetProbe:
         """The same: a budget has no cache."""
         return self.allocated_mib()
 
-    def take_peak_mib(self) -> float | None:
+    def pop_peak_mib(self) -> float | None:
         """The highest sum since the last call."""
         peak = self._budget.peaks[self._device]
         self._budget.peaks[self._device] = self._budget.live[self._device]
@@ -238,5 +238,5 @@ def build_budget(
         if parameter.requires_grad:
             hook: Any = parameter.register_post_accumulate_grad_hook
             hook(lambda p: budget.place([p.grad], 0))
-    watch.meter({first + i: BudgetProbe(budget, i) for i in range(len(devices))})
+    watch.use_counters({first + i: BudgetCounters(budget, i) for i in range(len(devices))})
     return budget

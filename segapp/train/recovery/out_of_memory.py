@@ -171,8 +171,10 @@ class OomHandler:
         if snapshot is not None:
             return replace(snapshot, device=snapshot.device + first)
         index = error.replica if isinstance(error, ReplicaError) else 0
-        places = self.watch.places
-        name = str(error.device) if isinstance(error, ReplicaError) else str(places[first].device if places else "cpu")
+        devices = self.watch.devices
+        name = (
+            str(error.device) if isinstance(error, ReplicaError) else str(devices[first].device if devices else "cpu")
+        )
         asked = _ASKED.search(str(error))
         snapshot = OomSnapshot(
             first + index, name, phase, requested_mib=float(asked[1]) * _UNITS[asked[2]] if asked else None
@@ -253,8 +255,8 @@ def first_line(error: BaseException) -> str:
 def _with_counters(snapshot: OomSnapshot, watch: DeviceMemoryTracker) -> OomSnapshot:
     """With what the device's own counters say."""
     if not snapshot.name.startswith("cuda"):
-        place = watch.places[snapshot.device] if snapshot.device < len(watch.places) else None
-        return replace(snapshot, total_mib=None if place is None else place.total_mib)
+        info = watch.devices[snapshot.device] if snapshot.device < len(watch.devices) else None
+        return replace(snapshot, total_mib=None if info is None else info.total_mib)
     device = torch.device(snapshot.name)
     try:
         free, total = torch.cuda.mem_get_info(device)

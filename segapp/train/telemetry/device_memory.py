@@ -51,7 +51,7 @@ class DeviceInfo:
     slot: int | None = None
 
 
-class Probe(Protocol):
+class MemoryCounters(Protocol):
     """The memory counters of one device; MiB, None where it does not say."""
 
     def used_mib(self) -> float | None:
@@ -63,14 +63,14 @@ class Probe(Protocol):
     def reserved_mib(self) -> float | None:
         """What the allocator holds for them."""
 
-    def take_peak_mib(self) -> float | None:
+    def pop_peak_mib(self) -> float | None:
         """The highest allocation since the last call."""
 
     def utilization(self) -> float | None:
         """Share of the processors in use since the last call, 0 to 1; None on a GPU."""
 
 
-class CudaProbe:
+class CudaCounters:
     """torch's allocator on one GPU."""
 
     def __init__(self, device: torch.device) -> None:
@@ -96,7 +96,7 @@ class CudaProbe:
         """Bytes of the cache, tensors included."""
         return torch.cuda.memory_reserved(self._device) / 2**20
 
-    def take_peak_mib(self) -> float | None:
+    def pop_peak_mib(self) -> float | None:
         """The allocator's own peak, then reset."""
         peak = torch.cuda.max_memory_allocated(self._device) / 2**20
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -107,7 +107,7 @@ class CudaProbe:
         return None
 
 
-class ProcessProbe:
+class ProcessCounters:
     """A process on the CPU: its resident memory and processor time, as `/proc` tells them.
 
     Args:
@@ -136,7 +136,7 @@ class ProcessProbe:
         """Nothing, as above."""
         return None
 
-    def take_peak_mib(self) -> float | None:
+    def pop_peak_mib(self) -> float | None:
         """Highest resident memory (VmHWM), then reset where the system allows it."""
         try:
             status = (self._folder / "status").read_bytes()
@@ -183,11 +183,11 @@ def device_info_of(device: torch.device) -> DeviceInfo:
     return DeviceInfo(str(device), uuid, facts.total_memory / 2**20, os.getpid(), name=facts.name)
 
 
-def probe_of(place: DeviceInfo) -> Probe | None:
+def counters_of(info: DeviceInfo) -> MemoryCounters | None:
     """What tells the memory of a place; None for another rank's GPU, which only the driver knows from here."""
-    if place.uuid is None and not place.device.startswith("cuda"):
-        return None if place.pid is None else ProcessProbe(None if place.is_own else place.pid)
-    return CudaProbe(torch.device(place.device)) if place.is_own else None
+    if info.uuid is None and not info.device.startswith("cuda"):
+        return None if info.pid is None else ProcessCounters(None if info.is_own else info.pid)
+    return CudaCounters(torch.device(info.device)) if info.is_own else None
 
 
 @dataclass
@@ -213,42 +213,44 @@ class DeviceMemoryTracker:
     """Marks and samples.
 
     Args:
-        places: the training's devices, in its own order; logical devices that share a real one share its numbers.
-        probes: one a place, where they are not to be made from it.
+        devices: the training's devices, in its own order; logical devices that share a real one share its numbers.
+        counters: one for each device; None: made from its `DeviceInfo`.
     """
 
-    def __init__(self, places: Sequence[DeviceInfo] = (), probes: Sequence[Probe | None] | None = None) -> None:
-        self.places = tuple(places)
-        self.phase = self.place = "start"
-        self.touched_s = time.monotonic()
-        keys = [(place.device, place.pid, place.slot) for place in self.places]
+    def __init__(
+        self, devices: Sequence[DeviceInfo] = (), counters: Sequence[MemoryCounters | None] | None = None
+    ) -> None:
+        self.devices = tuple(devices)
+        self.phase = self.activity = "start"
+        self.last_progress_s = time.monotonic()
+        keys = [(info.device, info.pid, info.slot) for info in self.devices]
         self._first = [keys.index(key) for key in keys]
-        made = probes if probes is not None else [probe_of(place) for place in self.places]
-        self._probes = {i: probe for i, probe in enumerate(made) if i == self._first[i] and probe is not None}
-        self._peaks = {i: _Peaks() for i in self._probes}
+        made = counters if counters is not None else [counters_of(info) for info in self.devices]
+        self._counters = {i: each for i, each in enumerate(made) if i == self._first[i] and each is not None}
+        self._peaks = {i: _Peaks() for i in self._counters}
         self._lock = threading.Lock()
         self._steps_to_profile = 0
         self._is_phase_whole = False
         """Whether everything since the last reset of the peaks happened in the present phase."""
 
-    def meter(self, probes: Mapping[int, Probe]) -> None:
-        """Takes the numbers of some places from these probes from now on."""
+    def use_counters(self, counters: Mapping[int, MemoryCounters]) -> None:
+        """Takes the numbers of some devices from these counters from now on."""
         with self._lock:
-            self._probes.update(probes)
-            self._peaks = {i: _Peaks() for i in self._probes}
+            self._counters.update(counters)
+            self._peaks = {i: _Peaks() for i in self._counters}
 
     def usable_mib(self) -> list[float | None]:
         """What each device has for this run: its memory without what others hold of it."""
         with self._lock:
             return [
-                self._usable_mib(place, self._probes.get(i)) for place, i in zip(self.places, self._first, strict=True)
+                self._usable_mib(info, self._counters.get(i)) for info, i in zip(self.devices, self._first, strict=True)
             ]
 
     @staticmethod
-    def _usable_mib(place: DeviceInfo, probe: Probe | None) -> float | None:
-        if not isinstance(probe, CudaProbe):
-            return place.total_mib
-        return usable_mib(place.total_mib, probe.driver_used_mib(), probe.reserved_mib())
+    def _usable_mib(info: DeviceInfo, counters: MemoryCounters | None) -> float | None:
+        if not isinstance(counters, CudaCounters):
+            return info.total_mib
+        return usable_mib(info.total_mib, counters.driver_used_mib(), counters.reserved_mib())
 
     @property
     def is_shared(self) -> bool:
@@ -266,16 +268,16 @@ class DeviceMemoryTracker:
         else:
             self._is_phase_whole = False
         self.phase = phase
-        self.touch(phase)
+        self.report_progress(phase)
 
-    def touch(self, place: str | None = None) -> None:
-        """Says that the training thread gets on, and where it is.
+    def report_progress(self, activity: str | None = None) -> None:
+        """Record that the training thread makes progress, and in which activity.
 
         Args:
-            place: a phase, or `read`: a batch is waited for; None: where it was.
+            activity: a phase, or `read` while it waits for a batch; None: unchanged.
         """
-        self.place = place or self.place
-        self.touched_s = time.monotonic()
+        self.activity = activity or self.activity
+        self.last_progress_s = time.monotonic()
 
     def observe(self) -> None:
         """Forgets the peaks seen so far: another split begins."""
@@ -296,26 +298,26 @@ class DeviceMemoryTracker:
         with self._lock:
             self._take()
             self._is_phase_whole = True
-            shared = {i: self._sample(i) for i in self._probes}
+            shared = {i: self._sample(i) for i in self._counters}
             self._steps_to_profile = _PROFILED_STEPS
         return [
             {
-                "device": place.device,
-                "uuid": place.uuid,
-                "name": place.name,
-                "total_mib": place.total_mib,
+                "device": info.device,
+                "uuid": info.uuid,
+                "name": info.name,
+                "total_mib": info.total_mib,
                 **shared.get(i, {}),
             }
-            for place, i in zip(self.places, self._first, strict=True)
+            for info, i in zip(self.devices, self._first, strict=True)
         ]
 
     def _sample(self, index: int) -> dict[str, Any]:
-        probe, peaks = self._probes[index], self._peaks[index]
+        counters, peaks = self._counters[index], self._peaks[index]
         facts = {
-            "used_mib": probe.used_mib(),
-            "utilization": probe.utilization(),
-            "allocated_mib": probe.allocated_mib(),
-            "reserved_mib": probe.reserved_mib(),
+            "used_mib": counters.used_mib(),
+            "utilization": counters.utilization(),
+            "allocated_mib": counters.allocated_mib(),
+            "reserved_mib": counters.reserved_mib(),
             "peak_mib": peaks.interval,
             "phase": peaks.interval_phase or self.phase,
             "phase_peak_mib": dict(peaks.phases),
@@ -325,5 +327,5 @@ class DeviceMemoryTracker:
 
     def _take(self) -> None:
         phase = self.phase if self._is_phase_whole else None
-        for index, probe in self._probes.items():
-            self._peaks[index].note(probe.take_peak_mib(), phase)
+        for index, counters in self._counters.items():
+            self._peaks[index].note(counters.pop_peak_mib(), phase)

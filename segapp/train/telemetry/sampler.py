@@ -50,7 +50,7 @@ class MemorySampler:
         """Gives the number of steps so far."""
         self.saving_s: Callable[[], float | None] = lambda: None
         """Gives for how long a checkpoint has been being written; None while none is."""
-        has_gpus = any(place.uuid for place in watch.places)
+        has_gpus = any(place.uuid for place in watch.devices)
         self._gpus = gpus or (GpuPoller() if has_gpus else None)
         self._memory_s, self._heartbeat_s, self._blocked_s = memory_s, heartbeat_s, blocked_s
         self._blocked_alert_s = blocked_s

@@ -1,6 +1,6 @@
 """What ends a training that does not move any more: a GPU call that never returns, a rank that stalls, a dead disk.
 
-The training thread says where it is and that it gets on (`MemoryWatch.touch`); a thread of each rank looks. Where
+The training thread reports its progress (`DeviceMemoryTracker.report_progress`); a thread of each rank looks. Where
 nothing has moved for `train.hang_timeout_s`, every stack (this process, its data workers, the other ranks of this
 machine) goes to `stacks.log` in the run folder, the state of the last step boundary is saved if it can be read, the
 reason becomes an event, the data workers are killed, and the process leaves with the exit code of the cause.
@@ -107,7 +107,7 @@ class Watchdog:
         """How long the training thread may stay at a place without getting on, seconds.
 
         Args:
-            place: as `MemoryWatch.touch` was told.
+            place: as `DeviceMemoryTracker.report_progress` was told.
             has_stepped: whether this process has made a step.
         """
         if place == "read" and self._num_workers > 0:  # the loader looks after its workers itself
@@ -123,11 +123,11 @@ class Watchdog:
             # A process that was stopped, or a machine that slept, has not been silent meanwhile.
             silent_s += min(now_s - looked_s, 2 * look_s)
             looked_s = now_s
-            if self._watch.touched_s != seen_s:
-                seen_s, silent_s = self._watch.touched_s, 0.0
-            place = self._watch.place
+            if self._watch.last_progress_s != seen_s:
+                seen_s, silent_s = self._watch.last_progress_s, 0.0
+            place = self._watch.activity
             if silent_s >= self.limit_s(place, has_stepped=self.step() not in (None, self.first_step)):
-                if self._report_hang(place, silent_s, lambda seen_s=seen_s: self._watch.touched_s == seen_s):  # type: ignore[misc]
+                if self._report_hang(place, silent_s, lambda seen_s=seen_s: self._watch.last_progress_s == seen_s):  # type: ignore[misc]
                     return
                 silent_s = 0.0
 

@@ -14,7 +14,7 @@ import pytest
 from segapp.memory.gpus import GpuPoller
 from segapp.run.events import EventWriter
 from segapp.run.folder import RunFolder
-from segapp.train.telemetry.device_memory import DeviceInfo, DeviceMemoryTracker, ProcessProbe, host_memory_mib
+from segapp.train.telemetry.device_memory import DeviceInfo, DeviceMemoryTracker, ProcessCounters, host_memory_mib
 from segapp.train.telemetry.event_log import EventLog
 from segapp.train.telemetry.sampler import MemorySampler
 from tests.support.fault_table import case
@@ -46,7 +46,7 @@ class Counters:
     def reserved_mib(self) -> float | None:
         return self.now + 1
 
-    def take_peak_mib(self) -> float | None:
+    def pop_peak_mib(self) -> float | None:
         peak, self.peak = self.peak, self.now
         return peak
 
@@ -54,7 +54,7 @@ class Counters:
         return None
 
 
-def gpu_places() -> list[DeviceInfo]:
+def gpu_infos() -> list[DeviceInfo]:
     """As torch numbers them: not in nvidia-smi's order."""
     uuids = ("cccc", "aaaa", "bbbb")
     return [DeviceInfo(f"cuda:{i}", uuid, 1000.0, name=f"card {uuid}") for i, uuid in enumerate(uuids)]
@@ -109,25 +109,25 @@ def test_logical_devices_share_the_numbers_of_the_real_one() -> None:
 def test_process_memory_equals_that_of_the_system() -> None:
     import resource
 
-    probe = ProcessProbe()
-    probe.take_peak_mib()
-    before = probe.used_mib()
+    counters = ProcessCounters()
+    counters.pop_peak_mib()
+    before = counters.used_mib()
     mapped = mmap.mmap(-1, 64 * 2**20)  # not from the heap, which may hold freed memory
     block = np.frombuffer(mapped, np.uint8)
     block[:] = 1
-    after, peak = probe.used_mib(), probe.take_peak_mib()
+    after, peak = counters.used_mib(), counters.pop_peak_mib()
     assert before is not None
     assert after is not None
     assert peak is not None
     assert after - before == pytest.approx(64, abs=8)
     assert after - 1 <= peak <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 + 1
     assert host_memory_mib() > peak  # type: ignore[operator]
-    assert ProcessProbe(2**22 + 1).used_mib() is None  # no such process
-    assert probe.utilization() is None
+    assert ProcessCounters(2**22 + 1).used_mib() is None  # no such process
+    assert counters.utilization() is None
     began = time.perf_counter()
     while time.perf_counter() - began < 0.3:
         block.sum()
-    busy = probe.utilization()
+    busy = counters.utilization()
     assert busy is not None
     assert 0 < busy <= 1
 
@@ -141,8 +141,8 @@ def smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def monitored(folder: Path, gpus: GpuPoller) -> tuple[MemorySampler, RunFolder]:
     run = RunFolder.create(path=folder / "run")
-    places = gpu_places()
-    watch = DeviceMemoryTracker(places, [Counters() for _ in places])
+    infos = gpu_infos()
+    watch = DeviceMemoryTracker(infos, [Counters() for _ in infos])
     watch.mark("data")
     return MemorySampler(EventLog(EventWriter(run.events)), watch, gpus=gpus, memory_s=0.1, heartbeat_s=0.2), run
 
