@@ -247,14 +247,14 @@ def build_steering(
     inbox: Inbox,
     event_log: EventLog,
     watch: DeviceMemoryTracker,
-    outlook: SavedMemoryPlan | None,
+    saved_plan: SavedMemoryPlan | None,
 ) -> CommandController:
     """What takes commands, with the settings that the config begins with."""
     parallel = config.parallel
     batch_split = BatchSplitController(
-        engine.network, config.train.batch_size, devices.mode, engine.smallest_chunk, outlook
+        engine.network, config.train.batch_size, devices.mode, engine.smallest_chunk, saved_plan
     )
-    gpu0_bsz = first_gpu0_bsz(config, outlook)
+    gpu0_bsz = first_gpu0_bsz(config, saved_plan)
     settings = LiveSettings(gpu0_bsz=gpu0_bsz, gpu0_bsz_auto=parallel.gpu0_bsz == "auto", shares=parallel.shares)
     return CommandController(inbox, event_log, batch_split, watch, settings)
 
