@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from segapp.run import events
+
 
 @dataclass(frozen=True)
 class LiveTensor:
@@ -129,29 +131,37 @@ def report_lines(report: OomReport) -> list[str]:
     return lines
 
 
-def report_fields(report: OomReport) -> dict[str, Any]:
-    """The report as the fields of an `oom` event."""
+def report_event(report: OomReport, fallbacks: dict[str, Any] | None = None, path: str | None = None) -> events.Oom:
+    """Return the report as an `oom` event.
+
+    Args:
+        report: The report.
+        fallbacks: What the training does differently from now on.
+        path: The file of the report, relative to the run folder.
+    """
     snapshot = report.snapshot
-    return {
-        "device": snapshot.name,
-        "index": snapshot.device,
-        "phase": snapshot.phase,
-        "epoch": report.epoch,
-        "step": report.step,
-        "problem": report.problem,
-        "action": report.action,
-        "split": list(report.split) or None,
-        "requested_mib": snapshot.requested_mib,
-        "allocated_mib": snapshot.allocated_mib,
-        "reserved_mib": snapshot.reserved_mib,
-        "total_mib": snapshot.total_mib,
-        "fragmentation": snapshot.fragmentation,
-        "largest": [{"mib": round(tensor.mib, 2), "what": tensor.what} for tensor in snapshot.largest],
-        "others": [{"pid": other.pid, "name": other.name, "used_mib": other.used_mib} for other in snapshot.others],
-        "others_mib": snapshot.others_mib,
-        "predicted_mib": list(report.predicted_mib) or None,
-        "advice": list(report.advice),
-    }
+    return events.Oom(
+        device=snapshot.name,
+        index=snapshot.device,
+        phase=snapshot.phase,
+        epoch=report.epoch,
+        step=report.step,
+        problem=report.problem,
+        action=report.action,
+        split=list(report.split) or None,
+        requested_mib=snapshot.requested_mib,
+        allocated_mib=snapshot.allocated_mib,
+        reserved_mib=snapshot.reserved_mib,
+        total_mib=snapshot.total_mib,
+        fragmentation=snapshot.fragmentation,
+        largest=[events.LargeTensor(mib=round(tensor.mib, 2), what=tensor.what) for tensor in snapshot.largest],
+        others=[events.OtherProcess(pid=o.pid, name=o.name, used_mib=o.used_mib) for o in snapshot.others],
+        others_mib=snapshot.others_mib,
+        predicted_mib=list(report.predicted_mib) or None,
+        advice=list(report.advice),
+        lessons=fallbacks,
+        path=path,
+    )
 
 
 def _amounts(snapshot: OomSnapshot) -> str:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from segapp.errors import CheckpointError
 from segapp.models.keys import KeyMap, map_keys
+from segapp.run.events import Weights
 
 StateDict = dict[str, Tensor]
 
@@ -64,17 +65,17 @@ class LoadReport:
             f"weights {self.source}: {left_out}; {missing or 'nothing left at initialisation'}",
         )
 
-    def as_event(self) -> dict[str, Any]:
-        """The fields of a `weights` event."""
+    def as_event(self) -> Weights:
+        """Return the report as a `weights` event."""
         keys = self.keys
-        return {
-            "source": self.source,
-            "message": "\n".join(self.lines()),
-            "num_taken": len(keys.taken),
-            "num_tensors": len(keys.taken) + len(keys.missing),
-            "left_out": dict(islice(keys.left_out.items(), MAX_NAMES)),
-            "missing": dict(islice(keys.missing.items(), MAX_NAMES)),
-        }
+        return Weights(
+            source=self.source,
+            message="\n".join(self.lines()),
+            num_taken=len(keys.taken),
+            num_tensors=len(keys.taken) + len(keys.missing),
+            left_out=dict(islice(keys.left_out.items(), MAX_NAMES)),
+            missing=dict(islice(keys.missing.items(), MAX_NAMES)),
+        )
 
 
 def _by_reason(reasons: Mapping[str, str], most: int = 3) -> str:

@@ -44,7 +44,7 @@ from segapp.parallel import (
 from segapp.parallel.ranks import Ranks
 from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.commands import CheckpointCommand, send_command
-from segapp.run.events import EventWriter
+from segapp.run.events import Alert, EventWriter, RunEnd
 from segapp.run.folder import RunFolder
 from segapp.run.text import printable
 from segapp.train.build import build_trainer
@@ -224,18 +224,18 @@ def _run_in(folder: RunFolder, plan: TrainRequest, devices: DevicePlan, ranks: R
             monitor.saving_s = trainer.saving.written_for_s
             is_saved = True  # from here on every way out saves first, or raises
             reason = trainer.fit()
-        event_log.emit("run_end", status="finished", reason=reason, exit_code=0, step=monitor.step())
+        event_log.emit(RunEnd(status="finished", reason=reason, exit_code=0, step=monitor.step()))
         return 0
     except StopRequest as request:
         code = EXIT_STOPPED_AND_SAVED if is_saved else 128 + signals.number
         end = "a checkpoint was saved; --resume goes on from it" if is_saved else "nothing was there to save yet"
-        event_log.emit("run_end", status="stopped", reason=f"{request}: {end}", exit_code=code, step=monitor.step())
+        event_log.emit(RunEnd(status="stopped", reason=f"{request}: {end}", exit_code=code, step=monitor.step()))
         return code
     except Exception as error:
         known = as_segapp_error(error)
         logger.exception("training failed")
         reason = str(known).partition("\n")[0]  # the report of an out-of-memory has an event of its own
-        event_log.emit("run_end", status="failed", reason=reason, exit_code=known.exit_code, step=monitor.step())
+        event_log.emit(RunEnd(status="failed", reason=reason, exit_code=known.exit_code, step=monitor.step()))
         if known is error:
             raise
         raise type(known)(f"{known}\n(traceback in {folder.log})") from error
@@ -299,10 +299,10 @@ def _build(
             at = checkpoint
             event_log.writer.rewind(at.step, epoch=at.epoch, batch=at.position, sha256=at.sha256)
         for message in checkpoint.messages:
-            event_log.emit("alert", kind="checkpoint", message=message, step=checkpoint.step)
+            event_log.emit(Alert(kind="checkpoint", message=message, step=checkpoint.step))
     if ranks.is_main:
         at_step = None if checkpoint is None else checkpoint.step
-        event_log.listeners += make_trackers(config, folder, trainer.description["classes"], at_step)
+        event_log.add_listeners(make_trackers(config, folder, trainer.description["classes"], at_step))
     return trainer
 
 

@@ -24,6 +24,7 @@ from segapp.inference.sliding import Inference
 from segapp.memory.oom_report import OomReport, OomSnapshot
 from segapp.optim import lr_at
 from segapp.parallel.ranks import PeerOutOfMemoryError
+from segapp.run.events import EpochStart, RunStart, Step, Val
 from segapp.train.control.commands import CommandController, TrainingPosition
 from segapp.train.control.safe_point import SafePoint
 from segapp.train.control.signals import PauseRequest, StopRequest, StopSignals
@@ -240,12 +241,14 @@ class Trainer:
         self.controller.apply(wished, self.standing())
         self.watch.observe()
         self._begun_epoch = self.position.epoch
+        split = self.controller.batch_split.current
         self.event_log.emit(
-            "epoch_start",
-            epoch=self.position.epoch,
-            step=self.position.step,
-            lr=self._lr(self.position.step + 1),
-            split=self.controller.batch_split.current,
+            EpochStart(
+                epoch=self.position.epoch,
+                step=self.position.step,
+                lr=self._lr(self.position.step + 1),
+                split=None if split is None else list(split),
+            )
         )
 
     def train_step(self, group: list[Batch]) -> StepResult:
@@ -398,15 +401,16 @@ class Trainer:
             self._handle_eval_oom(failure)
         self._clock.evaluation_s = time.perf_counter() - began - (self._clock.away_s - away_s)
         self.event_log.emit(
-            "val",
-            epoch=self.position.epoch,
-            step=self.position.step,
-            loss=found.loss,
-            miou=found.scores.miou,
-            iou=list(found.scores.iou),
-            pixel_accuracy=found.scores.pixel_accuracy,
-            num_images=found.num_images,
-            val_s=self._clock.evaluation_s,
+            Val(
+                epoch=self.position.epoch,
+                step=self.position.step,
+                loss=found.loss,
+                miou=found.scores.miou,
+                iou=list(found.scores.iou),
+                pixel_accuracy=found.scores.pixel_accuracy,
+                num_images=found.num_images,
+                val_s=self._clock.evaluation_s,
+            )
         )
         if self.samples is not None:
             self.samples.draw(self.evaluated_model, self.position.epoch, self.lessons.adapted)
@@ -526,19 +530,25 @@ class Trainer:
     # --- what is written -------------------------------------------------------------------------------------------
 
     def _announce_start(self) -> None:
+        split = self.controller.batch_split.current
         self.event_log.emit(
-            "run_start",
-            **self.description,
-            batch_size=self.config.train.batch_size,
-            epochs=self.config.train.epochs,
-            steps_per_epoch=self.steps_per_epoch,
-            resumed_from_step=self.resumed_from_step,
-            gpu0_bsz=self.settings.gpu0_bsz,
-            is_auto=self.settings.gpu0_bsz_auto,
-            split=self.controller.batch_split.current,
+            RunStart(
+                classes=self.description["classes"],
+                num_params=self.description["num_params"],
+                devices=self.description["devices"],
+                num_train=self.description["num_train"],
+                num_val=self.description["num_val"],
+                batch_size=self.config.train.batch_size,
+                epochs=self.config.train.epochs,
+                steps_per_epoch=self.steps_per_epoch,
+                resumed_from_step=self.resumed_from_step,
+                gpu0_bsz=self.settings.gpu0_bsz,
+                is_auto=self.settings.gpu0_bsz_auto,
+                split=None if split is None else list(split),
+            )
         )
         for report in self.engine.model.load_reports:
-            self.event_log.emit("weights", **report.as_event())
+            self.event_log.emit(report.as_event())
         self.watch.mark(IDLE)
 
     def _publish(self, result: StepResult, group: list[Batch]) -> None:
@@ -549,21 +559,22 @@ class Trainer:
         step_s = elapsed / max(self._clock.num_steps, 1)
         eta_epoch_s, eta_run_s = self._etas(step_s)
         self.event_log.emit(
-            "step",
-            epoch=self.position.epoch,
-            step=self.position.step,
-            loss=loss,
-            lr=self._lr(self.position.step),
-            images_per_s=self._clock.num_images / elapsed,
-            data_wait_frac=self._clock.wait_s / elapsed,
-            grad_norm=norm,
-            split=result.split,
-            skipped=int(self.engine.bad_steps),
-            loss_scale=None if scaler is None else float(scaler.scale),
-            step_s=step_s,
-            eta_epoch_s=eta_epoch_s,
-            eta_run_s=eta_run_s,
-            terms={name: float(value) for name, value in result.terms.items()} or None,
+            Step(
+                epoch=self.position.epoch,
+                step=self.position.step,
+                loss=loss,
+                lr=self._lr(self.position.step),
+                images_per_s=self._clock.num_images / elapsed,
+                data_wait_frac=self._clock.wait_s / elapsed,
+                grad_norm=norm,
+                split=list(result.split),
+                skipped=int(self.engine.bad_steps),
+                loss_scale=None if scaler is None else float(scaler.scale),
+                step_s=step_s,
+                eta_epoch_s=eta_epoch_s,
+                eta_run_s=eta_run_s,
+                terms={name: float(value) for name, value in result.terms.items()} or None,
+            )
         )
         self._clock.restart()
         self._stop_if_diverged(group)

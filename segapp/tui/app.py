@@ -232,8 +232,7 @@ class MonitorApp(Monitor):
             self.query_one(LossChart).focus()
             self.apply_layout()
         if is_sent:
-            insists = {"force": True} if event.character == "!" else {}
-            self.send(SetCommand(gpu0_bsz=value, **insists))
+            self.send(SetCommand(gpu0_bsz=value, force=True) if event.character == "!" else SetCommand(gpu0_bsz=value))
         self.show_view()
 
     # --- looking around --------------------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ def test_summary_of_many_names_is_short():
     assert report.lines()[1].endswith("and 2 more reasons")
     assert all(len(line) < 300 for line in report.lines())
     event = report.as_event()
-    assert (event["num_taken"], event["num_tensors"], len(event["missing"])) == (1, 301, 100)
+    assert (event.num_taken, event.num_tensors, len(event.missing)) == (1, 301, 100)
 
 
 def test_encoder_only_file_loads_into_whole_network(tmp_path, state):

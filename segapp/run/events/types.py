@@ -210,6 +210,8 @@ class CommandAnswer(_Event):
     by: Text
     status: Literal["accepted", "applied", "rejected", "cancelled"]
     reason: Text | None = None
+    changes: dict[str, Any] | None = None
+    """The settings that a `set` asked for, by name; None for other commands, and in lines written before the field."""
     step: int | None = None
 
 
@@ -227,12 +229,25 @@ class Gpu0Bsz(_Event):
     epoch: int | None = None
     """The epoch from which it holds."""
     reason: Text | None = None
+    """A sentence for a person; programs read `reason_code`."""
+    reason_code: Literal["out_of_memory"] | None = None
+    """Why a change was reverted; see `is_out_of_memory`."""
     id: Text | None = None
     """The command that asked for it; None where `auto` did."""
     is_auto: bool | None = None
     """Whether `auto` decides about the splits to come."""
     step: int | None = None
     """Updates made before it held."""
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        """True if the change was reverted because a device ran out of memory.
+
+        Lines written before `reason_code` existed have only the sentence: it names memory, or is missing.
+        """
+        return self.status == "reverted" and (
+            self.reason_code == "out_of_memory" or (self.reason_code is None and "memory" in (self.reason or "memory"))
+        )
 
 
 class Alert(_Event):

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from segapp.config import LiveSettings, ParallelConfig
 from segapp.run.commands import CancelCommand, ReceivedCommand, SetCommand, StopCommand
+from segapp.run.events import Alert, Gpu0Bsz
 from segapp.train.control.batch_split import AUTO_ON, BatchSplitController, with_split
 from segapp.train.control.inbox import FinalStatus, Inbox
 from segapp.train.telemetry.device_memory import DeviceMemoryTracker
@@ -282,7 +283,7 @@ class CommandController:
             self._replay = [(at, changes) for at, changes in later if changes]
         if not self.batch_split.apply(kept):
             message = f"gpu0_bsz={kept.gpu0_bsz}, shares={kept.shares} is impossible here: the config's split holds"
-            self.event_log.emit("alert", kind="settings", message=message)
+            self.event_log.emit(Alert(kind="settings", message=message))
             kept = with_split(kept, start)
             self.batch_split.apply(kept)
         self.settings = kept
@@ -414,7 +415,7 @@ class CommandController:
 
     def _emit_split(
         self,
-        status: str,
+        status: Literal["pending", "applied", "cancelled", "reverted"],
         pending: PendingSet,
         old: LiveSettings | None = None,
         *,
@@ -428,18 +429,20 @@ class CommandController:
         shares = pending.changes.get("shares")
         chosen = split if split is not None else pending.split
         self.event_log.emit(
-            "gpu0_bsz",
-            status=status,
-            old=old.gpu0_bsz if old.shares is None else old.shares[0],
-            new=pending.changes.get("gpu0_bsz") if shares is None else shares[0],
-            split=None if chosen is None else list(chosen),
-            predicted_mib=list(pending.predicted_mib) or None,
-            observed_mib=None if observed is None else list(observed),
-            epoch=epoch,
-            reason=reason or pending.reason,
-            id=None if pending.received is None else pending.received.id,
-            is_auto=bool(pending.changes.get("gpu0_bsz_auto", False)),
-            step=step,
+            Gpu0Bsz(
+                status=status,
+                old=old.gpu0_bsz if old.shares is None else old.shares[0],
+                new=pending.changes.get("gpu0_bsz") if shares is None else shares[0],
+                split=None if chosen is None else list(chosen),
+                predicted_mib=list(pending.predicted_mib) or None,
+                observed_mib=None if observed is None else list(observed),
+                epoch=epoch,
+                reason=reason or pending.reason,
+                reason_code="out_of_memory" if status == "reverted" else None,
+                id=None if pending.received is None else pending.received.id,
+                is_auto=bool(pending.changes.get("gpu0_bsz_auto", False)),
+                step=step,
+            )
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from segapp.failpoints import failpoint
 from segapp.run.commands import ReceivedCommand, drain_commands, parse_command, remove_answered, remove_command
-from segapp.run.events import EventReader, read_answers
+from segapp.run.events import CommandAnswer, EventReader, read_answers
 from segapp.run.folder import RunFolder
 from segapp.train.telemetry.event_log import EventLog
 
@@ -72,15 +72,18 @@ class Inbox:
         if writer is None or writer.num_pending == 0:
             remove_command(received)  # otherwise the answer is not on disk yet, and the file is what is left of it
 
-    def _emit(self, received: ReceivedCommand, status: str, reason: str | None, step: int | None) -> None:
+    def _emit(
+        self, received: ReceivedCommand, status: Literal["accepted"] | FinalStatus, reason: str | None, step: int | None
+    ) -> None:
         self._event_log.emit(
-            "command",
-            id=received.id,
-            command=received.text,
-            by=received.by,
-            status=status,
-            reason=reason,
-            step=step,
+            CommandAnswer(
+                id=received.id,
+                command=received.text,
+                by=received.by,
+                status=status,
+                reason=reason,
+                step=step,
+            )
         )
 
 

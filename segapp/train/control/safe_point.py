@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from segapp.parallel.ranks import Ranks
+from segapp.run.events import Heartbeat
 from segapp.train.control.commands import CommandController, TrainingPosition
 from segapp.train.control.signals import PauseRequest, StopRequest, StopSignals
 from segapp.train.saving.position import Clock, Position
@@ -116,7 +117,7 @@ class SafePoint:
         began, phase, step = time.perf_counter(), self._watch.phase, self._standing().step
         self._watch.mark("paused")
         self.controller.answer_all("pause", "applied", None, step)
-        self._event_log.emit("heartbeat", phase="paused", step=step)
+        self._event_log.emit(Heartbeat(phase="paused", step=step))
         try:
             while self.controller.requests.is_paused:
                 time.sleep(PAUSE_POLL_S)
@@ -125,4 +126,4 @@ class SafePoint:
         finally:
             self._clock.leave_out(time.perf_counter() - began)
             self._watch.mark(phase)
-        self._event_log.emit("heartbeat", phase="eval" if phase == "eval" else "train", step=step)
+        self._event_log.emit(Heartbeat(phase="eval" if phase == "eval" else "train", step=step))

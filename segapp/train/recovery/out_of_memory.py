@@ -22,9 +22,9 @@ import torch
 from segapp.errors import OutOfMemoryError
 from segapp.inference.sliding import Inference
 from segapp.memory.gpus import processes_on
-from segapp.memory.oom_report import LiveTensor, OomReport, OomSnapshot, oom_snapshot_of, report_fields, report_lines
+from segapp.memory.oom_report import LiveTensor, OomReport, OomSnapshot, oom_snapshot_of, report_event, report_lines
 from segapp.parallel import ReplicaError
-from segapp.run.events import EventReader
+from segapp.run.events import Alert, EventReader
 from segapp.run.files import write_atomic
 from segapp.run.folder import RunFolder
 from segapp.train.telemetry.device_memory import IDLE, PHASES, DeviceMemoryTracker
@@ -209,10 +209,9 @@ class OomHandler:
                 logger.exception("advice on an out-of-memory")
         report = replace(report, advice=advice)
         path = self._write(report)
-        fields = report_fields(report)
-        self.event_log.emit("oom", **fields, lessons=lessons.to_json() if lessons else None, path=path)
+        self.event_log.emit(report_event(report, lessons.to_json() if lessons else None, path))
         message = f"{report.headline}; {report.problem}" + (f"; see {path}" if path else "")
-        self.event_log.emit("alert", kind="oom", message=message, step=report.step)
+        self.event_log.emit(Alert(kind="oom", message=message, step=report.step))
         return report
 
     def report_alone(self, report: OomReport, lessons: MemoryFallbacks | None) -> None:
@@ -220,10 +219,11 @@ class OomHandler:
         if not self._rank:
             self.report(report, lessons)
         elif self.folder is not None:
-            fields = {**report_fields(report), "lessons": lessons.to_json() if lessons else None}
+            event = report_event(report, lessons.to_json() if lessons else None)
+            text = event.model_dump_json(exclude={"v", "seq", "t", "type", "path"})
             try:
                 self.folder.mkdir(exist_ok=True)
-                write_atomic(self.folder / f"rank_{self._rank}_step_{report.step}.json", json.dumps(fields) + "\n")
+                write_atomic(self.folder / f"rank_{self._rank}_step_{report.step}.json", text + "\n")
             except OSError:
                 logger.exception("report of an out-of-memory")
             self._write(report)

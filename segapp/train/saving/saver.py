@@ -21,6 +21,7 @@ from segapp.config.sections import CheckpointConfig
 from segapp.errors import NonFiniteError, StorageError
 from segapp.failpoints import failpoint
 from segapp.parallel.ranks import Ranks
+from segapp.run.events import Alert, Checkpoint
 from segapp.train.saving.position import Position
 from segapp.train.telemetry.device_memory import DeviceMemoryTracker
 from segapp.train.telemetry.event_log import EventLog
@@ -261,25 +262,26 @@ class CheckpointSaver:
                 self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
             elif not isinstance(error, NonFiniteError):
                 again = f" (unexpected {type(error).__name__})"
-            self._event_log.emit("alert", kind="checkpoint", message=f"{error}{again}", step=at.step)
+            self._event_log.emit(Alert(kind="checkpoint", message=f"{error}{again}", step=at.step))
         finally:
             self._written_since_s = None
 
     def _tell(self, saved: SavedCheckpoint, captured: Captured, finished_epoch: int | None, copy_s: float) -> None:
         at = captured.position
         for message in saved.messages:
-            self._event_log.emit("alert", kind="checkpoint", message=message, step=at.step)
+            self._event_log.emit(Alert(kind="checkpoint", message=message, step=at.step))
         self._event_log.emit(
-            "checkpoint",
-            path=saved.event_path,
-            epoch=at.epoch if finished_epoch is None else finished_epoch,
-            step=at.step,
-            is_best=saved.is_best,
-            sha256=saved.entry.sha256,
-            size_bytes=saved.entry.size_bytes,
-            metric=captured.metric,
-            save_s=saved.save_s,
-            copy_s=copy_s,
+            Checkpoint(
+                path=saved.event_path,
+                epoch=at.epoch if finished_epoch is None else finished_epoch,
+                step=at.step,
+                is_best=saved.is_best,
+                sha256=saved.entry.sha256,
+                size_bytes=saved.entry.size_bytes,
+                metric=captured.metric,
+                save_s=saved.save_s,
+                copy_s=copy_s,
+            )
         )
         grace_s = self._section.grace_s
         if saved.save_s + copy_s > grace_s and not self._has_warned_of_grace:
@@ -288,4 +290,4 @@ class CheckpointSaver:
                 f"a checkpoint takes {saved.save_s + copy_s:.1f} s, longer than the {grace_s:g} s that lie between "
                 "SIGTERM and SIGKILL (checkpoint.grace_s): raise the scheduler's grace period, or save more often"
             )
-            self._event_log.emit("alert", kind="grace", message=message, step=at.step)
+            self._event_log.emit(Alert(kind="grace", message=message, step=at.step))

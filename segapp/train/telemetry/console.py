@@ -1,4 +1,4 @@
-"""The plain face of a training: throttled lines, and a progress bar where there is a terminal. It only reads events."""
+"""Prints a training's events: throttled lines, and a progress bar where there is a terminal."""
 
 from __future__ import annotations
 
@@ -7,6 +7,18 @@ import time
 from collections.abc import Sequence
 from typing import Any, TextIO
 
+from segapp.run.events import (
+    Alert,
+    Checkpoint,
+    CommandAnswer,
+    EpochStart,
+    Event,
+    RunEnd,
+    RunStart,
+    Step,
+    Val,
+    Weights,
+)
 from segapp.run.text import printable
 
 
@@ -28,11 +40,6 @@ def iou_table(classes: Sequence[str], iou: Sequence[float | None]) -> list[str]:
     ]
 
 
-def shown(value: float | None) -> str:
-    """A part of the loss."""
-    return "n/a" if value is None else f"{value:.4g}"
-
-
 class PlainReporter:
     """Prints a run's events.
 
@@ -45,17 +52,40 @@ class PlainReporter:
         self.stream = stream or sys.stdout
         self.interval_s = interval_s
         self._bar: Any = None
-        self._start: dict[str, Any] = {}
+        self._start: RunStart | None = None
         self._last_line_s = -1e9
 
-    def __call__(self, event: dict[str, Any]) -> None:
-        """Takes one event as it stands in events.jsonl."""
-        show = getattr(self, f"_show_{event['type']}", None)
-        if show is not None:
-            show(event)
+    def handle(self, event: Event) -> None:
+        """Print one event, if it is of a type that is shown."""
+        match event:
+            case RunStart():
+                self._show_start(event)
+            case Weights():
+                for line in event.message.splitlines():
+                    self._line(printable(line))
+            case EpochStart():
+                self._open_bar(event.epoch)
+            case Step():
+                self._show_step(event)
+            case Val():
+                self._line(
+                    f"epoch {event.epoch}  val  mIoU {_number(event.miou, '.4f')}  loss {_number(event.loss, '.4f')}  "
+                    f"pixel accuracy {_number(event.pixel_accuracy, '.4f')}"
+                )
+            case Checkpoint():
+                best = " (best)" if event.is_best else ""
+                self._line(f"saved {printable(event.path)} at step {event.step}{best}")
+            case CommandAnswer():
+                reason = f": {printable(event.reason)}" if event.reason else ""
+                self._line(f"{printable(event.command)} by {printable(event.by)}: {event.status}{reason}")
+            case Alert():
+                self._line(f"alert: {printable(event.message)}")
+            case RunEnd():
+                self.close()
+                self._line(f"{event.status}: {printable(event.reason or '')}")
 
     def close(self) -> None:
-        """Takes the progress bar off the screen."""
+        """Remove the progress bar."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -70,76 +100,53 @@ class PlainReporter:
         if self._bar is not None:
             self._bar.refresh()
 
-    def _show_run_start(self, event: dict[str, Any]) -> None:
+    def _show_start(self, event: RunStart) -> None:
         self._start = event
-        resumed = event.get("resumed_from_step")
+        resumed = event.resumed_from_step
         start = f", resumed at step {resumed}" if resumed is not None else ""
         self._line(
-            f"{event['num_params'] / 1e6:.2f} M parameters, {len(event['classes'])} classes, "
-            f"batch {event['batch_size']}, {event['epochs']} epochs of {event['steps_per_epoch']} steps "
-            f"on {', '.join(device['device'] for device in event['devices'])}{start}"
+            f"{event.num_params / 1e6:.2f} M parameters, {len(event.classes)} classes, "
+            f"batch {event.batch_size}, {event.epochs} epochs of {event.steps_per_epoch} steps "
+            f"on {', '.join(device.device for device in event.devices)}{start}"
         )
 
-    def _show_weights(self, event: dict[str, Any]) -> None:
-        for line in event["message"].splitlines():
-            self._line(printable(line))
-
-    def _show_epoch_start(self, event: dict[str, Any]) -> None:
-        self._open_bar(event["epoch"])
-
     def _open_bar(self, epoch: int) -> None:
-        if not self.stream.isatty():
+        if self._start is None or not self.stream.isatty():
             return
         from tqdm import tqdm
 
         self.close()
         self._bar = tqdm(
-            total=self._start["steps_per_epoch"],
-            desc=f"epoch {epoch}/{self._start['epochs']}",
+            total=self._start.steps_per_epoch,
+            desc=f"epoch {epoch}/{self._start.epochs}",
             unit="step",
             leave=False,
             file=self.stream,
             dynamic_ncols=True,
         )
 
-    def _show_step(self, event: dict[str, Any]) -> None:
+    def _show_step(self, event: Step) -> None:
+        if self._start is None:
+            return
         now = time.monotonic()
-        per_epoch = self._start["steps_per_epoch"]
-        in_epoch = event["step"] - (event["epoch"] - 1) * per_epoch
+        per_epoch = self._start.steps_per_epoch
+        in_epoch = event.step - (event.epoch - 1) * per_epoch
         if self._bar is None:
-            self._open_bar(event["epoch"])
+            self._open_bar(event.epoch)
         if self._bar is not None:
             self._bar.update(max(0, in_epoch - self._bar.n))
         if now - self._last_line_s < self.interval_s and in_epoch < per_epoch:
             return
         self._last_line_s = now
-        loss = "n/a" if event["loss"] is None else f"{event['loss']:.4f}"
-        more = "".join(f"  {printable(name)} {shown(value)}" for name, value in (event.get("terms") or {}).items())
-        more += f"  skipped {event['skipped']}" if event.get("skipped") else ""
+        more = "".join(f"  {printable(name)} {_number(value, '.4g')}" for name, value in (event.terms or {}).items())
+        more += f"  skipped {event.skipped}" if event.skipped else ""
         self._line(
-            f"epoch {event['epoch']}/{self._start['epochs']}  step {in_epoch}/{per_epoch}  loss {loss}  "
-            f"lr {event['lr']:.2e}  {event['images_per_s'] or 0:.1f} images/s  "
-            f"data wait {100 * (event['data_wait_frac'] or 0):.0f} %  "
-            f"eta {format_duration(event['eta_epoch_s'])} epoch, {format_duration(event['eta_run_s'])} run{more}"
+            f"epoch {event.epoch}/{self._start.epochs}  step {in_epoch}/{per_epoch}  "
+            f"loss {_number(event.loss, '.4f')}  lr {_number(event.lr, '.2e')}  "
+            f"{event.images_per_s or 0:.1f} images/s  data wait {100 * (event.data_wait_frac or 0):.0f} %  "
+            f"eta {format_duration(event.eta_epoch_s)} epoch, {format_duration(event.eta_run_s)} run{more}"
         )
 
-    def _show_val(self, event: dict[str, Any]) -> None:
-        miou = "n/a" if event["miou"] is None else f"{event['miou']:.4f}"
-        loss = "n/a" if event["loss"] is None else f"{event['loss']:.4f}"
-        accuracy = "n/a" if event["pixel_accuracy"] is None else f"{event['pixel_accuracy']:.4f}"
-        self._line(f"epoch {event['epoch']}  val  mIoU {miou}  loss {loss}  pixel accuracy {accuracy}")
 
-    def _show_checkpoint(self, event: dict[str, Any]) -> None:
-        best = " (best)" if event.get("is_best") else ""
-        self._line(f"saved {printable(event['path'])} at step {event['step']}{best}")
-
-    def _show_command(self, event: dict[str, Any]) -> None:
-        reason = f": {printable(event['reason'])}" if event.get("reason") else ""
-        self._line(f"{printable(event['command'])} by {printable(event['by'])}: {event['status']}{reason}")
-
-    def _show_alert(self, event: dict[str, Any]) -> None:
-        self._line(f"alert: {printable(event['message'])}")
-
-    def _show_run_end(self, event: dict[str, Any]) -> None:
-        self.close()
-        self._line(f"{event['status']}: {printable(event.get('reason') or '')}")
+def _number(value: float | None, spec: str) -> str:
+    return "n/a" if value is None else format(value, spec)

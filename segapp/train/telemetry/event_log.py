@@ -1,45 +1,49 @@
-"""Where a trainer says what happened: into events.jsonl, and to whoever listens in the same process."""
+"""Emits the events of a training: into events.jsonl, and to listeners in the same process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Iterable
+from typing import Protocol
 
-from segapp.run.events import EventWriter, parse_event
+from segapp.run.events import Event, EventWriter
 
-Listener = Callable[[dict[str, Any]], None]
+
+class EventListener(Protocol):
+    """Shows or forwards events; never changes the training."""
+
+    def handle(self, event: Event) -> None:
+        """Handle one event."""
+
+    def close(self) -> None:
+        """Flush and release what the listener holds."""
 
 
 class EventLog:
-    """Emits events.
+    """Writes each event and passes it to the listeners.
 
     Args:
-        writer: appends them to events.jsonl; None on ranks that do not write.
-        listeners: called with each event as a dict (plain lines, TensorBoard); they only read.
+        writer: Appends to events.jsonl; None on ranks that do not write.
+        listeners: Called with each event, in order (console, trackers).
     """
 
-    def __init__(self, writer: EventWriter | None, listeners: Sequence[Listener] = ()) -> None:
+    def __init__(self, writer: EventWriter | None, listeners: Iterable[EventListener] = ()) -> None:
         self.writer = writer
-        self.listeners = list(listeners)
+        self._listeners = list(listeners)
 
-    def emit(self, event_type: str, /, **fields: Any) -> None:
-        """Emits one event.
+    def add_listeners(self, listeners: Iterable[EventListener]) -> None:
+        """Add listeners, which get the events from now on."""
+        self._listeners += listeners
 
-        Args:
-            event_type: its type.
-            fields: its fields; checked.
-        """
-        event = parse_event({"type": event_type, **fields})
+    def emit(self, event: Event) -> None:
+        """Write one event and pass it to the listeners."""
         if self.writer is not None:
             self.writer.write(event)
-        for listener in self.listeners:
-            listener(event.model_dump())
+        for listener in self._listeners:
+            listener.handle(event)
 
     def close(self) -> None:
-        """Writes what waits and lets the file and the listeners go."""
+        """Write pending events; close the file and the listeners."""
         if self.writer is not None:
             self.writer.close()
-        for listener in self.listeners:
-            close = getattr(listener, "close", None)
-            if close is not None:
-                close()
+        for listener in self._listeners:
+            listener.close()

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from segapp.memory.gpus import GpuPoller, GpuStatus
+from segapp.run.events import Alert, DeviceMemory, Heartbeat, Memory
 from segapp.train.telemetry.device_memory import PHASES, DeviceMemoryTracker
 from segapp.train.telemetry.event_log import EventLog
 
@@ -70,7 +71,7 @@ class MemorySampler:
         phase = self.watch.phase
         activity = phase if phase in ("start", "eval", "save", "paused") else "train"
         saving_s = self.saving_s()
-        self.event_log.emit("heartbeat", pid=os.getpid(), phase=activity, step=self.step(), saving_s=saving_s)
+        self.event_log.emit(Heartbeat(pid=os.getpid(), phase=activity, step=self.step(), saving_s=saving_s))
         self._alert_blocked(saving_s)
 
     def _alert_blocked(self, saving_s: float | None) -> None:
@@ -80,13 +81,13 @@ class MemorySampler:
         elif saving_s >= self._blocked_alert_s:
             self._blocked_alert_s = saving_s + self._blocked_s
             message = f"checkpoint write blocked: the disk has not taken it for {saving_s:.0f} s; training goes on"
-            self.event_log.emit("alert", kind="storage", message=message, step=self.step())
+            self.event_log.emit(Alert(kind="storage", message=message, step=self.step()))
 
     def sample(self) -> None:
         """Writes a `memory` event."""
         devices = self.watch.sample()
         statuses = {status.uuid: status for status in (self._gpus.poll() if self._gpus else [])}
-        self.event_log.emit("memory", devices=[merged(device, statuses) for device in devices], step=self.step())
+        self.event_log.emit(Memory(devices=[merged(device, statuses) for device in devices], step=self.step()))
 
     def _run(self) -> None:
         next_memory_s = next_beat_s = time.monotonic()
@@ -107,7 +108,7 @@ class MemorySampler:
                 return
 
 
-def merged(device: dict[str, Any], statuses: dict[str, GpuStatus]) -> dict[str, Any]:
+def merged(device: dict[str, Any], statuses: dict[str, GpuStatus]) -> DeviceMemory:
     """A device of the watch with what the driver says of it, by uuid.
 
     Args:
@@ -122,4 +123,4 @@ def merged(device: dict[str, Any], statuses: dict[str, GpuStatus]) -> dict[str, 
         found["temperature"] = status.temperature
         found["total_mib"] = status.total_mib or device.get("total_mib")
         found["name"] = device.get("name") or status.name
-    return found
+    return DeviceMemory.model_validate(found)

@@ -14,11 +14,9 @@ from typing import Any, Protocol
 from segapp.config import RunConfig
 from segapp.datasets.masks import read_image
 from segapp.errors import ConfigError
+from segapp.run.events import EpochStart, Event, Memory, RunEnd, Step, Val
 from segapp.run.folder import RunFolder
 from segapp.run.text import printable
-
-STEP_KEYS = ("loss", "lr", "images_per_s", "data_wait_frac", "grad_norm", "loss_scale")
-VAL_KEYS = ("loss", "miou", "pixel_accuracy")
 
 
 class Tracker(Protocol):
@@ -56,34 +54,45 @@ class TrackerListener:
         self._status = "failed"
         self._best: dict[str, float] = {}
 
-    def __call__(self, event: dict[str, Any]) -> None:
-        """Takes one event as it stands in events.jsonl."""
-        kind = event["type"]
-        if kind == "step":
-            self._step = event["step"]
-            self._scalars({f"train/{key}": event.get(key) for key in STEP_KEYS})
-            self._scalars({f"train/{name}": value for name, value in (event.get("terms") or {}).items()})
-        elif kind == "val":
-            self._step = event["step"]
-            values = {f"val/{key}": event.get(key) for key in VAL_KEYS}
-            self._scalars(values | {f"iou/{n}": iou for n, iou in zip(self.classes, event["iou"], strict=True)})
-            if (miou := event.get("miou")) is not None:
-                self._best["best_miou"] = max(miou, self._best.get("best_miou", -math.inf))
-        elif kind == "memory":
-            peaks = ((d.get("device") or f"device {i}", d.get("peak_mib")) for i, d in enumerate(event["devices"]))
-            self._scalars({f"memory/{i}_{name}_peak_mib": peak for i, (name, peak) in enumerate(peaks)})
-        elif kind == "run_end":
-            self._status = event["status"]
-        if kind in ("epoch_start", "run_end"):
-            self._new_pictures()
+    def handle(self, event: Event) -> None:
+        """Send what the tracker shows of one event."""
+        match event:
+            case Step():
+                self._step = event.step
+                self._scalars(
+                    {
+                        "train/loss": event.loss,
+                        "train/lr": event.lr,
+                        "train/images_per_s": event.images_per_s,
+                        "train/data_wait_frac": event.data_wait_frac,
+                        "train/grad_norm": event.grad_norm,
+                        "train/loss_scale": event.loss_scale,
+                    }
+                )
+                self._scalars({f"train/{name}": value for name, value in (event.terms or {}).items()})
+            case Val():
+                self._step = event.step
+                values = {"val/loss": event.loss, "val/miou": event.miou, "val/pixel_accuracy": event.pixel_accuracy}
+                self._scalars(values | {f"iou/{n}": iou for n, iou in zip(self.classes, event.iou, strict=True)})
+                if event.miou is not None:
+                    self._best["best_miou"] = max(event.miou, self._best.get("best_miou", -math.inf))
+            case Memory():
+                names = [device.device or f"device {i}" for i, device in enumerate(event.devices)]
+                peaks = zip(names, event.devices, strict=True)
+                self._scalars({f"memory/{i}_{name}_peak_mib": d.peak_mib for i, (name, d) in enumerate(peaks)})
+            case EpochStart():
+                self._new_pictures()
+            case RunEnd():
+                self._status = event.status
+                self._new_pictures()
 
     def close(self) -> None:
         """Writes what waits."""
         self._try(lambda tracker: tracker.close(self._status, self._best))
         self._tracker = None
 
-    def _scalars(self, values: Mapping[str, Any]) -> None:
-        finite = {key: float(v) for key, v in values.items() if isinstance(v, (int, float)) and math.isfinite(v)}
+    def _scalars(self, values: Mapping[str, float | None]) -> None:
+        finite = {key: float(v) for key, v in values.items() if v is not None and math.isfinite(v)}
         if finite:
             self._try(lambda tracker: tracker.scalars(finite, self._step))
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from segapp.errors import DistributedError, RunError, StorageError, WorkerError
+from segapp.run.events import Alert, RunEnd
 from segapp.run.process import child_pids
 from segapp.train.telemetry.device_memory import DeviceMemoryTracker
 from segapp.train.telemetry.event_log import EventLog
@@ -194,8 +195,8 @@ class Watchdog:
 
     def _tell(self, message: str, code: int) -> None:
         logger.error(message)
-        self._event_log.emit("alert", kind="hang", message=message, step=self.step())
-        self._event_log.emit("run_end", status="failed", reason=message, exit_code=code, step=self.step())
+        self._event_log.emit(Alert(kind="hang", message=message, step=self.step()))
+        self._event_log.emit(RunEnd(status="failed", reason=message, exit_code=code, step=self.step()))
         self._event_log.close()
 
     def _leave(self, code: int) -> None:

@@ -7,29 +7,29 @@ from typing import Any
 
 import pytest
 
+from segapp.run.events import Alert, Device, Event, RunStart, Step
 from segapp.train.telemetry.console import PlainReporter, format_duration, iou_table
 
-START: dict[str, Any] = {
-    "type": "run_start",
-    "classes": ["a", "b"],
-    "num_params": 1_500_000,
-    "batch_size": 4,
-    "epochs": 2,
-    "steps_per_epoch": 10,
-    "devices": [{"device": "cpu"}],
-}
+START = RunStart(
+    classes=["a", "b"],
+    num_params=1_500_000,
+    batch_size=4,
+    epochs=2,
+    steps_per_epoch=10,
+    devices=[Device(device="cpu")],
+)
 
 
-def step(number: int, **fields: Any) -> dict[str, Any]:
-    event = {"type": "step", "epoch": 1, "step": number, "loss": 0.5, "lr": 0.01, "images_per_s": 12.0}
-    return {**event, "data_wait_frac": 0.25, "eta_epoch_s": 61.0, "eta_run_s": 3700.0, **fields}
+def step(number: int, **fields: Any) -> Step:
+    times = {"images_per_s": 12.0, "data_wait_frac": 0.25, "eta_epoch_s": 61.0, "eta_run_s": 3700.0}
+    return Step(**{"epoch": 1, "step": number, "loss": 0.5, "lr": 0.01, **times, **fields})
 
 
-def lines(*events: dict[str, Any], interval_s: float = 1e9) -> list[str]:
+def lines(*events: Event, interval_s: float = 1e9) -> list[str]:
     stream = io.StringIO()
     reporter = PlainReporter(stream, interval_s)
     for event in (START, *events):
-        reporter(event)
+        reporter.handle(event)
     reporter.close()
     return stream.getvalue().splitlines()
 
@@ -67,7 +67,7 @@ def test_non_finite_loss_is_shown_as_such() -> None:
 
 
 def test_hostile_names_send_no_control_codes() -> None:
-    alert = {"type": "alert", "kind": "data", "message": "bad \x1b[2J name"}
+    alert = Alert(kind="data", message="bad \x1b[2J name")
     assert "\x1b" not in "".join(lines(alert))
     assert "\x1b" not in "".join(iou_table(["\x1b[2J"], [0.5]))
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from segapp.errors import ConfigError
+from segapp.run.events import DeviceMemory, EpochStart, Memory, RunEnd, Step, Val
 from segapp.run.folder import RunFolder
 from segapp.train.telemetry import trackers
 from segapp.train.telemetry.trackers import TrackerListener, make_trackers
@@ -41,13 +42,13 @@ def test_logged_values_are_finite_named_and_sent_once(tmp_path: Path) -> None:
     notes = Notes()
     (tmp_path / "epoch_0001_0.png").write_bytes(b"")
     listener = TrackerListener("x", notes, ["road", "sky"], tmp_path)
-    listener({"type": "step", "step": 3, "loss": math.nan, "lr": 0.1})
-    listener({"type": "val", "step": 4, "loss": 0.5, "miou": 0.25, "pixel_accuracy": None, "iou": [0.5, None]})
-    listener({"type": "memory", "devices": [{"device": "cuda:0", "peak_mib": 7.0}, {"device": None, "peak_mib": None}]})
+    listener.handle(Step(epoch=1, step=3, loss=math.nan, lr=0.1))
+    listener.handle(Val(epoch=1, step=4, loss=0.5, miou=0.25, iou=[0.5, None]))
+    listener.handle(Memory(devices=[DeviceMemory(device="cuda:0", peak_mib=7.0), DeviceMemory()]))
     (tmp_path / "epoch_0002_1.png").write_bytes(b"")
     for _ in range(2):
-        listener({"type": "epoch_start"})
-    listener({"type": "run_end", "status": "finished"})
+        listener.handle(EpochStart(epoch=2, lr=0.1))
+    listener.handle(RunEnd(status="finished"))
     listener.close()
     listener.close()
     assert notes.told == [
@@ -63,7 +64,7 @@ def test_failing_tracker_is_disabled_with_one_message(tmp_path: Path, capsys: py
     notes = Notes(fails=True)
     listener = TrackerListener("wandb", notes, [], tmp_path)
     for step in range(3):
-        listener({"type": "step", "step": step, "loss": 1.0})
+        listener.handle(Step(epoch=1, step=step, loss=1.0, lr=None))
     listener.close()
     said = capsys.readouterr().err
     assert said.count("wandb is switched off") == 1
