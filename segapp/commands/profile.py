@@ -22,9 +22,9 @@ from segapp.build.devices import plan_devices
 from segapp.config import RunConfig, load_config
 from segapp.datasets.loader import Batch, TrainLoader
 from segapp.errors import ConfigError, DataError
-from segapp.memory.jobs import PHASES, PhasePeak
-from segapp.memory.recorder import PhaseMarks, Recorder
 from segapp.memory.report import aligned
+from segapp.memory.simulation.jobs import PHASES, PhasePeak
+from segapp.memory.simulation.recorder import PhaseMarks, Recorder
 from segapp.train.build import seed_everything
 from segapp.train.planning.simulate import Simulator, phase_peaks, watch_modules
 from segapp.train.planning.trial_step import build_real_engine

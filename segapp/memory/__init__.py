@@ -1,5 +1,5 @@
-"""What a training will need of each GPU's memory, said before a GPU is touched, and what it was seen to need.
+"""The memory plan: predicted GPU memory of a training, its calibration by measurements, and out-of-memory reports.
 
-`affine`, `gpu_specs`, `planner`, `advice`, `report` and `calibration` are arithmetic and text: no torch. `recorder` and
-`simulated` follow tensors; importing them loads torch.
+`affine`, `gpu_specs`, `planner`, `advice`, `report` and `calibration` are arithmetic and text, without torch.
+`simulation` runs one training step on simulated devices and records the tensors; it loads torch.
 """

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from segapp.memory.jobs import PHASES, Mode, PhasePeak, SimulationResult
+from segapp.memory.simulation.jobs import PHASES, Mode, PhasePeak, SimulationResult
 
 Numbers = dict[str, float]
 """Phase, or phase/kind -> MiB."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from segapp.memory.calibration import PeakError
-from segapp.memory.jobs import KINDS
 from segapp.memory.planner import Advice, MemoryPlan, PlanRow
+from segapp.memory.simulation.jobs import KINDS
 
 BAR_CELLS = 48
 MAX_ROWS = 40

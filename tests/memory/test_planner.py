@@ -7,9 +7,9 @@ import pytest
 
 from segapp.memory.affine import Line, MemoryModel, fit_model, splits_to_simulate
 from segapp.memory.gpu_specs import GpuSpec
-from segapp.memory.jobs import PhasePeak, SimulationResult
 from segapp.memory.planner import MemoryPlan, OverheadEstimate, Planner, plan_as_json
 from segapp.memory.report import plan_lines
+from segapp.memory.simulation.jobs import PhasePeak, SimulationResult
 
 GPUS = tuple(GpuSpec(10_000.0, f"GPU {i}") for i in range(3))
 

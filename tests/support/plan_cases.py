@@ -9,7 +9,7 @@ import warnings
 
 from segapp.config import validate_config
 from segapp.memory.affine import fit_model, splits_to_simulate
-from segapp.memory.jobs import SimulationJob
+from segapp.memory.simulation.jobs import SimulationJob
 from segapp.train.planning.simulate import Simulator
 
 PUBLISHED = {"model": {"name": "deeplabv3_resnet101"}, "crop_px": (945, 945), "num_classes": 21}

@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from segapp.build.network import build_network
 from segapp.config import validate_config
-from segapp.memory.jobs import SimulationJob
-from segapp.memory.recorder import Recorder
+from segapp.memory.simulation.jobs import SimulationJob
+from segapp.memory.simulation.recorder import Recorder
 from segapp.parallel import data_parallel
 from segapp.train.planning.simulate import Simulator, run_step
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from segapp.datasets.dataset import available_bytes
 from segapp.errors import OutOfMemoryError
 from segapp.inference.predict.predictor import Predictor, TrainedPredictor, infer_labels
-from segapp.memory.recorder import Recorder
+from segapp.memory.simulation.recorder import Recorder
 
 MAX_HOST_BYTES = 2 << 30
 """What the network's tensors may take of the host's memory, however much there is."""

@@ -21,7 +21,6 @@ from segapp.memory.advice import (
 from segapp.memory.affine import MemoryModel, fit_model, splits_to_simulate
 from segapp.memory.calibration import Measurement, PeakError, calibrated
 from segapp.memory.gpu_specs import GpuSpec
-from segapp.memory.jobs import Mode, SimulationJob
 from segapp.memory.planner import (
     CONTEXT_MIB,
     LARGEST_BATCH,
@@ -31,6 +30,7 @@ from segapp.memory.planner import (
     Planner,
     PlanRow,
 )
+from segapp.memory.simulation.jobs import Mode, SimulationJob
 from segapp.train.planning.simulation_pool import NUM_PROCESSES, SimulationPool
 
 

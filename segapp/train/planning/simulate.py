@@ -41,10 +41,10 @@ from segapp.errors import ConfigError, DataError, SegappError
 from segapp.inference.evaluate import evaluate
 from segapp.inference.normalize import NormalizedInput, Normalizer
 from segapp.losses import AdditiveCriterion
-from segapp.memory.buckets import Buckets
-from segapp.memory.jobs import EVAL, PHASES, LossStyle, PhasePeak, SimulationJob, SimulationResult
-from segapp.memory.recorder import CUDA_GRANULE_BYTES, PeakMoment, PhaseMarks, Recorder
-from segapp.memory.simulated import BACKEND, CHANGE_IN_PLACE, place, simulation, skeleton
+from segapp.memory.simulation.backend import BACKEND, CHANGE_IN_PLACE, place, simulation, skeleton
+from segapp.memory.simulation.buckets import Buckets
+from segapp.memory.simulation.jobs import EVAL, PHASES, LossStyle, PhasePeak, SimulationJob, SimulationResult
+from segapp.memory.simulation.recorder import CUDA_GRANULE_BYTES, PeakMoment, PhaseMarks, Recorder
 from segapp.models import Critic, SegmentationModel
 from segapp.optim import WeightAverage, build_optimizer
 from segapp.parallel import (

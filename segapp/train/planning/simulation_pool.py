@@ -15,7 +15,7 @@ from typing import Any
 
 from segapp.config import RunConfig
 from segapp.errors import ConfigError, RunError
-from segapp.memory.jobs import SimulationJob, SimulationResult
+from segapp.memory.simulation.jobs import SimulationJob, SimulationResult
 
 NUM_PROCESSES = 2
 

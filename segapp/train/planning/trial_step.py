@@ -10,9 +10,9 @@ import torch
 from segapp.build.devices import DevicePlan
 from segapp.build.network import build_network
 from segapp.config import RunConfig
-from segapp.memory.jobs import SimulationJob
-from segapp.memory.recorder import Recorder
 from segapp.memory.saved_plan import SavedMemoryPlan
+from segapp.memory.simulation.jobs import SimulationJob
+from segapp.memory.simulation.recorder import Recorder
 from segapp.parallel import convert_sync_batchnorm
 from segapp.precision import Precision
 from segapp.train.planning.simulate import Simulator, eval_size
