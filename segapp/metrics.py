@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Scores:
+class SegmentationScores:
     """What a confusion matrix says. None stands for a quotient whose denominator is 0. All ratios are in [0, 1].
 
     Attributes:
@@ -139,7 +139,7 @@ class ConfusionMatrix:
                 f"whose target is not ignore_index={self.ignore_index}: map the masks' ids to classes first"
             )
 
-    def scores(self) -> Scores:
+    def scores(self) -> SegmentationScores:
         """The scores of all counts, computed in float64 on the host.
 
         Raises:
@@ -158,7 +158,7 @@ class ConfusionMatrix:
         accuracy = [_ratio(tp, t) for tp, t in zip(hits, in_target, strict=True)]
         frequency = [_ratio(t, num_valid_px) for t in in_target]
         weighted = [f * i for f, i in zip(frequency, iou, strict=True) if f is not None and i is not None]
-        return Scores(
+        return SegmentationScores(
             iou=tuple(iou),
             miou=_mean(iou),
             accuracy=tuple(accuracy),

@@ -19,11 +19,12 @@ from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.loader import EvalLoader
 from segapp.errors import ConfigError, StorageError
 from segapp.inference.confusion_image import PICTURE_SUFFIXES, draw_confusion
+from segapp.inference.evaluate import EvaluationSettings
 from segapp.inference.evaluator import EvaluationResult, Evaluator, evaluate_on_devices
 from segapp.inference.predict import TrainedPredictor
 from segapp.inference.predict.tiles import plan_workspace
 from segapp.inference.progress_bar import progress_bar
-from segapp.metrics import ConfusionMatrix, Scores, group_iou, mean_of_known
+from segapp.metrics import ConfusionMatrix, SegmentationScores, group_iou, mean_of_known
 from segapp.run.files import write_atomic, write_json
 from segapp.run.text import printable
 from segapp.train.telemetry.console import iou_table
@@ -74,7 +75,7 @@ def evaluate_target(target: str, options: EvalOptions) -> None:
     dataset = build_dataset(data, scheme, options.split, is_training=False, seed=config.seed)
     loader = EvalLoader(dataset, workers=data.workers, timeout_s=data.timeout_s, batch_size=config.eval.batch_size)
     with progress_bar(len(dataset), "evaluating") as progress:
-        found = evaluate_on_devices(_judges(trained, options), loader, progress)
+        found = evaluate_on_devices(_build_evaluators(trained, options), loader, progress)
     for note in found.notes:
         print(f"note: {printable(note)}", file=sys.stderr)
     _show(found, trained, groups, options.split)
@@ -88,7 +89,7 @@ def evaluate_target(target: str, options: EvalOptions) -> None:
         _write(options.confusion, lambda path: write_atomic(path, picture))
 
 
-def _judges(trained: TrainedModel, options: EvalOptions) -> list[Evaluator]:
+def _build_evaluators(trained: TrainedModel, options: EvalOptions) -> list[Evaluator]:
     scheme, config = trained.scheme, trained.config
     criterion = build_criterion(
         config.loss, scheme.num_classes, scheme.ignore_index, lambda _: [1.0] * len(scheme.names)
@@ -104,11 +105,13 @@ def _judges(trained: TrainedModel, options: EvalOptions) -> list[Evaluator]:
     predictor = TrainedPredictor(trained.model, trained.inference, scheme, trained.device)
     first = Evaluator(
         trained.model,
-        trained.inference,
-        criterion.to(trained.device),
-        trained.device,
-        num_classes=scheme.num_classes,
-        ignore_index=scheme.ignore_index,
+        EvaluationSettings(
+            trained.inference,
+            scheme.num_classes,
+            scheme.ignore_index,
+            trained.device,
+            criterion.to(trained.device),
+        ),
         max_px=plan_workspace(predictor).max_px,
         with_images=options.per_image is not None,
         with_boundary=options.boundary,
@@ -177,7 +180,7 @@ def per_image_csv(found: EvaluationResult, dataset: SegmentationDataset, trained
     return text.getvalue()
 
 
-def _scores(counts: torch.Tensor, ignore_index: int) -> Scores:
+def _scores(counts: torch.Tensor, ignore_index: int) -> SegmentationScores:
     matrix = ConfusionMatrix(len(counts), ignore_index)
     matrix.add(counts)
     return matrix.scores()

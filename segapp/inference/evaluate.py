@@ -1,4 +1,4 @@
-"""Evaluation: confusion matrix, IoU and validation loss of images of any size, whole, in windows, or in several views.
+"""Evaluation during training: confusion matrix, IoU and validation loss over images of any size.
 
 Shapes: N images, C classes, H x W pixels of an image, h x w of the model's logits.
 """
@@ -6,7 +6,7 @@ Shapes: N images, C classes, H x W pixels of an image, h x w of the model's logi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from segapp.failpoints import failpoint
 from segapp.inference.sliding import Inference
 from segapp.losses import CriterionCE, View, upsample_confusion, upsample_logits
 from segapp.memory.oom_failpoint import oom_failpoint
-from segapp.metrics import ConfusionMatrix, Scores
+from segapp.metrics import ConfusionMatrix, SegmentationScores
 from segapp.parallel.ranks import PeerOutOfMemoryError, Ranks
 
 if TYPE_CHECKING:
@@ -28,15 +28,54 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """What an evaluation found."""
+class EvaluationSettings:
+    """How images are evaluated.
 
-    scores: Scores
+    Attributes:
+        inference: how logits are computed.
+        num_classes: C.
+        ignore_index: target value of pixels that are not counted.
+        device: where the batches are moved to.
+        criterion: gives the validation loss over the whole set (sums, one division); None: no loss.
+        is_single: evaluate the images of a batch one at a time.
+    """
+
+    inference: Inference
+    num_classes: int
+    ignore_index: int
+    device: torch.device
+    criterion: AdditiveCriterion | None = None
+    is_single: bool = False
+
+    def no_statistics(self) -> tuple[Tensor, ...]:
+        """Return the criterion's statistics of no image: float64 zeros of the right shapes; () without a criterion.
+
+        A rank without images takes part in the sum over ranks, for which every rank needs the same shapes and types.
+        """
+        if self.criterion is None:
+            return ()
+        logits = torch.zeros(1, self.num_classes, 1, 1, device=self.device)
+        target = torch.full((1, 1, 1), self.ignore_index, dtype=torch.int16, device=self.device)
+        return tuple(torch.zeros_like(s, dtype=torch.float64) for s in self.criterion.statistics((logits,), target))
+
+    def finalize(self, statistics: tuple[Tensor, ...]) -> float | None:
+        """Return the loss of summed statistics; None without a criterion or if the loss is not finite."""
+        if self.criterion is None:
+            return None
+        loss = float(self.criterion.finalize(statistics))
+        return loss if math.isfinite(loss) else None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Scores, loss and number of images of an evaluation."""
+
+    scores: SegmentationScores
     loss: float | None
     num_images: int
 
     def monitored(self, name: str) -> float | None:
-        """The value that decides which checkpoint is best; larger is better."""
+        """Return the value that decides which checkpoint is best; larger is better."""
         if name == "loss":
             return None if self.loss is None else -self.loss
         value: float | None = getattr(self.scores, name)
@@ -47,33 +86,24 @@ class Evaluation:
 def evaluate(
     model: SegmentationModel,
     batches: Iterable[Batch],
-    inference: Inference,
+    settings: EvaluationSettings,
     *,
-    num_classes: int,
-    ignore_index: int,
-    device: torch.device,
-    criterion: AdditiveCriterion | None = None,
     check: Callable[[], None] = lambda: None,
     progress: Callable[[int], None] = lambda _: None,
     ranks: Ranks | None = None,
     num_checks: int = 0,
-    is_single: bool = False,
 ) -> Evaluation:
-    """Evaluates a model over batches of whole images.
+    """Evaluate a model over batches of whole images.
 
     Args:
-        model: returns a tuple, logits first; it is put into eval mode and left as it was found.
+        model: returns a tuple, logits first; it is put into eval mode, and back into its mode at the end.
         batches: uint8 images (N, 3, H, W) and targets (N, H, W); sizes may differ from batch to batch.
-        inference: how logits are computed.
-        num_classes: C.
-        ignore_index: target value that counts nowhere.
-        device: where the batches go.
-        criterion: gives the validation loss over the whole set (sums, one division); None: no loss.
-        check: called before every batch; may raise to leave.
+        settings: how the images are evaluated.
+        check: called before every batch; may raise to end the evaluation.
         progress: called with the number of images done.
-        ranks: the processes that share the images; every one gets the result of all.
-        num_checks: every rank calls `check` at least so often, so that ranks with fewer batches meet the others there.
-        is_single: image by image, whatever the size of the batches.
+        ranks: the processes that share the images; each returns the result over all images.
+        num_checks: number of calls of `check` on every rank, so that ranks with fewer batches take part in each
+            collective call of it.
 
     Raises:
         torch.OutOfMemoryError: on every rank, if one of them ran out of memory.
@@ -81,8 +111,8 @@ def evaluate(
     ranks = ranks or Ranks()
     was_training = model.training
     model.eval()
-    matrix = ConfusionMatrix(num_classes, ignore_index, device)
-    totals = None if criterion is None else no_statistics(criterion, num_classes, ignore_index, device)
+    matrix = ConfusionMatrix(settings.num_classes, settings.ignore_index, settings.device)
+    totals = settings.no_statistics()
     num_images = num_batches = 0
     failure: torch.OutOfMemoryError | None = None
     try:
@@ -91,16 +121,12 @@ def evaluate(
             check()
             num_batches += 1
             if failure is not None:
-                continue  # the other ranks count on this one at every check
-            parts = len(batch.indices) if is_single else 1
+                continue  # the other ranks need this one in every check
             try:
-                for images, target in zip(
-                    batch.images.tensor_split(parts), batch.target.tensor_split(parts), strict=True
-                ):
-                    counts, statistics = _count(model, images, target, inference, ignore_index, criterion, device)
+                for images, target in _parts(batch, settings.is_single):
+                    counts, statistics = _count(model, images, target, settings)
                     matrix.add(counts)
-                    if totals is not None:
-                        totals = tuple(a + b for a, b in zip(totals, statistics, strict=True))
+                    totals = tuple(a + b for a, b in zip(totals, statistics, strict=True))
             except torch.OutOfMemoryError as error:
                 if ranks.world_size == 1:
                     raise
@@ -115,76 +141,56 @@ def evaluate(
         raise failure or PeerOutOfMemoryError("another rank ran out of memory")
     (matrix.counts,) = ranks.sums((matrix.counts,))
     num_images = sum(ranks.gather(num_images))
-    loss = None
-    if criterion is not None and totals is not None:
-        value = float(criterion.finalize(ranks.sums(totals)))
-        loss = value if math.isfinite(value) else None
+    loss = settings.finalize(ranks.sums(totals)) if totals else None
     return Evaluation(matrix.scores(), loss, num_images)
 
 
+def _parts(batch: Batch, is_single: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    num_parts = len(batch.indices) if is_single else 1
+    return zip(batch.images.tensor_split(num_parts), batch.target.tensor_split(num_parts), strict=True)
+
+
 def _count(
-    model: SegmentationModel,
-    images: Tensor,
-    target: Tensor,
-    inference: Inference,
-    ignore_index: int,
-    criterion: AdditiveCriterion | None,
-    device: torch.device,
+    model: SegmentationModel, images: Tensor, target: Tensor, settings: EvaluationSettings
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """(C, C) counts of (target, prediction) of some images, and the criterion's statistics."""
+    """Return (C, C) counts of (target, prediction) of some images, and the criterion's statistics."""
     oom_failpoint("eval.forward")
-    normalized = inference.normalizer(images.to(device, non_blocking=True))
-    views, size = inference.views(model, normalized)
-    return count_views(views, size, target.to(device, non_blocking=True), ignore_index, inference, criterion)
+    inference, device = settings.inference, settings.device
+    views, size = inference.views(model, inference.normalizer(images.to(device, non_blocking=True)))
+    return count_views(views, size, target.to(device, non_blocking=True), settings)
 
 
 def count_views(
-    views: Tensor | list[View],
-    size: tuple[int, int],
-    target: Tensor,
-    ignore_index: int,
-    inference: Inference,
-    criterion: AdditiveCriterion | None,
+    views: Tensor | list[View], size: tuple[int, int], target: Tensor, settings: EvaluationSettings
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Counts of low-resolution logits; one pass where the criterion is cross-entropy.
+    """Return pixel counts and loss statistics of low-resolution logits; cross-entropy takes a single pass.
 
     Args:
-        views: what `Inference.views` gave, and the size it stands for.
-        size: (H', W'), at least that of the target.
+        views: logits (N, C, h, w) or views, as `Inference.views` returns them.
+        size: (H', W') that they stand for, at least that of the target.
         target: (N, H, W), on the views' device.
-        ignore_index: target value that counts nowhere.
-        inference: how the logits were computed.
-        criterion: gives statistics; None: none.
+        settings: how the logits were computed, and the criterion.
 
     Returns:
-        (C, C) int64, rows the target's class, and the criterion's statistics.
+        (C, C) int64, row: target's class, column: predicted class; and the criterion's statistics, () without one.
     """
-    align_corners = inference.align_corners
-    target = F.pad(target, (0, size[1] - target.shape[-1], 0, size[0] - target.shape[-2]), value=ignore_index)
-    is_one_pass = isinstance(criterion, CriterionCE)
-    scores = upsample_confusion(
+    align_corners, criterion = settings.inference.align_corners, settings.criterion
+    padding = (0, size[1] - target.shape[-1], 0, size[0] - target.shape[-2])
+    target = F.pad(target, padding, value=settings.ignore_index)
+    is_cross_entropy = isinstance(criterion, CriterionCE)
+    counted = upsample_confusion(
         views,
         target,
         align_corners=align_corners,
-        ignore_index=ignore_index,
+        ignore_index=settings.ignore_index,
         weight=criterion.weight if isinstance(criterion, CriterionCE) else None,
         label_smoothing=criterion.label_smoothing if isinstance(criterion, CriterionCE) else 0.0,
-        with_loss=is_one_pass,
+        with_loss=is_cross_entropy,
     )
-    if is_one_pass or criterion is None:
-        return scores.confusion, (scores.loss_sum, scores.weight_sum)
+    if is_cross_entropy:
+        return counted.confusion, (counted.loss_sum, counted.weight_sum)
+    if criterion is None:
+        return counted.confusion, ()
     if not isinstance(views, Tensor):
         views = upsample_logits(views, (target.shape[-2], target.shape[-1]), align_corners=align_corners)
-    return scores.confusion, criterion.statistics((views,), target)
-
-
-def no_statistics(
-    criterion: AdditiveCriterion, num_classes: int, ignore_index: int, device: torch.device
-) -> tuple[Tensor, ...]:
-    """The statistics of no image at all: zeros of the right shapes, in float64 as all sums over an evaluation.
-
-    A rank without images takes part in the sum over the ranks, for which every rank needs one type.
-    """
-    logits = torch.zeros(1, num_classes, 1, 1, device=device)
-    target = torch.full((1, 1, 1), ignore_index, dtype=torch.int16, device=device)
-    return tuple(torch.zeros_like(s, dtype=torch.float64) for s in criterion.statistics((logits,), target))
+    return counted.confusion, criterion.statistics((views,), target)

@@ -22,7 +22,7 @@ from segapp.build.trained import TrainedModel
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.layouts.formats import ClassScheme
 from segapp.inference.predict import colorize, predict_image
-from segapp.metrics import ConfusionMatrix, Scores
+from segapp.metrics import ConfusionMatrix, SegmentationScores
 
 PICTURE_PX = 480
 """Longer side of a picture."""
@@ -52,7 +52,7 @@ class Judgement:
     """A whole split."""
 
     split: str
-    scores: Scores
+    scores: SegmentationScores
     matrix: NDArray[np.int64]
     """(C, C) counts of (target, prediction)."""
     worst: list[JudgedImage]

@@ -19,7 +19,7 @@ from segapp.checkpoint.training_state import CheckpointStore, capture_rng, resto
 from segapp.config import LiveSettings, RunConfig
 from segapp.errors import DataError, NonFiniteError, OutOfMemoryError, WorkerError
 from segapp.failpoints import failpoint
-from segapp.inference.evaluate import Evaluation, evaluate
+from segapp.inference.evaluate import Evaluation, EvaluationSettings, evaluate
 from segapp.inference.sliding import Inference
 from segapp.memory.oom_report import OomReport, OomSnapshot
 from segapp.optim import lr_at
@@ -424,15 +424,17 @@ class Trainer:
         return evaluate(
             self.evaluated_model,
             self.val_loader,
-            self.lessons.adapted(self.inference),
-            num_classes=self.num_classes,
-            ignore_index=self.ignore_index,
-            device=self.engine.device,
-            criterion=self.engine.criterion.task,
+            EvaluationSettings(
+                self.lessons.adapted(self.inference),
+                self.num_classes,
+                self.ignore_index,
+                self.engine.device,
+                self.engine.criterion.task,
+                is_single=self.lessons.is_eval_single,
+            ),
             check=self.attention.check,
             ranks=self.ranks,
             num_checks=self._num_val_checks,
-            is_single=self.lessons.is_eval_single,
         )
 
     def _handle_eval_oom(self, error: Exception) -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segapp.datasets.loader import Batch
-from segapp.inference.evaluate import evaluate
+from segapp.inference.evaluate import EvaluationSettings, evaluate
 from segapp.inference.normalize import Normalizer
 from segapp.inference.sliding import Inference, window_corners
 from segapp.metrics import ConfusionMatrix
@@ -75,10 +75,7 @@ def test_sliding_window_time_against_full_resolution_sums(name: str, encoder: st
         found = evaluate(
             model,
             [Batch(images, target, (0,))],
-            inference,
-            num_classes=CLASSES,
-            ignore_index=255,
-            device=torch.device("cpu"),
+            EvaluationSettings(inference, CLASSES, 255, torch.device("cpu")),
         )
         return found.scores.miou
 

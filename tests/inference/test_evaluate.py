@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from segapp.datasets.loader import Batch
-from segapp.inference.evaluate import evaluate
+from segapp.inference.evaluate import EvaluationSettings, evaluate
 from segapp.inference.normalize import Normalizer
 from segapp.inference.sliding import Inference, window_corners
 from segapp.losses import CriterionCE, CriterionDice, CriterionLovasz, upsample_probabilities
@@ -34,7 +34,7 @@ NORMALIZER = Normalizer((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 
 
 class ColorNet(nn.Module):
-    """Logits are the averaged colours of 2 x 2 pixels; takes multiples of 4, as a strided network does."""
+    """A network whose logits are colours averaged over 2 x 2 pixels; like a strided one it accepts multiples of 4."""
 
     def suitable_size(self, height: int, width: int) -> tuple[int, int]:
         return -(-height // 4) * 4, -(-width // 4) * 4
@@ -54,9 +54,8 @@ def batch(height: int, width: int, seed: int) -> Batch:
 
 def test_evaluation_of_mixed_sizes_equals_full_resolution() -> None:
     batches = [batch(16, 24, 0), batch(13, 18, 1), batch(9, 31, 2)]
-    found = evaluate(
-        ColorNet(), batches, Inference(NORMALIZER), num_classes=3, ignore_index=255, device=CPU, criterion=CriterionCE()
-    )
+    settings = EvaluationSettings(Inference(NORMALIZER), 3, 255, CPU, CriterionCE())
+    found = evaluate(ColorNet(), batches, settings)
     hits = np.zeros((3, 3), np.int64)
     loss_sum, count = 0.0, 0
     for each in batches:
@@ -84,7 +83,7 @@ def test_evaluation_of_mixed_sizes_equals_full_resolution() -> None:
     st.integers(1, 70),
     st.sampled_from([0.0, 1 / 3, 0.5, 0.9]),
 )
-def test_windows_cover_every_pixel_and_stay_inside(h: int, w: int, wh: int, ww: int, overlap: float) -> None:
+def test_windows_cover_every_pixel_inside_the_image(h: int, w: int, wh: int, ww: int, overlap: float) -> None:
     window = (min(wh, h), min(ww, w))
     covered = np.zeros((h, w), int)
     for top, left in window_corners((h, w), window, overlap):
@@ -111,7 +110,7 @@ def test_window_as_large_as_the_image_equals_no_window() -> None:
     torch.testing.assert_close(plain, naive(ColorNet(), images).softmax(1))
 
 
-def test_windows_are_averaged_where_they_overlap() -> None:
+def test_overlapping_windows_are_averaged() -> None:
     images = NORMALIZER(batch(16, 24, 0).images)
     found = full_probabilities(Inference(NORMALIZER, window_px=(16, 16), overlap=0.5), ColorNet(), images)
     left, right = naive(ColorNet(), images[..., :16]), naive(ColorNet(), images[..., 8:])
@@ -129,7 +128,7 @@ def test_mirrored_padded_image_gives_mirrored_prediction(
     plain = Inference(NORMALIZER, window_px=window_px)
     one = full_probabilities(plain, ColorNet(), images)[..., :19, :29]
     frame = images
-    if window_px is None:  # the padding stays where it is, at the right of the image
+    if window_px is None:  # the padding stays at the right of the image
         frame = F.pad(images, (0, 3, 0, 1))
     other = full_probabilities(plain, ColorNet(), frame.flip(-1)).flip(-1)[..., :19, :29]
     torch.testing.assert_close(found, (one + other) / 2, rtol=1e-4, atol=1e-6)
@@ -168,7 +167,7 @@ def test_scores_and_loss_equal_those_of_upsampled_logits(criterion: Any, options
     batches = [batch(16, 24, 0), batch(19, 29, 1)]
     inference = Inference(NORMALIZER, **options)
     model = ColorNet()
-    found = evaluate(model, batches, inference, num_classes=3, ignore_index=255, device=CPU, criterion=criterion)
+    found = evaluate(model, batches, EvaluationSettings(inference, 3, 255, CPU, criterion))
     matrix = ConfusionMatrix(3)
     totals = None
     for each in batches:
@@ -185,7 +184,7 @@ def test_scores_and_loss_equal_those_of_upsampled_logits(criterion: Any, options
 def test_evaluation_restores_the_mode_of_the_model() -> None:
     for mode in (True, False):
         model = ColorNet().train(mode)
-        evaluate(model, [batch(16, 16, 0)], Inference(NORMALIZER), num_classes=3, ignore_index=255, device=CPU)
+        evaluate(model, [batch(16, 16, 0)], EvaluationSettings(Inference(NORMALIZER), 3, 255, CPU))
         assert model.training == mode
 
 
@@ -238,7 +237,7 @@ def test_eval_equals_official_evaluator_on_written_predictions(
         else:
             assert theirs == pytest.approx(iou, abs=1e-6)
     assert official["averageScoreClasses"] == pytest.approx(ours["miou"], abs=1e-6)
-    assert {*ours["groups"], "void"} == set(official["categoryScores"])  # theirs of void is not a number
+    assert {*ours["groups"], "void"} == set(official["categoryScores"])  # theirs gives NaN for void
     for name, iou in ours["groups"].items():
         theirs = official["categoryScores"][name]
         assert np.isnan(theirs) if iou is None else theirs == pytest.approx(iou, abs=1e-6)
@@ -246,7 +245,7 @@ def test_eval_equals_official_evaluator_on_written_predictions(
 
 
 def check_rows(text: str, ours: dict[str, Any]) -> None:
-    """The images' scores against the whole: valid pixels and hits add up."""
+    """Check the per-image scores against those of the split: valid pixels and hits add up."""
     rows = list(csv.DictReader(io.StringIO(text)))
     assert [row["image"] for row in rows] == [f"town/town_000000_{i:06}_leftImg8bit" for i in range(3)]
     total = sum(int(row["num_valid_px"]) for row in rows)
@@ -259,7 +258,7 @@ def check_rows(text: str, ours: dict[str, Any]) -> None:
 
 
 def official_scores(root: Path, predictions: Path, out: Path) -> dict[str, Any]:
-    """The result of the cityscapesscripts package, in a process of its own (it keeps global state)."""
+    """Return the result of the cityscapesscripts package, run in a process of its own because of its global state."""
     code = (
         "import json, sys, glob\n"
         "import cityscapesscripts.evaluation.evalPixelLevelSemanticLabeling as official\n"

@@ -1,4 +1,4 @@
-"""Evaluation in detail: devices, memory, groups, boundaries, each held against something independent."""
+"""Detailed evaluation: devices, memory, groups and boundaries, each compared with an independent computation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from segapp.datasets.loader import Batch
 from segapp.errors import OutOfMemoryError
 from segapp.inference.boundary_iou import BoundaryIoU, boundary
 from segapp.inference.confusion_image import draw_confusion
-from segapp.inference.evaluate import evaluate
+from segapp.inference.evaluate import EvaluationSettings, evaluate
 from segapp.inference.evaluator import Evaluator, evaluate_on_devices
 from segapp.inference.normalize import Normalizer
 from segapp.inference.sliding import Inference
@@ -32,7 +32,7 @@ NORMALIZER = Normalizer((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 
 
 class ColorNet(nn.Module):
-    """Logits are averaged colours; refuses images of more pixels than its capacity, as a full device does."""
+    """A network whose logits are averaged colours; out of memory for images of more pixels than its capacity."""
 
     fixed_size_px = None
 
@@ -60,16 +60,9 @@ def batch(height: int, width: int, seed: int) -> Batch:
     return Batch(images, target, (seed,))
 
 
-def judge(model: Any = None, **options: Any) -> Evaluator:
-    return Evaluator(
-        model or ColorNet(),
-        options.pop("inference", Inference(NORMALIZER)),
-        CriterionCE(),
-        CPU,
-        num_classes=3,
-        ignore_index=255,
-        **options,
-    )
+def evaluator(model: Any = None, inference: Inference | None = None, **options: Any) -> Evaluator:
+    settings = EvaluationSettings(inference or Inference(NORMALIZER), 3, 255, CPU, CriterionCE())
+    return Evaluator(model or ColorNet(), settings, **options)
 
 
 BATCHES = [batch(16 + i, 24 + 2 * i, i) for i in range(7)]
@@ -77,19 +70,18 @@ BATCHES = [batch(16 + i, 24 + 2 * i, i) for i in range(7)]
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
 def test_eval_on_any_number_of_devices_equals_training_scores(num_devices: int) -> None:
-    expected = evaluate(
-        ColorNet(), BATCHES, Inference(NORMALIZER), num_classes=3, ignore_index=255, device=CPU, criterion=CriterionCE()
-    )
+    settings = EvaluationSettings(Inference(NORMALIZER), 3, 255, CPU, CriterionCE())
+    expected = evaluate(ColorNet(), BATCHES, settings)
     done: list[int] = []
-    first = judge(with_images=True, with_boundary=True)
-    judges = [first, *(first.on(CPU) for _ in range(num_devices - 1))]
-    found = evaluate_on_devices(judges, BATCHES, done.append)
+    first = evaluator(with_images=True, with_boundary=True)
+    evaluators = [first, *(first.on(CPU) for _ in range(num_devices - 1))]
+    found = evaluate_on_devices(evaluators, BATCHES, done.append)
     assert found.evaluation.scores == expected.scores
     assert found.evaluation.loss == pytest.approx(expected.loss, rel=1e-6)
     assert found.evaluation.num_images == done[-1] == len(BATCHES)
     assert list(found.per_image) == list(range(len(BATCHES)))
     assert torch.equal(sum(found.per_image.values()), found.matrix)
-    assert found.boundary_iou == evaluate_on_devices([judge(with_boundary=True)], BATCHES).boundary_iou
+    assert found.boundary_iou == evaluate_on_devices([evaluator(with_boundary=True)], BATCHES).boundary_iou
 
 
 def test_failing_device_ends_the_evaluation() -> None:
@@ -98,26 +90,26 @@ def test_failing_device_ends_the_evaluation() -> None:
             raise ValueError("no such layer")
 
     with pytest.raises(ValueError, match="no such layer"):
-        evaluate_on_devices([judge(), judge(Broken())], BATCHES)
+        evaluate_on_devices([evaluator(), evaluator(Broken())], BATCHES)
 
 
 def test_image_too_large_is_evaluated_in_smaller_windows() -> None:
     batches = [batch(200, 300, 0), batch(40, 50, 1)]
     model = ColorNet(capacity_px=80 * 90)
-    found = evaluate_on_devices([judge(model)], batches)
-    windowed = judge(inference=Inference(NORMALIZER, window_px=(64, 75)))
+    found = evaluate_on_devices([evaluator(model)], batches)
+    windowed = evaluator(inference=Inference(NORMALIZER, window_px=(64, 75)))
     windowed.add(batches[0])
-    whole = judge()
+    whole = evaluator()
     whole.add(batches[1])
     assert torch.equal(found.matrix, windowed.matrix.matrix + whole.matrix.matrix)
     assert len(found.notes) >= 1
     assert "windows of" in found.notes[-1]
     assert model.largest_px <= model.capacity_px
     planned = ColorNet()
-    evaluate_on_devices([judge(planned, max_px=10_000)], batches)
+    evaluate_on_devices([evaluator(planned, max_px=10_000)], batches)
     assert planned.largest_px <= 10_000
     with pytest.raises(OutOfMemoryError, match="does not fit"):
-        evaluate_on_devices([judge(ColorNet(capacity_px=100))], batches)
+        evaluate_on_devices([evaluator(ColorNet(capacity_px=100))], batches)
 
 
 @given(st.integers(0, 10_000), st.booleans())
@@ -132,9 +124,9 @@ def test_scores_equal_torchmetrics_with_absent_classes(seed: int, has_absent: bo
     scores = matrix.scores()
     theirs = MulticlassJaccardIndex(6, average=None, ignore_index=255)(prediction, target)
     for ours, value in zip(scores.iou, theirs.tolist(), strict=True):
-        assert value == pytest.approx(0.0 if ours is None else ours, abs=1e-6)  # they give absent classes 0
+        assert value == pytest.approx(0.0 if ours is None else ours, abs=1e-6)  # torchmetrics gives absent classes 0
     mean = MulticlassJaccardIndex(6, average="macro", ignore_index=255)(prediction, target)
-    assert scores.miou == pytest.approx(float(mean), abs=1e-6)  # and leave them out of the mean, as we do
+    assert scores.miou == pytest.approx(float(mean), abs=1e-6)  # and excludes them from the mean too
 
 
 @given(st.integers(0, 10_000))
@@ -152,7 +144,7 @@ def test_group_scores_equal_scores_of_relabelled_images(seed: int) -> None:
 
 
 def slow_boundary(region: np.ndarray, width_px: int) -> np.ndarray:
-    """Pixels of the region with a pixel outside it (or outside the image) at most so many rows and columns away."""
+    """Return the pixels of a region (H, W) that are at most `width_px` rows and columns from a pixel outside it."""
     height, width = region.shape
     found = np.zeros_like(region)
     for y in range(height):

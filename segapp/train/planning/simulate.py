@@ -38,7 +38,7 @@ from segapp.datasets.dataset import image_sizes
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import Batch
 from segapp.errors import ConfigError, DataError, SegappError
-from segapp.inference.evaluate import evaluate
+from segapp.inference.evaluate import EvaluationSettings, evaluate
 from segapp.inference.normalize import NormalizedInput, Normalizer
 from segapp.losses import AdditiveCriterion
 from segapp.memory.simulation.backend import BACKEND, CHANGE_IN_PLACE, place, simulation, skeleton
@@ -340,11 +340,13 @@ class Simulator:
             evaluate(
                 model,
                 batches(),
-                inference,
-                num_classes=self.scheme.num_classes,
-                ignore_index=self.scheme.ignore_index,
-                device=engine.device,
-                criterion=engine.criterion.task,
+                EvaluationSettings(
+                    inference,
+                    self.scheme.num_classes,
+                    self.scheme.ignore_index,
+                    engine.device,
+                    engine.criterion.task,
+                ),
             )
         except _Done:
             return
