@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from segapp.losses.additive import MeanCriterion
-from segapp.losses.checks import (
+from segapp.losses.fused.bands_cross_entropy import CrossEntropyOptions, cross_entropy_on_bands
+from segapp.losses.fused.checks import (
     as_class_weight,
     check_inputs,
     check_label_smoothing,
@@ -24,7 +25,6 @@ from segapp.losses.checks import (
     is_simulated,
     needs_plain_operators,
 )
-from segapp.losses.fused.bands_cross_entropy import CrossEntropyOptions, cross_entropy_on_bands
 from segapp.losses.fused.pixel_sums import CrossEntropySums, upsampled_sums
 from segapp.losses.fused.reference import (
     compute_dtype,

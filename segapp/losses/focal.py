@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from segapp.losses.additive import MeanCriterion
-from segapp.losses.checks import as_class_weight
+from segapp.losses.fused.checks import as_class_weight
 from segapp.losses.fused.pixel_sums import pixel_cross_entropy, upsampled_sums
 from segapp.losses.fused.reference import target_weight_sum
 

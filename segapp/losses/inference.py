@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from segapp.losses.checks import check_inputs, check_label_smoothing, check_target_range, class_ids
 from segapp.losses.fused.bands import Band, sweep_bands
 from segapp.losses.fused.bands_cross_entropy import CrossEntropyOptions, CrossEntropyTerms
+from segapp.losses.fused.checks import check_inputs, check_label_smoothing, check_target_range, class_ids
 from segapp.losses.fused.pixel_sums import CrossEntropySums
 from segapp.losses.fused.reference import compute_dtype
 from segapp.losses.fused.views import View, check_views, first_logits, logit_bands, probability_bands

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from segapp.losses.additive import MeanCriterion
-from segapp.losses.checks import check_inputs, check_target_range, class_ids, has_values, valid_pixels
 from segapp.losses.dice import check_classes
 from segapp.losses.fused.bands import Band, sweep_bands
+from segapp.losses.fused.checks import check_inputs, check_target_range, class_ids, has_values, valid_pixels
 from segapp.losses.fused.reference import compute_dtype, upsample
 
 

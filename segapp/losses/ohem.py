@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from segapp.losses.additive import HeadCriterion, Statistics, reciprocal_or_zero
-from segapp.losses.checks import as_class_weight
+from segapp.losses.fused.checks import as_class_weight
 from segapp.losses.fused.pixel_sums import pixel_cross_entropy, upsampled_sums
 
 DROPPED_BITS = 15

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from segapp.losses.checks import check_target_range, valid_pixels
 from segapp.losses.fused.bands import Band, sweep_bands
+from segapp.losses.fused.checks import check_target_range, valid_pixels
 from segapp.losses.fused.reference import compute_dtype
 
 UNDERFLOW = 1e-30

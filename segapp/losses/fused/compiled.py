@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from segapp.losses.checks import check_target_range, valid_pixels
 from segapp.losses.fused.bands_cross_entropy import UNDERFLOW, CrossEntropyOptions, cross_entropy_on_bands
+from segapp.losses.fused.checks import check_target_range, valid_pixels
 from segapp.losses.fused.grid import Grid, grid_of
 from segapp.losses.fused.reference import compute_dtype
 

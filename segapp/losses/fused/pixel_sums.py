@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from segapp.losses.checks import check_inputs, check_target_range, class_ids, has_values
 from segapp.losses.fused.bands import Band, sweep_bands
+from segapp.losses.fused.checks import check_inputs, check_target_range, class_ids, has_values
 from segapp.losses.fused.reference import compute_dtype, upsample
 
 FULL_BYTES = 4 << 20

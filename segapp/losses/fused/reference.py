@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from segapp.losses.checks import class_ids, has_values, valid_pixels
+from segapp.losses.fused.checks import class_ids, has_values, valid_pixels
 from segapp.losses.fused.grid import dense_matrices, products_are_exact
 
 DENSE_SIDE = 32

@@ -27,8 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from segapp.losses.checks import raise_reported, report_range
 from segapp.losses.fused.bands_cross_entropy import CrossEntropyOptions
+from segapp.losses.fused.checks import raise_reported, report_range
 from segapp.losses.fused.grid import Axis
 from segapp.losses.fused.reference import compute_dtype
 
