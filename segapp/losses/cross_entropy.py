@@ -232,7 +232,7 @@ def _operator(
     """(loss sum, weight sum, gradient of the loss sum), all from one pass; the gradient is empty unless asked for."""
     options = CrossEntropyOptions(align_corners, ignore_index, label_smoothing)
     if implementation == "triton":
-        from segapp.losses.fused.triton_kernels import cross_entropy_by_triton as compute
+        from segapp.losses.fused.triton_cross_entropy import cross_entropy_by_triton as compute
     elif implementation == "compiled":
         from segapp.losses.fused.compiled import cross_entropy_on_cells as compute
     elif implementation == "bands":

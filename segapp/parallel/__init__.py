@@ -33,8 +33,10 @@ if TYPE_CHECKING:
     from segapp.parallel.launch import die_with_parent, launch_local
     from segapp.parallel.model_parallel import StagePlacement, balance_stages, measure_stages, place_stages, plan_stages
     from segapp.parallel.penalties import gradient_penalty
+    from segapp.parallel.ranks import PeerOutOfMemoryError, Ranks
     from segapp.parallel.rendezvous import ReplicaDesyncError, ReplicaError, ReplicaOutOfMemoryError, current_replica
-    from segapp.parallel.replicas import gather, reduce_add, replicate, resolve_devices, run_replicas, scatter
+    from segapp.parallel.replicas import replicate, run_replicas
+    from segapp.parallel.scatter_gather import gather, reduce_add, resolve_devices, scatter
     from segapp.parallel.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 
 _HOMES = {
@@ -51,12 +53,18 @@ _HOMES = {
         "current_replica",
     ),
     "replicas": (
+        "replicate",
+        "run_replicas",
+    ),
+    "scatter_gather": (
         "gather",
         "reduce_add",
-        "replicate",
         "resolve_devices",
-        "run_replicas",
         "scatter",
+    ),
+    "ranks": (
+        "PeerOutOfMemoryError",
+        "Ranks",
     ),
     "data_parallel": (
         "BalancedDataParallel",
@@ -109,7 +117,9 @@ __all__ = [
     "DataParallelCriterion",
     "DataParallelModel",
     "DistributedSetupError",
+    "PeerOutOfMemoryError",
     "RankInfo",
+    "Ranks",
     "ReplicaDesyncError",
     "ReplicaError",
     "ReplicaOutOfMemoryError",

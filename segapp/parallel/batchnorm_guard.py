@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from segapp.parallel.replicas import map_tensors
+from segapp.parallel.scatter_gather import map_tensors
 from segapp.parallel.sync_batchnorm import SyncBatchNorm
 
 

@@ -14,19 +14,16 @@ from torch import Tensor, nn
 
 from segapp.parallel.chunks import check_gpu0_bsz, plan_chunks
 from segapp.parallel.rendezvous import DEFAULT_TIMEOUT_S, Mode
-from segapp.parallel.replicas import (
+from segapp.parallel.replicas import check_replicable, replicate, run_replicas, write_back_buffers
+from segapp.parallel.scatter_gather import (
     DeviceLike,
     batch_size,
-    check_replicable,
     gather,
     reduce_add,
-    replicate,
     resolve_devices,
-    run_replicas,
     scatter,
     tensors_in,
     to_device,
-    write_back_buffers,
 )
 
 

@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from segapp.parallel.launch import die_with_parent
-from segapp.parallel.replicas import DeviceLike, resolve_devices
+from segapp.parallel.scatter_gather import DeviceLike, resolve_devices
 from segapp.parallel.sync_batchnorm import SyncBatchNorm
 
 START_TIMEOUT_S = 600.0

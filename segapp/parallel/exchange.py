@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from segapp.parallel.rendezvous import current_replica
-from segapp.parallel.replicas import reduce_add
+from segapp.parallel.scatter_gather import reduce_add
 
 
 def allreduce(*tensors: Tensor) -> tuple[Tensor, ...]:

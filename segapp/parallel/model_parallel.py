@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from segapp.parallel.replicas import DeviceLike, check_replicable, resolve_devices, to_device
+from segapp.parallel.replicas import check_replicable
+from segapp.parallel.scatter_gather import DeviceLike, resolve_devices, to_device
 
 
 @dataclass

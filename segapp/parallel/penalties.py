@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from segapp.parallel.exchange import has_other_ranks, stack_ranks, sum_over_ranks
-from segapp.parallel.replicas import tensors_in
+from segapp.parallel.scatter_gather import tensors_in
 from segapp.parallel.sync_batchnorm import join_moments
 
 PenaltyKind = Literal["wgan-gp", "wgan-lp", "dragan"]

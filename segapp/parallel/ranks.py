@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from segapp.parallel import RankInfo
+from segapp.parallel.distributed import RankInfo
 
 
 class PeerOutOfMemoryError(torch.OutOfMemoryError):

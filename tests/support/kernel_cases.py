@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from segapp.losses.fused.bands_cross_entropy import CrossEntropyOptions
 from segapp.losses.fused.checks import raise_reported
-from segapp.losses.fused.triton_kernels import cross_entropy_by_triton
+from segapp.losses.fused.triton_cross_entropy import cross_entropy_by_triton
 
 SHAPES = [(2, 5, 3, 7, 13, 70), (1, 19, 3, 6, 24, 48), (2, 3, 4, 6, 4, 6), (1, 150, 2, 3, 16, 20), (1, 60, 1, 1, 9, 11)]
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

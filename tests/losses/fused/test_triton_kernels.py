@@ -46,7 +46,7 @@ def resource_usage(num_classes, dtype, target_type, capability, tmp_path):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from segapp.losses.fused import triton_kernels as kernels
+    from segapp.losses.fused import triton_cross_entropy as kernels
     from segapp.losses.fused.bands_cross_entropy import CrossEntropyOptions
 
     shape = kernels.shape_of(num_classes, dtype)

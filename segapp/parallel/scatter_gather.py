@@ -1,0 +1,218 @@
+"""Devices, and batches on several of them: scatter, gather, sum; for nested tuples, lists, mappings and dataclasses.
+
+Everything here is differentiable any number of times.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+DeviceLike: TypeAlias = int | str | torch.device
+
+
+# ---------------------------------------------------------------------------------------------------------- devices
+def resolve_devices(device_ids: Iterable[DeviceLike] | None = None) -> tuple[torch.device, ...]:
+    """The devices meant, each known to exist.
+
+    Args:
+        device_ids: CUDA indices, strings or `torch.device`s, repetitions allowed; None takes all CUDA devices, or the
+            CPU where there is none.
+
+    Raises:
+        TypeError: an entry is none of these.
+        ValueError: an entry names no device of this machine, or there is no entry.
+
+    Example:
+        >>> resolve_devices(["cpu", "cpu"])
+        (device(type='cpu'), device(type='cpu'))
+    """
+    if device_ids is None:
+        found = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+        return tuple(found) or (torch.device("cpu"),)
+    if isinstance(device_ids, str | int | torch.device):
+        raise TypeError(f"device_ids={device_ids!r} is one device: give a list, such as [{device_ids!r}]")
+    devices = tuple(_resolve_device(device_id) for device_id in device_ids)
+    if not devices:
+        raise ValueError("device_ids is empty: name at least one device, or use None for all CUDA devices")
+    return devices
+
+
+def _resolve_device(device_id: DeviceLike) -> torch.device:
+    if isinstance(device_id, bool) or not isinstance(device_id, str | int | torch.device):
+        raise TypeError(f"device {device_id!r} is not a CUDA index, a string or a torch.device")
+    try:
+        device = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
+    except RuntimeError as error:
+        raise ValueError(f"device {device_id!r} is unknown: use 'cpu', 'cuda:0' or a CUDA index like 0") from error
+    if device.type == "meta":
+        raise ValueError("device 'meta' holds no values: use a device that computes")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if count == 0:
+            raise ValueError(f"device {device_id!r}: no CUDA device is visible here: use ['cpu'], or see nvidia-smi")
+        device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+        if device.index >= count:
+            raise ValueError(f"device {device_id!r}: only {count} CUDA devices are visible: use 0 to {count - 1}")
+    return device
+
+
+# ------------------------------------------------------------------------------------------------------- structures
+def _children(item: Any) -> list[Any] | None:
+    """What a container holds, or None for a leaf. Tuples, lists, mappings and dataclasses are containers."""
+    if isinstance(item, list | tuple):
+        return list(item)
+    if isinstance(item, dict):
+        return list(item.values())
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        return [getattr(item, field.name) for field in dataclasses.fields(item)]
+    return None
+
+
+def _refill(item: Any, children: Sequence[Any]) -> Any:
+    """A container of the same kind, with other contents."""
+    if isinstance(item, tuple):
+        return type(item)(*children) if hasattr(item, "_fields") else type(item)(children)
+    filled = copy.copy(item)
+    if isinstance(item, list):
+        filled[:] = children
+    elif isinstance(item, dict):
+        for key, child in zip(item, children, strict=True):
+            filled[key] = child
+    else:
+        for field, child in zip(dataclasses.fields(item), children, strict=True):
+            object.__setattr__(filled, field.name, child)
+    return filled
+
+
+def tensors_in(item: Any) -> Iterator[Tensor]:
+    """All tensors in nested tuples, lists, dicts and dataclasses, in order."""
+    if isinstance(item, Tensor):
+        yield item
+    else:
+        for child in _children(item) or ():
+            yield from tensors_in(child)
+
+
+def map_tensors(function: Callable[[Tensor], Any], item: Any) -> Any:
+    """The same structure with every tensor replaced; what is not a tensor stays."""
+    if isinstance(item, Tensor):
+        return function(item)
+    children = _children(item)
+    return item if children is None else _refill(item, [map_tensors(function, child) for child in children])
+
+
+def to_device(item: Any, device: torch.device) -> Any:
+    """The same structure with every tensor on one device; copies to an accelerator do not wait."""
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=device.type != "cpu"), item)
+
+
+def batch_size(item: Any, dim: int = 0) -> int | None:
+    """Samples in the first tensor that has a dimension `dim`; None where there is no such tensor."""
+    return next((tensor.size(dim) for tensor in tensors_in(item) if _has_dim(tensor, dim)), None)
+
+
+def _has_dim(tensor: Tensor, dim: int) -> bool:
+    return -tensor.dim() <= dim < tensor.dim()
+
+
+# -------------------------------------------------------------------------------------------------- scatter, gather
+def scatter(item: T, devices: Sequence[torch.device], sizes: Sequence[int], dim: int = 0) -> list[T]:
+    """Cuts a batch into chunks, one per device.
+
+    Tensors are cut along `dim`; on their own device a chunk is a view. 0-d tensors and what is not a tensor go to every
+    device whole. Tuples, named tuples, lists, dicts and dataclasses keep their type.
+
+    Args:
+        item: the batch: tensors whose size along `dim` is `sum(sizes)`, nested as one likes.
+        devices: one per chunk.
+        sizes: samples per chunk, none of them negative.
+        dim: the dimension of the samples.
+
+    Returns:
+        The chunks in device order; gradients flow back to `item`.
+
+    Raises:
+        ValueError: a tensor's size is not the sum of the sizes.
+    """
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+
+    def chunk_on(device: torch.device, start: int, size: int) -> Callable[[Tensor], Tensor]:
+        def cut(tensor: Tensor) -> Tensor:
+            if tensor.dim() > 0:
+                if not _has_dim(tensor, dim) or tensor.size(dim) != sum(sizes):
+                    raise ValueError(
+                        f"a tensor of shape {tuple(tensor.shape)} cannot be cut along dim {dim} into {list(sizes)}:"
+                        " every tensor of a batch needs the same number of samples there"
+                    )
+                # narrow, because the several views that split() makes forbid in-place operations
+                tensor = tensor if size == sum(sizes) else tensor.narrow(dim, start, size)
+            return tensor.to(device, non_blocking=device.type != "cpu")
+
+        return cut
+
+    return [
+        map_tensors(chunk_on(device, start, size), item)
+        for device, start, size in zip(devices, starts, sizes, strict=True)
+    ]
+
+
+def gather(outputs: Sequence[T], device: torch.device, dim: int = 0) -> T:
+    """Puts the replicas' outputs together on one device: the inverse of `scatter`.
+
+    Tensors are joined along `dim`, 0-d tensors become one value per replica. Containers keep their type. Anything else
+    must be the same from every replica.
+
+    Args:
+        outputs: one structure per replica, in replica order.
+        device: where the joined tensors go.
+        dim: the dimension of the samples.
+
+    Raises:
+        TypeError: replicas returned different structures or different plain values.
+    """
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        moved = [_expect_tensor(output).to(device, non_blocking=device.type != "cpu") for output in outputs]
+        joined = moved[0] if len(moved) == 1 and first.dim() else None
+        if joined is None:
+            joined = torch.cat(moved, dim) if first.dim() else torch.stack(moved)
+        return joined  # type: ignore[return-value]
+    children = _children(first)
+    if children is None:
+        if any(isinstance(output, Tensor) or output != first for output in outputs[1:]):
+            raise TypeError(f"replicas returned different values, such as {first!r}: return tensors, or equal values")
+        return first
+    columns = [_children(output) for output in outputs]
+    if any(type(output) is not type(first) for output in outputs) or any(
+        column is None or len(column) != len(children) for column in columns
+    ):
+        raise TypeError(f"replicas returned different structures of {type(first).__name__}: return the same from each")
+    if isinstance(first, dict):
+        columns = [[output[key] for key in first] for output in outputs]  # type: ignore[index]
+    return _refill(first, [gather(column, device, dim) for column in zip(*columns, strict=True)])  # type: ignore[no-any-return]
+
+
+def _expect_tensor(output: Any) -> Tensor:
+    if not isinstance(output, Tensor):
+        raise TypeError(f"one replica returned a tensor and another {output!r}: return the same structure from each")
+    return output
+
+
+def reduce_add(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The tensors' sum on one device, added in the given order so that every run rounds alike.
+
+    Args:
+        tensors: of one shape, on any devices; at least one.
+        device: where the sum lies.
+    """
+    total = tensors[0].to(device, non_blocking=device.type != "cpu")
+    for tensor in tensors[1:]:
+        total = total + tensor.to(device, non_blocking=device.type != "cpu")
+    return total
