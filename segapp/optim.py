@@ -1,35 +1,56 @@
-"""Optimizers, the learning rate as a pure function of the step, and the average of the weights."""
+"""Optimizers, the learning rate as a pure function of the step, and the moving average of the weights."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-
-from segapp.config.sections import OptimConfig, ScheduleConfig
 
 Module = TypeVar("Module", bound=nn.Module)
 _NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
 
 
-def lr_at(step: int, schedule: ScheduleConfig, *, lr: float, total_steps: int, steps_per_epoch: int) -> float:
-    """The learning rate of a step; depends on nothing else, so a resumed run needs no scheduler state.
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate over a run, relative to its base value.
+
+    With t from 0 at the first step towards 1 after the last: `poly` is (lr - min_lr) (1 - t)^power + min_lr (Liu et
+    al., ParseNet, 2015); `cosine` is half a cosine from lr to min_lr (Loshchilov & Hutter, SGDR, 2017); `step` is lr
+    times gamma for each of `step_epochs` that is over. Warm-up multiplies by a line from `warmup_factor` to 1.
+
+    Attributes:
+        name: the shape.
+        power: exponent of `poly`.
+        min_lr: learning rate at the end of `poly` and `cosine`.
+        warmup_steps: steps of linear warm-up; 0: none.
+        warmup_factor: factor at the first warm-up step.
+        step_epochs: epochs after which `step` multiplies by gamma.
+        gamma: factor of `step`.
+    """
+
+    name: Literal["poly", "cosine", "step", "constant"] = "poly"
+    power: float = 0.9
+    min_lr: float = 0.0
+    warmup_steps: int = 0
+    warmup_factor: float = 0.001
+    step_epochs: tuple[int, ...] = ()
+    gamma: float = 0.1
+
+
+def lr_at(step: int, schedule: Schedule, *, lr: float, total_steps: int, steps_per_epoch: int) -> float:
+    """Return the learning rate of a step, a pure function: a resumed run needs no scheduler state.
 
     Args:
         step: number of the step, from 1.
         schedule: shape of the curve.
-        lr: the rate after warm-up.
+        lr: base learning rate, that after warm-up.
         total_steps: steps of the whole run.
         steps_per_epoch: steps of one epoch (for `step`).
-
-    Returns:
-        `poly`: (lr - min_lr) (1 - t)^power + min_lr (Liu et al., ParseNet, 2015); `cosine`: half a cosine from lr to
-        min_lr (Loshchilov & Hutter, SGDR, 2017); t runs from 0 at the first step towards 1 after the last. Warm-up
-        multiplies by a line from `warmup_factor` to 1.
     """
     value = lr
     t = min((step - 1) / max(total_steps, 1), 1.0)
@@ -53,14 +74,14 @@ def parameter_groups(
     weight_decay: float,
     head_lr_factor: float,
 ) -> list[dict[str, Any]]:
-    """Groups for an optimizer: {backbone, head} x {decay, no decay}, empty ones left out.
+    """Return the optimizer's parameter groups: {backbone, head} x {decay, no decay}, without empty ones.
 
     Args:
-        backbone: parameters that learn at lr.
-        head: parameters that learn at lr x head_lr_factor.
+        backbone: parameters with learning rate lr.
+        head: parameters with learning rate lr x head_lr_factor.
         no_decay: `id` of the parameters without weight decay.
-        weight_decay: of the others.
-        head_lr_factor: kept in each group as `lr_factor`.
+        weight_decay: weight decay of the other parameters.
+        head_lr_factor: stored in each group as `lr_factor`.
     """
     groups = []
     for parameters, factor in ((list(backbone), 1.0), (list(head), head_lr_factor)):
@@ -73,33 +94,39 @@ def parameter_groups(
 
 
 def norm_and_bias(model: nn.Module) -> set[int]:
-    """`id` of every bias and of every weight of a normalisation layer."""
+    """Return the `id` of every bias and of every parameter of a normalisation layer."""
     found = {id(p) for m in model.modules() if isinstance(m, _NORM_LAYERS) for p in m.parameters(recurse=False)}
     return found | {id(p) for name, p in model.named_parameters() if name.rsplit(".", 1)[-1] == "bias"}
 
 
-def build_optimizer(section: OptimConfig, groups: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
-    """The optimizer of a config section over parameter groups.
+def adamw(groups: Sequence[Mapping[str, Any]], lr: float, betas: tuple[float, float]) -> torch.optim.Optimizer:
+    """Return a fused AdamW over parameter groups, its state allocated.
 
-    It is the fused implementation, because that one takes `found_inf`: a tensor that says on the device, without a
-    host synchronisation, that the step must not happen.
+    Fused, because that implementation takes `found_inf`: a tensor on the device that skips the step without a host
+    synchronisation.
     """
-    optimizer: torch.optim.Optimizer
-    if section.name == "adamw":
-        optimizer = torch.optim.AdamW([dict(g) for g in groups], lr=section.lr, betas=section.betas, fused=True)
-        # As torch makes them in the first step; then no update allocates, and none can be left half way for want of it.
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-        return optimizer
-    optimizer = torch.optim.SGD(
-        [dict(g) for g in groups], lr=section.lr, momentum=section.momentum, nesterov=section.nesterov, fused=True
-    )
-    if section.momentum:
+    optimizer = torch.optim.AdamW([dict(g) for g in groups], lr=lr, betas=betas, fused=True)
+    allocate_adam_state(optimizer)
+    return optimizer
+
+
+def allocate_adam_state(optimizer: torch.optim.Optimizer) -> None:
+    """Allocate the state of Adam as its first step does, so that no update can run out of memory half way."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+
+def sgd(
+    groups: Sequence[Mapping[str, Any]], lr: float, *, momentum: float = 0.0, nesterov: bool = False
+) -> torch.optim.Optimizer:
+    """Return a fused SGD over parameter groups, its momentum buffers allocated; see `adamw`."""
+    optimizer = torch.optim.SGD([dict(g) for g in groups], lr=lr, momentum=momentum, nesterov=nesterov, fused=True)
+    if momentum:
         # torch allocates momentum buffers uninitialised at the first step and leaves them so when that step is skipped.
         # From zeros the first step is the same one: momentum * 0 + gradient.
         for group in optimizer.param_groups:
@@ -109,16 +136,16 @@ def build_optimizer(section: OptimConfig, groups: Sequence[Mapping[str, Any]]) -
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Sets every group's learning rate to lr times its `lr_factor`."""
+    """Set every group's learning rate to lr times its `lr_factor`."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_factor"]
 
 
 class WeightAverage(Generic[Module]):
-    """Exponential moving average of weights and floating-point buffers, kept as a second module.
+    """Exponential moving average of weights and floating-point buffers, kept as a second module in float32.
 
-    The decay warms up as min(decay, (1 + n) / (10 + n)), so that early updates are not drowned by the initial weights.
-    A non-finite step does not enter (`is_bad`), decided on the device.
+    The decay after n updates is min(decay, (1 + n) / (10 + n)), so that the initial weights are soon forgotten. A
+    non-finite step is left out (`is_bad`), decided on the device.
     """
 
     def __init__(self, model: Module, decay: float) -> None:
@@ -134,10 +161,10 @@ class WeightAverage(Generic[Module]):
 
     @torch.no_grad()
     def update(self, is_bad: Tensor) -> None:
-        """Moves the average towards the model.
+        """Move the average towards the model.
 
         Args:
-            is_bad: 0-dim tensor; nonzero leaves the average as it is.
+            is_bad: 0-dim tensor; nonzero leaves the average unchanged.
         """
         self.num_updates += 1
         rate = 1.0 - min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
@@ -153,10 +180,10 @@ class WeightAverage(Generic[Module]):
             average.lerp_(current, weights[average.device].to(average.dtype))
 
     def state_dict(self) -> dict[str, Any]:
-        """The averaged module's state and the number of updates."""
+        """Return the averaged module's state and the number of updates."""
         return {"module": self.module.state_dict(), "num_updates": self.num_updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` gave."""
+        """Load what `state_dict` returned."""
         self.module.load_state_dict(state["module"])
         self.num_updates = int(state["num_updates"])

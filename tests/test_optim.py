@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from segapp.build.optimizer import build_optimizer, build_schedule
 from segapp.config import OptimConfig, ScheduleConfig
-from segapp.optim import WeightAverage, build_optimizer, lr_at, norm_and_bias, parameter_groups, set_lr
+from segapp.optim import WeightAverage, lr_at, norm_and_bias, parameter_groups, set_lr
 
 
 def rate(step: int, **schedule: object) -> float:
-    return lr_at(step, ScheduleConfig.model_validate(schedule), lr=0.1, total_steps=100, steps_per_epoch=10)
+    curve = build_schedule(ScheduleConfig.model_validate(schedule))
+    return lr_at(step, curve, lr=0.1, total_steps=100, steps_per_epoch=10)
 
 
 @pytest.mark.parametrize(

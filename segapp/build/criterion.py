@@ -1,38 +1,44 @@
-"""From the `loss` section to a criterion."""
+"""Build the criterion from the `loss` section of the config."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from segapp.config import LossConfig, LossTerm
 from segapp.errors import ConfigError
-from segapp.losses import (
-    AdditiveCriterion,
-    CriterionCE,
-    CriterionDice,
-    CriterionFocal,
-    CriterionLovasz,
-    CriterionOHEM,
-    CriterionSum,
-)
+from segapp.losses import LOSSES, AdditiveCriterion, CriterionSum
 
-if TYPE_CHECKING:
-    pass
+OPTIONS: dict[str, Callable[[LossTerm, Tensor | None], dict[str, Any]]] = {
+    "ce": lambda term, weight: {
+        "weight": weight,
+        "label_smoothing": term.label_smoothing,
+        "implementation": term.implementation,
+    },
+    "ohem": lambda term, weight: {"threshold": term.ohem_threshold, "min_kept": term.ohem_min_kept, "weight": weight},
+    "dice": lambda term, _: {"smooth": term.dice_smooth},
+    "focal": lambda term, weight: {"gamma": term.focal_gamma, "alpha": weight},
+    "lovasz": lambda *_: {},
+}
+"""The arguments of each criterion of `LOSSES`, besides those that all have; from its term and the class weights."""
 
 
 def build_criterion(
     section: LossConfig, num_classes: int, ignore_index: int, weights_of: Callable[[str], list[float]]
 ) -> AdditiveCriterion:
-    """The criterion of a loss section.
+    """Return the criterion of a `loss` section.
 
     Args:
-        section: the first term and those added to it.
+        section: the first term; `plus` holds the others.
         num_classes: C.
-        ignore_index: target value that counts nowhere.
-        weights_of: gives class weights by a rule's name.
+        ignore_index: target id that counts nowhere.
+        weights_of: returns the class weights of a rule by its name.
+
+    Raises:
+        ConfigError: the number of class weights is not the number of classes.
     """
     terms = [section, *section.plus]
     criteria = [(term.weight, _build_term(term, num_classes, ignore_index, weights_of)) for term in terms]
@@ -48,19 +54,9 @@ def _build_term(
     if weights is not None and len(weights) != num_classes:
         raise ConfigError(f"loss.class_weights has {len(weights)} values for {num_classes} classes: give one a class")
     weight = None if weights is None else torch.tensor(weights, dtype=torch.float32)
-    common: dict[str, Any] = {
-        "ignore_index": ignore_index,
-        "align_corners": term.align_corners,
-        "aux_weight": term.aux_weight,
-    }
-    if term.name == "ohem":
-        return CriterionOHEM(term.ohem_threshold, term.ohem_min_kept, weight=weight, **common)
-    if term.name == "dice":
-        return CriterionDice(term.dice_smooth, **common)
-    if term.name == "focal":
-        return CriterionFocal(term.focal_gamma, alpha=weight, **common)
-    if term.name == "lovasz":
-        return CriterionLovasz(**common)
-    return CriterionCE(
-        weight=weight, label_smoothing=term.label_smoothing, implementation=term.implementation, **common
+    return LOSSES[term.name](
+        **OPTIONS[term.name](term, weight),
+        ignore_index=ignore_index,
+        align_corners=term.align_corners,
+        aux_weight=term.aux_weight,
     )

@@ -1,9 +1,6 @@
-"""From the `model` section to a network, and what follows from its sizes."""
+"""Build the network and its inference from the config, and check that crops and batches suit it."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -12,15 +9,11 @@ from segapp.errors import ConfigError
 from segapp.inference.normalize import Normalizer
 from segapp.inference.sliding import Inference
 from segapp.models import SegmentationModel, build_model
-from segapp.optim import norm_and_bias, parameter_groups
 from segapp.precision import Precision
-
-if TYPE_CHECKING:
-    pass
 
 
 def build_network(section: ModelConfig, num_classes: int, *, with_weights: bool = True) -> SegmentationModel:
-    """The model of a config; without its pretrained weights where a checkpoint follows."""
+    """Return the network of a `model` section; `with_weights=False` skips its pretrained weights."""
     return build_model(
         section.library,
         section.name,
@@ -36,7 +29,7 @@ def build_network(section: ModelConfig, num_classes: int, *, with_weights: bool 
 def build_inference(
     data: DataConfig, section: EvalConfig, model: SegmentationModel, precision: Precision, align_corners: bool
 ) -> Inference:
-    """How whole images are evaluated and predicted."""
+    """Return the inference of whole images for evaluation and prediction."""
     window = (section.slide_px or data.crop_px) if section.slide else None
     if model.fixed_size_px is not None:
         window = model.fixed_size_px
@@ -53,16 +46,16 @@ def build_inference(
 
 
 def check_sizes(config: RunConfig, model: SegmentationModel) -> None:
-    """Refuses crops and batches that the model cannot take.
+    """Check that the model takes the crop size and the batch size.
 
     Raises:
-        ConfigError: names the size that would do.
+        ConfigError: it does not; the message names the nearest value that works.
     """
     height, width = config.data.crop_px
     wanted = model.suitable_size(height, width)
     if wanted != (height, width):
         raise ConfigError(
-            f"data.crop_px = [{height}, {width}] does not suit {config.model.name}: use [{wanted[0]}, {wanted[1]}]"
+            f"data.crop_px = [{height}, {width}] does not fit {config.model.name}: use [{wanted[0]}, {wanted[1]}]"
         )
     if config.train.batch_size < model.min_train_batch:
         raise ConfigError(
@@ -72,23 +65,8 @@ def check_sizes(config: RunConfig, model: SegmentationModel) -> None:
 
 
 def set_batchnorm_momentum(model: nn.Module, momentum: float | None) -> None:
-    """Sets the momentum of every BatchNorm layer; None leaves them as they are."""
+    """Set the momentum of every BatchNorm layer; None leaves it unchanged."""
     if momentum is not None:
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.momentum = momentum
-
-
-def build_parameter_groups(
-    config: RunConfig, model: SegmentationModel, precision: Precision
-) -> list[Mapping[str, Any]]:
-    """The optimizer's groups: backbone and head, with and without weight decay, as `precision`'s master weights."""
-    no_decay = set() if config.optim.decay_norm_and_bias else norm_and_bias(model)
-    groups = parameter_groups(
-        model.backbone_parameters(),
-        model.head_parameters(),
-        no_decay,
-        weight_decay=config.optim.weight_decay,
-        head_lr_factor=config.optim.head_lr_factor,
-    )
-    return [{**group, "params": precision.master_weights(group["params"])} for group in groups]

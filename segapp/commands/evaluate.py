@@ -16,7 +16,7 @@ from segapp.build.data import build_dataset, build_groups
 from segapp.build.devices import choose_devices
 from segapp.build.trained import TrainedModel, load_trained
 from segapp.datasets.dataset import SegmentationDataset
-from segapp.datasets.loader import EvalLoader
+from segapp.datasets.loader import EvalLoader, LoadOptions
 from segapp.errors import ConfigError, StorageError
 from segapp.inference.confusion_image import PICTURE_SUFFIXES, draw_confusion
 from segapp.inference.evaluate import EvaluationSettings
@@ -73,7 +73,7 @@ def evaluate_target(target: str, options: EvalOptions) -> None:
     data = config.data.model_copy(update={} if options.data_root is None else {"root": options.data_root})
     groups = build_groups(data, scheme)
     dataset = build_dataset(data, scheme, options.split, is_training=False, seed=config.seed)
-    loader = EvalLoader(dataset, workers=data.workers, timeout_s=data.timeout_s, batch_size=config.eval.batch_size)
+    loader = EvalLoader(dataset, options=LoadOptions(data.workers, data.timeout_s), batch_size=config.eval.batch_size)
     with progress_bar(len(dataset), "evaluating") as progress:
         found = evaluate_on_devices(_build_evaluators(trained, options), loader, progress)
     for note in found.notes:

@@ -20,7 +20,7 @@ from torch import nn
 from segapp.build.data import build_dataset, build_scheme, split_names
 from segapp.build.devices import plan_devices
 from segapp.config import RunConfig, load_config
-from segapp.datasets.loader import Batch, TrainLoader
+from segapp.datasets.loader import Batch, LoadOptions, TrainLoader
 from segapp.errors import ConfigError, DataError
 from segapp.memory.report import aligned
 from segapp.memory.simulation.jobs import PHASES, PhasePeak
@@ -151,7 +151,7 @@ def _batches(config: RunConfig, count: int) -> tuple[_Batches, str]:
         train_set = build_dataset(config.data, scheme, split_names(config.data)[0], is_training=True, seed=config.seed)
     except (DataError, OSError):
         return _Batches([simulator.batch(config.train.batch_size)] * count, None), "black images: the data is not here"
-    loader = TrainLoader(train_set, config.train.batch_size, seed=config.seed, workers=config.data.workers)
+    loader = TrainLoader(train_set, config.train.batch_size, seed=config.seed, options=LoadOptions(config.data.workers))
     return _Batches([], loader), f"{len(train_set)} training images"
 
 

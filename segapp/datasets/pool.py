@@ -32,9 +32,31 @@ Key = tuple[int, int]
 _POLL_S = 1.0
 
 
+@dataclass(frozen=True)
+class LoadOptions:
+    """How batches are loaded.
+
+    Attributes:
+        workers: Processes that load; 0 loads in this one.
+        timeout_s: Longest wait for a batch of the workers; 0 waits for ever.
+        pin_memory: Return batches in page-locked memory.
+
+    Raises:
+        ValueError: A number is negative.
+    """
+
+    workers: int = 0
+    timeout_s: float = 120.0
+    pin_memory: bool = False
+
+    def __post_init__(self) -> None:
+        if self.workers < 0 or self.timeout_s < 0:
+            raise ValueError(f"workers={self.workers}, timeout_s={self.timeout_s}: neither can be negative")
+
+
 @dataclass
 class Batch:
-    """What a loader yields.
+    """A batch of images and targets.
 
     Attributes:
         images: RGB, shape (N, 3, H, W), uint8, not normalised, contiguous.
@@ -183,21 +205,16 @@ class BatchPool:
     """Loads lists of batches, in order, in worker processes that stay from one list to the next.
 
     Args:
-        dataset: Gives the samples.
-        workers: How many processes; 0 loads in this one.
-        timeout_s: Longest wait for a batch; 0 waits for ever.
-        pin_memory: Hand out batches in page-locked memory.
+        dataset: The samples.
+        options: Number of workers, timeout, page-locked memory.
     """
 
-    def __init__(self, dataset: SegmentationDataset, workers: int, timeout_s: float, pin_memory: bool) -> None:
-        if workers < 0 or timeout_s < 0:
-            raise ValueError(f"workers={workers}, timeout_s={timeout_s}: neither can be negative")
+    def __init__(self, dataset: SegmentationDataset, options: LoadOptions) -> None:
         self._dataset = dataset
-        self._workers = workers
-        self._timeout_s = timeout_s
-        self._pin_memory = pin_memory
+        self._options = options
+        self._workers = options.workers
         self._plan = _Plan()
-        self._guarded = _GuardedDataset(dataset, workers)
+        self._guarded = _GuardedDataset(dataset, options.workers)
         self._loader: DataLoader[Any] | None = None
         self._iterator: Iterator[Any] | None = None
         self._pass = 0
@@ -248,7 +265,7 @@ class BatchPool:
             batch_sampler=self._plan,
             collate_fn=_first,
             num_workers=self._workers,
-            pin_memory=self._pin_memory,
+            pin_memory=self._options.pin_memory,
             timeout=_POLL_S if many else 0,
             worker_init_fn=_start_worker if many else None,
             multiprocessing_context="fork" if many and "fork" in get_all_start_methods() else None,
@@ -267,7 +284,7 @@ class BatchPool:
                     raise
                 waited_s += _POLL_S
                 timed_out = "timed out" in str(error)
-                if timed_out and (not self._timeout_s or waited_s < self._timeout_s):
+                if timed_out and (not self._options.timeout_s or waited_s < self._options.timeout_s):
                     continue
                 failure = self._timeout_error(batch) if timed_out else self._death_error(error)
                 self._kill([number for number in range(self._workers) if self._guarded.slots[number]])
@@ -277,8 +294,8 @@ class BatchPool:
     def _timeout_error(self, batch: list[Key]) -> WorkerError:
         names = self._being_read() or [shown(self._dataset.pairs[index].image) for _, index in batch[:1]]
         return WorkerError(
-            f"the data workers gave no batch for {self._timeout_s:g} s, at {', '.join(names)}: check that the storage "
-            "answers, or raise data.timeout_s"
+            f"the data workers gave no batch for {self._options.timeout_s:g} s, at {', '.join(names)}: "
+            "check that the storage answers, or raise data.timeout_s"
         )
 
     def _death_error(self, error: RuntimeError) -> WorkerError:

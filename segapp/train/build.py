@@ -13,17 +13,18 @@ from torch import nn
 
 from segapp.build.class_weights import cached_frequencies, class_weights
 from segapp.build.devices import DevicePlan
+from segapp.build.optimizer import build_optimizer, build_parameter_groups
 from segapp.checkpoint.training_state import CheckpointStore
 from segapp.config import LiveSettings, RunConfig
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.frequencies import ClassFrequencies, compute_class_frequencies
 from segapp.datasets.layouts.formats import ClassScheme
-from segapp.datasets.loader import EvalLoader, TrainLoader
+from segapp.datasets.loader import EvalLoader, LoadOptions, TrainLoader
 from segapp.errors import ConfigError
 from segapp.inference.normalize import NormalizedInput, Normalizer
 from segapp.memory.saved_plan import SavedMemoryPlan
 from segapp.models import SegmentationModel
-from segapp.optim import WeightAverage, build_optimizer
+from segapp.optim import WeightAverage
 from segapp.parallel import (
     DataParallelModel,
     balance_stages,
@@ -65,7 +66,6 @@ from segapp.build.data import build_dataset, build_scheme, split_names
 from segapp.build.network import (
     build_inference,
     build_network,
-    build_parameter_groups,
     check_sizes,
     set_batchnorm_momentum,
 )
@@ -171,7 +171,7 @@ def build_trainer(
         model,
         network,
         criterion,
-        build_optimizer(config.optim, build_parameter_groups(config, model, precision)),
+        build_optimizer(config.optim, build_parameter_groups(config.optim, model, precision)),
         precision,
         average=None if train.ema is None else WeightAverage(model, train.ema),
         device=device,
@@ -192,16 +192,13 @@ def build_trainer(
             train_set,
             train.batch_size,
             seed=config.seed,
-            workers=data.workers,
-            timeout_s=data.timeout_s,
-            pin_memory=device.type == "cuda",
+            options=LoadOptions(data.workers, data.timeout_s, pin_memory=device.type == "cuda"),
             rank=ranks.rank,
             world_size=ranks.world_size,
         ),
         EvalLoader(
             val_set,
-            workers=data.workers,
-            timeout_s=data.timeout_s,
+            options=LoadOptions(data.workers, data.timeout_s),
             batch_size=config.eval.batch_size,
             rank=ranks.rank,
             world_size=ranks.world_size,

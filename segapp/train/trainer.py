@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from segapp.build.optimizer import build_schedule
 from segapp.checkpoint.training_state import CheckpointStore, capture_rng, restore_rng
 from segapp.config import LiveSettings, RunConfig
 from segapp.errors import DataError, NonFiniteError, OutOfMemoryError, WorkerError
@@ -508,7 +509,7 @@ class Trainer:
     def _lr(self, step: int) -> float:
         return self.settings.lr_factor * lr_at(
             step,
-            self.config.schedule,
+            build_schedule(self.config.schedule),
             lr=self.config.optim.lr,
             total_steps=self.config.train.epochs * self.steps_per_epoch,
             steps_per_epoch=self.steps_per_epoch,

@@ -19,7 +19,7 @@ from segapp.datasets.augment import EvalTransform, TrainTransform
 from segapp.datasets.files import ImagePair
 from segapp.datasets.frequencies import ClassFrequencies, compute_class_frequencies
 from segapp.datasets.layouts.formats import ClassScheme, class_scheme
-from segapp.datasets.loader import Batch, EvalLoader, SegmentationDataset, TrainLoader
+from segapp.datasets.loader import Batch, EvalLoader, LoadOptions, SegmentationDataset, TrainLoader
 from segapp.datasets.pool import collate
 from segapp.datasets.sampling import global_batch, mix_seed, num_batches, plan_shares, sample_order, share_of
 from segapp.errors import DataError
@@ -134,7 +134,7 @@ def test_impossible_numbers_are_refused(dataset: SegmentationDataset) -> None:
         with pytest.raises(ValueError, match="every rank needs a sample"):
             TrainLoader(dataset, **options)
     with pytest.raises(ValueError, match="negative"):
-        TrainLoader(dataset, 2, workers=-1)
+        TrainLoader(dataset, 2, options=LoadOptions(-1))
     with pytest.raises(ValueError, match="out of range"):
         EvalLoader(dataset, batch_size=0)
 
@@ -146,7 +146,7 @@ def test_impossible_numbers_are_refused(dataset: SegmentationDataset) -> None:
 def test_workers_do_not_change_the_batches(dataset: SegmentationDataset) -> None:
     streams = {}
     for workers in (0, 2, 3):
-        loader = TrainLoader(dataset, 4, seed=9, workers=workers)
+        loader = TrainLoader(dataset, 4, seed=9, options=LoadOptions(workers))
         streams[workers] = [[digest(batch) for batch in loader.epoch(epoch)] for epoch in (0, 1)]
         loader.close()
     assert streams[0] == streams[2] == streams[3]
@@ -157,7 +157,7 @@ def test_workers_do_not_change_the_batches(dataset: SegmentationDataset) -> None
 @pytest.mark.parametrize("workers", [0, 2])
 def test_epoch_resumed_at_any_batch_equals_its_tail(workers: int, dataset: SegmentationDataset) -> None:
     whole = [digest(batch) for batch in TrainLoader(dataset, 3, seed=2).epoch(7)]
-    loader = TrainLoader(dataset, 3, seed=2, workers=workers)
+    loader = TrainLoader(dataset, 3, seed=2, options=LoadOptions(workers))
     for start in (0, 1, 3, 4, 9):
         assert [digest(batch) for batch in loader.epoch(7, start)] == whole[start:]
     loader.close()
@@ -174,7 +174,7 @@ def test_batches_before_the_start_are_not_loaded(dataset: SegmentationDataset, m
 @pytest.mark.parametrize("workers", [0, 2])
 def test_abandoned_epoch_does_not_change_the_next(workers: int, dataset: SegmentationDataset) -> None:
     expected = [digest(batch) for batch in TrainLoader(dataset, 2).epoch(1)]
-    loader = TrainLoader(dataset, 2, workers=workers)
+    loader = TrainLoader(dataset, 2, options=LoadOptions(workers))
     abandoned = loader.epoch(0)
     next(abandoned)
     assert [digest(batch) for batch in loader.epoch(1)] == expected
@@ -191,9 +191,9 @@ def test_loader_uses_no_global_generator(workers: int, dataset: SegmentationData
         return random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes()
 
     before = state()
-    loader = TrainLoader(dataset, 4, workers=workers)
+    loader = TrainLoader(dataset, 4, options=LoadOptions(workers))
     expected = [digest(batch) for batch in loader.epoch(0)]
-    evaluation = EvalLoader(dataset, workers=workers)
+    evaluation = EvalLoader(dataset, options=LoadOptions(workers))
     list(evaluation)
     assert state() == before
     random.seed(3)
@@ -209,7 +209,7 @@ def test_every_sample_is_augmented_differently_in_every_epoch(write_pairs: Write
     """Workers that share one stream of augmentations, or repeat it each epoch, are a known fault elsewhere."""
     (pair,) = write_pairs([(60, 60)])
     dataset = SegmentationDataset([pair] * 12, scheme, TrainTransform(CROP))
-    loader = TrainLoader(dataset, 4, workers=2)
+    loader = TrainLoader(dataset, 4, options=LoadOptions(2))
     images = [image.numpy().tobytes() for epoch in range(3) for batch in loader.epoch(epoch) for image in batch.images]
     loader.close()
     assert len(set(images)) == len(images) == 36
@@ -283,7 +283,7 @@ def test_evaluation_yields_every_image_once_at_its_size(
     sizes = [(20, 30), (20, 30), (20, 30), (25, 30), (20, 30), (20, 30)]
     dataset = SegmentationDataset(write_pairs(sizes), scheme)
     for batch_size, expected in ((1, [1] * 6), (2, [2, 1, 1, 2]), (8, [3, 1, 2])):
-        loader = EvalLoader(dataset, workers=workers, batch_size=batch_size)
+        loader = EvalLoader(dataset, options=LoadOptions(workers), batch_size=batch_size)
         for _ in range(2):
             batches = list(loader)
             assert [len(batch) for batch in batches] == expected
@@ -331,7 +331,7 @@ def test_cache_gives_equal_batches_and_reads_files_once(dataset: SegmentationDat
 def test_workers_share_one_cache(dataset: SegmentationDataset) -> None:
     expected = [[digest(batch) for batch in TrainLoader(dataset, 4).epoch(epoch)] for epoch in (0, 1)]
     cached = SegmentationDataset(dataset.pairs, dataset.scheme, dataset.transform, seed=5, cache="ram")
-    loader = TrainLoader(cached, 4, workers=2, drop_last=False)
+    loader = TrainLoader(cached, 4, options=LoadOptions(2), drop_last=False)
     assert [digest(batch) for batch in loader.epoch(0)][:3] == expected[0]
     for pair in cached.pairs:
         pair.image.unlink()

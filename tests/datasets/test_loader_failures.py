@@ -16,7 +16,7 @@ from PIL import Image
 from segapp.datasets.augment import TrainTransform
 from segapp.datasets.files import ImagePair
 from segapp.datasets.layouts.formats import ClassScheme
-from segapp.datasets.loader import EvalLoader, SegmentationDataset, TrainLoader
+from segapp.datasets.loader import EvalLoader, LoadOptions, SegmentationDataset, TrainLoader
 from segapp.datasets.sampling import sample_order
 from segapp.errors import DataError, WorkerError
 from tests.support.drawn_data import draw_mask
@@ -47,7 +47,7 @@ def misbehave(write_pairs: WritePairs, scheme: ClassScheme) -> Callable[[Callabl
 
 def consume(dataset: SegmentationDataset, workers: int, **options: Any) -> Exception:
     """The error that ends an epoch; the workers are gone afterwards."""
-    loader = TrainLoader(dataset, 2, workers=workers, **options)
+    loader = TrainLoader(dataset, 2, options=LoadOptions(workers, **options))
     with pytest.raises((DataError, WorkerError)) as error:
         list(loader.epoch(0))
     assert_no_children()
@@ -168,7 +168,7 @@ def test_hanging_worker_is_reported_with_its_file(misbehave: Callable[..., Segme
 
 def test_slow_worker_within_timeout_succeeds(misbehave: Callable[..., SegmentationDataset]) -> None:
     for timeout_s in (30.0, 0.0):
-        loader = TrainLoader(misbehave(lambda: time.sleep(1.5)), 2, workers=2, timeout_s=timeout_s)
+        loader = TrainLoader(misbehave(lambda: time.sleep(1.5)), 2, options=LoadOptions(2, timeout_s))
         assert len(list(loader.epoch(0))) == 4
         loader.close()
 
@@ -183,7 +183,7 @@ def test_stopped_worker_does_not_block_shutdown(misbehave: Callable[..., Segment
 def test_loader_works_again_after_an_error(misbehave: Callable[..., SegmentationDataset]) -> None:
     acts = [True]
     dataset = misbehave(lambda: os.kill(os.getpid(), signal.SIGKILL) if acts else None)
-    loader = TrainLoader(dataset, 2, workers=2)
+    loader = TrainLoader(dataset, 2, options=LoadOptions(2))
     with pytest.raises(WorkerError):
         list(loader.epoch(0))
     acts.clear()
@@ -194,7 +194,7 @@ def test_loader_works_again_after_an_error(misbehave: Callable[..., Segmentation
 def test_evaluation_loader_reports_errors_alike(misbehave: Callable[..., SegmentationDataset]) -> None:
     dataset = misbehave(raise_local_error)
     for workers in (0, 2):
-        loader = EvalLoader(dataset, workers=workers)
+        loader = EvalLoader(dataset, options=LoadOptions(workers))
         with pytest.raises(DataError, match=r"003\.png"):
             list(loader)
     assert_no_children()
@@ -229,7 +229,7 @@ def test_workers_ignore_ctrl_c_and_end_on_sigterm(misbehave: Callable[..., Segme
 
     before = signal.signal(signal.SIGTERM, lambda *_: None)  # what a trainer installs must not reach the workers
     try:
-        loader = TrainLoader(misbehave(note), 2, workers=2)
+        loader = TrainLoader(misbehave(note), 2, options=LoadOptions(2))
         assert len(list(loader.epoch(0))) == 4
         loader.close()
     finally:
@@ -241,7 +241,7 @@ def test_dying_worker_raises_only_in_the_loader(misbehave: Callable[..., Segment
     before = signal.getsignal(signal.SIGCHLD)
     dataset = misbehave(lambda: os.kill(os.getpid(), signal.SIGKILL))
     seed = next(seed for seed in range(99) if sample_order(8, seed, 0).index(3) in {4, 5})
-    batches = TrainLoader(dataset, 2, workers=1, seed=seed).epoch(0)
+    batches = TrainLoader(dataset, 2, options=LoadOptions(1), seed=seed).epoch(0)
     next(batches)
     assert signal.getsignal(signal.SIGCHLD) == before
     for _ in range(40):
@@ -259,7 +259,7 @@ def test_workers_use_one_thread(write_pairs: WritePairs, scheme: ClassScheme) ->
             raise ValueError(f"threads: {torch.get_num_threads()}, {cv2.getNumThreads()}")
 
     dataset = SegmentationDataset(write_pairs([(20, 41)] * 4), scheme, Misbehaving(check))
-    loader = TrainLoader(dataset, 2, workers=2)
+    loader = TrainLoader(dataset, 2, options=LoadOptions(2))
     assert len(list(loader.epoch(0))) == 2
     loader.close()
 
@@ -274,7 +274,7 @@ def test_repeated_starts_leave_no_process_or_descriptor(
     dataset = SegmentationDataset(write_pairs([(40, 50)] * 4), scheme, TrainTransform((16, 16)))
     num_files = len(os.listdir("/proc/self/fd"))
     for _ in range(times):
-        loader = TrainLoader(dataset, 2, workers=2)
+        loader = TrainLoader(dataset, 2, options=LoadOptions(2))
         next(loader.epoch(0))
         loader.close()
     assert_no_children()

@@ -28,10 +28,10 @@ from segapp.build.data import build_pairs, build_scheme, split_names
 from segapp.build.network import (
     build_inference,
     build_network,
-    build_parameter_groups,
     check_sizes,
     set_batchnorm_momentum,
 )
+from segapp.build.optimizer import build_optimizer, build_parameter_groups
 from segapp.build.trained import TrainedState, read_trained
 from segapp.config import RunConfig, validate_config
 from segapp.datasets.dataset import image_sizes
@@ -46,7 +46,7 @@ from segapp.memory.simulation.buckets import Buckets
 from segapp.memory.simulation.jobs import EVAL, PHASES, LossStyle, PhasePeak, SimulationJob, SimulationResult
 from segapp.memory.simulation.recorder import CUDA_GRANULE_BYTES, PeakMoment, PhaseMarks, Recorder
 from segapp.models import Critic, SegmentationModel
-from segapp.optim import WeightAverage, build_optimizer
+from segapp.optim import WeightAverage
 from segapp.parallel import (
     BalancedDataParallel,
     DataParallelModel,
@@ -259,7 +259,7 @@ class Simulator:
                 network = DataParallelModel(wrapped, list(devices), **options)
         elif job.mode == "model":
             place_stages(wrapped, {f"model.{name}": where for name, where in stages.items()}, device, device)
-        optimizer = build_optimizer(config.optim, build_parameter_groups(config, model, precision))
+        optimizer = build_optimizer(config.optim, build_parameter_groups(config.optim, model, precision))
         recorder.tag(
             (
                 p

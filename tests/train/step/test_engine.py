@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segapp.build.criterion import build_criterion
+from segapp.build.optimizer import build_optimizer
 from segapp.config import LossConfig, OptimConfig
 from segapp.datasets.loader import Batch
 from segapp.inference.normalize import NormalizedInput, Normalizer
 from segapp.losses import AdditiveCriterion, CriterionCE, CriterionDice, CriterionOHEM
-from segapp.optim import WeightAverage, build_optimizer
+from segapp.optim import WeightAverage
 from segapp.precision import Precision
 from segapp.train.step.engine import StepEngine
 
