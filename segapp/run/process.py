@@ -1,13 +1,19 @@
-"""Which process is it, and does it still run: a process id alone is not enough, ids come back."""
+"""Identity and liveness of a process: host, boot, process id and start time, because process ids are reused.
 
-import contextlib
+`psutil` is imported where it is used: its import takes about as long as the rest of a viewer's start.
+"""
+
 import os
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
 from segapp.run.files import is_pid_alive
+
+if TYPE_CHECKING:
+    import psutil
 
 
 class ProcessId(BaseModel):
@@ -18,59 +24,59 @@ class ProcessId(BaseModel):
     host: str
     pid: int
     start_ticks: int | None = None
-    """When it began, in clock ticks since boot; None where the system does not say."""
+    """Start time in clock ticks since boot; None where unknown."""
     boot_id: str | None = None
     start_s: float | None = None
-    """When it began, Unix seconds."""
+    """Start time, Unix seconds."""
 
 
 def this_process() -> ProcessId:
-    """The process that asks."""
-    ticks = _start_ticks(os.getpid())
+    """Return the identity of the calling process."""
+    import psutil
+
+    process = psutil.Process()
     return ProcessId(
-        host=socket.gethostname(), pid=os.getpid(), start_ticks=ticks, boot_id=_boot_id(), start_s=_start_s(ticks)
+        host=socket.gethostname(),
+        pid=process.pid,
+        start_ticks=_start_ticks(process),
+        boot_id=_boot_id(),
+        start_s=round(process.create_time(), 2),
     )
 
 
 def is_alive(process: ProcessId) -> bool | None:
-    """Whether a process runs; None when that cannot be known from here (another host).
+    """True if a process runs; None if it belongs to another host.
 
-    A zombie does not run, and neither does a process whose id another one has by now.
+    False for a zombie, and for a process id that now belongs to another process.
     """
     if process.host != socket.gethostname():
         return None
     if process.boot_id is not None and process.boot_id != _boot_id():
         return False
-    if not is_pid_alive(process.pid) or _state(process.pid) == "Z":
+    if not is_pid_alive(process.pid):
         return False
-    return process.start_ticks is None or _start_ticks(process.pid) in (None, process.start_ticks)
+    import psutil
+
+    try:
+        found = psutil.Process(process.pid)
+        is_same = process.start_ticks is None or process.start_ticks == _start_ticks(found)
+        return is_same and found.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:  # the process exists, and the system hides the rest
+        return True
 
 
 def child_pids() -> list[int]:
-    """The children of this process, of all its threads; empty where the system does not say."""
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        for task in os.listdir("/proc/self/task"):
-            found += map(int, Path(f"/proc/self/task/{task}/children").read_text().split())
-    return found
+    """Return the process ids of this process's children."""
+    import psutil
+
+    return [child.pid for child in psutil.Process().children()]
 
 
-def _stat_fields(pid: int) -> list[str]:
-    """`/proc/PID/stat` from its third field on (the second may hold anything, in parentheses)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return []
+def _start_ticks(process: "psutil.Process") -> int:
+    """Return the start time in clock ticks since boot, as `/proc/PID/stat` has it."""
+    import psutil
 
-
-def _state(pid: int) -> str | None:
-    fields = _stat_fields(pid)
-    return fields[0] if fields else None
-
-
-def _start_ticks(pid: int) -> int | None:
-    fields = _stat_fields(pid)
-    return int(fields[19]) if len(fields) > 19 else None
+    return round((process.create_time() - psutil.boot_time()) * os.sysconf("SC_CLK_TCK"))
 
 
 def _boot_id() -> str | None:
@@ -78,15 +84,3 @@ def _boot_id() -> str | None:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return None
-
-
-def _start_s(ticks: int | None) -> float | None:
-    if ticks is None:
-        return None
-    try:
-        for line in Path("/proc/stat").read_text().splitlines():
-            if line.startswith("btime "):
-                return round(int(line.split()[1]) + ticks / os.sysconf("SC_CLK_TCK"), 2)
-    except (OSError, ValueError):
-        pass
-    return None

@@ -240,7 +240,7 @@ class Trainer:
             if self.engine.device.type == "cuda":
                 torch.cuda.empty_cache()  # blocks of the old sizes
         self.controller.apply(wished, self.standing())
-        self.watch.observe()
+        self.watch.reset_observed()
         self._begun_epoch = self.position.epoch
         split = self.controller.batch_split.current
         self.event_log.emit(

@@ -1,8 +1,8 @@
-"""How much memory each device of a training holds, and in which phase of a step it held the most.
+"""Memory of each device of a training: current use, peaks, and the phase of a step in which a peak occurred.
 
-The training thread marks where it is (`mark`), which is one assignment. Every now and then the monitor's thread takes a
-`sample`; that also asks for a profile of the next step, in which each mark reads the peak of the phase that ends there
-and resets it. All of it are counters of the host's allocators: nothing waits for a device.
+The training thread calls `mark` when it enters a phase, which is one assignment. Every two seconds the sampler's thread
+calls `sample`, which also requests a profile of the next step: there each mark reads the peak of the phase that ends
+and resets it. All counters are those of the allocators and the operating system on the host: no call waits for a GPU.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
 import torch
 
 from segapp.run.verdict import usable_mib
@@ -30,16 +32,16 @@ _PROFILED_STEPS = 2  # the first may have begun before the profile
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """A device of a training, and the process that drives it.
+    """A device of a training and the process that uses it.
 
     Args:
-        device: as torch calls it in that process.
-        uuid: of a GPU, without "GPU-" in front; None for a CPU.
-        total_mib: its memory; None where unknown.
-        pid: of the process, where it runs on this machine.
-        is_own: whether it is this process.
+        device: name in torch, in that process.
+        uuid: of a GPU, without the prefix "GPU-"; None for a CPU.
+        total_mib: memory of the device; None where unknown.
+        pid: of the process; None on another machine.
+        is_own: True if it is this process.
         name: product name.
-        slot: tells logical devices apart that have budgets of their own; None where they share a device's numbers.
+        slot: index of a logical device with a memory budget of its own; None where logical devices share counters.
     """
 
     device: str
@@ -52,36 +54,40 @@ class DeviceInfo:
 
 
 class MemoryCounters(Protocol):
-    """The memory counters of one device; MiB, None where it does not say."""
+    """Memory counters of one device, in MiB; None where a counter does not exist."""
 
     def used_mib(self) -> float | None:
-        """What the process holds, where no driver has to be asked; None on a GPU."""
+        """Return the memory the process holds; None on a GPU, where the driver must be asked."""
 
     def allocated_mib(self) -> float | None:
-        """What tensors hold."""
+        """Return the memory of live tensors."""
 
     def reserved_mib(self) -> float | None:
-        """What the allocator holds for them."""
+        """Return the memory the allocator holds: live tensors and cache."""
 
     def pop_peak_mib(self) -> float | None:
-        """The highest allocation since the last call."""
+        """Return the highest allocation since the last call, and reset it."""
 
     def utilization(self) -> float | None:
-        """Share of the processors in use since the last call, 0 to 1; None on a GPU."""
+        """Return the share of all processors in use since the last call, 0 to 1; None on a GPU."""
 
 
 class CudaCounters:
-    """torch's allocator on one GPU."""
+    """Counters of torch's CUDA allocator on one GPU.
+
+    Args:
+        device: a CUDA device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def used_mib(self) -> float | None:
-        """Nothing: the driver knows."""
+        """Return None: nvidia-smi reports it."""
         return None
 
     def driver_used_mib(self) -> float | None:
-        """What is in use of the card, all processes together, as this process's driver tells it."""
+        """Return the GPU memory in use by all processes, as the CUDA driver reports it; None if the call fails."""
         try:
             free, total = torch.cuda.mem_get_info(self._device)
         except RuntimeError:
@@ -89,93 +95,89 @@ class CudaCounters:
         return (total - free) / 2**20
 
     def allocated_mib(self) -> float | None:
-        """Bytes of live tensors."""
+        """Return the memory of live tensors."""
         return torch.cuda.memory_allocated(self._device) / 2**20
 
     def reserved_mib(self) -> float | None:
-        """Bytes of the cache, tensors included."""
+        """Return the memory of live tensors and cache."""
         return torch.cuda.memory_reserved(self._device) / 2**20
 
     def pop_peak_mib(self) -> float | None:
-        """The allocator's own peak, then reset."""
+        """Return the allocator's peak, and reset it."""
         peak = torch.cuda.max_memory_allocated(self._device) / 2**20
         torch.cuda.reset_peak_memory_stats(self._device)
         return peak
 
     def utilization(self) -> float | None:
-        """Nothing: the driver knows."""
+        """Return None: nvidia-smi reports it."""
         return None
 
 
 class ProcessCounters:
-    """A process on the CPU: its resident memory and processor time, as `/proc` tells them.
+    """Resident memory and processor time of a process that trains on the CPU.
 
     Args:
-        pid: the process; only of this very one can the peak be reset.
+        pid: the process; None: this one. The peak can be reset for this process only.
     """
 
     def __init__(self, pid: int | None = None) -> None:
-        self._is_own = pid is None or pid == os.getpid()
-        self._folder = Path("/proc/self" if pid is None else f"/proc/{pid}")
-        self._page_mib = os.sysconf("SC_PAGE_SIZE") / 2**20
-        self._ticks_per_s = os.sysconf("SC_CLK_TCK") * (os.cpu_count() or 1)
-        self._last: tuple[float, float] | None = None
+        self._pid = os.getpid() if pid is None else pid
+        self._can_reset = self._pid == os.getpid()
+        self._is_first_utilization = True
+        self._process: psutil.Process | None = None
+        with suppress(psutil.Error):
+            self._process = psutil.Process(self._pid)
+            self._process.cpu_percent()  # the next call reports the processor time since this one
 
     def used_mib(self) -> float | None:
-        """Resident memory."""
-        try:
-            return int((self._folder / "statm").read_bytes().split()[1]) * self._page_mib
-        except (OSError, ValueError, IndexError):
-            return None
+        """Return the resident memory; None if the process is gone."""
+        with suppress(psutil.Error):
+            if self._process is not None:
+                return self._process.memory_info().rss / 2**20
+        return None
 
     def allocated_mib(self) -> float | None:
-        """Nothing: the C library's allocator does not say."""
+        """Return None: the C library's allocator has no such counter."""
         return None
 
     def reserved_mib(self) -> float | None:
-        """Nothing, as above."""
+        """Return None: the C library's allocator has no such counter."""
         return None
 
     def pop_peak_mib(self) -> float | None:
-        """Highest resident memory (VmHWM), then reset where the system allows it."""
+        """Return the highest resident memory (VmHWM in proc(5)), and reset it where the system allows that."""
         try:
-            status = (self._folder / "status").read_bytes()
+            status = Path(f"/proc/{self._pid}/status").read_bytes()
             peak = int(status.partition(b"VmHWM:")[2].split(None, 1)[0]) / 1024
         except (OSError, ValueError, IndexError):
             return None
-        if self._is_own:
+        if self._can_reset:
             try:
-                (self._folder / "clear_refs").write_bytes(b"5")  # "reset the peak", proc(5)
+                Path("/proc/self/clear_refs").write_bytes(b"5")  # proc(5): reset the peak of the resident memory
             except OSError:
-                self._is_own = False
+                self._can_reset = False
         return peak
 
     def utilization(self) -> float | None:
-        """User and system time over the time that passed, over all processors."""
-        try:
-            fields = (self._folder / "stat").read_bytes().rpartition(b")")[2].split()
-            now = (float(Path("/proc/uptime").read_bytes().split()[0]), int(fields[11]) + int(fields[12]))
-        except (OSError, ValueError, IndexError):
-            return None
-        last, self._last = self._last, now
-        if last is None or now[0] <= last[0]:
-            return None
-        return min(1.0, max(0.0, (now[1] - last[1]) / ((now[0] - last[0]) * self._ticks_per_s)))
+        """Return the processor time since the last call over the time of all processors, 0 to 1; None at first."""
+        is_first, self._is_first_utilization = self._is_first_utilization, False
+        with suppress(psutil.Error):
+            if self._process is not None:
+                share = self._process.cpu_percent() / 100 / (os.cpu_count() or 1)
+                return None if is_first else min(1.0, share)
+        return None
 
 
-def host_memory_mib() -> float | None:
-    """Memory of this machine, or of the container where that is less."""
-    totals = []
-    try:
-        totals.append(int(Path("/proc/meminfo").read_text().partition("MemTotal:")[2].split()[0]) / 1024)
-        totals.append(int(Path("/sys/fs/cgroup/memory.max").read_text()) / 2**20)
-    except (OSError, ValueError, IndexError):
-        pass  # no Linux, no control group, or no limit ("max")
-    return min(totals, default=None)
+def host_memory_mib() -> float:
+    """Return the memory of this machine, or the limit of its control group where that is less, MiB."""
+    limits = [psutil.virtual_memory().total]
+    with suppress(OSError, ValueError):  # no control group, or no limit ("max")
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(limits) / 2**20
 
 
 def device_info_of(device: torch.device) -> DeviceInfo:
-    """A device of this process."""
+    """Return what is known about a device of this process."""
     if device.type != "cuda":
         return DeviceInfo(str(device), total_mib=host_memory_mib(), pid=os.getpid())
     facts: Any = torch.cuda.get_device_properties(device)
@@ -184,7 +186,7 @@ def device_info_of(device: torch.device) -> DeviceInfo:
 
 
 def counters_of(info: DeviceInfo) -> MemoryCounters | None:
-    """What tells the memory of a place; None for another rank's GPU, which only the driver knows from here."""
+    """Return the counters of a device; None for a GPU of another rank, whose allocator this process cannot read."""
     if info.uuid is None and not info.device.startswith("cuda"):
         return None if info.pid is None else ProcessCounters(None if info.is_own else info.pid)
     return CudaCounters(torch.device(info.device)) if info.is_own else None
@@ -192,7 +194,7 @@ def counters_of(info: DeviceInfo) -> MemoryCounters | None:
 
 @dataclass
 class _Peaks:
-    """Highest allocations of one device, MiB."""
+    """Highest allocations of one device, MiB: since the last sample, since the last reset, and by phase."""
 
     interval: float | None = None
     interval_phase: str | None = None
@@ -210,10 +212,10 @@ class _Peaks:
 
 
 class DeviceMemoryTracker:
-    """Marks and samples.
+    """Tracks the phase of the training thread and the memory of its devices.
 
     Args:
-        devices: the training's devices, in its own order; logical devices that share a real one share its numbers.
+        devices: of the training, in its order; logical devices on one real device share its counters.
         counters: one for each device; None: made from its `DeviceInfo`.
     """
 
@@ -231,16 +233,16 @@ class DeviceMemoryTracker:
         self._lock = threading.Lock()
         self._steps_to_profile = 0
         self._is_phase_whole = False
-        """Whether everything since the last reset of the peaks happened in the present phase."""
+        """True if the current phase is the only one since the peaks were last reset."""
 
     def use_counters(self, counters: Mapping[int, MemoryCounters]) -> None:
-        """Takes the numbers of some devices from these counters from now on."""
+        """Replace the counters of some devices, by index."""
         with self._lock:
             self._counters.update(counters)
             self._peaks = {i: _Peaks() for i in self._counters}
 
     def usable_mib(self) -> list[float | None]:
-        """What each device has for this run: its memory without what others hold of it."""
+        """Return each device's memory for this run: its total less what other processes hold; None where unknown."""
         with self._lock:
             return [
                 self._usable_mib(info, self._counters.get(i)) for info, i in zip(self.devices, self._first, strict=True)
@@ -254,14 +256,14 @@ class DeviceMemoryTracker:
 
     @property
     def is_shared(self) -> bool:
-        """Whether several of the training's devices are one real device."""
+        """True if several devices of the training are one real device."""
         return len(set(self._first)) < len(self._first)
 
     def mark(self, phase: str) -> None:
-        """Says that the training thread enters a phase: forward, loss, backward, step, data, eval, save or paused."""
+        """Record that the training thread enters a phase: forward, loss, backward, step, data, eval, save or paused."""
         if self._steps_to_profile:
             with self._lock:
-                self._take()
+                self._pop_peaks()
                 self._is_phase_whole = True
                 if phase == IDLE and self._steps_to_profile:
                     self._steps_to_profile -= 1
@@ -279,24 +281,24 @@ class DeviceMemoryTracker:
         self.activity = activity or self.activity
         self.last_progress_s = time.monotonic()
 
-    def observe(self) -> None:
-        """Forgets the peaks seen so far: another split begins."""
+    def reset_observed(self) -> None:
+        """Reset the observed peaks, for example when another split begins."""
         with self._lock:
-            self._take()
+            self._pop_peaks()
             for peaks in self._peaks.values():
                 peaks.observed = None
                 peaks.phases.clear()
 
     def observed_mib(self) -> list[float | None]:
-        """The highest allocation of each device since `observe`."""
+        """Return the highest allocation of each device since `reset_observed`."""
         with self._lock:
-            self._take()
+            self._pop_peaks()
             return [self._peaks[i].observed if i in self._peaks else None for i in self._first]
 
     def sample(self) -> list[dict[str, Any]]:
-        """What each device holds now and held at most since the last sample, as fields of a `memory` event."""
+        """Return each device's use now and its peak since the last sample, as fields of a `memory` event."""
         with self._lock:
-            self._take()
+            self._pop_peaks()
             self._is_phase_whole = True
             shared = {i: self._sample(i) for i in self._counters}
             self._steps_to_profile = _PROFILED_STEPS
@@ -325,7 +327,7 @@ class DeviceMemoryTracker:
         peaks.interval = peaks.interval_phase = None
         return facts
 
-    def _take(self) -> None:
+    def _pop_peaks(self) -> None:
         phase = self.phase if self._is_phase_whole else None
         for index, counters in self._counters.items():
             self._peaks[index].note(counters.pop_peak_mib(), phase)

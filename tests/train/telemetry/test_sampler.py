@@ -92,7 +92,7 @@ def test_observed_peaks_restart_with_a_new_split() -> None:
     watch = DeviceMemoryTracker([DeviceInfo("cuda:0", "aaaa")], [counters])
     counters.use(900.0)
     counters.use(100.0)
-    watch.observe()
+    watch.reset_observed()
     step(watch, counters, {"forward": 400.0})
     assert watch.observed_mib() == [400.0]
     assert watch.sample()[0]["peak_mib"] == 900.0  # of the interval, before the change too
