@@ -1,11 +1,10 @@
-"""`segapp check`: what the data doctor found, for a terminal, as JSON, or as one HTML file with pictures."""
+"""`segapp check`: examine a data set and report the findings in the terminal, as JSON or as an HTML file."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ from rich.text import Text
 
 from segapp.build.class_weights import RULES, class_weights
 from segapp.build.data import build_location, build_pairs, build_scheme, split_names
-from segapp.commands.check_html import page
+from segapp.commands.check_findings import Group, grouped
+from segapp.commands.check_html import check_page
 from segapp.config import DataConfig, RunConfig
-from segapp.datasets.doctor import Finding, SplitReport, examine, summary_of_ids
+from segapp.datasets.doctor import Finding, SplitReport, examine
 from segapp.datasets.files import ImagePair, shown
 from segapp.datasets.layouts.formats import ClassScheme, leftovers
 from segapp.datasets.layouts.root_guard import OutsideError, PartialError
@@ -29,34 +29,6 @@ from segapp.run.text import printable
 EXIT_DATA = 3
 _MAX_SHOWN = 5
 
-GROUPS = {
-    "pairs": "images without a mask",
-    "ids": "masks with ids outside the classes",
-    "unreadable": "images that cannot be read",
-    "mask": "masks that cannot be read",
-    "size": "masks of another size than their image",
-    "leak": "images of one split again in another",
-    "sums": "files that are not those of the list of sums",
-    "all_ignored": "masks without a pixel that counts",
-    "duplicate": "images twice in one split",
-    "class": "classes",
-    "crop": "sizes against the crop",
-    "link": "links",
-    "file": "files that nobody reads",
-}
-"""The kinds of findings in the order in which they are told, with what they are in words."""
-
-
-@dataclass(frozen=True)
-class Group:
-    """Findings of one kind in one split, the worst first."""
-
-    severity: str
-    split: str
-    kind: str
-    findings: tuple[Finding, ...]
-    summary: str
-
 
 def check_data(
     config: RunConfig,
@@ -66,17 +38,17 @@ def check_data(
     sums_file: Path | None = None,
     new_sums_file: Path | None = None,
 ) -> int:
-    """Examines a config's data and tells what was found.
+    """Examine the data of a config and report the findings.
 
     Args:
-        config: its data section says where and what.
+        config: its `data` section is used.
         as_json: print JSON instead of tables.
-        html_file: write a page there too.
+        html_file: write a page too.
         sums_file: compare every file with this list of sha256 sums.
         new_sums_file: write such a list.
 
     Returns:
-        0, or 3 where there is an error.
+        0, or 3 if there are errors.
 
     Raises:
         DataError: there is no data to examine, or the list of sums cannot be read.
@@ -107,12 +79,12 @@ def check_data(
     else:
         print_report(reports, groups, scheme, weights, Console(highlight=False))
     if html_file is not None:
-        _write(html_file, page(config.name, reports, groups, scheme, weights), "--html")
+        _write(html_file, check_page(config.name, reports, groups, scheme, weights), "--html")
     return EXIT_DATA if any(group.severity == "error" for group in groups) else 0
 
 
 def _collect(data: DataConfig) -> tuple[dict[str, Sequence[ImagePair]], list[Finding]]:
-    """The pairs of both splits, as far as there are any, and what was wrong before a file was opened.
+    """Return the pairs of both splits and the findings made before any file is opened.
 
     Raises:
         DataError: neither split has a pair.
@@ -136,12 +108,12 @@ def _collect(data: DataConfig) -> tuple[dict[str, Sequence[ImagePair]], list[Fin
 
 
 def _beside(data: DataConfig, split: str) -> Iterator[Finding]:
-    """What lies beside the pairs: worth a look."""
+    """Yield warnings about files that belong to no pair."""
     left = leftovers(build_location(data), split)
     for paths, what in (
         (left.masks, "masks have no image"),
-        (left.others, "files among the images are none by their name"),
-        (left.hidden, "hidden files are left out"),
+        (left.others, "files among the images have no image suffix"),
+        (left.hidden, "hidden files are ignored"),
     ):
         if paths:
             yield Finding("warning", "file", split, f"{split}: {len(paths)} {what}: {_some(paths)}")
@@ -152,34 +124,15 @@ def _some(paths: Sequence[Path]) -> str:
     return ", ".join(shown(path) for path in paths[:_MAX_SHOWN]) + more
 
 
-def grouped(reports: Sequence[SplitReport], before: Sequence[Finding] = ()) -> list[Group]:
-    """All findings by kind and split: errors first, then in the order of `GROUPS`; in each the worst first."""
-    found: dict[tuple[str, str, str], list[Finding]] = {}
-    for finding in (*before, *(f for report in reports for f in report.findings)):
-        found.setdefault((finding.severity, finding.kind, finding.split), []).append(finding)
-    unknown = {report.split: report.unknown_ids for report in reports}
-    order = list(GROUPS)
-    groups = []
-    for (severity, kind, split), findings in sorted(found.items(), key=lambda i: (i[0][0], order.index(i[0][1]))):
-        ids = unknown.get(split)
-        if kind == "ids" and ids is not None:
-            summary = summary_of_ids(ids)
-        else:
-            summary = findings[0].message if len(findings) == 1 else f"{len(findings)} {GROUPS[kind]}"
-        worst_first = tuple(sorted(findings, key=lambda finding: -finding.num_px))
-        groups.append(Group(severity, split, kind, worst_first, summary))
-    return groups
-
-
 def suggested_weights(report: SplitReport) -> dict[str, list[float]]:
-    """Class weights by every rule, from a split's masks; empty where no pixel is valid."""
+    """Return the class weights of every rule, from the masks of a split; empty if no pixel is valid."""
     if not any(report.frequencies.pixels):
         return {}
     return {rule: class_weights(rule, report.frequencies) for rule in RULES}
 
 
 def as_dict(reports: Sequence[SplitReport], groups: Sequence[Group], scheme: ClassScheme) -> dict[str, Any]:
-    """The findings as plain values for `--json`."""
+    """Return the findings as plain values for `--json`."""
     findings = [finding for group in groups for finding in group.findings]
     return {
         "errors": sum(f.severity == "error" for f in findings),
@@ -229,7 +182,7 @@ def print_report(
     weights: dict[str, list[float]],
     console: Console,
 ) -> None:
-    """Tables of splits and classes, then the findings, errors first."""
+    """Print tables of splits and classes, then the findings, errors first."""
     overview = Table("split", "pairs", "masks", "height x width, px", "ignored", box=None, pad_edge=False)
     for report in reports:
         sizes = [f"{height} x {width} ({n})" for (height, width), n in _by_count(report)]
@@ -249,7 +202,7 @@ def print_report(
         for group in found:
             _print_group(group, console)
     if not groups:
-        console.print("\nnothing to complain about")
+        console.print("\nno problems found")
 
 
 def _print_group(group: Group, console: Console) -> None:
@@ -263,7 +216,7 @@ def _print_group(group: Group, console: Console) -> None:
 
 
 def _class_table(reports: Sequence[SplitReport], scheme: ClassScheme, weights: dict[str, list[float]]) -> Table:
-    """Share of pixels and number of images of each class and split, and the weights that the rules give."""
+    """Return a table of pixel share and number of images per class and split, and of the weights by each rule."""
     splits = (Column(Text(f"{printable(report.split)}: pixels / images")) for report in reports)
     table = Table("class", *splits, *weights, box=None, pad_edge=False)
     for index, name in enumerate(scheme.names):

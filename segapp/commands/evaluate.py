@@ -18,13 +18,13 @@ from segapp.build.trained import TrainedModel, load_trained
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.loader import EvalLoader, LoadOptions
 from segapp.errors import ConfigError, StorageError
-from segapp.inference.confusion_image import PICTURE_SUFFIXES, draw_confusion
 from segapp.inference.evaluate import EvaluationSettings
 from segapp.inference.evaluator import EvaluationResult, Evaluator, evaluate_on_devices
 from segapp.inference.predict import TrainedPredictor
 from segapp.inference.predict.tiles import plan_workspace
 from segapp.inference.progress_bar import progress_bar
 from segapp.metrics import ConfusionMatrix, SegmentationScores, group_iou, mean_of_known
+from segapp.report.confusion import PICTURE_SUFFIXES, confusion_file
 from segapp.run.files import write_atomic, write_json
 from segapp.run.text import printable
 from segapp.train.telemetry.console import iou_table
@@ -85,7 +85,7 @@ def evaluate_target(target: str, options: EvalOptions) -> None:
         text = per_image_csv(found, dataset, trained)
         _write(options.per_image, lambda path: write_atomic(path, text))
     if options.confusion is not None:
-        picture = draw_confusion(found.matrix, scheme.names, options.confusion.suffix.lower())
+        picture = confusion_file(found.matrix.numpy(), scheme.names, options.confusion.suffix.lower())
         _write(options.confusion, lambda path: write_atomic(path, picture))
 
 

@@ -1,4 +1,4 @@
-"""What a person shows others: the report of a run, and several runs beside each other, each one HTML file."""
+"""Reports as single HTML files: one run, or several runs side by side."""
 
 from segapp.report.compare import compare_runs
 from segapp.report.page import write_report

@@ -1,4 +1,4 @@
-"""Curves and matrices as SVG: text of a page, drawn in the page's own colours, light or dark."""
+"""Line charts as SVG inside a page, in the colours of its style sheet."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from markupsafe import Markup, escape
-from numpy.typing import ArrayLike, NDArray
+from markupsafe import Markup
+from numpy.typing import ArrayLike
 
 from segapp.run.text import printable
 from segapp.tui.panes.plot import Columns, Floats, Scale, choose_scale, reduce_columns
@@ -17,20 +17,20 @@ from segapp.tui.state.wording import learning_rate, number
 WIDTH_PX, HALF_PX, HEIGHT_PX = 1040, 510, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 12, 34
 NUM_COLORS = 8
-"""Colours that the page's style names `c0` and so on."""
+"""Number of colours in the style sheet, `c0` and so on."""
 
 
 @dataclass(frozen=True)
-class Line:
+class Curve:
     """A curve.
 
     Args:
-        label: what it is.
-        x: rising.
-        y: as many; gaps where not finite.
+        label: shown in the legend.
+        x: increasing values.
+        y: as many values; the curve has gaps where they are not finite.
         color: 0 to `NUM_COLORS` - 1.
-        is_dotted: a dot at each point, which tells its value.
-        band: lowest and highest value at each x, drawn faintly behind; None for none.
+        is_dotted: draw a dot with a tooltip at each point.
+        band: lowest and highest value at each x, drawn faintly behind the curve; None: no band.
     """
 
     label: str
@@ -43,16 +43,16 @@ class Line:
 
 @dataclass(frozen=True)
 class Frame:
-    """How a chart is drawn.
+    """Axes and size of a chart.
 
     Args:
-        x_label: what the horizontal axis counts.
-        y_label: what the vertical one does.
+        x_label: of the horizontal axis.
+        y_label: of the vertical axis.
         is_log: logarithmic vertical axis.
-        marks: places on the horizontal axis with a word.
-        bottom: where the vertical axis begins; None: below the lowest value.
-        top: highest value shown at least.
-        width_px: of the chart.
+        marks: positions on the horizontal axis with their tooltips.
+        bottom: lower end of the vertical axis; None: below the lowest value.
+        top: lower bound of the upper end; None: none.
+        width_px: width of the chart.
     """
 
     x_label: str
@@ -64,23 +64,23 @@ class Frame:
     width_px: int = WIDTH_PX
 
 
-def line_chart(lines: Sequence[Line], frame: Frame) -> Markup:
-    """Curves over one axis; a word where there is nothing to draw."""
-    known = [line for line in lines if np.isfinite(np.asarray(line.y, float)).any()]
+def line_chart(curves: Sequence[Curve], frame: Frame) -> Markup:
+    """Return a chart of curves with a legend; a sentence if no curve has a finite value."""
+    known = [curve for curve in curves if np.isfinite(np.asarray(curve.y, float)).any()]
     if not known:
         return Markup("<p class=quiet>nothing was recorded</p>")
-    xs = np.concatenate([np.asarray(line.x, float) for line in known])
+    xs = np.concatenate([np.asarray(curve.x, float) for curve in known])
     x_scale = Scale(float(xs.min()), float(xs.max()) if xs.max() > xs.min() else float(xs.min()) + 1.0)
     y_scale = _y_scale(known, frame)
     parts = [_axes(x_scale, y_scale, frame)]
-    for at, word in frame.marks:
+    for at, label in frame.marks:
         x = _x(x_scale, at, frame)
         parts.append(Markup('<g class=mark><line x1="{0}" x2="{0}" y1="{1}" y2="{2}"/><title>{3}</title></g>').format(
-            f"{x:.1f}", _TOP, HEIGHT_PX - _BOTTOM, printable(word)))  # fmt: skip
-    parts += [_band(line, x_scale, y_scale, frame) for line in known if line.band is not None]
-    parts += [_curve(line, x_scale, y_scale, frame) for line in known]
+            f"{x:.1f}", _TOP, HEIGHT_PX - _BOTTOM, printable(label)))  # fmt: skip
+    parts += [_band(curve, x_scale, y_scale, frame) for curve in known if curve.band is not None]
+    parts += [_curve_path(curve, x_scale, y_scale, frame) for curve in known]
     legend = Markup("").join(
-        Markup('<span class="key c{}">{}</span>').format(line.color, printable(line.label)) for line in known
+        Markup('<span class="key c{}">{}</span>').format(curve.color, printable(curve.label)) for curve in known
     )
     return Markup(
         '<figure class=chart><svg viewBox="0 0 {} {}" role=img aria-label="{} over {}">{}</svg>'
@@ -88,11 +88,11 @@ def line_chart(lines: Sequence[Line], frame: Frame) -> Markup:
     ).format(frame.width_px, HEIGHT_PX, frame.y_label, frame.x_label, Markup("").join(parts), legend)
 
 
-def _y_scale(lines: Sequence[Line], frame: Frame) -> Scale:
+def _y_scale(curves: Sequence[Curve], frame: Frame) -> Scale:
     nothing = np.empty(0)
-    lows = np.concatenate([line.band[0] for line in lines if line.band is not None] or [nothing])
-    highs = np.concatenate([line.band[1] for line in lines if line.band is not None] or [nothing])
-    firm = np.concatenate([np.asarray(line.y, float) for line in lines])
+    lows = np.concatenate([curve.band[0] for curve in curves if curve.band is not None] or [nothing])
+    highs = np.concatenate([curve.band[1] for curve in curves if curve.band is not None] or [nothing])
+    firm = np.concatenate([np.asarray(curve.y, float) for curve in curves])
     is_bad = np.zeros(0, bool)
     scale = choose_scale(
         Columns(lows, highs, is_bad), Columns(nothing, nothing, is_bad), firm, is_log=frame.is_log
@@ -119,33 +119,33 @@ def _axes(x_scale: Scale, y_scale: Scale, frame: Frame) -> Markup:
     for value in y_scale.ticks(5):
         y = float(_ys(y_scale, np.array([value]))[0])
         parts.append(Markup('<line class=grid x1="{}" x2="{}" y1="{y}" y2="{y}"/>').format(_LEFT, right, y=f"{y:.1f}"))
-        word = learning_rate(value) if is_tiny and value else f"{value:g}"
-        parts.append(_text(_LEFT - 6, y + 4, "end", word))
+        label = learning_rate(value) if is_tiny and value else f"{value:g}"
+        parts.append(_text(_LEFT - 6, y + 4, "end", label))
     parts += [_text(_x(x_scale, value, frame), floor + 16, "mid", f"{value:g}") for value in x_scale.ticks(8)]
     parts.append(Markup('<line class=axis x1="{}" x2="{}" y1="{y}" y2="{y}"/>').format(_LEFT, right, y=floor))
     parts.append(_text(right, HEIGHT_PX - 4, "end quiet", frame.x_label))
     return Markup("").join(parts)
 
 
-def _text(x: float, y: float, style: str, word: str) -> Markup:
-    return Markup('<text x="{}" y="{}" class="{}">{}</text>').format(f"{x:.1f}", f"{y:.1f}", style, word)
+def _text(x: float, y: float, style: str, text: str) -> Markup:
+    return Markup('<text x="{}" y="{}" class="{}">{}</text>').format(f"{x:.1f}", f"{y:.1f}", style, text)
 
 
-def _band(line: Line, x_scale: Scale, y_scale: Scale, frame: Frame) -> Markup:
-    assert line.band is not None
-    x = np.asarray(line.x, float)
+def _band(curve: Curve, x_scale: Scale, y_scale: Scale, frame: Frame) -> Markup:
+    assert curve.band is not None
+    x = np.asarray(curve.x, float)
     columns = reduce_columns(
-        x, *line.band, ~np.isfinite(line.band[0]), x_scale.bottom, x_scale.top, frame.width_px - _LEFT - _RIGHT
+        x, *curve.band, ~np.isfinite(curve.band[0]), x_scale.bottom, x_scale.top, frame.width_px - _LEFT - _RIGHT
     )
     at = np.flatnonzero(np.isfinite(columns.low))
     low, high = _ys(y_scale, columns.low[at]), _ys(y_scale, columns.high[at])
     strokes = " ".join(f"M{_LEFT + i} {b + 0.4:.1f}V{t - 0.4:.1f}" for i, b, t in zip(at, low, high, strict=True))
-    return Markup('<path class="band c{}" d="{}"/>').format(line.color, strokes)
+    return Markup('<path class="band c{}" d="{}"/>').format(curve.color, strokes)
 
 
-def _curve(line: Line, x_scale: Scale, y_scale: Scale, frame: Frame) -> Markup:
-    x, y = np.asarray(line.x, float), np.asarray(line.y, float)
-    stride = max(1, len(x) // (2 * frame.width_px)) if not line.is_dotted else 1
+def _curve_path(curve: Curve, x_scale: Scale, y_scale: Scale, frame: Frame) -> Markup:
+    x, y = np.asarray(curve.x, float), np.asarray(curve.y, float)
+    stride = max(1, len(x) // (2 * frame.width_px)) if not curve.is_dotted else 1
     keep = np.unique(np.concatenate([np.arange(0, len(x), stride), [len(x) - 1]]))
     x, y = x[keep], y[keep]
     ys = _ys(y_scale, y)
@@ -156,15 +156,15 @@ def _curve(line: Line, x_scale: Scale, y_scale: Scale, frame: Frame) -> Markup:
             continue
         path.append(f"{'L' if is_drawing else 'M'}{_x(x_scale, at, frame):.1f} {height:.1f}")
         is_drawing = True
-    drawn = Markup('<path class="line c{}" d="{}"/>').format(line.color, "".join(path))
-    if not line.is_dotted:
+    drawn = Markup('<path class="line c{}" d="{}"/>').format(curve.color, "".join(path))
+    if not curve.is_dotted:
         return drawn
     dots = [
         Markup('<circle class="dot c{}" cx="{}" cy="{}" r="3"><title>{} at {}: {}</title></circle>').format(
-            line.color,
+            curve.color,
             f"{_x(x_scale, at, frame):.1f}",
             f"{height:.1f}",
-            printable(line.label),
+            printable(curve.label),
             f"{at:g}",
             number(value, 4),
         )
@@ -172,51 +172,3 @@ def _curve(line: Line, x_scale: Scale, y_scale: Scale, frame: Frame) -> Markup:
         if math.isfinite(height)
     ]
     return drawn + Markup("").join(dots)
-
-
-def confusion_picture(matrix: NDArray[np.int64], classes: Sequence[str]) -> Markup:
-    """A confusion matrix, each row as shares of its target's pixels; darker is more.
-
-    Args:
-        matrix: (C, C) counts of (target, prediction).
-        classes: C names.
-    """
-    totals = matrix.sum(1, keepdims=True)
-    shares = np.divide(matrix, totals, out=np.zeros(matrix.shape), where=totals > 0)
-    cell = 30 if len(classes) <= 24 else max(6, 720 // len(classes))
-    names = [printable(name) for name in classes]
-    room = 8 + 6.6 * min(18, max(map(len, names)))
-    side = cell * len(names)
-    parts = []
-    for row, name in enumerate(names):
-        short = name if len(name) <= 18 else name[:17] + "…"
-        middle = row * cell + cell / 2
-        if cell >= 11:
-            parts.append(f'<text x="{room - 6:.0f}" y="{room + middle + 4:.1f}" class=end>{escape(short)}</text>')
-            place = f"translate({room + middle + 4:.1f} {room - 6:.0f}) rotate(-90)"
-            parts.append(f'<text transform="{place}">{escape(short)}</text>')
-        for column, other in enumerate(names):
-            share = float(shares[row, column])
-            if not totals[row, 0] or (share < 0.0005 and row != column):
-                continue
-            place = f'x="{room + column * cell:.0f}" y="{room + row * cell:.0f}"'
-            kind = "hit" if row == column else "miss"
-            parts.append(
-                f'<g class={kind}><rect {place} width={cell - 1} height={cell - 1} fill-opacity="{_shade(share):.2f}"/>'
-                f"<title>{escape(name)} taken for {escape(other)}: {share:.1%} of its pixels</title></g>"
-            )
-            if cell >= 24 and share >= 0.005:
-                tone = "on" if _shade(share) > 0.55 else "off"
-                parts.append(
-                    f'<text x="{room + (column + 0.5) * cell - 0.5:.1f}" y="{room + (row + 0.5) * cell + 3.5:.1f}" '
-                    f'class="mid value {tone}">{100 * share:.0f}</text>'
-                )
-    total = room + side + 4
-    return Markup('<figure class=matrix><svg viewBox="0 0 {0} {0}" style="max-width:{0}px">{1}</svg></figure>').format(
-        f"{total:.0f}", Markup("".join(parts))
-    )
-
-
-def _shade(share: float) -> float:
-    """More than in proportion for small shares: a confusion of 5 % is to be seen."""
-    return 0.06 + 0.94 * math.sqrt(min(max(share, 0.0), 1.0))

@@ -1,4 +1,4 @@
-"""`segapp compare`: several runs beside each other, in the terminal and as a page."""
+"""`segapp compare`: several runs side by side, in the terminal and as an HTML page."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from rich.text import Text
 from segapp.errors import ConfigError
 from segapp.report import charts
 from segapp.report.charts import Frame
-from segapp.report.page import loss_chart, miou_lines, render, save_page
-from segapp.report.run_report import RunReport, read_story
+from segapp.report.page import loss_chart, miou_curves
+from segapp.report.render import render, save_page
+from segapp.report.run_report import RunReport, read_run_report
 from segapp.run.text import printable
 from segapp.train.telemetry.trackers import flat_settings
 from segapp.tui.state import wording
@@ -25,14 +26,14 @@ UNIMPORTANT_KEYS = frozenset({"name"})
 
 @dataclass(frozen=True)
 class RunRow:
-    """One run in numbers; None where it is not known."""
+    """Key figures of one run; None where a value is not known."""
 
     name: str
     state: str
     best_miou: float | None
     best_epoch: int | None
     last_loss: float | None
-    """Mean training loss of the last steps."""
+    """Moving average of the training loss at the end."""
     last_val_loss: float | None
     epochs: int
     steps: int
@@ -40,31 +41,31 @@ class RunRow:
     duration_s: float | None
     num_params: int
     peak_mib: float | None
-    """Of the device that needed most."""
+    """Of the device with the highest peak."""
     iou: dict[str, float | None]
-    """By class, of the best evaluation."""
+    """Per class, of the best evaluation."""
 
 
 def compare_runs(runs: Sequence[str], out: Path | None = None) -> dict[str, Any]:
-    """Compares runs, prints a table, and writes a page where asked for.
+    """Compare runs, and write a page if requested.
 
     Args:
-        runs: names or folders, two at least.
+        runs: names or folders, at least two.
         out: file for the page.
 
     Returns:
-        What was printed, as plain values: `runs`, and `differences` (config key -> value of each run).
+        Plain values: `runs`, and `differences` (config key -> value of each run).
 
     Raises:
-        ConfigError: fewer than two runs, or one that is not there.
-        RunError: one has not begun.
+        ConfigError: fewer than two runs, or a run does not exist.
+        RunError: a run has no events yet.
         StorageError: the page cannot be written.
     """
     if len(runs) < 2:
-        raise ConfigError(f"compare needs two runs at least, and was given {len(runs)}: segapp compare RUN RUN")
-    stories = [read_story(run) for run in runs]
-    rows = [run_row(story) for story in stories]
-    differences = config_differences(stories)
+        raise ConfigError(f"compare needs at least two runs, and got {len(runs)}: segapp compare RUN RUN")
+    reports = [read_run_report(run) for run in runs]
+    rows = [run_row(report) for report in reports]
+    differences = config_differences(reports)
     classes = list(dict.fromkeys(name for row in rows for name in row.iou))
     if out is not None:
         values = {
@@ -75,8 +76,8 @@ def compare_runs(runs: Sequence[str], out: Path | None = None) -> dict[str, Any]
                 name: max((iou for row in rows if (iou := row.iou.get(name)) is not None), default=None)
                 for name in classes
             },
-            "loss": loss_chart(stories),
-            "miou": charts.line_chart(miou_lines(stories), Frame("step", "mIoU", bottom=0.0, top=1.0)),
+            "loss": loss_chart(reports),
+            "miou": charts.line_chart(miou_curves(reports), Frame("step", "mIoU", bottom=0.0, top=1.0)),
             "colors": charts.NUM_COLORS,
         }
         save_page(out, render("compare.html.j2", values))
@@ -84,7 +85,7 @@ def compare_runs(runs: Sequence[str], out: Path | None = None) -> dict[str, Any]
 
 
 def print_comparison(found: Mapping[str, Any]) -> None:
-    """Prints what `compare_runs` gives as two tables."""
+    """Print the result of `compare_runs` as two tables."""
     console = Console(highlight=False)
     runs = found["runs"]
     lines = {
@@ -102,11 +103,11 @@ def print_comparison(found: Mapping[str, Any]) -> None:
     console.print(_table("", [row["name"] for row in runs], lines))
     if found["differences"]:
         console.print()
-        console.print(_table("what differs", [row["name"] for row in runs], found["differences"]))
+        console.print(_table("differences", [row["name"] for row in runs], found["differences"]))
 
 
 def _table(heading: str, names: Sequence[str], lines: Mapping[str, Sequence[Any]]) -> Table:
-    """A line for each key, a column for each run."""
+    """Return a table with a row per key and a column per run."""
     table = Table(box=None, pad_edge=False)
     table.add_column(heading, overflow="fold")
     for name in names:
@@ -116,17 +117,17 @@ def _table(heading: str, names: Sequence[str], lines: Mapping[str, Sequence[Any]
     return table
 
 
-def run_row(story: RunReport) -> RunRow:
-    """A run in numbers."""
-    view = story.view
+def run_row(report: RunReport) -> RunRow:
+    """Return the key figures of a run."""
+    view = report.view
     assert view.start is not None
     best = view.best
-    peaks = [peak for split in story.peaks_mib.values() for peak in split if peak is not None]
+    peaks = [peak for split in report.peaks_mib.values() for peak in split if peak is not None]
     last = view.history.last_average(0.9) if view.history.size else float("nan")
     names = list(view.start.classes)
     return RunRow(
-        name=story.name,
-        state=story.state,
+        name=report.name,
+        state=report.state,
         best_miou=best.miou if best else None,
         best_epoch=best.epoch if best else None,
         last_loss=None if last != last else last,
@@ -134,16 +135,16 @@ def run_row(story: RunReport) -> RunRow:
         epochs=view.epoch or 0,
         steps=view.step.step if view.step else 0,
         images_per_s=view.step.images_per_s if view.step else None,
-        duration_s=story.duration_s,
+        duration_s=report.duration_s,
         num_params=view.start.num_params,
         peak_mib=max(peaks, default=None),
         iou=dict(zip(names, best.iou, strict=False)) if best else dict.fromkeys(names),
     )
 
 
-def config_differences(stories: Sequence[RunReport]) -> dict[str, list[Any]]:
-    """Config keys whose values are not the same in all runs, with the value of each; "?" where a config is missing."""
-    flat = [flat_settings(story.config.model_dump(mode="json")) if story.config else {} for story in stories]
+def config_differences(reports: Sequence[RunReport]) -> dict[str, list[Any]]:
+    """Return the config keys whose values differ, with the value of each run; "?" where a config is missing."""
+    flat = [flat_settings(report.config.model_dump(mode="json")) if report.config else {} for report in reports]
     keys = sorted({key for values in flat for key in values} - UNIMPORTANT_KEYS)
     found = {key: [values.get(key, "?") for values in flat] for key in keys}
     return {key: values for key, values in found.items() if any(value != values[0] for value in values)}

@@ -1,4 +1,4 @@
-"""`segapp report`: one run as one HTML file that needs nothing else, neither a network nor a script."""
+"""`segapp report`: one run as a single HTML file."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from segapp.build.data import build_dataset
 from segapp.build.trained import load_trained
-from segapp.errors import SegappError, StorageError
+from segapp.errors import SegappError
 from segapp.inference.progress_bar import progress_bar
 from segapp.report import charts
-from segapp.report.charts import Frame, Line
-from segapp.report.pictures import Judgement, judge
-from segapp.report.run_report import RunReport, read_story
-from segapp.run.files import write_atomic
+from segapp.report.charts import Curve, Frame
+from segapp.report.confusion import confusion_figure
+from segapp.report.pictures import SplitEvaluation, evaluate_split
+from segapp.report.render import render, save_page
+from segapp.report.run_report import RunReport, read_run_report
 from segapp.run.text import printable
-from segapp.tui.state import wording
 from segapp.tui.state.history import SMOOTHINGS
 
 MAX_PICTURED_CLASSES = 60
@@ -31,12 +30,12 @@ MAX_PICTURED_CLASSES = 60
 
 @dataclass(frozen=True)
 class ClassRow:
-    """One line of the class table; None where it is not known."""
+    """One row of the class table; None where a value is not known."""
 
     name: str
     iou: float | None
     change: float | None
-    """Since the evaluation before."""
+    """Of the IoU since the previous evaluation."""
     accuracy: float | None
     precision: float | None
     frequency: float | None
@@ -45,159 +44,126 @@ class ClassRow:
 def write_report(
     run: str, out: Path | None = None, *, split: str = "val", num_worst: int = 8, has_pictures: bool = True
 ) -> Path:
-    """Writes a run's report and says where.
+    """Write the report of a run and return its path.
 
     Args:
         run: name or folder.
-        out: the file; `report.html` in the run folder when None.
-        split: of the data, for the confusion matrix and the pictures.
-        num_worst: images shown, the worst first.
-        has_pictures: False leaves out what needs the model and the data.
-
-    Returns:
-        The file.
+        out: the file; None: `report.html` in the run folder.
+        split: of the data set, for the confusion matrix and the pictures.
+        num_worst: number of images shown, those with the lowest mIoU.
+        has_pictures: False: leave out the parts that need the model and the data.
 
     Raises:
         ConfigError: there is no such run.
-        RunError: it has not begun.
+        RunError: the run has no events yet.
         StorageError: the file cannot be written.
     """
-    story = read_story(run)
-    judgement, why_not = None, "left out, as --no-images asks"
+    report = read_run_report(run)
+    evaluation, why_not = None, "left out because of --no-images"
     if has_pictures:
         try:
-            judgement = _judge(story, split, num_worst)
+            evaluation = _evaluate(report, split, num_worst)
         except SegappError as error:
             why_not = str(error)
             print(f"note: no pictures and no confusion matrix: {printable(why_not)}", file=sys.stderr)
-    page = render("report.html.j2", report_parts(story, judgement, why_not))
-    out = out or story.folder.path / "report.html"
+    page = render("report.html.j2", template_values(report, evaluation, why_not))
+    out = out or report.folder.path / "report.html"
     save_page(out, page)
     return out
 
 
-def save_page(out: Path, page: str) -> None:
-    """Writes a page.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
-    try:
-        write_atomic(out, page)
-    except OSError as error:
-        raise StorageError(f"{out} cannot be written: {error.strerror}: choose another --out") from None
-
-
-def _judge(story: RunReport, split: str, num_worst: int) -> Judgement:
-    trained = load_trained(str(story.folder.path))
+def _evaluate(report: RunReport, split: str, num_worst: int) -> SplitEvaluation:
+    trained = load_trained(str(report.folder.path))
     dataset = build_dataset(trained.config.data, trained.scheme, split, is_training=False, seed=trained.config.seed)
-    with progress_bar(len(dataset), "looking at images") as progress:
-        return judge(trained, dataset, split, num_worst, progress)
+    with progress_bar(len(dataset), "evaluating") as progress:
+        return evaluate_split(trained, dataset, split, num_worst, progress)
 
 
-def render(template: str, values: dict[str, Any]) -> str:
-    """A page from a template; every value is escaped and made printable unless it is markup."""
-    environment = Environment(
-        loader=PackageLoader("segapp.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True, finalize=lambda value: value if isinstance(value, Markup) else printable(str(value)),
-    )  # fmt: skip
-    environment.filters.update(
-        number=lambda value: wording.number(value, 4),
-        percent=lambda value: "-" if value is None else f"{100 * value:.1f} %",
-        gib=wording.gib,
-        duration=wording.duration,
-        split=wording.dots,
-        share=wording.share_word,
-        clock=lambda t: time.strftime("%Y-%m-%d %H:%M", time.localtime(t)),
-    )
-    return environment.get_template(template).render(**values)
-
-
-def report_parts(story: RunReport, judgement: Judgement | None, why_not: str) -> dict[str, Any]:
-    """What the template asks for."""
-    view = story.view
+def template_values(report: RunReport, evaluation: SplitEvaluation | None, why_not: str) -> dict[str, Any]:
+    """Return the values that the template uses."""
+    view = report.view
     assert view.start is not None
     names = list(view.start.classes)
     return {
-        "story": story,
+        "report": report,
         "view": view,
         "start": view.start,
         "last": view.vals[-1] if view.vals else None,
-        "loss": loss_chart([story]),
-        "miou": _miou_chart(story),
-        "lr": _small_chart("learning rate", story.lr.points, "learning rate"),
-        "rate": _small_chart("images/s", story.rate.points, "images a second"),
-        "terms": [(name, _term_chart(name, curve.points)) for name, curve in story.terms.items()],
-        "classes": class_rows(story, judgement),
-        "judgement": judgement,
+        "loss": loss_chart([report]),
+        "miou": _miou_chart(report),
+        "lr": _small_chart("learning rate", report.lr.points, "learning rate"),
+        "rate": _small_chart("images/s", report.rate.points, "images a second"),
+        "terms": [(name, _term_chart(name, thinned.points)) for name, thinned in report.terms.items()],
+        "classes": class_rows(report, evaluation),
+        "evaluation": evaluation,
         "why_not": why_not,
-        "confusion": _confusion(judgement, names),
-        "top": top_confusions(judgement.matrix, names) if judgement else [],
-        "memory": _memory_rows(story),
+        "confusion": _confusion(evaluation, names),
+        "top": top_confusions(evaluation.matrix, names) if evaluation else [],
+        "memory": _memory_rows(report),
         "made_s": time.time(),
         "printable": printable,
     }
 
 
-def loss_chart(stories: Sequence[RunReport]) -> Markup:
-    """Training loss as a smoothed curve, one run also as a band of raw values with its evaluations and marks."""
-    lines, marks = [], []
-    is_alone = len(stories) == 1
-    for color, story in enumerate(stories):
-        history, vals = story.view.history, [val for val in story.view.vals if val.loss is not None]
+def loss_chart(reports: Sequence[RunReport]) -> Markup:
+    """Return a chart of smoothed training losses; for a single run with raw values, evaluations and marks."""
+    curves, marks = [], []
+    is_alone = len(reports) == 1
+    for color, report in enumerate(reports):
+        history, vals = report.view.history, [val for val in report.view.vals if val.loss is not None]
         if history.size:
             factor = SMOOTHINGS[0] if history.num_steps < 200 else SMOOTHINGS[1]
             band = (np.array(history.low), np.array(history.high)) if is_alone else None
-            label = f"training loss (mean over about {round(1 / (1 - factor))} lines)" if is_alone else story.name
-            lines.append(Line(label, history.step, history.average(factor), color % charts.NUM_COLORS, band=band))
+            label = f"training loss (mean over about {round(1 / (1 - factor))} lines)" if is_alone else report.name
+            curves.append(Curve(label, history.step, history.average(factor), color % charts.NUM_COLORS, band=band))
         if is_alone and vals:
-            lines.append(Line("validation loss", [v.step for v in vals], [v.loss or 0.0 for v in vals], 1, True))
+            curves.append(Curve("validation loss", [v.step for v in vals], [v.loss or 0.0 for v in vals], 1, True))
         if is_alone:
-            marks = [(mark.step, mark.text) for mark in story.view.marks if mark.kind != "best"]
-            marks += [(mark.step, mark.text) for mark in story.view.marks if mark.kind == "best"][-1:]
-    values = np.concatenate([np.asarray(line.y, float) for line in lines]) if lines else np.empty(0)
+            marks = [(mark.step, mark.text) for mark in report.view.marks if mark.kind != "best"]
+            marks += [(mark.step, mark.text) for mark in report.view.marks if mark.kind == "best"][-1:]
+    values = np.concatenate([np.asarray(curve.y, float) for curve in curves]) if curves else np.empty(0)
     values = values[np.isfinite(values)]
     is_log = bool(len(values)) and values.min() > 0 and values.max() > 20 * values.min()
-    return charts.line_chart(lines, Frame("step", "loss", is_log, marks))
+    return charts.line_chart(curves, Frame("step", "loss", is_log, marks))
 
 
-def miou_lines(stories: Sequence[RunReport]) -> list[Line]:
-    """The mIoU of every evaluation of every run."""
+def miou_curves(reports: Sequence[RunReport]) -> list[Curve]:
+    """Return the mIoU over the steps of each run."""
     return [
-        Line(
-            story.name if len(stories) > 1 else "mIoU",
-            [val.step for val in story.view.vals],
-            [np.nan if val.miou is None else val.miou for val in story.view.vals],
+        Curve(
+            report.name if len(reports) > 1 else "mIoU",
+            [val.step for val in report.view.vals],
+            [np.nan if val.miou is None else val.miou for val in report.view.vals],
             color % charts.NUM_COLORS,
             True,
         )
-        for color, story in enumerate(stories)
-        if story.view.vals
+        for color, report in enumerate(reports)
+        if report.view.vals
     ]
 
 
-def _miou_chart(story: RunReport) -> Markup:
-    vals = story.view.vals
+def _miou_chart(report: RunReport) -> Markup:
+    vals = report.view.vals
     accuracy = [np.nan if val.pixel_accuracy is None else val.pixel_accuracy for val in vals]
-    lines = [*miou_lines([story]), Line("pixel accuracy", [val.step for val in vals], accuracy, 2, True)]
+    curves = [*miou_curves([report]), Curve("pixel accuracy", [val.step for val in vals], accuracy, 2, True)]
     return charts.line_chart(
-        lines if vals else [], Frame("step", "share", bottom=0.0, top=1.0, width_px=charts.HALF_PX)
+        curves if vals else [], Frame("step", "share", bottom=0.0, top=1.0, width_px=charts.HALF_PX)
     )
 
 
 def _term_chart(name: str, points: list[tuple[int, float]]) -> Markup:
-    line = Line(name, [step for step, _ in points], [value for _, value in points], 3)
-    return charts.line_chart([line], Frame("step", name.replace("_", " "), width_px=charts.HALF_PX))
+    curve = Curve(name, [step for step, _ in points], [value for _, value in points], 3)
+    return charts.line_chart([curve], Frame("step", name.replace("_", " "), width_px=charts.HALF_PX))
 
 
 def _small_chart(label: str, points: list[tuple[int, float]], y_label: str) -> Markup:
-    line = Line(label, [step for step, _ in points], [value for _, value in points], 3)
-    return charts.line_chart([line] if points else [], Frame("step", y_label, bottom=0.0, width_px=charts.HALF_PX))
+    curve = Curve(label, [step for step, _ in points], [value for _, value in points], 3)
+    return charts.line_chart([curve] if points else [], Frame("step", y_label, bottom=0.0, width_px=charts.HALF_PX))
 
 
-def class_rows(story: RunReport, judgement: Judgement | None) -> list[ClassRow]:
-    """The classes, worst first, absent ones last; judged as the model is now, else as it was evaluated last."""
-    view = story.view
+def class_rows(report: RunReport, evaluation: SplitEvaluation | None) -> list[ClassRow]:
+    """Return a row per class, lowest IoU first, absent ones last; from the evaluation or the last `val` event."""
+    view = report.view
     names = list(view.start.classes) if view.start else []
     last = list(view.vals[-1].iou) if view.vals else []
     before = list(view.vals[-2].iou) if len(view.vals) > 1 else []
@@ -207,27 +173,27 @@ def class_rows(story: RunReport, judgement: Judgement | None) -> list[ClassRow]:
         earlier = before[i] if i < len(before) else None
         change = None if iou is None or earlier is None else iou - earlier
         accuracy = precision = frequency = None
-        if judgement is not None:
-            iou, accuracy = judgement.scores.iou[i], judgement.scores.accuracy[i]
-            frequency = judgement.scores.frequency[i]
-            predicted = int(judgement.matrix[:, i].sum())
-            precision = int(judgement.matrix[i, i]) / predicted if predicted else None
+        if evaluation is not None:
+            iou, accuracy = evaluation.scores.iou[i], evaluation.scores.accuracy[i]
+            frequency = evaluation.scores.frequency[i]
+            predicted = int(evaluation.matrix[:, i].sum())
+            precision = int(evaluation.matrix[i, i]) / predicted if predicted else None
         rows.append(ClassRow(name, iou, change, accuracy, precision, frequency))
     return sorted(rows, key=lambda row: (row.iou is None, row.iou or 0.0))
 
 
-def _confusion(judgement: Judgement | None, names: list[str]) -> Markup | None:
-    """The matrix of the classes that occur, unless they are too many for a picture."""
-    if judgement is None:
+def _confusion(evaluation: SplitEvaluation | None, names: list[str]) -> Markup | None:
+    """Return the confusion matrix of the classes that occur; None if there are too many for a picture."""
+    if evaluation is None:
         return None
-    occurs = np.flatnonzero(judgement.matrix.sum(0) + judgement.matrix.sum(1))
+    occurs = np.flatnonzero(evaluation.matrix.sum(0) + evaluation.matrix.sum(1))
     if not 0 < len(occurs) <= MAX_PICTURED_CLASSES:
         return None
-    return charts.confusion_picture(judgement.matrix[np.ix_(occurs, occurs)], [names[i] for i in occurs])
+    return confusion_figure(evaluation.matrix[np.ix_(occurs, occurs)], [names[i] for i in occurs])
 
 
 def top_confusions(matrix: np.ndarray[Any, np.dtype[np.int64]], names: Sequence[str], count: int = 12) -> list[Any]:
-    """The largest shares of a class's pixels that went to another class: (target, prediction, share)."""
+    """Return (target, prediction, share of the target's pixels) of the most frequent confusions."""
     totals = matrix.sum(1, keepdims=True)
     shares = np.divide(matrix, totals, out=np.zeros(matrix.shape), where=totals > 0)
     np.fill_diagonal(shares, 0.0)
@@ -236,17 +202,17 @@ def top_confusions(matrix: np.ndarray[Any, np.dtype[np.int64]], names: Sequence[
     return [(names[a], names[b], float(shares[a, b])) for a, b in pairs if shares[a, b] > 0]
 
 
-def _memory_rows(story: RunReport) -> list[dict[str, Any]]:
-    """Each device's peak under each split, with its total."""
-    start = story.view.start
+def _memory_rows(report: RunReport) -> list[dict[str, Any]]:
+    """Return a row per device and split with the peak and the total memory, MiB."""
+    start = report.view.start
     assert start is not None
     rows = []
-    for split, peaks in sorted(story.peaks_mib.items()):
+    for split, peaks in sorted(report.peaks_mib.items()):
         for i, peak in enumerate(peaks):
             device = start.devices[i] if i < len(start.devices) else None
             total = device.total_mib if device else None
-            if total is None and i < len(story.view.devices):
-                total = story.view.devices[i].total_mib
+            if total is None and i < len(report.view.devices):
+                total = report.view.devices[i].total_mib
             rows.append(
                 {
                     "split": split,

@@ -1,11 +1,10 @@
-"""What a trained model does with every image of a split: scores, the confusion matrix, and pictures of the worst.
+"""Evaluation of a split for the report: scores, confusion matrix, and pictures of the images with the lowest mIoU.
 
 Shapes: H x W pixels of an image, C classes.
 """
 
 from __future__ import annotations
 
-import base64
 import heapq
 import itertools
 import math
@@ -23,22 +22,23 @@ from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.layouts.formats import ClassScheme
 from segapp.inference.predict import colorize, predict_image
 from segapp.metrics import ConfusionMatrix, SegmentationScores
+from segapp.report.render import data_url
 
 PICTURE_PX = 480
-"""Longer side of a picture."""
+"""Maximum of the longer side of a picture."""
 WRONG_RGB = (214, 39, 140)
 OVERLAY_ALPHA = 0.55
 
 
 @dataclass(frozen=True)
-class JudgedImage:
-    """One image.
+class EvaluatedImage:
+    """Scores and pictures of one image.
 
     Attributes:
-        name: its file's.
+        name: of the file.
         miou: over the classes in its target or prediction; None without a valid pixel.
         pixel_accuracy: of its valid pixels.
-        pictures: input, target, prediction and errors, as `data:` addresses.
+        pictures: `data:` addresses of input, target, prediction and errors, by name.
     """
 
     name: str
@@ -48,36 +48,36 @@ class JudgedImage:
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """A whole split."""
+class SplitEvaluation:
+    """Scores of a split, and its images with the lowest mIoU."""
 
     split: str
     scores: SegmentationScores
     matrix: NDArray[np.int64]
     """(C, C) counts of (target, prediction)."""
-    worst: list[JudgedImage]
+    worst: list[EvaluatedImage]
     num_images: int
 
 
-def judge(
+def evaluate_split(
     trained: TrainedModel,
     dataset: SegmentationDataset,
     split: str,
     num_worst: int,
     progress: Callable[[int], None] = lambda _: None,
-) -> Judgement:
-    """Predicts every image of a data set and keeps pictures of the worst by their own mIoU.
+) -> SplitEvaluation:
+    """Predict every image of a data set, and keep pictures of those with the lowest mIoU.
 
     Args:
         trained: the model.
         dataset: without a transform.
-        split: its name.
-        num_worst: pictures wanted.
+        split: name of the split.
+        num_worst: number of images to keep.
         progress: called with the number of images done.
     """
     scheme = trained.scheme
     total = ConfusionMatrix(scheme.num_classes, scheme.ignore_index)
-    worst: list[tuple[float, int, JudgedImage]] = []
+    worst: list[tuple[float, int, EvaluatedImage]] = []
     order = itertools.count()
     for index in range(len(dataset)):
         image, target = dataset.read(index)
@@ -88,20 +88,20 @@ def judge(
         scores = own.scores()
         badness = math.inf if scores.miou is None else -scores.miou
         if num_worst > 0 and scores.miou is not None and (len(worst) < num_worst or badness > worst[0][0]):
-            judged = JudgedImage(
+            evaluated = EvaluatedImage(
                 dataset.pairs[index].image.name,
                 scores.miou,
                 scores.pixel_accuracy,
                 pictures_of(image, target, labels, scheme),
             )
-            (heapq.heappush if len(worst) < num_worst else heapq.heapreplace)(worst, (badness, next(order), judged))
+            (heapq.heappush if len(worst) < num_worst else heapq.heapreplace)(worst, (badness, next(order), evaluated))
         progress(index + 1)
-    found = [judged for _, _, judged in sorted(worst, key=lambda entry: -entry[0])]
-    return Judgement(split, total.scores(), total.matrix.numpy(), found, len(dataset))
+    found = [evaluated for _, _, evaluated in sorted(worst, key=lambda entry: -entry[0])]
+    return SplitEvaluation(split, total.scores(), total.matrix.numpy(), found, len(dataset))
 
 
 def pictures_of(image: NDArray[Any], target: NDArray[Any], labels: NDArray[Any], scheme: ClassScheme) -> dict[str, str]:
-    """Input, target, prediction and errors of one image, small enough for a mail.
+    """Return reduced pictures of input, target, prediction and errors as `data:` addresses, by name.
 
     Args:
         image: uint8 (H, W, 3), RGB.
@@ -122,15 +122,8 @@ def pictures_of(image: NDArray[Any], target: NDArray[Any], labels: NDArray[Any],
     errors = np.where((valid & (labels != target))[..., None], np.array(WRONG_RGB, np.uint8), grey // 2 + 96)
     mixed = cv2.addWeighted(small, 1 - OVERLAY_ALPHA, colorize(labels, scheme), OVERLAY_ALPHA, 0.0)
     return {
-        "input": _address(small, ".jpg"),
-        "target": _address(truth, ".png"),
-        "prediction": _address(mixed, ".jpg"),
-        "wrong pixels": _address(errors.astype(np.uint8), ".jpg"),
+        "input": data_url(small, ".jpg"),
+        "target": data_url(truth, ".png"),
+        "prediction": data_url(mixed, ".jpg"),
+        "wrong pixels": data_url(errors.astype(np.uint8), ".jpg"),
     }
-
-
-def _address(pixels: NDArray[Any], suffix: str) -> str:
-    options = [cv2.IMWRITE_JPEG_QUALITY, 80] if suffix == ".jpg" else [cv2.IMWRITE_PNG_COMPRESSION, 9]
-    _, data = cv2.imencode(suffix, np.ascontiguousarray(pixels[..., ::-1]), options)
-    kind = "jpeg" if suffix == ".jpg" else "png"
-    return f"data:image/{kind};base64,{base64.b64encode(data.tobytes()).decode('ascii')}"

@@ -1,4 +1,4 @@
-"""A run as a report tells it: what the screen folds out of the events, and the lists that only a report needs."""
+"""Contents of a run for the report: the folded view of its events, and the lists that only the report needs."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _MAX_TERMS = 16
 
 @dataclass
 class Thinned:
-    """Points of a long curve: every one at first, every second when there are too many, and so on."""
+    """Points of a curve; when there are too many, every second one is dropped and the stride doubles."""
 
     points: list[tuple[int, float]] = field(default_factory=list)
     _stride: int = 1
     _seen: int = 0
 
     def add(self, step: int, value: float) -> None:
-        """Takes the next point, or leaves it out."""
+        """Add the next point, or skip it by the stride."""
         if self._seen % self._stride == 0:
             self.points.append((step, value))
             if len(self.points) > 2 * _MAX_POINTS:
@@ -38,25 +38,26 @@ class Thinned:
         self._seen += 1
 
     def drop_after(self, step: int) -> None:
-        """Takes back what a resumed training does again."""
+        """Drop the points after a step, which a resumed training repeats."""
         while self.points and self.points[-1][0] > step:
             self.points.pop()
 
 
 @dataclass
 class RunReport:
-    """One run.
+    """Contents of one run.
 
     Attributes:
-        folder: where it lies.
-        state: how it stands.
-        view: its events as the screen knows them.
-        config: as it was at the start; None where the file cannot be read.
-        config_text: the file itself.
+        folder: the run folder.
+        state: live, finished, failed and so on.
+        view: its folded events.
+        config: at the start of the run; None if the file cannot be read.
+        config_text: content of the config file.
         lr: learning rate over steps.
-        rate: images a second over steps.
-        gpu0: what became of each wish for `gpu0_bsz`.
-        alerts: in the order of time.
+        rate: images per second over steps.
+        terms: distillation terms over steps.
+        gpu0: changes of `gpu0_bsz` with their outcomes.
+        alerts: in order of time.
     """
 
     folder: RunFolder
@@ -72,62 +73,62 @@ class RunReport:
 
     @property
     def name(self) -> str:
-        """Of the folder."""
+        """Name of the run folder."""
         return self.folder.name
 
     @property
     def duration_s(self) -> float | None:
-        """From the first start to the last event, pauses and nights between two starts included."""
+        """Time from the first start to the last event, including the time between a stop and a resume."""
         if self.view.first_start_s is None or self.view.last_s is None:
             return None
         return self.view.last_s - self.view.first_start_s
 
     @property
     def peaks_mib(self) -> dict[tuple[int, ...], list[float | None]]:
-        """Highest allocation of each device under each split."""
+        """Peak of each device by split."""
         return self.view.peaks_mib
 
 
-def read_story(run: str | Path) -> RunReport:
-    """Reads a run's events and config.
+def read_run_report(run: str | Path) -> RunReport:
+    """Read the events and the config of a run.
 
     Args:
-        run: its name, or a path to its folder.
+        run: its name, or the path of its folder.
 
     Raises:
         ConfigError: there is no such run.
-        RunError: it has not begun.
+        RunError: the run has no events yet.
     """
     folder = find_run(run)
-    story = RunReport(folder, run_state(folder.path))
+    report = RunReport(folder, run_state(folder.path))
     reader = EventReader(folder.events)
     while raw := reader.read_raw(_BLOCK_BYTES):
-        fold_events(story.view, raw)
+        fold_events(report.view, raw)
         for item in raw:
-            _take(story, item)
+            _add(report, item)
     reader.close()
-    if story.view.start is None:
-        raise RunError(f"{folder.path} has no events yet: there is nothing to report; train it first")
+    if report.view.start is None:
+        raise RunError(f"{folder.path} has no events yet: train it first")
     try:
-        story.config_text = folder.config_yaml.read_text(encoding="utf-8", errors="backslashreplace")
-        story.config = load_config(folder.config_yaml)
+        report.config_text = folder.config_yaml.read_text(encoding="utf-8", errors="backslashreplace")
+        report.config = load_config(folder.config_yaml)
     except (OSError, ConfigError):
-        pass  # a folder without its config still has a story
-    return story
+        pass  # the config is optional in a report
+    return report
 
 
-def _take(story: RunReport, raw: dict[str, Any]) -> None:
+def _add(report: RunReport, raw: dict[str, Any]) -> None:
     kind = raw["type"]
     if kind == "step":
-        for curve, name in ((story.lr, "lr"), (story.rate, "images_per_s")):
+        for curve, name in ((report.lr, "lr"), (report.rate, "images_per_s")):
             if isinstance(raw.get(name), (int, float)) and isinstance(raw.get("step"), int):
                 curve.add(raw["step"], float(raw[name]))
         terms = raw.get("terms")
         for name, value in list(terms.items())[:_MAX_TERMS] if isinstance(terms, dict) else ():
-            if isinstance(value, (int, float)) and isinstance(raw.get("step"), int) and len(story.terms) < _MAX_TERMS:
-                story.terms.setdefault(name, Thinned()).add(raw["step"], float(value))
+            if isinstance(value, (int, float)) and isinstance(raw.get("step"), int) and len(report.terms) < _MAX_TERMS:
+                report.terms.setdefault(name, Thinned()).add(raw["step"], float(value))
     elif kind == "run_start" and isinstance(raw.get("resumed_from_step"), int):
-        for curve in (story.lr, story.rate, *story.terms.values()):
+        for curve in (report.lr, report.rate, *report.terms.values()):
             curve.drop_after(raw["resumed_from_step"])
     elif kind in ("gpu0_bsz", "alert"):
         try:
@@ -135,6 +136,6 @@ def _take(story: RunReport, raw: dict[str, Any]) -> None:
         except (ValueError, ValidationError):
             return
         if isinstance(event, Gpu0Bsz) and event.status != "pending":
-            story.gpu0.append(event)
+            report.gpu0.append(event)
         elif isinstance(event, Alert):
-            story.alerts.append(event)
+            report.alerts.append(event)

@@ -183,7 +183,7 @@ def test_check_command_lists_all_findings_and_exits_3(root: Path, tmp_path: Path
     config_of(root, tmp_path)
     sound = segapp("check", "--config", "data.yaml", cwd=tmp_path)
     assert sound.returncode == 0, sound.stderr
-    assert "nothing to complain about" in sound.stdout
+    assert "no problems found" in sound.stdout
     leak(root)
     truncate(root)
     found = segapp("check", "--config", "data.yaml", "--json", "--html", "page.html", cwd=tmp_path)

@@ -316,8 +316,8 @@ def test_unpaired_and_odd_names_are_each_listed(root: Path) -> None:
     files = [f["message"] for f in findings if f["kind"] == "file"]
     assert [m.split(": ")[1] for m in files] == [
         "1 masks have no image",
-        "1 files among the images are none by their name",
-        "1 hidden files are left out",
+        "1 files among the images have no image suffix",
+        "1 hidden files are ignored",
     ]
     write_picture(images / "04.jpg", np.zeros((48, 64, 3), np.uint8))
     assert "have the same name" in str(check(root)[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import hypothesis
@@ -12,14 +11,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassJaccardIndex
 
 from segapp.datasets.loader import Batch
 from segapp.errors import OutOfMemoryError
 from segapp.inference.boundary_iou import BoundaryIoU, boundary
-from segapp.inference.confusion_image import draw_confusion
 from segapp.inference.evaluate import EvaluationSettings, evaluate
 from segapp.inference.evaluator import Evaluator, evaluate_on_devices
 from segapp.inference.normalize import Normalizer
@@ -180,15 +177,3 @@ def test_boundary_iou_equals_slow_one_with_ignored_pixels() -> None:
             union[c] += (a | b).sum()
     assert counter.iou()[3] is None
     assert counter.iou()[:3] == tuple(inter[:3] / union[:3])
-
-
-def test_confusion_image_has_the_shades_of_its_matrix() -> None:
-    matrix = torch.tensor([[90, 10], [0, 0]])
-    picture = np.array(Image.open(io.BytesIO(draw_confusion(matrix, ["road", "sky"], ".png"))))
-    right, below = picture.shape[1] - 8, picture.shape[0] - 8  # cells of 34 px end 8 px before the border
-    full, tenth, empty = (
-        picture[below - 65, right - 65],
-        picture[below - 65, right - 31],
-        picture[below - 31, right - 31],
-    )
-    assert full.sum() < tenth.sum() < empty.sum() == 3 * 255

@@ -18,9 +18,9 @@ from segapp.build.data import build_dataset
 from segapp.build.trained import load_trained
 from segapp.errors import ConfigError, RunError, StorageError
 from segapp.report import charts, compare_runs, write_report
-from segapp.report.charts import Frame, Line
-from segapp.report.pictures import judge
-from segapp.report.run_report import Thinned, read_story
+from segapp.report.charts import Curve, Frame
+from segapp.report.pictures import evaluate_split
+from segapp.report.run_report import Thinned, read_run_report
 from segapp.run.folder import RunFolder
 from tests.support.recorded_runs import RecordedRun
 from tests.support.runs import events, merged, segapp, train
@@ -116,12 +116,12 @@ def test_report_shows_the_values_of_run_and_model(trained: Path, tmp_path: Path)
 def test_report_scores_equal_the_evaluation(trained: Path) -> None:
     model = load_trained(str(trained))
     dataset = build_dataset(model.config.data, model.scheme, "val", is_training=False, seed=0)
-    judged = judge(model, dataset, "val", 2)
+    found = evaluate_split(model, dataset, "val", 2)
     best = max(event["miou"] for event in events(trained, "val"))
-    assert judged.scores.miou == pytest.approx(best, abs=1e-6)
-    mious = [judge(model, build_one(dataset, i), "val", 1).worst[0].miou for i in range(len(dataset))]
-    assert [image.miou for image in judged.worst] == sorted(mious)[:2]
-    assert judged.matrix.sum() == judged.scores.num_valid_px
+    assert found.scores.miou == pytest.approx(best, abs=1e-6)
+    mious = [evaluate_split(model, build_one(dataset, i), "val", 1).worst[0].miou for i in range(len(dataset))]
+    assert [image.miou for image in found.worst] == sorted(mious)[:2]
+    assert found.matrix.sum() == found.scores.num_valid_px
 
 
 def build_one(dataset: Any, index: int) -> Any:
@@ -178,7 +178,7 @@ def test_comparison_names_the_differing_settings(trained: Path, tmp_path: Path) 
     assert {**first, "name": ""} == {**second, "name": ""}
     assert first["best_miou"] == max(event["miou"] for event in events(trained, "val"))
     assert "parallel.gpu0_bsz" in read(tmp_path / "page.html").text
-    with pytest.raises(ConfigError, match="two runs at least"):
+    with pytest.raises(ConfigError, match="at least two runs"):
         compare_runs([str(trained)])
 
 
@@ -197,7 +197,7 @@ def test_report_command_writes_the_page(trained: Path, tmp_path: Path) -> None:
 
 
 def test_chart_line_has_the_coordinates_of_its_values() -> None:
-    chart = charts.line_chart([Line("a", [0, 10], [0.0, 1.0])], Frame("step", "y", bottom=0.0, top=1.0))
+    chart = charts.line_chart([Curve("a", [0, 10], [0.0, 1.0])], Frame("step", "y", bottom=0.0, top=1.0))
     svg = ET.fromstring(re.sub(r"=(role|img|mark|grid|axis|chart)\b", r'="\1"', re.search(r"<svg.*</svg>", chart)[0]))  # type: ignore[index]
     path = next(e for e in svg.iter() if e.get("class") == "line c0").get("d")
     assert path is not None
@@ -210,11 +210,11 @@ def test_chart_line_has_the_coordinates_of_its_values() -> None:
 
 @pytest.mark.parametrize("values", [[], [float("nan")], [float("inf"), float("nan")]])
 def test_chart_without_points_says_so(values: list[float]) -> None:
-    assert "nothing was recorded" in charts.line_chart([Line("a", range(len(values)), values)], Frame("x", "y"))
+    assert "nothing was recorded" in charts.line_chart([Curve("a", range(len(values)), values)], Frame("x", "y"))
 
 
 def test_chart_line_keeps_gaps() -> None:
-    chart = charts.line_chart([Line("a", [0, 1, 2, 3], [1.0, float("nan"), 2.0, 3.0])], Frame("x", "y"))
+    chart = charts.line_chart([Curve("a", [0, 1, 2, 3], [1.0, float("nan"), 2.0, 3.0])], Frame("x", "y"))
     path = re.search(r'class="line c0" d="([^"]*)"', chart)
     assert path is not None
     assert path[1].count("M") == 2
@@ -238,6 +238,6 @@ def test_repeated_steps_of_a_resumed_run_count_once(tmp_path: Path) -> None:
     run.write_start(last - 20)
     run.step = last - 20
     run.train(30)
-    story = read_story(str(run.folder.path))
-    assert [step for step, _ in story.lr.points] == list(range(1, last + 11))
-    assert story.view.num_starts == 2
+    report = read_run_report(str(run.folder.path))
+    assert [step for step, _ in report.lr.points] == list(range(1, last + 11))
+    assert report.view.num_starts == 2

@@ -1,0 +1,60 @@
+"""Findings of `segapp check`, grouped by kind and split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from segapp.datasets.doctor import Finding, SplitReport, summary_of_ids
+
+KINDS = {
+    "pairs": "images without a mask",
+    "ids": "masks with ids outside the classes",
+    "unreadable": "images that cannot be read",
+    "mask": "masks that cannot be read",
+    "size": "masks of another size than their image",
+    "leak": "images that also occur in another split",
+    "sums": "files that do not match the list of sums",
+    "all_ignored": "masks with ignored pixels only",
+    "duplicate": "images that occur twice in one split",
+    "class": "classes",
+    "crop": "image sizes smaller than the crop",
+    "link": "links",
+    "file": "files that are not used",
+}
+"""Kinds of findings and their descriptions, in the order of the report."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Findings of one kind in one split, those with the most wrong pixels first."""
+
+    severity: str
+    split: str
+    kind: str
+    findings: tuple[Finding, ...]
+    summary: str
+
+
+def grouped(reports: Sequence[SplitReport], before: Sequence[Finding] = ()) -> list[Group]:
+    """Group findings by kind and split: errors first, then in the order of `KINDS`.
+
+    Args:
+        reports: one per split.
+        before: findings made before the files were read.
+    """
+    found: dict[tuple[str, str, str], list[Finding]] = {}
+    for finding in (*before, *(f for report in reports for f in report.findings)):
+        found.setdefault((finding.severity, finding.kind, finding.split), []).append(finding)
+    unknown = {report.split: report.unknown_ids for report in reports}
+    order = list(KINDS)
+    groups = []
+    for (severity, kind, split), findings in sorted(found.items(), key=lambda i: (i[0][0], order.index(i[0][1]))):
+        ids = unknown.get(split)
+        if kind == "ids" and ids is not None:
+            summary = summary_of_ids(ids)
+        else:
+            summary = findings[0].message if len(findings) == 1 else f"{len(findings)} {KINDS[kind]}"
+        worst_first = tuple(sorted(findings, key=lambda finding: -finding.num_px))
+        groups.append(Group(severity, split, kind, worst_first, summary))
+    return groups

@@ -1,0 +1,166 @@
+"""The confusion matrix as a picture: SVG inside a page, or an SVG or PNG file.
+
+Rows are targets, columns predictions; darker cells hold a larger share of the target's pixels. C classes.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from markupsafe import Markup, escape
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+from segapp.run.text import printable
+
+PICTURE_SUFFIXES = (".png", ".svg")
+_MAX_LABEL_CHARS = 18
+_LEGEND = "rows: target, columns: prediction, % of the target's pixels"
+_LEGEND_PX = 22
+_PAPER, _INK, _HIT, _MISS = "#ffffff", "#1c2126", "#2563c9", "#d9731a"
+_FILE_STYLE = f"""text {{ font: 11px sans-serif; fill: {_INK}; }}
+.end {{ text-anchor: end; }} .mid {{ text-anchor: middle; }}
+.hit rect {{ fill: {_HIT}; }} .miss rect {{ fill: {_MISS}; }}
+text.value {{ font-size: 10px; }} text.on {{ fill: {_PAPER}; }}"""
+
+
+@dataclass(frozen=True)
+class _Cell:
+    row: int
+    column: int
+    share: float
+
+    @property
+    def is_hit(self) -> bool:
+        return self.row == self.column
+
+    @property
+    def opacity(self) -> float:
+        """Opacity of the fill; the square root makes confusions of a few percent visible."""
+        return 0.06 + 0.94 * math.sqrt(min(max(self.share, 0.0), 1.0))
+
+
+class _Grid:
+    """Cells and sizes of a picture, px.
+
+    Args:
+        matrix: (C, C) counts of (target, prediction).
+        classes: C names.
+    """
+
+    def __init__(self, matrix: NDArray[np.int64], classes: Sequence[str]) -> None:
+        self._matrix = matrix
+        self.names = [printable(name) for name in classes]
+        self.labels = [n if len(n) <= _MAX_LABEL_CHARS else f"{n[: _MAX_LABEL_CHARS - 1]}…" for n in self.names]
+        self.cell_px = 30 if len(classes) <= 24 else max(6, 720 // len(classes))
+        self.margin_px = round(8 + 6.6 * max(map(len, self.labels)))
+        self.side_px = self.margin_px + self.cell_px * len(classes) + 4
+        self.has_labels = self.cell_px >= 11
+
+    def cells(self) -> Iterator[_Cell]:
+        """Yield the cells that are drawn: the diagonal, and shares of at least 0.05 %."""
+        totals = self._matrix.sum(1)
+        for row in np.flatnonzero(totals).tolist():
+            for column, share in enumerate((self._matrix[row] / totals[row]).tolist()):
+                if share >= 0.0005 or row == column:
+                    yield _Cell(row, column, share)
+
+    def corner(self, number: int) -> int:
+        return self.margin_px + number * self.cell_px
+
+    def center(self, number: int) -> float:
+        return self.margin_px + (number + 0.5) * self.cell_px
+
+    def value(self, cell: _Cell) -> str:
+        """Return the percentage written into a cell; empty below half a percent or where cells are small."""
+        return f"{100 * cell.share:.0f}" if self.cell_px >= 24 and cell.share >= 0.005 else ""
+
+
+def confusion_figure(matrix: NDArray[np.int64], classes: Sequence[str]) -> Markup:
+    """Return a confusion matrix as a figure in the colours of the page.
+
+    Args:
+        matrix: (C, C) counts of (target, prediction).
+        classes: C names.
+    """
+    grid = _Grid(matrix, classes)
+    return Markup('<figure class=matrix><svg viewBox="0 0 {0} {0}" style="max-width:{0}px">{1}</svg></figure>').format(
+        grid.side_px, _svg_parts(grid)
+    )
+
+
+def confusion_file(matrix: NDArray[np.int64], classes: Sequence[str], suffix: str) -> bytes:
+    """Return a confusion matrix as the content of a file.
+
+    Args:
+        matrix: (C, C) counts of (target, prediction).
+        classes: C names.
+        suffix: .png or .svg.
+    """
+    grid = _Grid(matrix, classes)
+    return _png(grid) if suffix == ".png" else _svg_file(grid)
+
+
+def _svg_file(grid: _Grid) -> bytes:
+    width, height = max(grid.side_px, 320), grid.side_px + _LEGEND_PX
+    text = Markup(
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 {top} {w} {h}" width="{w}" height="{h}"><style>{style}'
+        '</style><rect y="{top}" width="100%" height="100%" fill="{paper}"/><text x="8" y="-8">{legend}</text>'
+        "{parts}</svg>\n"
+    ).format(
+        top=-_LEGEND_PX, w=width, h=height, style=Markup(_FILE_STYLE), paper=_PAPER, legend=_LEGEND,
+        parts=_svg_parts(grid),
+    )  # fmt: skip
+    return text.encode()
+
+
+def _svg_parts(grid: _Grid) -> Markup:
+    parts = []
+    near = grid.margin_px - 6
+    for number, label in enumerate(grid.labels if grid.has_labels else ()):
+        at = grid.center(number) + 4
+        parts.append(f'<text x="{near}" y="{at}" class="end">{escape(label)}</text>')
+        parts.append(f'<text transform="translate({at} {near}) rotate(-90)">{escape(label)}</text>')
+    for cell in grid.cells():
+        target, prediction = escape(grid.names[cell.row]), escape(grid.names[cell.column])
+        parts.append(
+            f'<g class="{"hit" if cell.is_hit else "miss"}"><rect x="{grid.corner(cell.column)}" '
+            f'y="{grid.corner(cell.row)}" width="{grid.cell_px - 1}" height="{grid.cell_px - 1}" '
+            f'fill-opacity="{cell.opacity:.2f}"/><title>{target} predicted as {prediction}: {cell.share:.1%} of its '
+            "pixels</title></g>"
+        )
+        if value := grid.value(cell):
+            parts.append(
+                f'<text x="{grid.center(cell.column) - 0.5}" y="{grid.center(cell.row) + 3.5}" '
+                f'class="mid value{" on" if cell.opacity > 0.55 else ""}">{value}</text>'
+            )
+    return Markup("".join(parts))
+
+
+def _png(grid: _Grid) -> bytes:
+    width, height = max(grid.side_px, 320), grid.side_px + _LEGEND_PX
+    picture = Image.new("RGB", (width, height), _PAPER)
+    draw, font = ImageDraw.Draw(picture), ImageFont.load_default(11)
+    draw.text((8, 6), _LEGEND, fill=_INK, font=font)
+    for cell in grid.cells():
+        left, top = grid.corner(cell.column), grid.corner(cell.row) + _LEGEND_PX
+        full = Image.new("RGB", (grid.cell_px - 1, grid.cell_px - 1), _HIT if cell.is_hit else _MISS)
+        picture.paste(Image.blend(Image.new("RGB", full.size, _PAPER), full, cell.opacity), (left, top))
+        middle = grid.center(cell.column), grid.center(cell.row) + _LEGEND_PX
+        draw.text(middle, grid.value(cell), fill=_PAPER if cell.opacity > 0.55 else _INK, font=font, anchor="mm")
+    if grid.has_labels:
+        near = grid.margin_px - 6
+        columns = Image.new("RGB", (near, width), _PAPER)  # drawn horizontally, then rotated
+        for number, label in enumerate(grid.labels):
+            at = grid.center(number)
+            draw.text((near, at + _LEGEND_PX), label, fill=_INK, font=font, anchor="rm")
+            ImageDraw.Draw(columns).text((0, at), label, fill=_INK, font=font, anchor="lm")
+        upright = columns.rotate(90, expand=True).crop((grid.margin_px, 0, width, near))
+        picture.paste(upright, (grid.margin_px, _LEGEND_PX))
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return file.getvalue()

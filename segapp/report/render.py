@@ -1,0 +1,62 @@
+"""HTML pages from the templates beside this module; each page is one file without scripts or references."""
+
+from __future__ import annotations
+
+import base64
+import time
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from numpy.typing import NDArray
+
+from segapp.errors import StorageError
+from segapp.run.files import write_atomic
+from segapp.run.text import printable
+from segapp.tui.state import wording
+
+
+def render(template: str, values: dict[str, Any]) -> str:
+    """Return a page from a template; values other than markup are made printable and escaped."""
+    environment = Environment(
+        loader=PackageLoader("segapp.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True, finalize=lambda value: value if isinstance(value, Markup) else printable(str(value)),
+    )  # fmt: skip
+    environment.filters.update(
+        number=lambda value: wording.number(value, 4),
+        percent=lambda value: "-" if value is None else f"{100 * value:.1f} %",
+        gib=wording.gib,
+        duration=wording.duration,
+        split=wording.dots,
+        share=wording.share_word,
+        clock=lambda t: time.strftime("%Y-%m-%d %H:%M", time.localtime(t)),
+    )
+    return environment.get_template(template).render(**values)
+
+
+def save_page(out: Path, page: str) -> None:
+    """Write a page.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    try:
+        write_atomic(out, page)
+    except OSError as error:
+        raise StorageError(f"{out} cannot be written: {error.strerror}: choose another --out") from None
+
+
+def data_url(pixels: NDArray[Any], suffix: str) -> str:
+    """Return a picture as a `data:` address.
+
+    Args:
+        pixels: uint8 (H, W, 3), RGB.
+        suffix: .jpg or .png.
+    """
+    options = [cv2.IMWRITE_JPEG_QUALITY, 80] if suffix == ".jpg" else [cv2.IMWRITE_PNG_COMPRESSION, 9]
+    _, data = cv2.imencode(suffix, np.ascontiguousarray(pixels[..., ::-1]), options)
+    kind = "jpeg" if suffix == ".jpg" else "png"
+    return f"data:image/{kind};base64,{base64.b64encode(data.tobytes()).decode('ascii')}"
