@@ -1,4 +1,4 @@
-"""`segapp ctl` and which run `segapp attach` means: wishes from the command line. No torch here."""
+"""`segapp ctl`: send a command to a run; and the run that `segapp attach` opens by default. No torch here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from segapp.run.events import CommandAnswer, EventReader
 from segapp.run.folder import RunFolder, find_run, run_folders
 from segapp.run.state import RunSummary, run_state, summarize
 from segapp.run.text import printable
-from segapp.run.verdict import split_verdict, usable_mib
+from segapp.run.verdict import SplitFacts, format_split, split_verdict, usable_mib
 
 APPLIED, NOT_APPLIED = 0, 1
 
@@ -28,23 +28,23 @@ def control_run(
     wait: bool = False,
     timeout_s: float = 0.0,
 ) -> int:
-    """Sends a command to a run.
+    """Send a command to a run, and print its answers.
 
     Args:
-        run: its name or folder.
-        words: the command as it is typed: `set gpu0_bsz=3`, `pause`, `stop`.
-        after_epoch: a stop waits for the end of the epoch.
-        force: send a split that is not expected to fit.
-        wait: wait for the final answer.
-        timeout_s: at most so long; 0: for as long as the training runs.
+        run: Name or folder of the run.
+        words: The command as it is typed: `set gpu0_bsz=3`, `pause`, `stop`.
+        after_epoch: Stop at the end of the epoch; for `stop` only.
+        force: Send a split that is not expected to fit.
+        wait: Wait for the final answer.
+        timeout_s: Longest wait in seconds; 0: as long as the training runs.
 
     Returns:
-        0 applied (or sent, without `wait`), 1 rejected, cancelled, or not answered.
+        0: applied (without `wait`: sent); 1: rejected, cancelled or not answered.
 
     Raises:
-        CommandError: the command is not understood.
-        ConfigError: there is no such run.
-        RunError: nobody trains there.
+        CommandError: The command is not understood.
+        ConfigError: There is no such run.
+        RunError: The run has ended.
     """
     if after_epoch and words != ["stop"]:
         raise CommandError(f"--after-epoch belongs to stop, not to {printable(' '.join(words))}")
@@ -54,8 +54,10 @@ def control_run(
     folder = find_run(run)
     state = run_state(folder.path)
     if state in _OVER:
-        raise RunError(f"{folder.name} is {state}: nobody would act on it: segapp train --resume {folder.name} goes on")
-    problem = _foreseen_problem(command, summarize(folder.path), force=force)
+        raise RunError(
+            f"{folder.name} is {state} and takes no commands: segapp train --resume {folder.name} continues it"
+        )
+    problem = _split_problem(command, summarize(folder.path))
     if problem is not None:
         print(f"rejected: {printable(problem)}", file=sys.stderr)
         return NOT_APPLIED
@@ -65,26 +67,20 @@ def control_run(
     return _wait(folder, reader, command_id, timeout_s) if wait else APPLIED
 
 
-def _foreseen_problem(command: Command, run: RunSummary, *, force: bool) -> str | None:
-    """Why a wished split need not be sent; the trainer, who knows more, judges all others."""
+def _split_problem(command: Command, run: RunSummary) -> str | None:
+    """Return why a requested split is not sent; the trainer, which has measured more, checks every split again."""
     if not isinstance(command, SetCommand) or not {"gpu0_bsz", "shares"} & command.changes.keys():
         return None
     if command.gpu0_bsz == "auto" or run.split is None or run.batch_size is None or sum(run.split) != run.batch_size:
         return None
+    usable = [usable_mib(d.get("total_mib"), d.get("used_mib"), d.get("reserved_mib")) for d in run.devices]
     verdict = split_verdict(
-        run.batch_size,
-        len(run.split),
-        command.gpu0_bsz,
-        shares=command.shares,
-        total_mib=[
-            usable_mib(device.get("total_mib"), device.get("used_mib"), device.get("reserved_mib"))
-            for device in run.devices
-        ],
+        SplitFacts(run.batch_size, len(run.split), usable_mib=usable), command.gpu0_bsz, command.shares
     )
-    if not verdict.is_possible or (verdict.level == "won't fit" and not force):
-        return verdict.reason
-    print(f"split {'·'.join(map(str, verdict.split or ()))} of {run.batch_size}")
-    return None
+    problem = verdict.rejection(force=command.force)
+    if problem is None:
+        print(f"split {format_split(verdict.split)} of {run.batch_size}")
+    return problem
 
 
 def _wait(folder: RunFolder, reader: EventReader, command_id: str, timeout_s: float) -> int:
@@ -102,18 +98,18 @@ def _wait(folder: RunFolder, reader: EventReader, command_id: str, timeout_s: fl
             break
         if time.monotonic() >= next_look_s:
             next_look_s = time.monotonic() + 1.0
-            is_over = run_state(folder.path) in _OVER  # one more look at the events, then
+            is_over = run_state(folder.path) in _OVER  # the events are read once more, for an answer at the end
         time.sleep(_POLL_S)
-    why = "the run ended before it answered" if is_over else f"no answer within {timeout_s:g} s; it is still sent"
+    why = "the run ended without an answer" if is_over else f"no answer within {timeout_s:g} s; the command stays sent"
     print(f"error: {command_id}: {why}", file=sys.stderr)
     return NOT_APPLIED
 
 
 def run_to_attach(run: str | None) -> RunFolder:
-    """The run that is meant: the one named, else the newest that trains, else the newest.
+    """Return the named run; without a name the newest run that is training, else the newest run.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: There is no such run.
     """
     if run is None:
         live = next((folder for folder in run_folders() if folder.is_locked()), None)

@@ -1,11 +1,12 @@
-"""From a few simulations to every split: a device's peak in a phase is affine in what it holds. No torch here.
+"""The affine memory model: from a few simulated splits to each device's peak under any split. No torch here.
 
-`peak = fixed + per_sample * its samples + per_batch * all samples`. `per_batch` is what gathering costs; with the
-parallel criterion it is 0. Device 0 without samples is a case of its own: nothing of a replica is there.
+In each phase `peak = fixed + per_sample * samples of the device + per_batch * samples of the batch`. `per_batch` is
+the cost of gathering outputs on device 0; with the parallel criterion it is 0. Device 0 without samples has lines of
+its own, because it holds no activations and no gradients of a replica.
 
-The highest moment of a phase can be another one with few samples (where bands of the loss, or gradients, weigh more)
-than with many, so there are two regimes, and the higher one holds. Not affine, and off by some 20 MiB: chunks whose
-upsampled logits are so small that the loss makes them whole (8 MiB).
+The peak of a phase may occur at different moments with few and with many samples (with few, loss bands and gradients
+weigh more). So there are two regimes of lines, and the higher one holds. The model is off by about 20 MiB for chunks
+whose upsampled logits are below 8 MiB, because the loss then computes them whole: there the peak is not affine.
 """
 
 from __future__ import annotations
@@ -14,42 +15,43 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from segapp.memory.simulation.jobs import PHASES, Mode, PhasePeak, SimulationResult
+from segapp.run.memory_fit import fit_lines
 
 Numbers = dict[str, float]
-"""Phase, or phase/kind -> MiB."""
+"""Phase or phase/kind -> MiB."""
 
 FEW, MANY = (2, 4), (10, 12)
-"""Samples per device in the simulations of either regime; no less than 2, because a plain BatchNorm may need 2."""
+"""Samples per device in the simulations of the two regimes; at least 2, because BatchNorm may need 2."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """MiB as a function of the samples on a device, and of all samples."""
+    """MiB as an affine function of the samples on a device and of the samples of the batch."""
 
     fixed: float = 0.0
     per_sample: float = 0.0
     per_batch: float = 0.0
 
     def at(self, samples: int, batch: int) -> float:
-        """Never less than 0."""
+        """Return the value in MiB, at least 0."""
         return max(0.0, self.fixed + self.per_sample * samples + self.per_batch * batch)
 
 
 Lines = Mapping[str, Line]
-"""By phase, and by phase/kind."""
+"""Phase or phase/kind -> line."""
 Regimes = tuple[Lines, ...]
-"""Lines with few samples, and with many; for every phase the higher one holds."""
+"""Lines for few and for many samples; in every phase the higher one holds."""
 
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """The peaks of every device under any split, MiB of tensors.
+    """Predicted peak of the tensors on every device under any split, MiB.
 
     Attributes:
-        mode: how the devices work together.
-        first: device 0 with samples; in model mode the first stage's device.
-        others: a device beside device 0 with samples; in model mode one for each further device.
-        idle: device 0 without samples.
+        mode: How the devices work together.
+        first: Device 0 with samples; in model mode the device of the first stage.
+        others: Any other device with samples; in model mode one entry for each further device.
+        idle: Device 0 without samples.
     """
 
     mode: Mode
@@ -58,20 +60,20 @@ class MemoryModel:
     idle: Regimes = ()
 
     def numbers(self, split: Sequence[int]) -> tuple[Numbers, ...]:
-        """For every device: phase -> MiB and phase/kind -> MiB.
+        """Return phase -> MiB and phase/kind -> MiB for every device.
 
         Args:
-            split: samples per device; in model mode all of them stand in the first place.
+            split: Samples per device; in model mode the whole batch is the first entry.
         """
         batch = sum(split)
         return tuple(self._numbers_of(i, samples, batch) for i, samples in enumerate(split))
 
     def phases(self, split: Sequence[int]) -> tuple[Numbers, ...]:
-        """For every device: phase -> MiB."""
+        """Return phase -> MiB for every device."""
         return tuple({p: mib for p, mib in found.items() if p in PHASES} for found in self.numbers(split))
 
     def peak_mib(self, split: Sequence[int]) -> tuple[float, ...]:
-        """Each device's highest point in any phase."""
+        """Return the highest peak of each device over all phases, MiB."""
         return tuple(max(found.values(), default=0.0) for found in self.phases(split))
 
     def _numbers_of(self, device: int, samples: int, batch: int) -> Numbers:
@@ -94,12 +96,12 @@ def _highest(regimes: Regimes, samples: int, batch: int) -> Numbers:
 
 
 def splits_to_simulate(mode: Mode, num_devices: int, *, is_gathered: bool = False) -> list[tuple[int, ...]]:
-    """The few splits that tell all others; two devices stand for any number of them.
+    """Return the splits from which `fit_model` predicts all others; in mode dp, two devices represent any number.
 
     Args:
-        mode: how the devices work together.
-        num_devices: how many there are.
-        is_gathered: device 0 gathers the others' outputs, so that its peak depends on the whole batch too.
+        mode: How the devices work together.
+        num_devices: Number of devices.
+        is_gathered: Device 0 gathers the outputs of the others, so its peak also depends on the whole batch.
     """
     if mode == "dp" and num_devices > 1:
         pairs: list[tuple[int, ...]] = [FEW, FEW[::-1], MANY, MANY[::-1], (0, FEW[1])]
@@ -109,11 +111,11 @@ def splits_to_simulate(mode: Mode, num_devices: int, *, is_gathered: bool = Fals
 
 
 def fit_model(mode: Mode, results: Sequence[SimulationResult]) -> MemoryModel:
-    """The affine model through simulations.
+    """Return the affine model that agrees with the simulated splits.
 
     Args:
-        mode: of the simulations.
-        results: of `splits_to_simulate`, in that order.
+        mode: Of the simulations.
+        results: One for each of `splits_to_simulate`, in that order.
     """
     tables = [[_flat(phases) for phases in result.devices] for result in results]
     if len(results) == len((*FEW, *MANY)):
@@ -124,7 +126,7 @@ def fit_model(mode: Mode, results: Sequence[SimulationResult]) -> MemoryModel:
         return MemoryModel(mode, columns[0], tuple(columns[1:]))
     few, few_turned, many, many_turned, without = tables[:5]
     per_batch: Numbers = {}
-    if len(tables) > 5:  # device 0 has as many samples as in `few`, and all devices together fewer
+    if len(tables) > 5:  # device 0 has as many samples as in `few`, the batch has fewer
         per_batch = {key: (mib - tables[5][0].get(key, 0.0)) / (FEW[1] - FEW[0]) for key, mib in few[0].items()}
     first = (
         _through(FEW, few[0], few_turned[0], per_batch, sum(FEW)),
@@ -142,12 +144,12 @@ def fit_model(mode: Mode, results: Sequence[SimulationResult]) -> MemoryModel:
 def _through(
     samples: tuple[int, int], low: Numbers, high: Numbers, per_batch: Numbers | None = None, batch: int = 0
 ) -> dict[str, Line]:
-    """Lines through two points of equal batch."""
+    """Return the lines through two simulations with the same batch, `low` and `high` with `samples` on the device."""
     lines = {}
     for key in dict.fromkeys((*low, *high)):
-        slope = (high.get(key, 0.0) - low.get(key, 0.0)) / (samples[1] - samples[0])
+        line = fit_lines([[(samples[0], low.get(key, 0.0)), (samples[1], high.get(key, 0.0))]])
         gathering = (per_batch or {}).get(key, 0.0)
-        lines[key] = Line(low.get(key, 0.0) - samples[0] * slope - batch * gathering, slope, gathering)
+        lines[key] = Line((line.fixed[0] or 0.0) - batch * gathering, line.slope or 0.0, gathering)
     return lines
 
 

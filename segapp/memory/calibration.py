@@ -17,7 +17,7 @@ from segapp.memory.gpu_specs import GpuSpec
 from segapp.memory.planner import OverheadEstimate
 from segapp.run.events import EventReader
 from segapp.run.folder import RunFolder
-from segapp.run.verdict import MemoryFit, MemoryObservation, fit_memory
+from segapp.run.memory_fit import MemoryFit, MemoryObservation, fit_memory
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from segapp.memory.affine import MemoryModel
 from segapp.memory.gpu_specs import GpuSpec
-from segapp.run.verdict import FULL_FRAC, Level, SplitVerdict, split_verdict
+from segapp.run.verdict import FULL_FRAC, Level, SplitFacts, SplitVerdict, split_verdict
 
 CONTEXT_MIB = 500.0
 """What a process takes of a GPU before its first tensor: 300 to 1000 MiB by driver, GPU and libraries."""
@@ -204,14 +204,8 @@ class Planner:
         if self.model.mode == "ddp":
             each, left_over = divmod(batch_size, num_devices)
             shares = [each + (rank < left_over) for rank in range(num_devices)]
-        check = split_verdict(
-            batch_size,
-            num_devices if self.model.mode != "model" else 1,
-            gpu0_bsz,
-            shares=shares,
-            sync_bn=self.smallest_chunk == 1,
-            smallest_chunk=self.smallest_chunk,
-        )
+        num_shares = num_devices if self.model.mode != "model" else 1
+        check = split_verdict(SplitFacts(batch_size, num_shares, smallest_chunk=self.smallest_chunk), gpu0_bsz, shares)
         if check.split is None:
             return check.reason
         split = check.split if self.model.mode != "model" else (batch_size, *[0] * (num_devices - 1))
@@ -226,10 +220,9 @@ class Planner:
         too_small = [i for i, mib in enumerate(usable) if mib <= 0]
         if too_small:
             reason = f"device {too_small[0]} has less memory than the driver's context takes"
-            return SplitVerdict(tuple(split), "won't fit", reason, False, tuple(tensors_mib))
-        return split_verdict(
-            sum(split), len(split), shares=split, gpu0_bsz=None, predicted_mib=tensors_mib, total_mib=usable
-        )
+            return SplitVerdict(tuple(split), "won't fit", reason, tuple(tensors_mib))
+        facts = SplitFacts(sum(split), len(split), usable_mib=usable)
+        return split_verdict(facts, None, split, predicted_mib=tensors_mib)
 
     def _row(
         self,

@@ -1,9 +1,10 @@
-"""Wishes for a running training, as files in its inbox; each gets exactly one final answer, as an event.
+"""Commands to a running training: their types, their text form, and the inbox that carries them as files.
 
 A sender writes `commands/<time>-<id>.json` under a temporary name and renames it. The trainer drains the inbox at its
-next boundary, acts, writes the answer, and only then settles (removes) the file: after a crash in between, the file is
-still there, and `read_answers` over the events tells which wishes are done already. So a wish is neither lost nor
-done twice. Inbox 0700, files 0600; a file of another user, a link, a pipe or a large file is refused unread.
+next boundary, carries the command out, writes exactly one final answer as an event, and then removes the file. After a
+crash in between, the file is still there, and `read_answers` over the events tells which commands are answered: so a
+command is neither lost nor carried out twice. The inbox has mode 0700, its files 0600; a file of another user, a link,
+a pipe or a large file is refused unread.
 """
 
 import difflib
@@ -16,7 +17,7 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Callable, Container
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -30,7 +31,7 @@ from segapp.run.files import TEMPORARY_PREFIX, fsync_directory, open_new, remove
 from segapp.run.text import encodable, printable
 
 MAX_COMMAND_BYTES = 64 * 2**10
-"""A larger file in the inbox is refused unread."""
+"""Files in the inbox that are larger are refused unread."""
 
 _MAX_DRAINED = 256
 _FILE_NAME = re.compile(r"\d{20}-(?P<id>[0-9a-f]{12})\.json")
@@ -41,22 +42,36 @@ class _Command(BaseModel):
 
 
 class SetCommand(_Command):
-    """Changes settings from the next epoch on; only the fields that were given are meant."""
+    """Change settings from the next epoch on; only the fields that were given change."""
 
     kind: Literal["set"] = "set"
     gpu0_bsz: int | Literal["auto"] | None = None
-    """Samples of a full batch for device 0; None splits evenly, `auto` follows the measured memory."""
+    """Samples of device 0 in a full batch; None: an even split; `auto`: follow the measured memory."""
     lr_factor: float | None = None
-    """Multiplies the schedule's learning rate; above 0, at most 100."""
+    """Factor of the scheduled learning rate; above 0, at most 100."""
     shares: list[int] | None = None
-    """Samples of a full batch for each device: the long form of `gpu0_bsz`."""
+    """Samples of each device in a full batch: the long form of `gpu0_bsz`."""
     force: bool = False
-    """Also a split that is not expected to fit."""
+    """Accept a split that is not expected to fit."""
 
     @property
     def changes(self) -> dict[str, Any]:
-        """The settings that were given, with their values."""
+        """The values that were given, by name."""
         return {name: getattr(self, name) for name in SETTINGS if name in self.model_fields_set}
+
+    @property
+    def asks_for_split(self) -> bool:
+        """True if it names a split, or `gpu0_bsz=auto`."""
+        return "gpu0_bsz" in self.changes or "shares" in self.changes
+
+    @property
+    def new_settings(self) -> dict[str, Any]:
+        """The new values of the run's `LiveSettings`, by name; `gpu0_bsz=auto` switches `gpu0_bsz_auto` on."""
+        changes = self.changes
+        if changes.get("gpu0_bsz") == "auto":
+            del changes["gpu0_bsz"]
+            changes["gpu0_bsz_auto"] = True
+        return changes
 
     @field_validator("gpu0_bsz", mode="before")
     @classmethod
@@ -83,52 +98,52 @@ class SetCommand(_Command):
     @model_validator(mode="after")
     def _check_together(self) -> "SetCommand":
         if not self.changes:
-            raise ValueError(f"set changes nothing: write set NAME=VALUE with NAME one of {', '.join(SETTINGS)}")
+            raise ValueError(f"set changes nothing: write set NAME=VALUE, NAME one of {', '.join(SETTINGS)}")
         if {"gpu0_bsz", "shares"} <= self.changes.keys():
-            raise ValueError("gpu0_bsz and shares say the same thing: write one of them")
+            raise ValueError("gpu0_bsz and shares both set the split: write one of them")
         return self
 
 
 class PauseCommand(_Command):
-    """Stops at the next micro-batch, keeps everything in memory."""
+    """Pause at the next micro-batch; everything stays in memory."""
 
     kind: Literal["pause"] = "pause"
 
 
 class ResumeCommand(_Command):
-    """Goes on after a pause."""
+    """Continue after a pause."""
 
     kind: Literal["resume"] = "resume"
 
 
 class CheckpointCommand(_Command):
-    """Saves a checkpoint at the next boundary."""
+    """Save a checkpoint at the next boundary."""
 
     kind: Literal["checkpoint"] = "checkpoint"
 
 
 class StopCommand(_Command):
-    """Saves and ends: at the next micro-batch (`now`) or after this epoch (`epoch`)."""
+    """Save a checkpoint and end: at the next micro-batch (`now`) or after this epoch (`epoch`)."""
 
     kind: Literal["stop"] = "stop"
     when: Literal["now", "epoch"] = "now"
 
 
 class CancelCommand(_Command):
-    """Takes back what has not been applied yet."""
+    """Cancel commands that are accepted and not applied yet."""
 
     kind: Literal["cancel"] = "cancel"
     id: str | None = Field(default=None, pattern=r"^[0-9a-f]{12}$")
-    """The command to take back; None takes back every pending one."""
+    """The command to cancel; None: every pending one."""
 
 
 Command = SetCommand | PauseCommand | ResumeCommand | CheckpointCommand | StopCommand | CancelCommand
 
 SETTINGS = ("gpu0_bsz", "lr_factor", "shares")
-"""What `set` can change."""
+"""The settings that `set` can change."""
 
 COMMAND_NAMES = ("set", "pause", "resume", "checkpoint", "stop", "cancel")
-"""The commands there are."""
+"""The first words of the commands."""
 
 _adapter: TypeAdapter[Command] = TypeAdapter(
     Annotated[Command, Field(discriminator="kind")], config=ConfigDict(defer_build=True)
@@ -137,26 +152,26 @@ _adapter: TypeAdapter[Command] = TypeAdapter(
 
 @dataclass(frozen=True)
 class ReceivedCommand:
-    """A file of the inbox: a command, or the reason why it is none."""
+    """A file of the inbox: a command, or the reason why it is refused."""
 
     id: str
-    """Of the command; for a file that carries none, its name made printable."""
+    """Of the command; for a file without one, the printable form of its name."""
     by: str
-    """Who sent it: `alice@host`."""
+    """The sender: `alice@host`."""
     command: Command | None
     problem: str | None
-    """Why it is refused; None for a command."""
+    """Why the file is refused; None for a command."""
     path: Path
     sent_s: float = 0.0
 
     @property
     def text(self) -> str:
-        """As it would be typed, for the answer event."""
+        """The command as it is typed, for the answer event; `?` for a refused file."""
         return format_command(self.command) if self.command is not None else "?"
 
 
 def parse_command(text: str) -> Command:
-    """A command as a person types it.
+    """Parse a command as it is typed.
 
     >>> parse_command("set gpu0_bsz=3").changes
     {'gpu0_bsz': 3}
@@ -166,13 +181,13 @@ def parse_command(text: str) -> Command:
             `pause`, `resume`, `checkpoint`, `stop`, `stop epoch`, `cancel`, `cancel ID`.
 
     Raises:
-        CommandError: what is not understood, with the accepted words and the nearest one.
+        CommandError: The text is not a command; names the accepted words and the nearest one.
     """
     word, *arguments = text.split() or [""]
     if word not in COMMAND_NAMES:
         names = ", ".join(COMMAND_NAMES)
         raise CommandError(f"{_shown(word) or 'nothing'}: no such command: use {names}{_nearest(word, COMMAND_NAMES)}")
-    raw = _PARSERS[word](arguments)
+    raw = _parse_set(arguments) if word == "set" else _parse_argument(word, arguments)
     try:
         return _adapter.validate_python({"kind": word, **raw})
     except ValidationError as error:
@@ -180,7 +195,7 @@ def parse_command(text: str) -> Command:
 
 
 def format_command(command: Command) -> str:
-    """The text that `parse_command` reads back as this command."""
+    """Return the text that `parse_command` reads back as this command."""
     if isinstance(command, SetCommand):
         words = [f"{name}={_format_value(value)}" for name, value in command.changes.items()]
         return " ".join(["set", *words, *(["force"] if command.force else [])])
@@ -192,18 +207,18 @@ def format_command(command: Command) -> str:
 
 
 def send_command(folder: Path | str, command: Command, by: str | None = None) -> str:
-    """Puts a command into a run's inbox.
+    """Put a command into a run's inbox.
 
     Args:
         folder: The run folder.
-        command: What is wished.
-        by: Who wishes it; `user@host` when None.
+        command: The command.
+        by: The sender; `user@host` when None.
 
     Returns:
         The command's id, which its answers carry.
 
     Raises:
-        CommandError: the inbox cannot be written to.
+        CommandError: The inbox cannot be written to.
     """
     inbox = Path(folder) / "commands"
     command_id, now_s = secrets.token_hex(6), time.time()
@@ -228,23 +243,23 @@ def send_command(folder: Path | str, command: Command, by: str | None = None) ->
     except OSError as error:
         remove_quietly(temporary)
         raise CommandError(
-            f"cannot send to {folder}: {error.strerror or error}: only the user who runs the training can"
+            f"cannot send to {folder}: {error.strerror or error}: send as the user who runs the training"
         ) from error
     return command_id
 
 
 def drain_commands(folder: Path | str, handled: Container[str] = ()) -> list[ReceivedCommand]:
-    """What lies in the inbox, in the order in which it was sent; nothing is removed yet.
+    """Return the commands of the inbox, in the order in which they were sent; no file is removed.
 
-    Never raises: what is wrong with a file is in its `ReceivedCommand`.
+    Never raises: the problem of a file is in its `ReceivedCommand`.
 
     Args:
         folder: The run folder.
-        handled: Ids not to be given again: those given before, and after a restart those answered already
+        handled: Ids to leave out: those returned before, and after a restart those that are answered
             (`segapp.run.events.read_answers`).
 
     Returns:
-        At most 256; the rest comes with the next call.
+        At most 256 commands; the next call returns the rest.
     """
     inbox = Path(folder) / "commands"
     try:
@@ -261,19 +276,19 @@ def drain_commands(folder: Path | str, handled: Container[str] = ()) -> list[Rec
 
 
 def remove_command(received: ReceivedCommand) -> None:
-    """Removes a command's file, after its final answer was written; that it is gone already is fine."""
+    """Remove a command's file after its final answer was written; a missing file is no error."""
     remove_quietly(received.path)
 
 
 def remove_answered(folder: Path | str, answered: Container[str]) -> int:
-    """Removes the files of commands that were answered before a crash.
+    """Remove the files of commands that were answered before a crash.
 
     Args:
         folder: The run folder.
         answered: Ids with a final answer (`segapp.run.events.read_answers`).
 
     Returns:
-        How many there were.
+        The number of files removed.
     """
     done = [received for received in drain_commands(folder) if received.id in answered]
     for received in done:
@@ -282,7 +297,7 @@ def remove_answered(folder: Path | str, answered: Container[str]) -> int:
 
 
 def sender() -> str:
-    """Who is asking: `user@host`."""
+    """Return the sender of this process's commands: `user@host`."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):
@@ -302,7 +317,7 @@ def _parse_set(arguments: list[str]) -> dict[str, Any]:
                 f"set {_shown(name)}: no such setting: use {', '.join(SETTINGS)}{_nearest(name, SETTINGS)}"
             )
         if not equals or not value:
-            raise CommandError(f"set {name}: what value? write set {name}=VALUE")
+            raise CommandError(f"set {name}: no value: write set {name}=VALUE")
         if name in raw:
             raise CommandError(f"set {name}: given twice: write it once")
         raw[name] = _parse_value(name, value)
@@ -318,7 +333,7 @@ def _parse_value(name: str, text: str) -> Any:
 
 
 def _number(text: str) -> int | float | str:
-    """The number a text stands for, or the text itself, for the check that follows to name."""
+    """Return the number that a text stands for; else the text, which the validation then names."""
     if re.fullmatch(r"[+-]?[0-9]{1,18}", text):
         return int(text)
     if re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?", text) and len(text) < 64:
@@ -326,41 +341,24 @@ def _number(text: str) -> int | float | str:
     return _shown(text)
 
 
-def _parse_stop(arguments: list[str]) -> dict[str, Any]:
-    if not arguments:
-        return {}
-    when = arguments[0].removeprefix("when=")
-    if len(arguments) > 1 or when not in ("now", "epoch"):
-        raise CommandError(f"stop {_shown(' '.join(arguments))}: write stop, stop now or stop epoch")
-    return {"when": when}
-
-
-def _parse_cancel(arguments: list[str]) -> dict[str, Any]:
-    if not arguments:
-        return {}
-    command_id = arguments[0].removeprefix("id=")
-    if len(arguments) > 1 or not re.fullmatch(r"[0-9a-f]{12}", command_id):
-        raise CommandError(f"cancel {_shown(' '.join(arguments))}: write cancel, or cancel and the id of one command")
-    return {"id": command_id}
-
-
-def _parse_bare(word: str) -> Callable[[list[str]], dict[str, Any]]:
-    def parse(arguments: list[str]) -> dict[str, Any]:
-        if arguments:
-            raise CommandError(f"{word} {_shown(' '.join(arguments))}: {word} takes nothing more: write {word}")
-        return {}
-
-    return parse
-
-
-_PARSERS: dict[str, Callable[[list[str]], dict[str, Any]]] = {
-    "set": _parse_set,
-    "stop": _parse_stop,
-    "cancel": _parse_cancel,
-    "pause": _parse_bare("pause"),
-    "resume": _parse_bare("resume"),
-    "checkpoint": _parse_bare("checkpoint"),
+_OPTIONAL_ARGUMENTS = {
+    "stop": ("when", "now|epoch", "stop, stop now or stop epoch"),
+    "cancel": ("id", "[0-9a-f]{12}", "cancel, or cancel and the id of one command"),
 }
+"""Command -> name and pattern of its one optional argument, and what to write."""
+
+
+def _parse_argument(word: str, arguments: list[str]) -> dict[str, Any]:
+    if not arguments:
+        return {}
+    shown = _shown(" ".join(arguments))
+    if word not in _OPTIONAL_ARGUMENTS:
+        raise CommandError(f"{word} {shown}: {word} takes no argument: write {word}")
+    name, pattern, usage = _OPTIONAL_ARGUMENTS[word]
+    value = arguments[0].removeprefix(f"{name}=")
+    if len(arguments) > 1 or not re.fullmatch(pattern, value):
+        raise CommandError(f"{word} {shown}: write {usage}")
+    return {name: value}
 
 
 def _format_value(value: Any) -> str:
@@ -404,23 +402,23 @@ def _receive(path: Path) -> ReceivedCommand:
 
 
 def _read_own_file(path: Path) -> bytes:
-    """The content of a small regular file of this user (or of root).
+    """Return the content of a small regular file of this user or of root.
 
     Raises:
-        CommandError: it is something else.
-        OSError: it cannot be read.
+        CommandError: It is something else.
+        OSError: It cannot be read.
     """
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise CommandError("not a regular file")
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        facts = os.fstat(fd)
-        if not stat.S_ISREG(facts.st_mode):
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
             raise CommandError("not a regular file")
-        if facts.st_uid not in (os.geteuid(), 0):
-            raise CommandError(f"written by another user (uid {facts.st_uid})")
-        if facts.st_size > MAX_COMMAND_BYTES:
-            raise CommandError(f"too large: {facts.st_size} bytes, {MAX_COMMAND_BYTES} are accepted")
+        if status.st_uid not in (os.geteuid(), 0):
+            raise CommandError(f"written by another user (uid {status.st_uid})")
+        if status.st_size > MAX_COMMAND_BYTES:
+            raise CommandError(f"too large: {status.st_size} bytes, {MAX_COMMAND_BYTES} are accepted")
         return os.read(fd, MAX_COMMAND_BYTES + 1)
     finally:
         os.close(fd)

@@ -68,6 +68,7 @@ def test_detached_training_obeys_ctl_commands(
         with pytest.raises(CommandError, match="did you mean pause"):
             ctl(run, "pauze")
         assert ctl(run, "stop", after_epoch=True) == 0
+        wait_for(lambda: seen(run, "run_end"))  # written after the answer
     assert events(run, "run_end")[-1]["exit_code"] == 75
     assert events(run, "run_end")[-1]["step"] % 2 == 0
     assert_answered_once(run)

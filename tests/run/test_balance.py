@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from segapp.parallel.chunks import plan_chunks
-from segapp.run.balance import MARGIN_FRAC, plan_move
+from segapp.run.balance import MARGIN_FRAC, SplitMove, plan_move
+from segapp.run.verdict import SplitFacts
 
 Split = tuple[int, ...]
 
@@ -24,7 +26,7 @@ def walk(
         peaks = [f * (n > 0) + slope * n + rng.uniform(0, noise) for f, n in zip(fixed, split, strict=True)]
         known = observed.get(split, peaks)
         observed[split] = tuple(map(max, known, peaks))
-        move = plan_move(batch, split, observed, totals)
+        move = plan_move(SplitFacts(batch, len(fixed), current=split, usable_mib=totals, observed=observed))
         split = split if move is None else move.split
     return walked
 
@@ -71,25 +73,31 @@ def test_noisy_measurements_do_not_change_the_split(
     assert len(set(walked[-10:])) == 1
 
 
+def plan(
+    current: Split, peaks_mib: tuple[float | None, ...], total_mib: float | None = 1000.0, **facts: Any
+) -> SplitMove | None:
+    """The move of a batch of 8 over three devices with a planned slope of 100 MiB."""
+    facts = {"planned_slope_mib": 100.0, "observed": {current: peaks_mib}, **facts}
+    return plan_move(SplitFacts(8, 3, current=current, usable_mib=[total_mib] * 3, **facts))
+
+
 def test_split_moves_only_for_a_large_gain_with_reason() -> None:
-    observed = {(3, 3, 2): (500.0, 480.0, 380.0)}
-    assert plan_move(8, (3, 3, 2), observed, [10_000.0] * 3, assumed_slope_mib=100.0) is None
-    move = plan_move(8, (6, 1, 1), {(6, 1, 1): (900.0, 250.0, 250.0)}, [1000.0] * 3, assumed_slope_mib=100.0)
+    assert plan((3, 3, 2), (500.0, 480.0, 380.0), 10_000.0) is None
+    move = plan((6, 1, 1), (900.0, 250.0, 250.0))
     assert move is not None
     assert (move.gpu0_bsz, move.split) == (2, (2, 3, 3))
     assert "device 0 is the fullest, 90 %" in move.reason
 
 
 def test_failed_splits_are_not_tried_again() -> None:
-    observed = {(6, 1, 1): (900.0, 250.0, 250.0)}
-    free = plan_move(8, (6, 1, 1), observed, [1000.0] * 3, assumed_slope_mib=100.0)
+    free = plan((6, 1, 1), (900.0, 250.0, 250.0))
     assert free is not None
-    other = plan_move(8, (6, 1, 1), observed, [1000.0] * 3, assumed_slope_mib=100.0, failed={free.split})
+    other = plan((6, 1, 1), (900.0, 250.0, 250.0), failed={free.split})
     assert other is not None
     assert other.split != free.split
 
 
 def test_split_stays_without_measurements() -> None:
-    assert plan_move(8, (6, 1, 1), {}, [1000.0] * 3) is None
-    assert plan_move(8, (6, 1, 1), {(6, 1, 1): (900.0, None, 250.0)}, [1000.0] * 3) is None
-    assert plan_move(8, (6, 1, 1), {(6, 1, 1): (900.0, 250.0, 250.0)}, [None] * 3) is None
+    assert plan((6, 1, 1), (), observed={}) is None
+    assert plan((6, 1, 1), (900.0, None, 250.0)) is None
+    assert plan((6, 1, 1), (900.0, 250.0, 250.0), None) is None

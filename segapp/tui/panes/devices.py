@@ -9,7 +9,8 @@ from rich.cells import cell_len
 from textual.content import Content
 
 from segapp.run.events import DeviceMemory
-from segapp.run.verdict import FULL_FRAC, TIGHT_FRAC, MemoryFit, SplitVerdict, split_verdict, usable_mib
+from segapp.run.memory_fit import MemoryFit
+from segapp.run.verdict import FULL_FRAC, TIGHT_FRAC, SplitFacts, SplitVerdict, split_verdict, usable_mib
 from segapp.tui.panes.glyphs import Glyphs, progress
 from segapp.tui.panes.header import Part, device_label, etas_s, fit_parts
 from segapp.tui.state.source import Status
@@ -159,19 +160,15 @@ def _submitted(draft: Draft, view: View, *, insists: bool) -> tuple[Draft | None
 def judge(view: View, gpu0_bsz: int | None) -> SplitVerdict:
     """The verdict of the function that the trainer asks too, from what the run has shown."""
     batch_size = view.start.batch_size if view.start is not None else sum(view.split or (0,))
-    return split_verdict(
+    facts = SplitFacts(
         batch_size,
         view.num_devices,
-        gpu0_bsz,
         current=view.split,
-        total_mib=[usable_mib(d.total_mib, d.used_mib, d.reserved_mib) for d in view.devices],
-        fit=_fit(view),
+        usable_mib=[usable_mib(d.total_mib, d.used_mib, d.reserved_mib) for d in view.devices],
+        observed=view.peaks_mib,
         ceiling=view.gpu0.ceiling,
     )
-
-
-def _fit(view: View) -> MemoryFit | None:
-    return view.memory_fit() if view.peaks_mib else None
+    return split_verdict(facts, gpu0_bsz)
 
 
 def gpu0_content(

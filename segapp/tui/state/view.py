@@ -28,8 +28,8 @@ from segapp.run.events import (
     Val,
     parse_event,
 )
+from segapp.run.memory_fit import MemoryFit, fit_memory
 from segapp.run.text import printable
-from segapp.run.verdict import MemoryFit, fit_memory
 from segapp.tui.state.history import History, PastVal
 from segapp.tui.state.wording import LogLine, log_line
 

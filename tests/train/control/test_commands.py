@@ -47,7 +47,7 @@ class Desk:
 
     def say(self, text: str, position: TrainingPosition = MIDDLE) -> str:
         command_id = send_command(self.folder.path, parse_command(text))
-        self.controller.inbox._looked_s = -1e9
+        self.controller.inbox._polled_s = -1e9
         if self.controller.inbox.has_commands():
             self.controller.handle_commands(position)
         return command_id
@@ -84,6 +84,8 @@ def test_new_split_is_applied_after_a_full_batch_succeeds(desk: Desk) -> None:
         ("applied", 0, [0, 4, 4]),
     ]
     assert {event["status"] for event in assert_answered_once(desk.folder.path).values()} == {"applied"}
+    changes = [event["changes"] for event in events(desk.folder.path, "command") if event["status"] == "applied"]
+    assert changes == [{"lr_factor": 0.5}, {"gpu0_bsz": 0}]  # of the first only what was not superseded
 
 
 @pytest.mark.parametrize(
@@ -92,11 +94,11 @@ def test_new_split_is_applied_after_a_full_batch_succeeds(desk: Desk) -> None:
         ("set gpu0_bsz=9", "rejected", "gpu0_bsz=9 is more than the batch of 8"),
         ("set shares=4,4", "rejected", "names 2 devices"),
         ("set shares=4,4,4", "rejected", "add up to 12"),
-        ("set gpu0_bsz=auto", "rejected", "name a number"),
+        ("set gpu0_bsz=auto", "rejected", "use a number"),
         ("set gpu0_bsz=none", "applied", "in force already"),
         ("set shares=2,3,3", "applied", "in force already"),
         ("resume", "applied", "not paused"),
-        ("cancel", "rejected", "nothing waits"),
+        ("cancel", "rejected", "nothing to cancel"),
         ("cancel 0123456789ab", "rejected", "0123456789ab"),
     ],
 )
@@ -113,6 +115,19 @@ def test_gpu0_bsz_in_modes_without_split_is_rejected_with_why(tmp_path: Path, mo
     desk.say("set gpu0_bsz=1")
     assert desk.last()["status"] == "rejected"
     assert {"ddp": "every rank", "model": "whole batch", "single": "one device"}[mode] in desk.last()["reason"]
+
+
+def test_pending_auto_is_superseded_by_a_newer_request(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceMemoryTracker, "usable_mib", lambda _: [1000.0] * 3)
+    first, second = desk.say("set gpu0_bsz=auto"), desk.say("set gpu0_bsz=auto")
+    assert (desk.answers(first), desk.answers(second)) == (["accepted", "cancelled"], ["accepted"])
+    assert desk.controller.requests.settings == LiveSettings(gpu0_bsz_auto=True)
+    desk.controller.apply(desk.controller.settings_for_step(20), MIDDLE)
+    assert desk.last()["changes"] == {"gpu0_bsz_auto": True}
+    desk.say("set gpu0_bsz=5")
+    desk.say("set gpu0_bsz=2")  # the split in force, but no longer by auto
+    assert desk.last()["status"] == "accepted"
+    assert desk.controller.requests.settings == LiveSettings(gpu0_bsz=2)
 
 
 def test_settings_are_rejected_in_the_last_epoch(desk: Desk) -> None:
@@ -394,11 +409,10 @@ def test_new_split_in_config_overrides_saved_setting(desk: Desk) -> None:
     assert desk.controller.settings == LiveSettings(gpu0_bsz=1, lr_factor=0.5)
     assert desk.controller._replay == [(20, {"lr_factor": 0.25})]
     assert desk.controller.settings_for_step(20) == LiveSettings(gpu0_bsz=1, lr_factor=0.25)
-    desk.controller.restore_settings(
-        LiveSettings(shares=[4, 4]), saved, ParallelConfig()
-    )  # of a machine with two devices
+    # Settings of a machine with two devices.
+    desk.controller.restore_settings(LiveSettings(shares=[4, 4]), saved, ParallelConfig())
     assert desk.batch_split.current == (2, 3, 3)
-    assert "impossible here" in seen(desk.folder.path, "alert")[-1]["message"]
+    assert "impossible on these devices" in seen(desk.folder.path, "alert")[-1]["message"]
 
 
 def test_sample_images_show_all_three_and_change_nothing(
