@@ -1,8 +1,83 @@
-"""`segapp` and `python -m segapp`."""
+"""The process around the command line: standard streams, errors as one line with an exit code, shell completion."""
 
-from segapp.cli import main
+from __future__ import annotations
 
-__all__ = ["main"]
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from typing import NoReturn
+
+import typer
+
+from segapp.cli import app, with_resume_value
+from segapp.errors import SegappError
+
+_STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
+_NAME_ERRNOS = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run segapp with the process's arguments (or those given) and exit."""
+    _open_closed_streams()
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["__complete"]:
+        _complete(arguments[1:])
+    arguments = with_resume_value(arguments)
+    is_debug = "--debug" in arguments
+    with _one_line_errors(is_debug):
+        app([argument for argument in arguments if argument != "--debug"], standalone_mode=True)
+
+
+def _complete(asked: list[str]) -> NoReturn:
+    """Answer a shell's completion script; an error prints nothing, because it would appear in the user's prompt."""
+    from segapp.completion import answer
+
+    with contextlib.suppress(Exception):
+        for line in answer(typer.main.get_command(app), asked):
+            print(line)
+    sys.exit(0)
+
+
+def _open_closed_streams() -> None:
+    """Open standard streams that were closed (`>&-`) on /dev/null, or the next file opened would take their number."""
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(fd, "w" if fd else "r", closefd=False))  # noqa: SIM115
+
+
+@contextlib.contextmanager
+def _one_line_errors(is_debug: bool) -> Iterator[None]:
+    """Print errors that a user can act on as one line on stderr and exit with the code of the error's class."""
+    try:
+        yield
+    except SegappError as error:
+        if is_debug:
+            raise
+        _fail(str(error), error.exit_code)
+    except OSError as error:
+        if is_debug or error.errno not in _STORAGE_ERRNOS | _NAME_ERRNOS:
+            raise
+        if error.errno in _NAME_ERRNOS:
+            name = str(error.filename or "a file")
+            _fail(f"{name[:100]}{'...' if len(name) > 100 else ''}: {error.strerror}: use another file or folder", 2)
+        _fail(f"{error.filename or 'disk'}: {error.strerror}: free space or choose another folder", 10)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    from segapp.run.text import printable
+
+    lines = "\n".join(printable(line) for line in message.splitlines())
+    print(f"error: {lines}", file=sys.stderr, flush=True)
+    sys.exit(code)
+
 
 if __name__ == "__main__":
     main()

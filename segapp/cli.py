@@ -1,20 +1,22 @@
-"""The command line: one function a command; heavy imports inside, so that `segapp --help` answers at once."""
+"""The command line: one function a command, one parameter an option.
+
+Functions here take as many parameters as their command has options; what they call gets a dataclass or few arguments.
+Heavy imports are inside the functions, so that `segapp --help` answers at once.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
-import os
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, NoReturn, Optional
+from typing import Annotated, Any
 
 import typer
 
-from segapp.errors import ConfigError, SegappError
+from segapp.errors import ConfigError, cannot_be_written
 
 app = typer.Typer(
     name="segapp",
@@ -26,55 +28,27 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
-_NAME_ERRNOS = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM}
 
-ConfigOption = Annotated[str | None, typer.Option("--config", metavar="FILE", help="A path, or the name of a config.")]
-WeightsConfigOption = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option("--config", metavar="FILE", help="For bare weights: the config of the network they are of."),
+def _option(flag: str, help: str, metavar: str = "FILE") -> Any:
+    return typer.Option(flag, metavar=metavar, help=help)
+
+
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Dotted config keys.")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.")]
+Target = Annotated[
+    str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's name or folder, a checkpoint, or weights.")
 ]
-RunOption = Annotated[Optional[Path], typer.Option("--run", metavar="DIR", help="Folder of the run.")]  # noqa: UP045
+ConfigOption = Annotated[str | None, _option("--config", "A path, or the name of a config.")]
+WeightsConfig = Annotated[str | None, _option("--config", "For bare weights: the config of their network.")]
+RunOption = Annotated[Path | None, typer.Option("--run", metavar="DIR", help="Folder of the run.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+SlideFlag = Annotated[bool, typer.Option("--slide", help="Sliding window instead of the whole image.")]
+TtaFlag = Annotated[bool, typer.Option("--tta", help="Average over a flip and several scales.")]
 _COMMANDS = "set gpu0_bsz=3 | set shares=2,3,3 | set lr_factor=0.5 | pause | resume | checkpoint | stop | cancel [ID]"
-Overrides = Annotated[Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...", help="Dotted config keys.")]  # noqa: UP045
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Runs segapp with the process's arguments (or those given) and exits."""
-    _open_closed_streams()
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments[:1] == ["__complete"]:
-        _complete(arguments[1:])
-    arguments = _with_resume_value(arguments)
-    is_debug = "--debug" in arguments
-    with _one_line_errors(is_debug):
-        app([argument for argument in arguments if argument != "--debug"], standalone_mode=True)
-
-
-def _complete(asked: list[str]) -> NoReturn:
-    """Answers a shell's completion script; whatever goes wrong, a person at a prompt must not see it."""
-    from segapp.completion import answer
-
-    with contextlib.suppress(Exception):
-        for line in answer(typer.main.get_command(app), asked):
-            print(line)
-    sys.exit(0)
-
-
-def _open_closed_streams() -> None:
-    """Standard streams that were closed (`>&-`) lead nowhere: else the next file opened would take their place."""
-    for fd, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(fd)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(fd, "w" if fd else "r", closefd=False))  # noqa: SIM115
-
-
-def _with_resume_value(arguments: list[str]) -> list[str]:
-    """`--resume` may stand without a value: then it means auto."""
+def with_resume_value(arguments: list[str]) -> list[str]:
+    """Return the arguments with `auto` behind a `--resume` that has no value."""
     if "--resume" not in arguments:
         return arguments
     at = arguments.index("--resume")
@@ -87,41 +61,13 @@ def _with_resume_value(arguments: list[str]) -> list[str]:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """For imports: what they make stays, and looking through it for garbage costs a tenth of their time."""
+    """Switch garbage collection off for imports: their objects stay, and collection takes a tenth of their time."""
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
         gc.enable()
-
-
-@contextlib.contextmanager
-def _one_line_errors(is_debug: bool) -> Iterator[None]:
-    """Turns what a user can act on into one line on stderr and the exit code of the contract."""
-    try:
-        yield
-    except SegappError as error:
-        if is_debug:
-            raise
-        _fail(str(error), error.exit_code)
-    except OSError as error:
-        if is_debug or error.errno not in _STORAGE_ERRNOS | _NAME_ERRNOS:
-            raise
-        if error.errno in _NAME_ERRNOS:
-            name = str(error.filename or "a file")
-            _fail(f"{name[:100]}{'...' if len(name) > 100 else ''}: {error.strerror}: name another", 2)
-        _fail(f"{error.filename or 'disk'}: {error.strerror}: free space or choose another folder", 10)
-    except KeyboardInterrupt:
-        sys.exit(130)
-
-
-def _fail(message: str, code: int) -> None:
-    from segapp.run.text import printable
-
-    lines = "\n".join(printable(line) for line in message.splitlines())
-    print(f"error: {lines}", file=sys.stderr, flush=True)
-    sys.exit(code)
 
 
 def _version(value: bool) -> None:
@@ -147,25 +93,23 @@ def train(
     config: ConfigOption = None,
     run: RunOption = None,
     resume: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(
-            "--resume", metavar="[auto|RUN|FILE]", help="Go on: the run's last good checkpoint, or the one named."
-        ),
+        str | None,
+        _option("--resume", "Continue from the run's last good checkpoint, or from the one named.", "[auto|RUN|FILE]"),
     ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Train in the foreground and print lines.")] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Train in the background; segapp attach shows it.")] = False,
-    print_config: Annotated[bool, typer.Option("--print-config", help="Print the complete config and leave.")] = False,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Print the complete config and exit.")] = False,
     smoke: Annotated[
-        bool, typer.Option("--smoke", help="Try a few steps on the data there, and say what the whole run would need.")
+        bool, typer.Option("--smoke", help="Run a few steps on the real data and print what the whole run would need.")
     ] = False,
     json_out: Annotated[bool, typer.Option("--json", help="With --smoke: print JSON.")] = False,
 ) -> None:
     """Train a network.
 
-    The run lies in runs/NAME (or --run DIR). In a terminal the training is a process of its own and a screen shows it;
-    leaving the screen does not stop it. Without a terminal, or with --plain, it runs in the foreground: Ctrl-C saves
-    and leaves with exit code 75. --resume goes on, bit for bit. --smoke trains, evaluates, saves and resumes with a few
-    images in a folder that is removed, and reports time, memory and disk of the whole run.
+    The run folder is runs/NAME (or --run DIR). In a terminal, the training is a process of its own, which goes on when
+    its screen is left. Without a terminal, or with --plain, it runs in the foreground: Ctrl-C saves and exits with code
+    75. --resume continues bit for bit. --smoke trains, evaluates, saves and resumes with a few images in a temporary
+    folder, and reports time, memory and disk space of the whole run.
     """
     _ignore_early_signals()
     if plain and detach:
@@ -177,18 +121,18 @@ def train(
     from segapp.config import dump_config
     from segapp.train.request import plan_request
 
-    plan = plan_request(config, overrides or [], run, resume)
+    request = plan_request(config, overrides or [], run, resume)
     if print_config:
-        print(dump_config(plan.config), end="")
+        print(dump_config(request.config), end="")
         return
     if smoke:
-        from segapp.commands import smoke as trial
+        from segapp.commands.smoke import run_smoke
 
-        sys.exit(trial.smoke(plan, config or "FILE", as_json=json_out))
+        sys.exit(run_smoke(request, config or "FILE", as_json=json_out))
     from segapp.commands.spawn import is_interactive, spawn_trainer, wait_for_start
 
     if detach or (not plain and is_interactive()):
-        trainer = spawn_trainer(plan, config=config, resume=resume, overrides=overrides or [])
+        trainer = spawn_trainer(request, config=config, resume=resume, overrides=overrides or [])
         code = wait_for_start(trainer, is_detached=detach)
         if code is None:
             from segapp.tui.app import run_ui
@@ -198,11 +142,11 @@ def train(
         sys.exit(code)
     from segapp.train.session import run_session
 
-    sys.exit(run_session(plan, _with_resume_value(sys.argv[1:])))
+    sys.exit(run_session(request, with_resume_value(sys.argv[1:])))
 
 
 def _ignore_early_signals() -> None:
-    """A hang-up, or a wish for a checkpoint or for stacks, must not end a training that still imports its libraries."""
+    """Ignore SIGHUP, SIGUSR1 and SIGUSR2 until the trainer handles them: their default ends the process."""
     for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 
@@ -210,15 +154,14 @@ def _ignore_early_signals() -> None:
 @app.command()
 def attach(
     run: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Argument(metavar="[RUN]", help="A run's name or folder; else the newest that trains, else the newest."),
     ] = None,
-    readonly: Annotated[bool, typer.Option("--readonly", help="Watch only.")] = False,
+    readonly: Annotated[bool, typer.Option("--readonly", help="Show only; send no commands.")] = False,
     replay: Annotated[
-        Optional[float],  # noqa: UP045
-        typer.Option("--replay", metavar="SPEED", help="Play the run again, so many times as fast as it was."),
+        float | None, _option("--replay", "Play the run again at SPEED times its speed.", "SPEED")
     ] = None,
-    theme: Annotated[Optional[str], typer.Option(metavar="NAME", help="Colours of the screen.")] = None,  # noqa: UP045
+    theme: Annotated[str | None, typer.Option(metavar="NAME", help="Colours of the screen.")] = None,
     ascii_only: Annotated[bool, typer.Option("--ascii", help="Draw without Unicode.")] = False,
 ) -> None:
     """Show a run on the screen, past and live; leaving does not stop it."""
@@ -232,14 +175,14 @@ def attach(
 
 @app.command()
 def ctl(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.")],
+    run: RunArgument,
     words: Annotated[list[str], typer.Argument(metavar="COMMAND...", help=_COMMANDS)],
     after_epoch: Annotated[bool, typer.Option("--after-epoch", help="stop: at the end of this epoch.")] = False,
     force: Annotated[bool, typer.Option("--force", help="set: also a split that is not expected to fit.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for the answer; exit code 1 unless applied.")] = False,
-    timeout: Annotated[float, typer.Option(metavar="S", help="Wait so many seconds at most; 0: no limit.")] = 0.0,
+    timeout: Annotated[float, typer.Option(metavar="S", help="Longest wait in seconds; 0: no limit.")] = 0.0,
 ) -> None:
-    """Steer a running training."""
+    """Send a command to a running training."""
     from segapp.commands.control import control_run
 
     code = control_run(run, words, after_epoch=after_epoch, force=force, wait=wait, timeout_s=timeout)
@@ -248,28 +191,19 @@ def ctl(
 
 @app.command("eval")
 def evaluate(
-    target: Annotated[
-        str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's name or folder, a checkpoint, or weights.")
-    ],
+    target: Target,
     split: Annotated[str, typer.Option(help="Split of the data set.")] = "val",
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")] = None,
-    slide: Annotated[bool, typer.Option("--slide", help="Sliding window instead of the whole image.")] = False,
-    tta: Annotated[bool, typer.Option("--tta", help="Average over a flip and several scales.")] = False,
-    data_root: Annotated[Optional[str], typer.Option(metavar="DIR", help="Data set folder, if it has moved.")] = None,  # noqa: UP045
-    boundary: Annotated[bool, typer.Option("--boundary", help="Give the boundary IoU too.")] = False,
-    per_image: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option("--per-image", metavar="FILE.csv", help="Write the scores of every image."),
-    ] = None,
-    confusion: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option("--confusion", metavar="FILE.png|.svg", help="Draw the confusion matrix."),
-    ] = None,
+    json_file: Annotated[Path | None, _option("--json", "Write the result as JSON.")] = None,
+    slide: SlideFlag = False,
+    tta: TtaFlag = False,
+    data_root: Annotated[str | None, typer.Option(metavar="DIR", help="Data set folder, if it has moved.")] = None,
+    boundary: Annotated[bool, typer.Option("--boundary", help="Compute the boundary IoU too.")] = False,
+    per_image: Annotated[Path | None, _option("--per-image", "Write the scores of every image.", "FILE.csv")] = None,
+    confusion: Annotated[Path | None, _option("--confusion", "Draw the confusion matrix.", "FILE.png|.svg")] = None,
     devices: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option("--devices", metavar="LIST", help="Share the images over devices, e.g. 0,1 or cpu,cpu."),
+        str | None, _option("--devices", "Share the images over devices, e.g. 0,1 or cpu,cpu.", "LIST")
     ] = None,
-    config: WeightsConfigOption = None,
+    config: WeightsConfig = None,
 ) -> None:
     """Evaluate a run's best checkpoint, or the one named, or with --config any file of weights."""
     from segapp.commands.evaluate import EvalOptions, evaluate_target
@@ -287,9 +221,9 @@ def predict(
         ),
     ],
     paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Images, videos, folders, or globs.")],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the pictures go.")],
+    out: Annotated[Path, _option("--out", "Folder for the results.", "DIR")],
     save: Annotated[
-        Optional[list[str]],  # noqa: UP045
+        list[str] | None,
         typer.Option(
             "--save",
             metavar="KIND",
@@ -299,10 +233,10 @@ def predict(
     label_ids: Annotated[
         bool, typer.Option("--label-ids", help="Write the data set's own ids (Cityscapes labelIds).")
     ] = False,
-    slide: Annotated[bool, typer.Option("--slide", help="Sliding window instead of the whole image.")] = False,
-    tta: Annotated[bool, typer.Option("--tta", help="Average over a flip and several scales.")] = False,
+    slide: SlideFlag = False,
+    tta: TtaFlag = False,
     batch: Annotated[str, typer.Option("--batch", metavar="N|auto", help="Images at once; auto: by memory.")] = "auto",
-    config: WeightsConfigOption = None,
+    config: WeightsConfig = None,
 ) -> None:
     """Predict images and videos: DIR/labels (class ids), DIR/color, DIR/overlay, DIR/probabilities."""
     from segapp.commands.predict import PredictOptions, parse_batch, predict_target
@@ -314,19 +248,14 @@ def predict(
 
 @app.command()
 def export(
-    target: Annotated[
-        str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's name or folder, a checkpoint, or weights.")
-    ],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The file to write.")],
-    format: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option("--format", metavar="onnx|pt2|safetensors", help="Else by the ending of --out."),
-    ] = None,
+    target: Target,
+    out: Annotated[Path, _option("--out", "The file to write.")],
+    format: Annotated[str | None, _option("--format", "Else by the ending of --out.", "onnx|pt2|safetensors")] = None,
     half: Annotated[bool, typer.Option("--half", help="Weights and arithmetic in float16.")] = False,
     argmax: Annotated[bool, typer.Option("--argmax", help="Give class ids instead of logits.")] = False,
-    config: WeightsConfigOption = None,
+    config: WeightsConfig = None,
 ) -> None:
-    """Write a network as a file that runs without segapp, and check its answers; or its bare weights.
+    """Write a network as a file that runs without segapp, and compare its output; or write its weights alone.
 
     The file takes uint8 RGB images (batch, height, width, 3) of any size and gives float32 logits at that size;
     normalisation, padding and upsampling are inside, class names and colours in its metadata. safetensors holds the
@@ -342,20 +271,11 @@ def check(
     overrides: Overrides = None,
     config: ConfigOption = None,
     json_out: JsonFlag = False,
-    html_file: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option("--html", metavar="FILE", help="Write a page with pictures of what was found."),
-    ] = None,
-    sums_file: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option("--sums", metavar="FILE", help="Compare every file with this list of sha256 sums."),
-    ] = None,
-    new_sums_file: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option("--write-sums", metavar="FILE", help="Write that list, as sha256sum does."),
-    ] = None,
+    html_file: Annotated[Path | None, _option("--html", "Write a page with pictures of what was found.")] = None,
+    sums_file: Annotated[Path | None, _option("--sums", "Compare every file with this list of sha256 sums.")] = None,
+    new_sums_file: Annotated[Path | None, _option("--write-sums", "Write that list, as sha256sum does.")] = None,
 ) -> None:
-    """Examine the data: every file read, every id checked, images seen twice. Exit code 3 if something is wrong."""
+    """Examine the data: every file, every id, duplicate images. Exit code 3 if something is wrong."""
     from segapp.config import load_config
 
     if config is None:
@@ -369,19 +289,31 @@ def check(
 
 
 @app.command()
+def doctor(json_out: JsonFlag = False) -> None:
+    """Show what this machine offers for training, what is missing, and the command that installs it.
+
+    Exit code 1 if something that every training requires is missing.
+    """
+    from segapp.commands.doctor import print_doctor
+
+    sys.exit(print_doctor(as_json=json_out))
+
+
+@app.command()
 def init(
     root: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the images and their masks.")],
     out: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option("--out", metavar="FILE", help="The config; NAME.yaml here, after the folder, if not given."),
+        Path | None, _option("--out", "The config; by default FOLDER's name with .yaml, in the current folder.")
     ] = None,
     val_share: Annotated[
-        Optional[float],  # noqa: UP045
-        typer.Option("--val-share", metavar="SHARE", help="No splits there? Write train.txt and val.txt, e.g. 0.15."),
+        float | None,
+        _option(
+            "--val-share", "For data without splits: write train.txt and val.txt with this share, e.g. 0.15.", "SHARE"
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
 ) -> None:
-    """Look at a data folder and write a config for it, each choice with its reason."""
+    """Write a config for a data folder, each choice with its reason."""
     from segapp.commands.init import propose_config
 
     written = propose_config(root, out, val_share=val_share, force=force)
@@ -390,15 +322,12 @@ def init(
 
 @app.command()
 def report(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.")],
-    out: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option("--out", metavar="FILE", help="Where to write it; report.html in the run's folder if not given."),
-    ] = None,
+    run: RunArgument,
+    out: Annotated[Path | None, _option("--out", "File to write; by default report.html in the run folder.")] = None,
     split: Annotated[str, typer.Option("--split", help="Split for the confusion matrix and the pictures.")] = "val",
-    worst: Annotated[int, typer.Option("--worst", min=0, help="How many images to show, the worst first.")] = 8,
+    worst: Annotated[int, typer.Option("--worst", min=0, help="Number of images to show, the worst first.")] = 8,
     no_images: Annotated[
-        bool, typer.Option("--no-images", help="Only what the run has written: no model, no data.")
+        bool, typer.Option("--no-images", help="Use the events of the run alone: no model, no data.")
     ] = False,
 ) -> None:
     """Write a run's report: one HTML file with curves, classes, confusion matrix, worst images, memory, settings."""
@@ -411,13 +340,10 @@ def report(
 @app.command()
 def compare(
     runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Names or folders.")],
-    html_file: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option("--html", metavar="FILE", help="Write a page with the curves."),
-    ] = None,
+    html_file: Annotated[Path | None, _option("--html", "Write a page with the curves.")] = None,
     json_out: JsonFlag = False,
 ) -> None:
-    """Compare runs: results, speed, memory, and what differs in their configs."""
+    """Compare runs: results, speed, memory, and the differences of their configs."""
     import json
 
     from segapp.report.compare import compare_runs, print_comparison
@@ -438,22 +364,19 @@ def list_runs(json_out: JsonFlag = False) -> None:
 
 
 @app.command()
-def status(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.")],
-    json_out: JsonFlag = False,
-) -> None:
-    """Show how a run stands."""
+def status(run: RunArgument, json_out: JsonFlag = False) -> None:
+    """Show the state and progress of a run."""
     from segapp.commands import runs as overview
 
     overview.print_status(run, as_json=json_out)
 
 
-ckpt = typer.Typer(help="What can be resumed.", no_args_is_help=True)
+ckpt = typer.Typer(help="Checkpoints that can be resumed.", no_args_is_help=True)
 app.add_typer(ckpt, name="ckpt")
 
 
 @ckpt.command("list")
-def ckpt_list(run: Annotated[str, typer.Argument(metavar="RUN")], json_out: JsonFlag = False) -> None:
+def ckpt_list(run: RunArgument, json_out: JsonFlag = False) -> None:
     """List a run's committed checkpoints, newest first."""
     from segapp.commands import runs as overview
 
@@ -461,7 +384,7 @@ def ckpt_list(run: Annotated[str, typer.Argument(metavar="RUN")], json_out: Json
 
 
 @ckpt.command("verify")
-def ckpt_verify(run: Annotated[str, typer.Argument(metavar="RUN")], json_out: JsonFlag = False) -> None:
+def ckpt_verify(run: RunArgument, json_out: JsonFlag = False) -> None:
     """Read every byte of a run's checkpoints; exit code 4 if one is damaged."""
     from segapp.commands import runs as overview
 
@@ -469,9 +392,7 @@ def ckpt_verify(run: Annotated[str, typer.Argument(metavar="RUN")], json_out: Js
 
 
 @app.command()
-def schema(
-    out: Annotated[Optional[Path], typer.Option("--out", metavar="FILE", help="Write it there instead.")] = None,  # noqa: UP045
-) -> None:
+def schema(out: Annotated[Path | None, _option("--out", "Write it to this file instead.")] = None) -> None:
     """Print the JSON schema of a config file, for editors."""
     import json
 
@@ -484,13 +405,11 @@ def schema(
     try:
         out.write_text(text)
     except OSError as error:
-        raise ConfigError(f"{out} cannot be written: {os.strerror(error.errno or 0)}: choose another --out") from None
+        raise ConfigError(cannot_be_written(out, error)) from None
 
 
 @app.command()
-def completion(
-    shell: Annotated[str, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")],
-) -> None:
+def completion(shell: Annotated[str, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")]) -> None:
     """Print the script that completes commands, options, config keys, runs and configs in a shell."""
     from segapp.completion import completion_script
 
@@ -502,13 +421,9 @@ def plan(
     overrides: Overrides = None,
     config: ConfigOption = None,
     gpus: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option("--gpus", metavar="LIST", help="3x24220MiB, or 24GiB,24GiB,11GiB, or here (this machine's)."),
+        str | None, _option("--gpus", "3x24220MiB, or 24GiB,24GiB,11GiB, or here (this machine's).", "LIST")
     ] = None,
-    run: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option("--run", metavar="RUN", help="Calibrate with what this run has measured."),
-    ] = None,
+    run: Annotated[str | None, _option("--run", "Calibrate with the memory that this run has measured.", "RUN")] = None,
     json_out: JsonFlag = False,
 ) -> None:
     """Predict each GPU's peak memory for every split of the batch, without a GPU."""

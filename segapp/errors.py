@@ -1,4 +1,4 @@
-"""What can go wrong for a user, as a tree. Every message names the thing, the value and the next move.
+"""The errors that a user can act on, as a tree. Every message names the thing, the value and the next move.
 
 SegappError                 exit code 1
 ├── ConfigError             2   a config file, an override, a command line
@@ -13,6 +13,10 @@ SegappError                 exit code 1
     ├── RunBusyError        9   another trainer holds the run folder
     └── StorageError        10  disk full, read-only, quota
 """
+
+import contextlib
+import os
+from collections.abc import Iterator
 
 
 class SegappError(Exception):
@@ -83,6 +87,21 @@ class RunBusyError(RunError):
 
 
 class StorageError(RunError):
-    """The run folder cannot be written."""
+    """The run folder or an output file cannot be written."""
 
     exit_code = 10
+
+
+def cannot_be_written(path: str | os.PathLike[str], error: Exception, advice: str = "choose another --out") -> str:
+    """Return the message for a file that a user asked for: its name, the system's reason, what to do."""
+    reason = getattr(error, "strerror", None) or error
+    return f"{os.fspath(path)} cannot be written: {reason}: {advice}"
+
+
+@contextlib.contextmanager
+def storage_errors(path: str | os.PathLike[str], advice: str = "choose another --out") -> Iterator[None]:
+    """Raise StorageError about `path` in place of an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(cannot_be_written(path, error, advice)) from None

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import yaml
 
-from segapp.cli import _with_resume_value
+from segapp.cli import with_resume_value
 from tests.support.runs import events, segapp
 
 
@@ -213,4 +213,4 @@ def test_help_is_fast_and_loads_no_torch() -> None:
     ],
 )
 def test_resume_option_may_have_no_value(given: list[str], expected: list[str]) -> None:
-    assert _with_resume_value(given) == expected
+    assert with_resume_value(given) == expected

@@ -23,7 +23,7 @@ from segapp.datasets.files import ImagePair, shown
 from segapp.datasets.layouts.formats import ClassScheme, leftovers
 from segapp.datasets.layouts.root_guard import OutsideError, PartialError
 from segapp.datasets.sums import check_sums, write_sums
-from segapp.errors import DataError, StorageError
+from segapp.errors import DataError, storage_errors
 from segapp.run.text import printable
 
 EXIT_DATA = 3
@@ -230,7 +230,5 @@ def _class_table(reports: Sequence[SplitReport], scheme: ClassScheme, weights: d
 
 
 def _write(path: Path, text: str, option: str) -> None:
-    try:
+    with storage_errors(path, f"choose another {option}"):
         path.write_text(text, encoding="utf-8", errors="surrogateescape")
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}: choose another {option}") from None

@@ -17,7 +17,7 @@ from segapp.build.devices import choose_devices
 from segapp.build.trained import TrainedModel, load_trained
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.loader import EvalLoader, LoadOptions
-from segapp.errors import ConfigError, StorageError
+from segapp.errors import ConfigError, storage_errors
 from segapp.inference.evaluate import EvaluationSettings
 from segapp.inference.evaluator import EvaluationResult, Evaluator, evaluate_on_devices
 from segapp.inference.predict import TrainedPredictor
@@ -187,8 +187,6 @@ def _scores(counts: torch.Tensor, ignore_index: int) -> SegmentationScores:
 
 
 def _write(path: Path, write: Any) -> None:
-    try:
+    with storage_errors(path, "choose another file"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path)
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}: choose another file") from None

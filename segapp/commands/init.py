@@ -24,7 +24,7 @@ from segapp.datasets.layouts.survey import (
     look_into,
     write_split_lists,
 )
-from segapp.errors import ConfigError, DataError, StorageError
+from segapp.errors import ConfigError, DataError, storage_errors
 from segapp.run.files import write_atomic
 
 IGNORED = 255
@@ -64,10 +64,8 @@ def propose_config(root: Path, out: Path | None, *, val_share: float | None, for
     found = _find(root, val_share)
     content = look_into(found.pairs)
     text = _text(name, root, found, content)
-    try:
+    with storage_errors(shown(out)):
         write_atomic(out, text)
-    except OSError as error:
-        raise StorageError(f"{shown(out)} cannot be written: {error.strerror}: choose another --out") from None
     load_config(out)
     return out
 

@@ -1,7 +1,7 @@
-"""`segapp train --smoke`: a few steps of a config on its own data, and what the whole training would need.
+"""`segapp train --smoke`: a few steps of a config on its own data, and the needs of the whole training.
 
-A real training with few images in a folder of its own: steps, an evaluation, a save; then a second one that resumes it,
-whose steps are timed. What was measured is multiplied by the counts of the full config. The folder is removed.
+A real training with few images in a temporary folder: steps, an evaluation, a save. A second training resumes it, and
+its steps are timed. The measurements are multiplied by the counts of the full config; the folder is removed.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from segapp.train.session import run_session
 from segapp.train.telemetry.console import format_duration
 
 NUM_STEPS = 4
-"""Of the first training, and of an epoch of the second."""
+"""Steps of the first training, and of each epoch of the second."""
 TIMED_S = 4.0
-"""The second training takes about so long where steps are quick, so that their median means something."""
+"""Approximate duration of the second training where steps are short: enough of them for a median."""
 MAX_EPOCHS = 16
 NUM_VAL = 4
 """Validation images."""
@@ -44,21 +44,21 @@ _MEMORY_EVERY_S, _HEARTBEAT_EVERY_S = 2.0, 5.0
 
 @dataclass(frozen=True)
 class Measured:
-    """What the few steps took.
+    """Measurements of the two short trainings.
 
     Attributes:
-        step_s: seconds of a step, the wait for data included; median.
-        data_wait_frac: share of it spent waiting for data.
-        eval_image_s: seconds of a validation image.
-        copy_s: seconds that training waits for the copy of a save.
-        save_s: seconds of the writing, beside the training.
-        checkpoint_bytes: of one checkpoint.
-        step_event_bytes: of one line of events.jsonl.
-        memory_event_bytes: of one `memory` line.
-        tensorboard_step_bytes: that one published step leaves for TensorBoard.
-        samples_bytes: of the sample pictures of one evaluation, TensorBoard's copy included.
-        peak_mib: by device, what it held at most (a processor: the whole process).
-        resumed_step: the step at which the second training went on.
+        step_s: median seconds of a step, including the wait for data.
+        data_wait_frac: share of step_s spent waiting for data.
+        eval_image_s: seconds for a validation image.
+        copy_s: seconds for which a save stops the training.
+        save_s: seconds for which a save writes while training continues.
+        checkpoint_bytes: size of a checkpoint.
+        step_event_bytes: mean length of a `step` line in events.jsonl.
+        memory_event_bytes: mean length of a `memory` line.
+        tensorboard_step_bytes: TensorBoard data of one published step.
+        samples_bytes: sample pictures of one evaluation, including TensorBoard's copy.
+        peak_mib: peak memory by device (CPU: of the whole process).
+        resumed_step: the step from which the second training resumed.
     """
 
     step_s: float
@@ -76,26 +76,26 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Need:
-    """What a whole training needs.
+class FullRunEstimate:
+    """Time, memory and disk space that the whole training needs.
 
     Attributes:
-        num_train: training images.
-        num_val: validation images.
+        num_train: number of training images.
+        num_val: number of validation images.
         batch_size: images of a micro-batch.
-        steps: in all.
-        evaluations: in all.
-        saves: in all, at least.
-        train_s: seconds of the steps.
-        eval_s: seconds of the evaluations.
-        save_s: seconds that training waits for saves.
-        total_s: seconds.
-        peak_mib: by device.
-        checkpoints_bytes: of those kept, and the one being written.
-        events_bytes: of events.jsonl.
-        tensorboard_bytes: of tensorboard/ and samples/.
-        disk_bytes: of all.
-        disk_free_bytes: where the runs lie.
+        steps: number of steps.
+        evaluations: number of evaluations.
+        saves: number of saves, at least.
+        train_s: seconds for all steps.
+        eval_s: seconds for all evaluations.
+        save_s: seconds for which saves stop the training.
+        total_s: sum of the three.
+        peak_mib: peak memory by device.
+        checkpoints_bytes: the checkpoints that are kept, and the one being written.
+        events_bytes: size of events.jsonl.
+        tensorboard_bytes: size of tensorboard/ and samples/.
+        disk_bytes: sum of the three.
+        disk_free_bytes: free space where the run folder will be.
     """
 
     num_train: int
@@ -116,43 +116,44 @@ class Need:
     disk_free_bytes: int
 
 
-def smoke(plan: TrainRequest, config_name: str, *, as_json: bool) -> int:
-    """`segapp train --smoke`: runs the few steps and prints the report; lines of the trainings go to stderr.
+def run_smoke(request: TrainRequest, config_name: str, *, as_json: bool) -> int:
+    """Run the two short trainings and print the report; the trainings print to stderr.
 
     Args:
-        plan: of a new training; nothing is written where it would lie.
-        config_name: as it was asked for, for messages.
+        request: a new training; nothing is written into its run folder.
+        config_name: `--config` as given, for messages.
         as_json: print the report as JSON.
 
     Returns:
         The exit code of a training that was stopped, else 0.
 
     Raises:
-        SegappError: what the training itself would have raised.
+        SegappError: as the training itself raises it.
     """
-    devices = plan_devices(plan.config.parallel)
+    devices = plan_devices(request.config.parallel)
     if devices.mode == "ddp":
         raise ConfigError("parallel.mode = ddp: --smoke runs in one process: add parallel.mode=dp, or single")
     try:
-        num_train, num_val = (len(build_pairs(plan.config.data, split)) for split in split_names(plan.config.data))
-        home = _existing(Path("runs") if plan.run is None else plan.run)
+        splits = split_names(request.config.data)
+        num_train, num_val = (len(build_pairs(request.config.data, split)) for split in splits)
+        home = _existing_parent(Path("runs") if request.run is None else request.run)
         with _folder_in(home) as folder:
-            code = _train(plan.config, folder)
+            code = _train_twice(request.config, folder)
             if code != 0:
                 return code
-            config = validate_config(_yaml_of(folder))
-            found = measure(folder, devices.devices)
+            batch_size = validate_config(_read_config(folder)).train.batch_size
+            measured = measure(folder, devices.devices)
             free_bytes = shutil.disk_usage(home).free
-            needed = need(plan.config, config.train.batch_size, found, num_train, num_val, free_bytes)
+            full = estimate_full_run(request.config, batch_size, measured, num_train, num_val, free_bytes)
     except DataError as error:
         raise DataError(f"{error}\nlook closer: segapp check --config {config_name}") from None
-    report = {"measured": asdict(found), "full_run": asdict(needed)}
-    print(json.dumps(report, indent=2) if as_json else "\n".join(report_lines(plan.config, found, needed)))
+    report = {"measured": asdict(measured), "full_run": asdict(full)}
+    print(json.dumps(report, indent=2) if as_json else "\n".join(report_lines(request.config, measured, full)))
     return 0
 
 
-def _existing(path: Path) -> Path:
-    """The nearest folder above a run that is there: its disk will hold the run."""
+def _existing_parent(path: Path) -> Path:
+    """Return the nearest existing folder above a run folder; it is on the same disk as the run will be."""
     path = path.absolute()
     return next(parent for parent in path.parents if parent.is_dir())
 
@@ -169,11 +170,11 @@ def _folder_in(home: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _train(config: RunConfig, folder: Path) -> int:
-    """The two trainings; gives the first exit code that is not 0.
+def _train_twice(config: RunConfig, folder: Path) -> int:
+    """Run the two trainings; return the first exit code that is not 0.
 
     Raises:
-        CheckpointError: the second one did not go on where the first had ended.
+        CheckpointError: the second one did not resume where the first had ended.
     """
     limit = ImageLimit(NUM_STEPS * config.train.accumulate, NUM_VAL)
     with contextlib.redirect_stdout(sys.stderr):
@@ -186,12 +187,12 @@ def _train(config: RunConfig, folder: Path) -> int:
         code = run_session(TrainRequest(_shortened(config, 1 + num_more), run, limit=limit))
     starts = _events(run.events, "run_start")
     if code == 0 and (len(starts) != 2 or starts[1].get("resumed_from_step") != starts[0]["steps_per_epoch"]):
-        raise CheckpointError("the smoke run did not go on from its own checkpoint: keep its lines and report this")
+        raise CheckpointError("the smoke run did not resume from its own checkpoint: keep its output and report this")
     return code
 
 
 def _shortened(config: RunConfig, epochs: int) -> RunConfig:
-    """The config with an evaluation and a save at its end, every step published, and nothing sent elsewhere."""
+    """Return the config with one evaluation and one save at its end, every step published, and no outside tracker."""
     raw = config.model_dump(mode="json")
     raw["train"] |= {"epochs": epochs, "early_stop": None}
     raw["eval"] |= {"every_epochs": epochs}
@@ -200,7 +201,7 @@ def _shortened(config: RunConfig, epochs: int) -> RunConfig:
     return validate_config(raw)
 
 
-def _yaml_of(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> dict[str, Any]:
     from segapp.config.yaml_reader import parse_yaml
 
     raw, _ = parse_yaml((folder / "run" / "config.yaml").read_text(), "config.yaml")
@@ -209,17 +210,17 @@ def _yaml_of(folder: Path) -> dict[str, Any]:
 
 
 def measure(folder: Path, devices: Sequence[torch.device]) -> Measured:
-    """What the two trainings in a folder have left.
+    """Return the measurements of the two trainings, from their run folder and this process.
 
     Args:
-        folder: with their `run`.
-        devices: that they used, in this process.
+        folder: parent of the run folder `run`.
+        devices: the devices that they used.
     """
     run = RunFolder(folder / "run")
     lines = [line for line in run.events.read_bytes().splitlines() if line]
     steps = _events(run.events, "step")
     resumed_step = _events(run.events, "run_start")[1]["resumed_from_step"]
-    timed = [step for step in steps if step["step"] > resumed_step + 1] or steps[-1:]  # the first warms up
+    timed = [step for step in steps if step["step"] > resumed_step + 1] or steps[-1:]  # the first is a warm-up
     vals, saves = _events(run.events, "val"), _events(run.events, "checkpoint")
     pictures = sum(path.stat().st_size for path in run.samples.rglob("*") if path.is_file())
     curves = sum(path.stat().st_size for path in run.tensorboard.rglob("*") if path.is_file())
@@ -232,7 +233,7 @@ def measure(folder: Path, devices: Sequence[torch.device]) -> Measured:
         checkpoint_bytes=max(save["size_bytes"] for save in saves),
         step_event_bytes=_mean_length(lines, b'"type":"step"'),
         memory_event_bytes=_mean_length(lines, b'"type":"memory"'),
-        # Its pictures are the samples again: what is left belongs to the steps.
+        # TensorBoard's pictures are copies of the samples; the rest belongs to the steps.
         tensorboard_step_bytes=max(0, curves - pictures) / len(steps) if curves else 0.0,
         samples_bytes=(2 if curves else 1) * pictures / len(vals),
         peak_mib=_peaks(devices),
@@ -250,7 +251,7 @@ def _mean_length(lines: Sequence[bytes], mark: bytes) -> float:
 
 
 def _peaks(devices: Sequence[torch.device]) -> dict[str, float]:
-    """MiB by device: reserved by the allocator on a GPU, of the whole process on a processor."""
+    """Return peak MiB by device: reserved by the allocator on a GPU, resident memory of the process on the CPU."""
     rss_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
     return {
         str(device): torch.cuda.max_memory_reserved(device) / 2**20 if device.type == "cuda" else rss_mib
@@ -258,37 +259,39 @@ def _peaks(devices: Sequence[torch.device]) -> dict[str, float]:
     }
 
 
-def need(config: RunConfig, batch_size: int, found: Measured, num_train: int, num_val: int, free_bytes: int) -> Need:
-    """What a whole training needs: arithmetic with what was measured.
+def estimate_full_run(
+    config: RunConfig, batch_size: int, measured: Measured, num_train: int, num_val: int, free_bytes: int
+) -> FullRunEstimate:
+    """Multiply the measurements by the counts of the full config.
 
     Args:
         config: the full one.
-        batch_size: of a micro-batch; where the config says `auto`, what that came to.
-        found: what the few steps took.
-        num_train: training images.
-        num_val: validation images.
-        free_bytes: of the disk.
+        batch_size: of a micro-batch, with `auto` resolved.
+        measured: by the short trainings.
+        num_train: number of training images.
+        num_val: number of validation images.
+        free_bytes: free space of the disk.
     """
     epochs, section = config.train.epochs, config.checkpoint
     per_epoch = -(-num_batches(num_train, batch_size, drop_last=True) // config.train.accumulate)
     steps, evaluations = epochs * per_epoch, -(-epochs // config.eval.every_epochs)
-    train_s, eval_s = steps * found.step_s, evaluations * num_val * found.eval_image_s
+    train_s, eval_s = steps * measured.step_s, evaluations * num_val * measured.eval_image_s
     by_epochs = 0 if section.every_epochs is None else epochs // section.every_epochs
     by_steps = 0 if section.every_steps is None else steps // section.every_steps
     by_time = 0 if section.every_minutes is None else int((train_s + eval_s) / 60 / section.every_minutes)
     saves = max(1, by_epochs + by_steps + by_time)
-    save_s = saves * found.copy_s
+    save_s = saves * measured.copy_s
     total_s = train_s + eval_s + save_s
     published = steps // config.log.every_steps + epochs
     events = (
-        published * found.step_event_bytes
-        + total_s * (found.memory_event_bytes / _MEMORY_EVERY_S + 100 / _HEARTBEAT_EVERY_S)
+        published * measured.step_event_bytes
+        + total_s * (measured.memory_event_bytes / _MEMORY_EVERY_S + 100 / _HEARTBEAT_EVERY_S)
         + 500 * (evaluations + saves + epochs)
     )
-    curves = published * found.tensorboard_step_bytes + evaluations * found.samples_bytes
-    # The newest epochs, the best, and the one that is being written before an old one goes; at least the two newest.
-    checkpoints = (max(section.keep, 2) + 2) * found.checkpoint_bytes
-    return Need(
+    curves = published * measured.tensorboard_step_bytes + evaluations * measured.samples_bytes
+    # The kept epochs (at least the two newest), the best, and the one being written before an old one is removed.
+    checkpoints = (max(section.keep, 2) + 2) * measured.checkpoint_bytes
+    return FullRunEstimate(
         num_train=num_train,
         num_val=num_val,
         batch_size=batch_size,
@@ -299,7 +302,7 @@ def need(config: RunConfig, batch_size: int, found: Measured, num_train: int, nu
         eval_s=eval_s,
         save_s=save_s,
         total_s=total_s,
-        peak_mib=found.peak_mib,
+        peak_mib=measured.peak_mib,
         checkpoints_bytes=checkpoints,
         events_bytes=round(events),
         tensorboard_bytes=round(curves),
@@ -308,30 +311,30 @@ def need(config: RunConfig, batch_size: int, found: Measured, num_train: int, nu
     )
 
 
-def report_lines(config: RunConfig, found: Measured, needed: Need) -> list[str]:
-    """The report for a person."""
-    peaks = ", ".join(f"{device} {mib:.0f} MiB" for device, mib in needed.peak_mib.items())
+def report_lines(config: RunConfig, measured: Measured, full: FullRunEstimate) -> list[str]:
+    """Return the report as lines of text."""
+    peaks = ", ".join(f"{device} {mib:.0f} MiB" for device, mib in full.peak_mib.items())
     lines = [
-        f"smoke run of {printable(config.name)}: trained, evaluated, saved, and resumed at step {found.resumed_step}",
-        f"a step {found.step_s:.3f} s ({found.data_wait_frac:.0%} of it waiting for data), a validation image "
-        f"{found.eval_image_s:.3f} s, a save {found.copy_s:.2f} s of waiting and {found.save_s:.2f} s of writing",
-        f"a full run: {config.train.epochs} epochs of {needed.num_train} images in batches of {needed.batch_size}, "
-        f"{needed.steps} steps, {needed.evaluations} evaluations of {needed.num_val} images",
-        f"  time    {format_duration(needed.total_s)} (steps {format_duration(needed.train_s)}, evaluations "
-        f"{format_duration(needed.eval_s)}, saves {format_duration(needed.save_s)})",
-        f"  memory  {peaks} at most{_of_memory(config)}",
-        f"  disk    {_size(needed.disk_bytes)} (checkpoints {_size(needed.checkpoints_bytes)}, TensorBoard and samples "
-        f"{_size(needed.tensorboard_bytes)}, events {_size(needed.events_bytes)}); "
-        f"free are {_size(needed.disk_free_bytes)}",
+        f"smoke run of {printable(config.name)}: trained, evaluated, saved, resumed at step {measured.resumed_step}",
+        f"a step {measured.step_s:.3f} s ({measured.data_wait_frac:.0%} of it waiting for data), a validation image "
+        f"{measured.eval_image_s:.3f} s, a save {measured.copy_s:.2f} s of waiting and {measured.save_s:.2f} s of "
+        "writing",
+        f"a full run: {config.train.epochs} epochs of {full.num_train} images in batches of {full.batch_size}, "
+        f"{full.steps} steps, {full.evaluations} evaluations of {full.num_val} images",
+        f"  time    {format_duration(full.total_s)} (steps {format_duration(full.train_s)}, evaluations "
+        f"{format_duration(full.eval_s)}, saves {format_duration(full.save_s)})",
+        f"  memory  {peaks} at most{_more_memory(config)}",
+        f"  disk    {_size(full.disk_bytes)} (checkpoints {_size(full.checkpoints_bytes)}, TensorBoard and samples "
+        f"{_size(full.tensorboard_bytes)}, events {_size(full.events_bytes)}); {_size(full.disk_free_bytes)} are free",
     ]
-    if needed.disk_bytes > needed.disk_free_bytes:
+    if full.disk_bytes > full.disk_free_bytes:
         lines.append("  the disk is too small: lower checkpoint.keep, or choose another folder with --run")
     return lines
 
 
-def _of_memory(config: RunConfig) -> str:
-    workers = f", and {config.data.workers} data workers beside it" if config.data.workers else ""
-    cache = "; data.cache = ram adds all images, decoded" if config.data.cache == "ram" else ""
+def _more_memory(config: RunConfig) -> str:
+    workers = f", plus {config.data.workers} data workers" if config.data.workers else ""
+    cache = "; data.cache = ram adds all decoded images" if config.data.cache == "ram" else ""
     return workers + cache
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from segapp.errors import RunError, StorageError
+from segapp.errors import RunError, StorageError, cannot_be_written
 from segapp.export.info import ExportInfo
 from segapp.models import SegmentationModel
 from segapp.run.files import remove_quietly, temporary_name
@@ -51,10 +51,8 @@ def write_weights(model: SegmentationModel, info: ExportInfo, path: Path, more: 
         if back.keys() != tensors.keys() or not all(torch.equal(back[name], tensors[name]) for name in tensors):
             raise RunError(f"{path.name}: the weights read back differ from those written: choose another --out")
         os.replace(temporary, path)
-    except SafetensorError as error:  # raised on a full disk
-        raise StorageError(f"{path} cannot be written: {error}: choose another --out") from None
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}: choose another --out") from None
+    except (OSError, SafetensorError) as error:  # SafetensorError: a full disk
+        raise StorageError(cannot_be_written(path, error)) from None
     finally:
         remove_quietly(temporary)
     return len(tensors)

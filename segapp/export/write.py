@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch.fx.experimental import _config as symbolic_config
 
-from segapp.errors import RunError, StorageError
+from segapp.errors import RunError, StorageError, cannot_be_written
 from segapp.export.info import ExportInfo
 from segapp.export.network import ExportNetwork
 from segapp.export.runner import ExportedModel, first_line, require_packages
@@ -93,7 +93,7 @@ def write_export(
             )
         os.replace(temporary, path)
     except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}: choose another --out") from None
+        raise StorageError(cannot_be_written(path, error)) from None
     finally:
         remove_quietly(temporary)
     return found

@@ -1,4 +1,4 @@
-"""The smoke run: what it says against what a whole run does, and that it leaves nothing behind."""
+"""The smoke run: its estimates against a whole run, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from segapp.commands.smoke import Measured, need, report_lines
+from segapp.commands.smoke import Measured, estimate_full_run, report_lines
 from segapp.config import dump_config, validate_config
 from tests.support.runs import events, merged, segapp, train
 
-FOUND = Measured(
+MEASURED = Measured(
     step_s=0.5,
     data_wait_frac=0.1,
     eval_image_s=0.2,
@@ -91,11 +91,11 @@ def test_smoke_totals_of_a_whole_run_by_hand(tiny: dict[str, Any]) -> None:
         checkpoint={"every_epochs": 5, "every_steps": 20, "keep": 3},
         log={"every_steps": 10, "tensorboard": True},
     )
-    found = need(config, 2, FOUND, num_train=21, num_val=6, free_bytes=100)
+    found = estimate_full_run(config, 2, MEASURED, num_train=21, num_val=6, free_bytes=100)
     assert found.steps == 10 * 5  # 10 full batches of 2, two of them a step
     assert (found.evaluations, found.saves) == (3, 2 + 2)  # epochs 4, 8 and 10; every 5 epochs and every 20 steps
     assert (found.train_s, found.eval_s, found.save_s) == (25.0, pytest.approx(3.6), 1.0)
     assert found.checkpoints_bytes == 5000
-    lines = report_lines(config, FOUND, found)
+    lines = report_lines(config, MEASURED, found)
     assert "50 steps, 3 evaluations of 6 images" in lines[2]
     assert lines[-1] == "  the disk is too small: lower checkpoint.keep, or choose another folder with --run"

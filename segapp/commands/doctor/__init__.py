@@ -1,7 +1,7 @@
 """`segapp doctor`: what this machine offers for training, what is missing, and the command that gets it.
 
-`imports` imports torch and its neighbours in a child process, `collect` reads the system, `findings` decides. Nothing
-here needs more than the standard library, so that it works where the installation does not.
+`imports` imports torch and its neighbours in a child process, `collect` reads the system, `findings` decides. Only the
+standard library is needed, so that it works in a broken installation as long as typer starts.
 """
 
 from __future__ import annotations

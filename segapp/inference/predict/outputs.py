@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segapp.datasets.layouts.formats import ClassScheme
-from segapp.errors import ConfigError, StorageError
+from segapp.errors import ConfigError, StorageError, cannot_be_written
 from segapp.inference.predict.png import PngWriter
 from segapp.inference.predict.reading import Picture
 from segapp.inference.predict.tiles import Strip
@@ -148,7 +148,7 @@ class _Writer:
             remove_quietly(self._temporary)
 
     def _refused(self, error: OSError) -> StorageError:
-        return StorageError(f"{self.path} cannot be written: {error.strerror}: free space or choose another --out")
+        return StorageError(cannot_be_written(self.path, error, "free space or choose another --out"))
 
     def begin(self) -> None:
         raise NotImplementedError

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segapp.datasets.files import shown
-from segapp.errors import DataError, StorageError
+from segapp.errors import DataError, StorageError, cannot_be_written
 from segapp.inference.predict.outputs import ImageOutputs, OutputPlan, Saved, blend, colorize
 from segapp.inference.predict.reading import Picture
 from segapp.inference.predict.sources import ImageFile
@@ -189,6 +189,6 @@ class _VideoFile:
                     raise StorageError(f"{self._path} could not be written: free space or choose another --out")
                 os.replace(self._temporary, self._path)
         except OSError as error:
-            raise StorageError(f"{self._path} cannot be written: {error.strerror}: choose another --out") from None
+            raise StorageError(cannot_be_written(self._path, error)) from None
         finally:
             remove_quietly(self._temporary)

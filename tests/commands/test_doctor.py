@@ -1,0 +1,419 @@
+"""`segapp doctor`: a broken torch, no nvidia-smi, no compiler; findings from facts; the schema of its JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from segapp.commands.doctor import report_lines
+from segapp.commands.doctor.collect import ask_nvidia_smi, cpu_quota, find_compiler, num_colors, parse_meminfo
+from segapp.commands.doctor.facts import Disk, Facts, Gpu, ImportResult, Machine, NvidiaSmi, Package, Terminal
+from segapp.commands.doctor.findings import (
+    MIN_COLUMNS,
+    MIN_LINES,
+    Finding,
+    State,
+    can_train,
+    evaluate_machine,
+    shared_memory_finding,
+)
+from segapp.commands.doctor.imports import try_imports
+from tests.support import ROOT
+
+GIB = 2**30
+DISK = Disk("/data", 100 * GIB, 50 * GIB, True)
+A5000 = Gpu(0, "ab", "NVIDIA RTX A5000", "580.95", 24220.0, 1024.0, "8.6")
+CUDA_DEVICE = {
+    "index": 0,
+    "uuid": "ab",
+    "name": "NVIDIA RTX A5000",
+    "total_mib": 24220.0,
+    "capability": "8.6",
+    "error": "",
+}
+OK = ImportResult("ok", "", {})
+FACTS = Facts(
+    segapp="0.1.0",
+    folder="/src/segapp",
+    python="3.12.1",
+    executable="/env/bin/python",
+    requires_python=">=3.11",
+    is_python_in_range=True,
+    installer="pip",
+    packages=(
+        Package("torch", "torch>=2.11", None, "2.15.0", True),
+        Package("torchvision", "torchvision>=0.26", None, "0.29.2", True),
+        Package("textual", "textual==8.2.8", None, "8.2.8", True),
+        Package("onnx", "onnx>=1.18", "export", "1.20.0", True),
+    ),
+    imports={
+        "torch": replace(OK, facts={"version": "2.15.0", "cuda_build": "13.2"}),
+        "torchvision": replace(OK, facts={"version": "0.29.2"}),
+        "triton": replace(OK, facts={"version": "3.9.0"}),
+        "trainer": OK,
+        "cuda": replace(OK, facts={"reason": "", "kernels": ["sm_80", "sm_90"], "devices": [CUDA_DEVICE]}),
+    },
+    nvidia_smi=NvidiaSmi("ok", "", (A5000,)),
+    compiler="/usr/bin/gcc",
+    visible_devices=None,
+    machine=Machine("Linux 6 x86_64", 16, 16.0, 64 * GIB, 60 * GIB, DISK, DISK, DISK, 4096, "apt-get", False),
+    terminal=Terminal(True, 120, 36, "xterm-256color", 256, True, False, False),
+)
+
+
+def of(facts: Facts, name: str) -> Finding:
+    (found,) = [finding for finding in evaluate_machine(facts) if finding.name == name]
+    return found
+
+
+def with_import(name: str, result: ImportResult) -> Facts:
+    return replace(FACTS, imports={**FACTS.imports, name: result})
+
+
+def with_cuda(**facts: Any) -> Facts:
+    return with_import("cuda", replace(OK, facts={**FACTS.imports["cuda"].facts, **facts}))
+
+
+def with_machine(**facts: Any) -> Facts:
+    return replace(FACTS, machine=replace(FACTS.machine, **facts))
+
+
+def with_package(package: Package) -> Facts:
+    return replace(FACTS, packages=(*(each for each in FACTS.packages if each.name != package.name), package))
+
+
+def test_a_complete_machine_has_nothing_to_do() -> None:
+    findings = evaluate_machine(FACTS)
+    assert {finding.state for finding in findings} == {"ok"}
+    lines = report_lines(findings)
+    assert lines[-1] == "training can run here, on 1 GPU"
+    assert len({line.index("ok ", 15) for line in lines[:5]}) == 1
+    assert "to do:" not in lines
+
+
+@pytest.mark.parametrize(
+    ("facts", "name", "state", "found", "fix", "trains"),
+    [
+        (replace(FACTS, segapp=None), "segapp", "warning", "not installed", "pip install -e /src", True),
+        (replace(FACTS, python="3.9.1", is_python_in_range=False), "python", "missing", ">=3.11 is needed",
+         "uv venv", False),
+        (with_package(Package("torch", "torch>=2.11", None, "2.9.0", False)), "torch", "warning",
+         "2.9.0, torch>=2.11", "", True),
+        (with_package(Package("textual", "textual==8.2.8", None, None, None)), "textual", "missing", "not installed",
+         "/env/bin/python -m pip install textual==8.2.8", False),
+        (with_package(Package("textual", "textual==8.2.8", None, "9.0", False)), "textual", "warning", "9.0",
+         "textual==8.2.8", True),
+        (with_package(Package("onnx", "onnx>=1.18", "export", None, None)), "export", "missing", "onnx not installed",
+         "pip install 'onnx>=1.18'", True),
+        (with_import("torchvision", ImportResult("failed",
+         "RuntimeError: operator torchvision::nms does not exist", {})),
+         "torchvision", "missing", "does not match torch 2.15.0", "--force-reinstall", False),
+        (with_import("trainer", ImportResult("failed", "ImportError: libGL.so.1", {})), "trainer", "missing",
+         "libGL", "", False),
+        (with_import("triton", ImportResult("failed", "ModuleNotFoundError: triton", {})), "triton", "missing",
+         "triton", "install triton", True),
+        (with_import("cuda", ImportResult("hung", "no answer within 90 s", {})), "cuda", "missing",
+         "does not answer", "restart", True),
+        (with_cuda(devices=[], reason="driver is too old"), "cuda", "missing", "too old", "newer NVIDIA driver", True),
+        (with_cuda(devices=[]), "gpu 0", "warning", "torch does not see it", "see cuda", True),
+        (replace(with_cuda(devices=[]), visible_devices=""), "cuda", "missing", "hides every GPU", "unset", True),
+        (with_cuda(devices=[{**CUDA_DEVICE, "capability": "6.1"}]), "cuda:0", "missing", "no kernels", "", True),
+        (with_cuda(devices=[{**CUDA_DEVICE, "capability": "7.5"}], kernels=["sm_75"]), "cuda:0", "ok", "amp-fp16",
+         "", True),
+        (with_cuda(devices=[{**CUDA_DEVICE, "error": "busy"}]), "cuda:0", "warning", "busy", "nvidia-smi", True),
+        (replace(FACTS, nvidia_smi=NvidiaSmi("absent", "", ())), "nvidia-smi", "missing", "not on PATH",
+         "--gpus all", True),
+        (replace(FACTS, nvidia_smi=NvidiaSmi("hung", "no answer within 10 s", ())), "nvidia-smi", "missing",
+         "no answer", "restart", True),
+        (replace(FACTS, compiler=None), "c compiler", "missing", "none", "sudo apt-get install -y gcc", False),
+        (replace(with_cuda(devices=[]), compiler=None), "c compiler", "missing", "none", "gcc", True),
+        (with_machine(usable_cores=1.5), "cpu", "warning", "1.5 usable of 16", "data.workers", True),
+        (with_machine(available_bytes=GIB), "memory", "warning", "1.0 GiB free", "batch_size", True),
+        (with_machine(run_disk=replace(DISK, free_bytes=GIB)), "run disk", "warning", "1.0 GiB free", "--run", True),
+        (with_machine(run_disk=replace(DISK, is_writable=False)), "run disk", "missing", "cannot be written",
+         "--run", False),
+        (with_machine(temporary_disk=None), "temporary disk", "missing", "no temporary folder", "TMPDIR", False),
+        (with_machine(max_open_files=256), "open files", "warning", "256", "ulimit -n", True),
+        (replace(FACTS, terminal=replace(FACTS.terminal, term="dumb")), "terminal", "missing", "dumb", "TERM=", True),
+        (replace(FACTS, terminal=replace(FACTS.terminal, columns=40)), "terminal", "warning", "40 x 36",
+         "60 x 15", True),
+        (replace(FACTS, terminal=replace(FACTS.terminal, has_unicode=False)), "terminal", "warning", "no Unicode",
+         "LC_ALL", True),
+        (replace(FACTS, terminal=replace(FACTS.terminal, is_terminal=False)), "terminal", "warning", "none", "", True),
+    ],
+)  # fmt: skip
+def test_each_problem_has_its_finding(
+    facts: Facts, name: str, state: State, found: str, fix: str, trains: bool
+) -> None:
+    finding = of(facts, name)
+    assert finding.state == state
+    assert found in finding.found
+    assert fix in finding.fix
+    assert can_train(evaluate_machine(facts)) is trains
+    lines = report_lines(evaluate_machine(facts))
+    assert lines[-1].startswith("training can run here" if trains else "training cannot run here")
+    assert not finding.fix or f"    {finding.fix}" in lines
+
+
+@pytest.mark.parametrize(
+    ("installer", "package", "command"),
+    [
+        ("uv-project", Package("textual", "textual==8.2.8", None, None, None), "cd /src && uv sync"),
+        ("uv-project", Package("onnx", "onnx>=1.18", "export", None, None),
+         "cd /src && uv sync --inexact --extra export"),
+        ("uv", Package("textual", "textual==8.2.8", None, None, None),
+         "uv pip install --python /env/bin/python textual==8.2.8"),
+    ],
+)  # fmt: skip
+def test_the_command_is_the_installers(installer: Any, package: Package, command: str) -> None:
+    facts = replace(with_package(package), installer=installer)
+    assert of(facts, package.extra or package.name).fix == command
+
+
+@pytest.mark.parametrize(
+    ("total_mib", "free_mib", "is_writable", "state", "fix"),
+    [
+        (64, 64, True, "warning", "--shm-size"),
+        (8192, 10, True, "warning", "remove"),
+        (8192, 8192, False, "warning", "--shm-size"),
+        (8192, 8192, True, "ok", ""),
+    ],
+)
+def test_shared_memory_by_its_size(total_mib: int, free_mib: int, is_writable: bool, state: State, fix: str) -> None:
+    finding = shared_memory_finding(Disk("/dev/shm", total_mib << 20, free_mib << 20, is_writable))
+    assert finding.state == state
+    assert fix in finding.fix
+
+
+def fake_torch(folder: Path, body: str) -> Path:
+    (folder / "torch").mkdir(parents=True)
+    (folder / "torch" / "__init__.py").write_text(body)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "error"),
+    [
+        ("raise ImportError('libcudart.so.13: cannot open shared object file')", "failed", "ImportError: libcudart"),
+        ("raise OSError('invalid ELF header')", "failed", "OSError: invalid ELF header"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "crashed", "Segmentation fault"),
+        ("import os; os._exit(3)", "crashed", "exit status 3"),
+        ("import time; time.sleep(1000)", "hung", "no answer within 4 s"),
+    ],
+)
+def test_a_broken_torch_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, status: str, error: str
+) -> None:
+    monkeypatch.syspath_prepend(fake_torch(tmp_path, body))
+    found = try_imports(4.0)
+    assert found["torch"].status == status
+    assert error in found["torch"].error
+    assert {result.status for name, result in found.items() if name != "torch"} == {"skipped"}
+    findings = evaluate_machine(replace(FACTS, imports=found))
+    assert not can_train(findings)
+    assert of(replace(FACTS, imports=found), "torch").fix.endswith(
+        "--force-reinstall 'torch>=2.11' 'torchvision>=0.26'"
+    )
+
+
+def test_imports_behind_a_crashing_one_are_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = (
+        "class Ones:\n    def sum(self): return 2\ndef ones(n): return Ones()\n"
+        "class version: cuda = None\n__version__ = '9'\n"
+    )
+    monkeypatch.syspath_prepend(fake_torch(tmp_path, body))
+    (tmp_path / "torchvision.py").write_text("import os; os._exit(1)")
+    (tmp_path / "triton.py").write_text("__version__ = '3'")
+    found = try_imports(60.0)
+    assert found["torch"].facts == {"version": "9", "cuda_build": None}
+    assert [found[name].status for name in ("torchvision", "triton", "trainer", "cuda")] == [
+        "crashed",
+        "ok",
+        "failed",
+        "failed",
+    ]
+
+
+def doctor(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, **env}
+    command = [sys.executable, "-m", "segapp", "doctor", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=folder, env=environ)
+
+
+def test_a_broken_installation_gives_exit_code_1_and_a_command(tmp_path: Path) -> None:
+    fakes = fake_torch(tmp_path / "fakes", "raise OSError('libtorch.so: file too short')")
+    for name in ("textual", "yaml", "numpy", "albumentations"):
+        (fakes / f"{name}.py").write_text(f"raise ImportError('{name}')")
+    done = doctor(tmp_path, PYTHONPATH=f"{fakes}:{ROOT}", PATH=str(tmp_path))
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "cannot be imported: OSError: libtorch.so: file too short" in done.stdout
+    assert "  torch (required):\n    " in done.stdout
+    assert "c compiler" in done.stdout
+    assert done.stdout.splitlines()[-1] == "training cannot run here: torch missing"
+
+
+TEXT, FLAG = {"type": "string"}, {"type": "boolean"}
+MAYBE_FLAG = {"type": ["boolean", "null"]}
+MAYBE_TEXT = {"type": ["string", "null"]}
+MAYBE_NUMBER = {"type": ["number", "null"]}
+
+
+def record(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+DISK_SCHEMA = record(path=TEXT, total_bytes={"type": "integer"}, free_bytes={"type": "integer"}, is_writable=FLAG)
+MAYBE_DISK = {"anyOf": [DISK_SCHEMA, {"type": "null"}]}
+SCHEMA = record(
+    v={"const": 1},
+    can_train=FLAG,
+    findings={
+        "type": "array",
+        "items": record(
+            name=TEXT, state={"enum": ["ok", "warning", "missing"]}, found=TEXT, is_required=FLAG, needed_for=TEXT,
+            fix=TEXT,
+        ),
+    },
+    facts=record(
+        segapp=MAYBE_TEXT,
+        folder=TEXT,
+        python=TEXT,
+        executable=TEXT,
+        requires_python=TEXT,
+        is_python_in_range=MAYBE_FLAG,
+        installer={"enum": ["uv-project", "uv", "pip"]},
+        packages={
+            "type": "array",
+            "items": record(
+                name=TEXT, requirement=TEXT, extra=MAYBE_TEXT, version=MAYBE_TEXT, is_in_range=MAYBE_FLAG,
+            ),
+        },
+        imports=record(
+            **{
+                name: record(
+                    status={"enum": ["ok", "failed", "crashed", "hung", "skipped"]},
+                    error=TEXT,
+                    facts={"type": "object"},
+                )
+                for name in ("torch", "torchvision", "triton", "trainer", "cuda")
+            }
+        ),
+        nvidia_smi=record(
+            status={"enum": ["ok", "absent", "failed", "hung"]},
+            error=TEXT,
+            gpus={
+                "type": "array",
+                "items": record(
+                    index={"type": "integer"}, uuid=TEXT, name=TEXT, driver=TEXT, total_mib=MAYBE_NUMBER,
+                    used_mib=MAYBE_NUMBER, capability=MAYBE_TEXT,
+                ),
+            },
+        ),
+        compiler=MAYBE_TEXT,
+        visible_devices=MAYBE_TEXT,
+        machine=record(
+            system=TEXT, num_cores={"type": "integer"}, usable_cores={"type": "number"}, memory_bytes=MAYBE_NUMBER,
+            available_bytes=MAYBE_NUMBER, run_disk=DISK_SCHEMA, temporary_disk=MAYBE_DISK, shared_memory=MAYBE_DISK,
+            max_open_files=MAYBE_NUMBER, package_manager=MAYBE_TEXT, is_root=FLAG,
+        ),
+        terminal=record(
+            is_terminal=FLAG, columns=MAYBE_NUMBER, lines=MAYBE_NUMBER, term=TEXT, num_colors={"type": "integer"},
+            has_unicode=FLAG, is_tmux=FLAG, is_ssh=FLAG,
+        ),
+    ),
+)  # fmt: skip
+
+
+def test_the_json_of_this_machine_has_the_schema(tmp_path: Path) -> None:
+    done = doctor(tmp_path, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    jsonschema.validate(found, SCHEMA)
+    assert found["can_train"] is True
+    assert found["facts"]["imports"]["torch"]["status"] == "ok"
+    states = {finding["name"]: finding["state"] for finding in found["findings"]}
+    assert {states[name] for name in ("python", "torch", "torchvision", "trainer", "numpy", "export")} == {"ok"}
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Puts a script in the place of nvidia-smi."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def make(script: str) -> None:
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+
+    return make
+
+
+def test_no_nvidia_smi_is_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert ask_nvidia_smi().status == "absent"
+
+
+def test_nvidia_smi_lists_two_gpus(nvidia_smi: Callable[[str], None]) -> None:
+    nvidia_smi(
+        "echo '0, GPU-ab, 580.95, 24220, 1024, 8.6, NVIDIA RTX A5000'\n"
+        "echo '1, GPU-cd, 580.95, 24220, [N/A], 8.6, NVIDIA RTX A5000'"
+    )
+    found = ask_nvidia_smi()
+    assert found == NvidiaSmi("ok", "", (A5000, replace(A5000, index=1, uuid="cd", used_mib=None)))
+
+
+def test_an_old_nvidia_smi_gives_no_capability(nvidia_smi: Callable[[str], None]) -> None:
+    nvidia_smi(
+        'case "$1" in *compute_cap*) echo \'Field "compute_cap" is not a valid field to query.\'; exit 2;; esac\n'
+        "echo '0, GPU-ab, 450.36, 24220, 1024, NVIDIA RTX A5000'"
+    )
+    assert ask_nvidia_smi().gpus == (replace(A5000, driver="450.36", capability=None),)
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "error"),
+    [
+        ("echo 'No devices were found'; exit 6", "failed", "No devices were found"),
+        ("echo 'driver/library version mismatch' >&2; exit 18", "failed", "driver/library version mismatch"),
+        ("exit 9", "failed", "exit status 9"),
+        ("/bin/sleep 1000 & wait", "hung", "no answer within 1 s"),
+    ],
+)
+def test_a_failing_nvidia_smi_is_reported(
+    nvidia_smi: Callable[[str], None], script: str, status: str, error: str
+) -> None:
+    nvidia_smi(script)
+    assert ask_nvidia_smi(1.0) == NvidiaSmi(status, error, ())  # type: ignore[arg-type]
+
+
+def test_the_compiler_is_the_one_triton_takes(tmp_path: Path) -> None:
+    path = str(tmp_path)
+    assert find_compiler({"PATH": path}) is None
+    for name in ("clang", "gcc", "mine"):
+        (tmp_path / name).write_text("")
+        (tmp_path / name).chmod(0o755)
+    assert find_compiler({"PATH": path}) == f"{path}/gcc"
+    assert find_compiler({"PATH": path, "CC": "mine -m64"}) == "mine -m64"
+    assert find_compiler({"PATH": path, "CC": "absent"}) is None
+
+
+def test_system_texts_are_read() -> None:
+    assert parse_meminfo("MemTotal:  100 kB\nMemFree: 5 kB\nMemAvailable:   40 kB\n") == (102400, 40960)
+    assert parse_meminfo("") == (None, None)
+    assert [cpu_quota(text) for text in ("", "max 100000", "50000 100000", "1 0")] == [None, None, 0.5, None]
+    assert num_colors({"TERM": "xterm-256color", "NO_COLOR": "1"}) == 0
+
+
+def test_the_least_terminal_is_that_of_the_screen() -> None:
+    from segapp.tui.panes.header import MIN_HEIGHT, MIN_WIDTH
+
+    assert (MIN_COLUMNS, MIN_LINES) == (MIN_WIDTH, MIN_HEIGHT)
