@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from segapp.errors import StorageError
+from segapp.errors import storage_errors
 from segapp.run.files import write_atomic
 from segapp.run.text import printable
 from segapp.tui.state import wording
@@ -43,10 +43,8 @@ def save_page(out: Path, page: str) -> None:
     Raises:
         StorageError: it cannot be written.
     """
-    try:
+    with storage_errors(out):
         write_atomic(out, page)
-    except OSError as error:
-        raise StorageError(f"{out} cannot be written: {error.strerror}: choose another --out") from None
 
 
 def data_url(pixels: NDArray[Any], suffix: str) -> str:
