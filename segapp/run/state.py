@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, BinaryIO, Literal
 
-from segapp.run.events import EVENT_TYPES, MAX_LINE_BYTES, parse_line
+from segapp.run.events import MAX_LINE_BYTES, is_known, parse_line
 from segapp.run.folder import RunFolder, run_folders
 from segapp.run.process import is_alive
 
@@ -308,5 +308,5 @@ _FREQUENT = (b'"type":"step"', b'"type":"memory"', b'"type":"heartbeat"')
 def _parsed(lines: list[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         raw = parse_line(line.rstrip(b"\n"))
-        if raw is not None and raw["type"] in EVENT_TYPES:
+        if raw is not None and is_known(raw):
             yield raw

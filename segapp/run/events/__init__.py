@@ -1,18 +1,18 @@
-"""What the trainer writes and everybody reads: one JSON object a line in `events.jsonl`.
+"""The events of a run, written by the trainer and read by viewers: one JSON object a line in `events.jsonl`.
 
-Every line is `{"v":1,"seq":n,"t":unix_s,"type":...,...}`. `seq` counts lines from 1 without a gap, over restarts too.
-One process writes (it holds the run's lock); any number read, at any moment, from any byte onwards.
+Every line is `{"v":1,"seq":n,"t":unix_s,"type":...,...}`. `seq` counts lines from 1 without a gap, across restarts.
+One process writes (the holder of the run's lock); any number of processes read, at any time and from any offset.
 
 **After a resume** the file reads as if the training had never been interrupted. A trainer that goes back to an earlier
-step calls `EventWriter.rewind` before it writes: the `step`, `epoch_start`, `val` and `checkpoint` lines that are about
-to happen again are moved to `events.rewound.jsonl`, everything else stays, and the file is replaced as a whole.
-Readers see the replacement as a new `EventReader.generation` and start their picture again. Where the file cannot be
-replaced (a full disk) it stays as it is; `run_start.resumed_from_step` is there in either case, and a fold that drops
-later steps on meeting it is right both times.
+step calls `EventWriter.rewind` before it writes: the `step`, `epoch_start`, `val` and `checkpoint` lines that training
+repeats are moved to `events.rewound.jsonl`, all others stay, and the file is replaced atomically. Readers notice the
+replacement (`EventReader.generation` increases) and read the file again from its start. If the file cannot be replaced
+(full disk), it stays as it is. `run_start.resumed_from_step` is written in both cases: a fold that drops later steps
+when it meets the field is right in both.
 """
 
+from segapp.run.events.decode import StepRun, is_known, parse_event, parse_line
 from segapp.run.events.reader import EventReader, read_answers, wait_for_answer
-from segapp.run.events.skim import StepRun
 from segapp.run.events.types import (
     EVENT_TYPES,
     FINAL_STATUSES,
@@ -36,8 +36,6 @@ from segapp.run.events.types import (
     Step,
     Val,
     Weights,
-    parse_event,
-    parse_line,
 )
 from segapp.run.events.writer import EventWriter
 
@@ -67,6 +65,7 @@ __all__ = [
     "StepRun",
     "Val",
     "Weights",
+    "is_known",
     "parse_event",
     "parse_line",
     "read_answers",

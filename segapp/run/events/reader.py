@@ -1,4 +1,4 @@
-"""Reading events while they are written."""
+"""Reads events.jsonl while it is being written, and waits for the answer to a command."""
 
 import contextlib
 import os
@@ -9,39 +9,34 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from segapp.run.events.skim import StepRun, skim_block
+from segapp.run.events.decode import StepRun, is_known, last_line_end, parse_event, parse_line, skim_block
 from segapp.run.events.types import (
-    EVENT_TYPES,
     FINAL_STATUSES,
     MAX_LINE_BYTES,
-    VERSION,
     CommandAnswer,
     Event,
-    last_line_end,
-    parse_event,
-    parse_line,
 )
 
 
 class EventReader:
-    """Reads a growing `events.jsonl`, a piece at a time; any bytes in it are safe.
+    """Reads a growing `events.jsonl` in pieces; any content is safe.
 
-    A last line without its newline is kept back until it is whole. Lines that are damaged, of an unknown type or of
-    another version are skipped and counted. A file that is not there (yet, or any more) reads as empty.
+    A last line without a newline is read once it is complete. Lines that are damaged, of an unknown type or of another
+    version are skipped and counted. A missing file reads as empty.
 
     Args:
         path: The file.
-        from_end: Skip what is there now (for waiting for an answer).
+        from_end: Skip the present content (to wait for an answer).
     """
 
     def __init__(self, path: Path | str, *, from_end: bool = False) -> None:
         self.path = Path(path)
         self.generation = 0
-        """Grows when the file was replaced, cut or removed: what was read before is void, a viewer starts afresh."""
+        """Increases when the file was replaced, truncated or removed: what was read before is void."""
         self.num_bad = 0
-        """Lines skipped because they are damaged."""
+        """Damaged lines skipped."""
         self.num_unknown = 0
-        """Lines skipped because their type or version is unknown."""
+        """Lines of an unknown type or version skipped."""
         self._fd = -1
         self._offset = 0
         self._is_skipping = False
@@ -49,7 +44,7 @@ class EventReader:
             self._offset = last_line_end(self._fd)
 
     def read(self, max_bytes: int | None = None) -> list[Event]:
-        """The events written since the last call, parsed and checked.
+        """Return the events written since the last call, parsed and validated.
 
         Args:
             max_bytes: Read about this much at most; None reads to the end.
@@ -63,9 +58,9 @@ class EventReader:
         return events
 
     def read_raw(self, max_bytes: int | None = None) -> list[dict[str, Any]]:
-        """The events written since the last call as plain dicts: about ten times as fast as `read`.
+        """Return the events written since the last call as dicts: about ten times as fast as `read`.
 
-        Each has `v`, `seq`, `t` and a known `type`; the other fields are as they lie in the file.
+        Each has `v`, `seq`, `t` and a known `type`; the other fields are not validated.
 
         Args:
             max_bytes: Read about this much at most; None reads to the end.
@@ -73,7 +68,7 @@ class EventReader:
         return [raw for block in self._blocks(max_bytes) for raw in self._parse_block(block)]
 
     def read_skimmed(self, max_bytes: int | None = None) -> list[dict[str, Any] | StepRun]:
-        """Like `read_raw`, but with runs of `step` events reduced to their curve: for a history of many megabytes.
+        """Like `read_raw`, but with consecutive `step` events reduced to their curve: for long histories.
 
         Args:
             max_bytes: Read about this much at most; None reads to the end.
@@ -89,11 +84,11 @@ class EventReader:
 
     @property
     def num_bytes_left(self) -> int:
-        """How much lies in the file beyond what was read."""
+        """Bytes of the file that were not read yet."""
         return max(0, os.fstat(self._fd).st_size - self._offset) if self._follow() else 0
 
     def close(self) -> None:
-        """Lets the file go; the next read opens it again where it was left, if it is still the same."""
+        """Close the file; the next read opens it again and continues, if it is still the same file."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -103,7 +98,7 @@ class EventReader:
             self.close()
 
     def _blocks(self, max_bytes: int | None) -> Iterator[bytes]:
-        """Whole lines from the present offset, a few megabytes at a time."""
+        """Yield whole lines from the current offset, at most a few megabytes at a time."""
         if not self._follow():
             return
         left = max_bytes if max_bytes is not None else os.fstat(self._fd).st_size - self._offset
@@ -116,7 +111,7 @@ class EventReader:
             yield block
 
     def _follow(self) -> bool:
-        """Opens the file, or opens it afresh when the path now names another; whether there is one to read."""
+        """Open the file, again if the path now names another one; return False if there is none."""
         try:
             there = os.stat(self.path)
         except OSError:
@@ -141,7 +136,7 @@ class EventReader:
         self._is_skipping = False
 
     def _read_block(self, num_bytes: int) -> bytes:
-        """Whole lines from the present offset, at least one if there is one; empty where there is none."""
+        """Return whole lines from the current offset, at least one if there is one, else empty bytes."""
         while True:
             try:
                 block = os.pread(self._fd, num_bytes, self._offset)
@@ -171,14 +166,14 @@ class EventReader:
             raw = parse_line(line)
             if raw is None:
                 self.num_bad += 1
-            elif raw["v"] != VERSION or raw["type"] not in EVENT_TYPES:
+            elif not is_known(raw):
                 self.num_unknown += 1
             else:
                 yield raw
 
 
 def read_answers(raws: Iterable[dict[str, Any]]) -> dict[str, str]:
-    """The commands that were answered for good, id -> status, among events as `EventReader.read_raw` gives them."""
+    """Return the final answers (id -> status) among the events of `EventReader.read_raw`."""
     return {
         raw["id"]: raw["status"]
         for raw in raws
@@ -189,16 +184,16 @@ def read_answers(raws: Iterable[dict[str, Any]]) -> dict[str, str]:
 def wait_for_answer(
     reader: EventReader, command_id: str, timeout_s: float, poll_s: float = 0.1
 ) -> CommandAnswer | None:
-    """Waits for the final answer to a command.
+    """Wait for the final answer to a command.
 
     Args:
         reader: Made with `from_end=True` *before* the command was sent.
-        command_id: What `send_command` gave.
-        timeout_s: How long to wait, at least one look is taken.
-        poll_s: Time between two looks.
+        command_id: As returned by `send_command`.
+        timeout_s: How long to wait; the file is read at least once.
+        poll_s: Time between two reads.
 
     Returns:
-        The answer, or None when none came in time.
+        The answer; None on timeout.
     """
     deadline_s = time.monotonic() + timeout_s
     while True:

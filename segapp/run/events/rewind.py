@@ -1,6 +1,7 @@
-"""Which events a resumed training repeats: a pure question of where its checkpoint stands, not of the lines' order.
+"""Selects the events that a resumed training repeats.
 
-A checkpoint is written while training goes on, so its line comes after those of steps that it does not contain.
+The step, epoch and batch of the checkpoint decide, not the order of the lines: a checkpoint is written while training
+goes on, so its line comes after lines of steps that it does not contain.
 """
 
 from collections.abc import Iterator
@@ -8,18 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from segapp.run.events.types import parse_line
+from segapp.run.events.decode import parse_line
 
 
 @dataclass(frozen=True)
 class RewindPoint:
-    """Where a checkpoint stands.
+    """The position of a checkpoint in the training.
 
     Args:
-        step: optimizer updates done.
-        epoch: the epoch it goes on in, from 1.
-        batch: batches already used of that epoch.
-        sha256: tells two checkpoints of one step apart; None where it is not known.
+        step: Optimizer updates done.
+        epoch: The epoch in which training continues, from 1.
+        batch: Batches of that epoch already used.
+        sha256: Distinguishes two checkpoints of one step; None if unknown.
     """
 
     step: int
@@ -30,12 +31,12 @@ class RewindPoint:
 
 @dataclass
 class Tail:
-    """What of a file follows the first line that is repeated.
+    """The part of a file from the first repeated line on.
 
     Args:
-        start: its offset; the size of the file where nothing is repeated.
-        kept: the events behind it that stay, in order.
-        dropped: the lines that go: those repeated, and damaged ones behind the first of them.
+        start: Offset of that line; the size of the file if nothing is repeated.
+        kept: The events behind it that stay, in order.
+        dropped: The repeated lines, and damaged lines behind the first of them.
     """
 
     start: int
@@ -44,10 +45,10 @@ class Tail:
 
 
 def split_tail(path: Path, point: RewindPoint) -> Tail:
-    """Parts the events of a file into those that stay and those that training repeats from a point.
+    """Split the events of a file into those that stay and those that training repeats from a point.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: The file cannot be read.
     """
     tail = Tail(0, [], [])
     has_own_line = False
@@ -69,12 +70,12 @@ def split_tail(path: Path, point: RewindPoint) -> Tail:
 
 
 def is_repeated(raw: dict[str, Any], point: RewindPoint, *, is_after_own: bool) -> bool:
-    """Whether training repeats an event when it goes on from a point.
+    """Return True if training repeats an event when it continues from a point.
 
     Args:
-        raw: the event.
-        point: the checkpoint's.
-        is_after_own: it stands behind the checkpoint's own line.
+        raw: The event.
+        point: Position of the checkpoint.
+        is_after_own: True if the event's line is behind the checkpoint's own `checkpoint` line.
     """
     kind, step, epoch = raw["type"], raw.get("step"), raw.get("epoch")
     if kind == "step":
@@ -94,7 +95,7 @@ def _is_own(raw: dict[str, Any], point: RewindPoint) -> bool:
 
 
 def _may_be_repeated(line: bytes) -> bool:
-    """A quick look: most lines of a long run need no more."""
+    """Return False if a substring test rules out that the line is repeated; avoids parsing most lines."""
     return any(mark in line for mark in _MARKS)
 
 

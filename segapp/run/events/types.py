@@ -1,10 +1,8 @@
-"""The events there are: a closed union, and the way from a line to an event."""
+"""The event types: a closed union of pydantic models, one for each `type` of a line in events.jsonl."""
 
-import os
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
-from pydantic_core import from_json
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from segapp.run.text import encodable
 
@@ -12,7 +10,7 @@ VERSION = 1
 """The `v` of every line this program writes; lines of another version are skipped by readers."""
 
 MAX_LINE_BYTES = 16 * 2**20
-"""A longer line is taken for damage and skipped."""
+"""A longer line counts as damaged and is skipped."""
 
 
 def _as_text(value: Any) -> Any:
@@ -24,7 +22,7 @@ def _as_device(value: Any) -> Any:
 
 
 Text = Annotated[str, BeforeValidator(_as_text)]
-"""Text for people; bytes of file names that are not UTF-8 become visible escapes."""
+"""Text that can be encoded as UTF-8; undecodable bytes of file names become visible escapes."""
 
 
 class _Model(BaseModel):
@@ -32,28 +30,28 @@ class _Model(BaseModel):
 
 
 class _Event(_Model):
-    """What every line has; the writer fills in `v`, `seq` and `t`."""
+    """The fields of every line; the writer sets `v`, `seq` and `t`."""
 
     v: int = VERSION
     seq: int = 0
     """Number of the line, from 1."""
     t: float = 0.0
-    """When it was written, Unix seconds of the trainer's clock."""
+    """Time of writing, Unix seconds, on the trainer's clock."""
 
 
 class Device(_Model):
     """One device of a run."""
 
     device: Text
-    """As torch calls it: `cuda:0`, `cpu`."""
+    """The torch device: `cuda:0`, `cpu`."""
     name: Text | None = None
-    """What the maker calls it."""
+    """Product name."""
     uuid: Text | None = None
     total_mib: float | None = None
 
 
 class RunStart(_Event):
-    """A trainer began, or began again."""
+    """A training starts, or resumes."""
 
     type: Literal["run_start"] = "run_start"
     classes: list[Text]
@@ -71,11 +69,11 @@ class RunStart(_Event):
     pid_start_s: float | None = None
     """When the process began, Unix seconds."""
     resumed_from_step: int | None = None
-    """The step of the checkpoint that training goes on from; None for a new run. Later steps seen before are void."""
+    """Step of the checkpoint that training resumes from; None for a new run. Earlier lines of later steps are void."""
     resumed_from_epoch: int | None = None
     gpu0_bsz: int | None = None
     is_auto: bool | None = None
-    """Whether `gpu0_bsz: auto` decides about the splits to come."""
+    """True if `gpu0_bsz: auto` chooses the next splits."""
     split: list[int] | None = None
     """Samples of a full batch for each device."""
     config_hash: str | None = None
@@ -85,17 +83,17 @@ class RunStart(_Event):
 
 
 class Weights(_Event):
-    """What a file of pretrained weights gave to the network that the training begins with."""
+    """Which tensors of the network were initialised from a file of pretrained weights."""
 
     type: Literal["weights"] = "weights"
     source: Text
     """The file, or the name of the weights."""
     message: Text
-    """Two lines for a person."""
+    """A summary in two lines."""
     num_taken: int
-    """Tensors of the network that come from the file."""
+    """Tensors of the network that are in the file."""
     num_tensors: int
-    """Tensors of the network, or of its backbone where the file is for that."""
+    """Tensors of the network, or of its backbone if the file holds only a backbone."""
     left_out: dict[Text, Text] = {}
     """Name in the file -> why it is not used; the first hundred."""
     missing: dict[Text, Text] = {}
@@ -103,7 +101,7 @@ class Weights(_Event):
 
 
 class EpochStart(_Event):
-    """An epoch begins; after a resume in the middle of an epoch it is not written again."""
+    """An epoch begins; not written again by a resume in the middle of an epoch."""
 
     type: Literal["epoch_start"] = "epoch_start"
     epoch: int
@@ -114,7 +112,7 @@ class EpochStart(_Event):
 
 
 class Step(_Event):
-    """One optimizer update, or the mean of those since the last such line."""
+    """One optimizer update, or the mean over those since the last `step` line."""
 
     type: Literal["step"] = "step"
     epoch: int
@@ -128,23 +126,23 @@ class Step(_Event):
     grad_norm: float | None = None
     split: list[int] | None = None
     skipped: int | None = None
-    """Updates left out because something was not finite, since the run began."""
+    """Updates skipped because of a non-finite value, since the run began."""
     loss_scale: float | None = None
     step_s: float | None = None
     eta_epoch_s: float | None = None
     eta_run_s: float | None = None
     terms: dict[Text, float | None] | None = None
-    """Parts of the loss that are shown beside it, by name, such as a distillation's."""
+    """Terms of the loss to plot beside it, by name, such as the distillation loss."""
 
 
 class DeviceMemory(_Model):
-    """One device's memory and load; None where the machine does not say."""
+    """Memory and load of one device; None where unknown."""
 
     device: Text | None = None
     uuid: Text | None = None
     name: Text | None = None
     used_mib: float | None = None
-    """As the driver reports it, all processes together (the process's resident memory on a CPU)."""
+    """Reported by the driver, for all processes together (on a CPU: resident memory of the process)."""
     total_mib: float | None = None
     utilization: float | None = None
     """0 to 1."""
@@ -155,12 +153,12 @@ class DeviceMemory(_Model):
     peak_mib: float | None = None
     """Highest allocation since the last line."""
     phase: Text | None = None
-    """What the trainer was doing at the peak: forward, loss, backward, step, eval."""
+    """Phase of the training at the peak: forward, loss, backward, step, eval."""
     phase_peak_mib: dict[str, float | None] | None = None
 
 
 class Memory(_Event):
-    """Memory and load of every device, sampled."""
+    """A sample of the memory and load of every device."""
 
     type: Literal["memory"] = "memory"
     devices: list[DeviceMemory]
@@ -176,14 +174,14 @@ class Val(_Event):
     loss: float | None
     miou: float | None
     iou: list[float | None]
-    """Per class; None for a class that is in neither prediction nor target."""
+    """Per class; None for a class in neither prediction nor target."""
     pixel_accuracy: float | None = None
     num_images: int | None = None
     val_s: float | None = None
 
 
 class Checkpoint(_Event):
-    """A checkpoint is on disk, verified, and will not be lost by a crash."""
+    """A checkpoint is committed: on disk, verified, and safe from a crash."""
 
     type: Literal["checkpoint"] = "checkpoint"
     path: Text
@@ -195,18 +193,18 @@ class Checkpoint(_Event):
     size_bytes: int | None = None
     metric: float | None = None
     save_s: float | None = None
-    """Of the writing, beside the training."""
+    """Time to write it, in the background."""
     copy_s: float | None = None
-    """Of the copy in memory, which the training waited for."""
+    """Time to copy the state in memory; training waits for it."""
 
 
 class CommandAnswer(_Event):
-    """What became of a command; every command gets exactly one final answer (anything but `accepted`)."""
+    """An answer to a command; every command gets exactly one final answer (any status but `accepted`)."""
 
     type: Literal["command"] = "command"
     id: Text
     command: Text
-    """As it is typed: `set gpu0_bsz=3`."""
+    """As typed: `set gpu0_bsz=3`."""
     by: Text
     status: Literal["accepted", "applied", "rejected", "cancelled"]
     reason: Text | None = None
@@ -216,7 +214,7 @@ class CommandAnswer(_Event):
 
 
 class Gpu0Bsz(_Event):
-    """A change of the share of device 0."""
+    """A change of the batch split."""
 
     type: Literal["gpu0_bsz"] = "gpu0_bsz"
     status: Literal["pending", "applied", "cancelled", "reverted"]
@@ -224,20 +222,20 @@ class Gpu0Bsz(_Event):
     new: int | None
     split: list[int] | None = None
     predicted_mib: list[float | None] | None = None
-    """Peak of each device as the planner sees it."""
+    """Predicted peak of each device."""
     observed_mib: list[float | None] | None = None
     epoch: int | None = None
-    """The epoch from which it holds."""
+    """The first epoch with the new split."""
     reason: Text | None = None
     """A sentence for a person; programs read `reason_code`."""
     reason_code: Literal["out_of_memory"] | None = None
     """Why a change was reverted; see `is_out_of_memory`."""
     id: Text | None = None
-    """The command that asked for it; None where `auto` did."""
+    """The command that requested it; None for `auto`."""
     is_auto: bool | None = None
-    """Whether `auto` decides about the splits to come."""
+    """True if `auto` chooses the next splits."""
     step: int | None = None
-    """Updates made before it held."""
+    """Updates made with the split before."""
 
     @property
     def is_out_of_memory(self) -> bool:
@@ -251,24 +249,24 @@ class Gpu0Bsz(_Event):
 
 
 class Alert(_Event):
-    """Something a person should know."""
+    """A warning for the user."""
 
     type: Literal["alert"] = "alert"
     kind: str
-    """A short word: `non_finite`, `checkpoint`, `storage`, `oom`."""
+    """Group of the alert: `non_finite`, `checkpoint`, `storage`, `oom`, ..."""
     message: Text
     step: int | None = None
 
 
 class LargeTensor(_Model):
-    """A tensor that was alive when memory ran out."""
+    """A live tensor at the time of an out-of-memory error."""
 
     mib: float
     what: Text
 
 
 class OtherProcess(_Model):
-    """Another process on a card."""
+    """Another process on the GPU."""
 
     pid: int
     name: Text
@@ -276,18 +274,18 @@ class OtherProcess(_Model):
 
 
 class Oom(_Event):
-    """A device ran out of memory: which, when, with what in it, and what the training did about it."""
+    """A device ran out of memory: where, when, what it held, and how the training reacted."""
 
     type: Literal["oom"] = "oom"
     device: Text
     index: int
-    """Number of the device among the training's."""
+    """Index of the device in the training's list of devices."""
     phase: Text
     """forward, loss, backward, step, eval."""
     step: int
-    """Updates made before it."""
+    """Updates made before the error."""
     action: Text
-    """What was done about it."""
+    """How the training reacted."""
     epoch: int | None = None
     problem: Text | None = None
     split: list[int] | None = None
@@ -296,21 +294,21 @@ class Oom(_Event):
     reserved_mib: float | None = None
     total_mib: float | None = None
     fragmentation: float | None = None
-    """Share of the allocator's memory that no tensor used, 0 to 1."""
+    """Share of the allocator's memory that held no tensor, 0 to 1."""
     largest: list[LargeTensor] = []
     others: list[OtherProcess] = []
     others_mib: float | None = None
     predicted_mib: list[float | None] | None = None
     advice: list[Text] = []
-    """What to change, the best first."""
+    """Suggested changes, best first."""
     lessons: dict[str, Any] | None = None
-    """What the training does differently from now on."""
+    """`MemoryFallbacks` in force from now on, as JSON."""
     path: Text | None = None
-    """The report, relative to the run folder."""
+    """The file of the report, relative to the run folder."""
 
 
 class Heartbeat(_Event):
-    """The trainer is alive, whatever it is doing."""
+    """The trainer is alive."""
 
     type: Literal["heartbeat"] = "heartbeat"
     pid: int | None = None
@@ -318,11 +316,11 @@ class Heartbeat(_Event):
     """train, eval, save, paused, start."""
     step: int | None = None
     saving_s: float | None = None
-    """For how long a checkpoint has been being written, while one is."""
+    """Seconds since the write of a checkpoint began; None if none is being written."""
 
 
 class RunEnd(_Event):
-    """The trainer is done."""
+    """The training ends."""
 
     type: Literal["run_end"] = "run_end"
     status: Literal["finished", "stopped", "failed"]
@@ -363,45 +361,7 @@ EVENT_TYPES: dict[str, type[BaseModel]] = {
     "heartbeat": Heartbeat,
     "run_end": RunEnd,
 }
-"""What each `type` is read into."""
+"""The model of each `type`."""
 
 FINAL_STATUSES = frozenset({"applied", "rejected", "cancelled"})
-"""The statuses with which a command is answered for good."""
-
-_adapter: TypeAdapter[Event] = TypeAdapter(
-    Annotated[Event, Field(discriminator="type")], config=ConfigDict(defer_build=True)
-)
-
-
-def parse_event(raw: dict[str, Any]) -> Event:
-    """An event from the dict of its line.
-
-    Raises:
-        ValueError: a field is missing or of the wrong type, or the type is unknown.
-    """
-    return _adapter.validate_python(raw)
-
-
-def parse_line(line: bytes) -> dict[str, Any] | None:
-    """The dict of one line, or None where the line is damaged or is no event."""
-    try:
-        raw = from_json(line, allow_inf_nan=False, cache_strings="keys")
-    except ValueError:
-        return None
-    if not isinstance(raw, dict):
-        return None
-    seq, t = raw.get("seq"), raw.get("t")
-    has_frame = type(raw.get("v")) is int and type(seq) is int and isinstance(t, (int, float)) and t is not True
-    return raw if has_frame and isinstance(raw.get("type"), str) else None
-
-
-def last_line_end(fd: int) -> int:
-    """The offset behind the last newline; 0 if there is none."""
-    end = os.fstat(fd).st_size
-    while end > 0:
-        start = max(0, end - 2**16)
-        newline = os.pread(fd, end - start, start).rfind(b"\n")
-        if newline >= 0:
-            return start + newline + 1
-        end = start
-    return 0
+"""The statuses of a final answer to a command."""

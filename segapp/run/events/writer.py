@@ -1,4 +1,4 @@
-"""Appending events, and taking back those that a resumed training repeats."""
+"""Appends events to events.jsonl, and removes those that a resumed training repeats."""
 
 import contextlib
 import json
@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from segapp.failpoints import failpoint
+from segapp.run.events.decode import last_line_end, parse_line
 from segapp.run.events.rewind import RewindPoint, Tail, split_tail
-from segapp.run.events.types import EVENT_TYPES, MAX_LINE_BYTES, VERSION, Alert, Event, last_line_end, parse_line
+from segapp.run.events.types import EVENT_TYPES, MAX_LINE_BYTES, VERSION, Alert, Event
 from segapp.run.files import fsync_directory, open_new, remove_quietly, storage_error, temporary_name, write_all
 
 _DURABLE = frozenset({"run_start", "checkpoint", "command", "run_end"})
@@ -21,26 +22,26 @@ _EXPENDABLE = frozenset({"step", "memory", "heartbeat"})
 
 
 class EventWriter:
-    """Appends events, one `write` each; never lets a full disk stop a training.
+    """Appends events, each with one `write` call; a full disk does not stop the training.
 
-    What cannot be written waits in memory (at most `max_pending` lines; after that steps, memory and heartbeats are
-    let go first and counted) and goes out, in order, when the disk takes it again. Safe to call from several threads
-    of the one process that holds the run's lock.
+    Events that cannot be written stay in memory (at most `max_pending`; beyond that `step`, `memory` and `heartbeat`
+    events are dropped first, and counted) and are written in order once the disk has space again. Thread-safe within
+    the one process that holds the run's lock.
 
     Args:
-        path: `events.jsonl`; made when missing. A torn last line that a crash left is cut off first.
-        max_pending: How many lines may wait in memory.
+        path: `events.jsonl`; created if missing. An incomplete last line left by a crash is cut off first.
+        max_pending: Number of events that may wait in memory.
 
     Raises:
-        StorageError: the file cannot be opened.
+        StorageError: The file cannot be opened.
     """
 
     def __init__(self, path: Path | str, *, max_pending: int = 10_000) -> None:
         self.path = Path(path)
         self.problem: str | None = None
-        """Why lines are waiting; None while all is well."""
+        """Why events are waiting in memory; None if the last write succeeded."""
         self.num_dropped = 0
-        """Events let go because too many were waiting."""
+        """Events dropped because too many were waiting."""
         self._max_pending = max_pending
         self._pending: deque[dict[str, Any]] = deque()
         self._retry_at_s = 0.0
@@ -54,18 +55,18 @@ class EventWriter:
 
     @property
     def last_seq(self) -> int:
-        """The `seq` of the last line in the file."""
+        """`seq` of the last line in the file."""
         return self._seq
 
     @property
     def num_pending(self) -> int:
-        """Events that wait for the disk."""
+        """Events waiting in memory for the disk."""
         return len(self._pending)
 
     def write(self, event: Event) -> None:
-        """Appends one event, stamped with the next `seq` and the time.
+        """Append one event with the next `seq` and the current time.
 
-        Numbers that are not finite are written as null, and an `alert` says so once for each field.
+        Non-finite numbers are written as null, with one `alert` for each field.
         """
         with self._lock:
             if self._fd < 0:
@@ -80,26 +81,26 @@ class EventWriter:
                     self.alert("non_finite", f"{field} was not finite and is written as null", step=body.get("step"))
 
     def alert(self, kind: str, message: str, *, step: int | None = None) -> None:
-        """Appends an `alert`.
+        """Append an `alert`.
 
         Args:
-            kind: A short word that viewers can group by.
-            message: A sentence for a person.
-            step: The step it is about.
+            kind: Group of the alert, for viewers.
+            message: A sentence for the user.
+            step: The step it concerns.
         """
         self.write(Alert(kind=kind, message=message, step=step))
 
     def flush(self, *, required: bool = False) -> bool:
-        """Tries to write what waits.
+        """Try to write the waiting events.
 
         Args:
-            required: Make a failure an error instead of an answer.
+            required: Raise if an event cannot be written.
 
         Returns:
-            Whether everything is in the file.
+            True if all events are in the file.
 
         Raises:
-            StorageError: `required`, and something could still not be written.
+            StorageError: `required`, and an event could not be written.
         """
         with self._lock:
             error = self._write_pending() if self._fd >= 0 else None
@@ -108,7 +109,7 @@ class EventWriter:
         return not self._pending
 
     def close(self) -> None:
-        """Writes what waits, if the disk takes it, and closes the file; closing twice is fine."""
+        """Write the waiting events, if possible, and close the file; idempotent."""
         with self._lock:
             if self._fd < 0:
                 return
@@ -125,20 +126,19 @@ class EventWriter:
         self.close()
 
     def rewind(self, step: int, *, epoch: int, batch: int, sha256: str | None = None) -> int:
-        """Takes out what will happen again when training goes on from a checkpoint.
+        """Remove the events that training repeats when it continues from a checkpoint.
 
-        The `step`, `epoch_start`, `val` and `checkpoint` lines that the checkpoint does not contain go to
-        `events.rewound.jsonl`. The rest keeps its order and is numbered again. Nothing happens when there is nothing to
-        take out.
+        The `step`, `epoch_start`, `val` and `checkpoint` lines that the checkpoint does not contain are moved to
+        `events.rewound.jsonl`. The rest keeps its order and is renumbered. Without such lines the file is not touched.
 
         Args:
             step: The step of the checkpoint.
-            epoch: The epoch it goes on in, from 1.
-            batch: Batches already used of that epoch.
-            sha256: Its hash, which tells two checkpoints of one step apart.
+            epoch: The epoch in which training continues, from 1.
+            batch: Batches of that epoch already used.
+            sha256: Hash of the checkpoint; distinguishes two checkpoints of one step.
 
         Returns:
-            How many lines were taken out; 0 also when the disk did not allow it (an `alert` says so).
+            Number of lines removed; 0 also if the file could not be replaced (an `alert` reports it).
         """
         with self._lock:
             self._write_pending()
@@ -146,24 +146,25 @@ class EventWriter:
                 return self._cut(split_tail(self.path, RewindPoint(step, epoch, batch, sha256)), step)
             except OSError as error:
                 reason = error.strerror or str(error)
-                self.alert("storage", f"what happened after step {step} could not be taken out of the events: {reason}")
+                message = f"the events after step {step} could not be removed from {self.path.name}: {reason}"
+                self.alert("storage", message)
                 return 0
 
     def _open(self) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         self._fd = os.open(self.path, flags, 0o644)
-        self._seq, self._size = _mend_tail(self._fd)
+        self._seq, self._size = _repair_tail(self._fd)
         self._is_torn = False
 
     def _enqueue(self, body: dict[str, Any]) -> None:
-        if len(self._pending) >= self._max_pending and not self._handle_step_oom(body):
+        if len(self._pending) >= self._max_pending and not self._drop_expendable(body):
             self.num_dropped += 1
             return
         self._pending.append(body)
         if self.problem is None or time.monotonic() >= self._retry_at_s:
             self._write_pending()
 
-    def _handle_step_oom(self, body: dict[str, Any]) -> bool:
+    def _drop_expendable(self, body: dict[str, Any]) -> bool:
         if body["type"] in _EXPENDABLE:
             return False
         for index, waiting in enumerate(self._pending):
@@ -174,7 +175,7 @@ class EventWriter:
         return False
 
     def _write_pending(self) -> OSError | None:
-        """Writes what waits, in order; returns the failure that stopped it."""
+        """Write the waiting events in order; return the error that stopped it."""
         num_dropped = self.num_dropped
         had_problem = self.problem
         while self._pending:
@@ -187,7 +188,7 @@ class EventWriter:
             self._pending.popleft()
         self.problem = None
         if had_problem is not None:
-            lost = f"; {num_dropped} events were let go" if num_dropped else ""
+            lost = f"; {num_dropped} events were dropped" if num_dropped else ""
             with contextlib.suppress(OSError):
                 body = Alert(kind="storage", message=f"events could not be written for a while: {had_problem}{lost}")
                 self._write_line({**body.model_dump(), "t": round(time.time(), 6)})
@@ -241,7 +242,7 @@ class EventWriter:
 
 
 def _fields(body: dict[str, Any]) -> dict[str, Any]:
-    """An event's own fields; optional ones that say nothing are left out, required ones stay as null."""
+    """Return an event's own fields: optional ones that are None are left out, required ones stay as null."""
     required = _REQUIRED[body["type"]]
     return {key: value for key, value in body.items() if key not in _FRAME and (value is not None or key in required)}
 
@@ -266,7 +267,7 @@ def _encode(body: dict[str, Any]) -> bytes:
 
 
 def _null_non_finite(value: Any, name: str) -> Iterator[str]:
-    """Sets every number in a tree of dicts and lists that is not finite to None; yields the names of the fields."""
+    """Set every non-finite number in a tree of dicts and lists to None; yield the names of their fields."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, child in list(items):
         child_name = f"{name}.{key}" if isinstance(key, str) else name
@@ -277,11 +278,11 @@ def _null_non_finite(value: Any, name: str) -> Iterator[str]:
             yield from _null_non_finite(child, child_name)
 
 
-def _mend_tail(fd: int) -> tuple[int, int]:
-    """Cuts off, or completes, a last line that a crash left without its end.
+def _repair_tail(fd: int) -> tuple[int, int]:
+    """Cut off a last line without a newline, or complete it if only the newline is missing.
 
     Returns:
-        The `seq` of the last whole event (0 if there is none), and the size of the file in bytes.
+        `seq` of the last whole event (0 if there is none), and the size of the file in bytes.
     """
     size = os.fstat(fd).st_size
     end = last_line_end(fd)
@@ -297,7 +298,7 @@ def _mend_tail(fd: int) -> tuple[int, int]:
 
 
 def _last_seq(fd: int, size: int) -> int:
-    """The `seq` of the last readable event among the first `size` bytes."""
+    """Return the `seq` of the last readable event among the first `size` bytes; 0 if there is none."""
     length = 2**16
     while True:
         start = max(0, size - length)
