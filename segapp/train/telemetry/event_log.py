@@ -15,7 +15,7 @@ class EventListener(Protocol):
         """Handle one event."""
 
     def close(self) -> None:
-        """Flush and release what the listener holds."""
+        """Flush and release files and connections."""
 
 
 class EventLog:

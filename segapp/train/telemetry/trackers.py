@@ -1,6 +1,6 @@
-"""What a run has measured, in the tools people watch runs with: TensorBoard, Weights & Biases, MLflow.
+"""Sends a run's metrics and sample pictures to TensorBoard, Weights & Biases and MLflow.
 
-They are made from the events, on the main rank, and can never stop a training: a tracker that fails is switched off.
+Trackers get the events of the main rank. They cannot stop a training: a tracker that raises is switched off.
 """
 
 from __future__ import annotations
@@ -18,31 +18,35 @@ from segapp.run.events import EpochStart, Event, Memory, RunEnd, Step, Val
 from segapp.run.folder import RunFolder
 from segapp.run.text import printable
 
+_OFF = {"tensorboard": "false", "wandb": "null", "mlflow": "null"}
+
 
 class Tracker(Protocol):
-    """One tool."""
+    """An experiment tracker."""
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Takes finite numbers of one step."""
-        ...
+        """Log finite numbers of one step."""
 
     def picture(self, file: Path, step: int) -> None:
-        """Takes a PNG file."""
-        ...
+        """Log a PNG file."""
 
     def close(self, status: str, best: Mapping[str, float]) -> None:
-        """Writes what waits; `status` is that of `run_end`, `best` the results to keep beside the settings."""
-        ...
+        """Flush and end the tracker's run.
+
+        Args:
+            status: That of the `run_end` event.
+            best: Final results by name, shown beside the settings.
+        """
 
 
 class TrackerListener:
-    """Turns events into a tracker's calls.
+    """Sends events to a tracker.
 
     Args:
-        name: of the tool, for messages.
-        tracker: the tool.
-        classes: names for the per-class IoU curves.
-        pictures: folder of the sample pictures.
+        name: Name of the tracker, for messages.
+        tracker: The tracker.
+        classes: Class names, for the per-class IoU curves.
+        pictures: Folder of the sample pictures; those already there are not sent.
     """
 
     def __init__(self, name: str, tracker: Tracker, classes: Sequence[str], pictures: Path) -> None:
@@ -55,7 +59,7 @@ class TrackerListener:
         self._best: dict[str, float] = {}
 
     def handle(self, event: Event) -> None:
-        """Send what the tracker shows of one event."""
+        """Send the metrics and new pictures of one event."""
         match event:
             case Step():
                 self._step = event.step
@@ -87,7 +91,7 @@ class TrackerListener:
                 self._new_pictures()
 
     def close(self) -> None:
-        """Writes what waits."""
+        """Close the tracker; idempotent."""
         self._try(lambda tracker: tracker.close(self._status, self._best))
         self._tracker = None
 
@@ -107,7 +111,7 @@ class TrackerListener:
             return
         try:
             call(self._tracker)
-        except Exception as error:  # somebody else's server, disk or version
+        except Exception as error:  # a server, a disk, or a version of the tracker's package
             self._tracker = None
             what = f"{type(error).__name__}: {error}".splitlines()[0]
             print(f"note: {self.name} is switched off for this training: {printable(what)[:300]}", file=sys.stderr)
@@ -118,12 +122,12 @@ def _pictures_in(folder: Path) -> list[Path]:
 
 
 class TensorBoardTracker:
-    """Event files in the run folder.
+    """Writes TensorBoard event files.
 
     Args:
-        folder: where they go.
-        settings: flat config, shown under hparams.
-        purge_step: on resume, later points of an earlier attempt are hidden.
+        folder: Folder of the event files.
+        settings: Flat config, shown under hparams.
+        purge_step: First step that a resumed run repeats; points of earlier files from there on are hidden.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], purge_step: int | None = None) -> None:
@@ -152,14 +156,14 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """Weights & Biases; with WANDB_MODE=offline nothing leaves the machine.
+    """Logs to Weights & Biases; with WANDB_MODE=offline nothing leaves the machine.
 
     Args:
-        folder: its files go into `wandb` below.
-        project: in which the run appears.
-        settings: flat config.
-        run_id: a resumed run goes on under it.
-        name: of the run.
+        folder: Its files are written to the subfolder `wandb`.
+        project: Name of the project.
+        settings: Flat config.
+        run_id: Id of the run; a resumed run continues under it.
+        name: Name of the run.
     """
 
     def __init__(self, folder: Path, project: str, settings: Mapping[str, Any], run_id: str, name: str) -> None:
@@ -186,32 +190,45 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """MLflow, at the tracking address given: a server, a database, or a folder.
+    """Logs to MLflow: a server, a database, or a folder.
 
     Args:
-        uri: the tracking address, such as `file:./mlruns` or `http://box:5000`.
-        experiment: in which the run appears.
-        settings: flat config.
-        run_id: of segapp; a resumed run goes on under it.
-        name: of the run.
+        uri: Tracking address, such as `sqlite:///mlflow.db`, `file:./mlruns` or `http://box:5000`.
+        experiment: Name of the experiment; created if missing.
+        settings: Flat config.
+        run_id: Id of the segapp run; a resumed run continues under it.
+        name: Name of the run.
+        artifacts: Folder for the pictures of a new experiment; None: the default of the tracking address.
     """
 
     _ENDS = {"finished": "FINISHED", "stopped": "KILLED"}  # noqa: RUF012 -- a constant
 
-    def __init__(self, uri: str, experiment: str, settings: Mapping[str, Any], run_id: str, name: str) -> None:
+    def __init__(
+        self,
+        uri: str,
+        experiment: str,
+        settings: Mapping[str, Any],
+        run_id: str,
+        name: str,
+        artifacts: Path | None = None,
+    ) -> None:
         from mlflow.entities import Metric, Param, RunStatus
         from mlflow.tracking import MlflowClient
 
         self._metric: Any = Metric
         self._client: Any = MlflowClient(tracking_uri=uri)
         found = self._client.get_experiment_by_name(experiment)
-        number = self._client.create_experiment(experiment) if found is None else found.experiment_id
-        earlier = self._client.search_runs([number], f"tags.segapp_run_id = '{run_id}'", max_results=1)
+        if found is None:
+            place = None if artifacts is None else artifacts.as_uri()
+            experiment_id = self._client.create_experiment(experiment, artifact_location=place)
+        else:
+            experiment_id = found.experiment_id
+        earlier = self._client.search_runs([experiment_id], f"tags.segapp_run_id = '{run_id}'", max_results=1)
         if earlier:
             self._id = earlier[0].info.run_id
             self._client.update_run(self._id, status=RunStatus.to_string(RunStatus.RUNNING))
             return
-        self._id = self._client.create_run(number, run_name=name, tags={"segapp_run_id": run_id}).info.run_id
+        self._id = self._client.create_run(experiment_id, run_name=name, tags={"segapp_run_id": run_id}).info.run_id
         params = [Param(key, str(value)[:500]) for key, value in settings.items()]
         for start in range(0, len(params), 100):
             self._client.log_batch(self._id, params=params[start : start + 100])
@@ -235,29 +252,51 @@ class MlflowTracker:
         self._client.set_terminated(self._id, self._ENDS.get(status, "FAILED"))
 
 
+def artifact_folder(uri: str, runs: Path) -> Path | None:
+    """Return the folder for the artifacts of a new MLflow experiment.
+
+    MLflow's own default for a database is `mlruns` in the working directory. Here it is `mlartifacts`, beside the file
+    of an SQLite database, and beside the run folders for any other database.
+
+    Args:
+        uri: The tracking address.
+        runs: The folder that holds the run folders.
+
+    Returns:
+        The folder; None for a server or a folder, which hold the artifacts themselves.
+    """
+    scheme, _, rest = uri.partition("://")
+    database = rest.partition("?")[0].removeprefix("/")
+    if scheme.split("+")[0] == "sqlite" and database:
+        return Path(database).resolve().parent / "mlartifacts"
+    if scheme.split("+")[0] in ("sqlite", "postgresql", "mysql", "mssql"):
+        return runs.resolve() / "mlartifacts"
+    return None
+
+
 def _allowed(tag: str) -> str:
-    """MLflow's metric names hold letters, digits, and a few signs."""
+    """Replace the characters that MLflow does not allow in names of metrics."""
     return "".join(c if c.isascii() and (c.isalnum() or c in "_-. /") else "_" for c in tag)
 
 
 def _series(file: Path) -> str:
-    """The number of the image in `epoch_0004_2.png`: pictures of one image are one series."""
+    """Return the number of the image in `epoch_0004_2.png`: pictures of one image form one series."""
     return file.stem.rsplit("_", 1)[-1]
 
 
 def make_trackers(
     config: RunConfig, folder: RunFolder, classes: Sequence[str], step: int | None
 ) -> list[TrackerListener]:
-    """The trackers that the config asks for.
+    """Return the trackers that the config asks for.
 
     Args:
-        config: of the run.
-        folder: of the run.
-        classes: their names.
-        step: of the checkpoint that training goes on from.
+        config: The config of the run.
+        folder: The run folder.
+        classes: Class names.
+        step: Step of the checkpoint that training resumes from; None for a new run.
 
     Raises:
-        ConfigError: a tracker's package is not installed.
+        ConfigError: A tracker's package is not installed, or the tracker cannot be opened.
     """
     settings = flat_settings(config.model_dump(mode="json"))
     info = folder.read_info()
@@ -271,10 +310,10 @@ def make_trackers(
             if error.name is not None and error.name.split(".")[0] == package.split("-")[0]:
                 raise ConfigError(f"log.{name} needs the package {package}: pip install {package}") from None
             raise
-        except Exception as error:  # no login, no server, no room
+        except Exception as error:  # no login, no server, no disk space
             what = f"{type(error).__name__}: {error}".splitlines()[0]
             raise ConfigError(
-                f"log.{name} cannot be used: {printable(what)[:300]}: mend it, or switch it off"
+                f"log.{name} cannot be used: {printable(what)[:300]}: fix it, or set log.{name}: {_OFF[name]}"
             ) from None
         made.append(TrackerListener(name, tracker, classes, folder.samples))
 
@@ -285,13 +324,15 @@ def make_trackers(
         project = log.wandb
         add("wandb", "wandb", lambda: WandbTracker(folder.path, project, settings, run_id, folder.name))
     if log.mlflow is not None:
-        uri = log.mlflow
-        add("mlflow", "mlflow-skinny", lambda: MlflowTracker(uri, config.name, settings, run_id, folder.name))
+        uri, artifacts = log.mlflow, artifact_folder(log.mlflow, folder.path.parent)
+        add(
+            "mlflow", "mlflow-skinny", lambda: MlflowTracker(uri, config.name, settings, run_id, folder.name, artifacts)
+        )
     return made
 
 
 def flat_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted keys."""
+    """Return nested settings as one dict with dotted keys."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):

@@ -15,7 +15,7 @@ from segapp.errors import ConfigError
 from segapp.run.events import DeviceMemory, EpochStart, Memory, RunEnd, Step, Val
 from segapp.run.folder import RunFolder
 from segapp.train.telemetry import trackers
-from segapp.train.telemetry.trackers import TrackerListener, make_trackers
+from segapp.train.telemetry.trackers import TrackerListener, artifact_folder, make_trackers
 from tests.support.runs import events, merged, train
 
 
@@ -135,11 +135,15 @@ def test_wandb_offline_logs_the_whole_run(
     assert losses == pytest.approx([e["loss"] for e in events(run, "step")])
 
 
-def test_mlflow_logs_the_whole_run_and_continues_on_resume(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_mlflow_logs_the_whole_run_and_continues_on_resume(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("mlflow")
     from mlflow.tracking import MlflowClient
 
-    uri, run = f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "run"
+    uri, run, working_directory = f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "run", tmp_path / "elsewhere"
+    working_directory.mkdir()
+    monkeypatch.chdir(working_directory)
     config = merged(tiny, train={"epochs": 1}, log={"mlflow": uri, "tensorboard": False})
     assert train(config, run) == 0
     client = MlflowClient(tracking_uri=uri)
@@ -152,6 +156,31 @@ def test_mlflow_logs_the_whole_run_and_continues_on_resume(tiny: dict[str, Any],
     made = make_trackers(config, RunFolder(run), ["a"], 5)
     made[0].close()
     assert len(client.search_runs([experiment.experiment_id])) == 1
+    pictures = list((tmp_path / "mlartifacts" / found.info.run_id).rglob("*.png"))
+    assert {path.name for path in pictures} == {path.name for path in (run / "samples").glob("*.png")}
+    assert pictures
+    assert list(working_directory.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("uri", "folder"),
+    [
+        ("sqlite:////data/mlflow.db", "/data/mlartifacts"),
+        ("sqlite+pysqlite:////data/mlflow.db?timeout=5", "/data/mlartifacts"),
+        ("sqlite://", "/runs/mlartifacts"),
+        ("postgresql+psycopg2://box/mlflow", "/runs/mlartifacts"),
+        ("http://box:5000", None),
+        ("file:./mlruns", None),
+        ("mlruns", None),
+    ],
+)
+def test_mlflow_artifacts_lie_beside_the_database(uri: str, folder: str | None) -> None:
+    assert artifact_folder(uri, Path("/runs")) == (None if folder is None else Path(folder))
+
+
+def test_mlflow_artifacts_of_a_relative_database_lie_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert artifact_folder("sqlite:///logs/mlflow.db", Path("/runs")) == tmp_path / "logs" / "mlartifacts"
 
 
 def test_missing_tracker_package_is_one_clear_error(
