@@ -30,6 +30,7 @@ from segapp.run.checkpoints import (
     FORMAT,
     LAST,
     CheckpointEntry,
+    CheckpointFacts,
     CheckpointFolder,
     CheckpointStatus,
     DamagedError,
@@ -169,28 +170,22 @@ def save_checkpoint(
     start_s = time.perf_counter()
     metric = float(metric) if metric is not None and math.isfinite(metric) else None
     is_best = is_best and metric is not None
-    about = {
-        "format": FORMAT,
-        "step": int(step),
-        "epoch": int(epoch),
-        "position": int(position),
-        "metric": metric,
-        "config_hash": config_hash,
-        "torch_version": str(torch.__version__),
-    }
-    content = _checked({**state, "checkpoint": about})
+    facts = CheckpointFacts(
+        step=int(step),
+        epoch=int(epoch),
+        position=int(position),
+        metric=metric,
+        config_hash=config_hash,
+        torch_version=str(torch.__version__),
+    )
+    content = _checked({**state, "checkpoint": {"format": FORMAT, **facts.model_dump()}})
     entry, messages = CheckpointFolder(folder).commit(
         lambda file: torch.save(content, file),  # type: ignore[arg-type]
-        step=step,
-        epoch=epoch,
-        position=position,
-        metric=metric,
+        facts,
         is_best=is_best,
         finished_epoch=finished_epoch,
         keep=keep,
         need_bytes=num_tensor_bytes(content),
-        config_hash=config_hash,
-        torch_version=str(torch.__version__),
     )
     name = LAST if finished_epoch is None else f"epoch_{finished_epoch:04d}.pt"
     return SavedCheckpoint(

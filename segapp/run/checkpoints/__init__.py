@@ -1,0 +1,41 @@
+"""The `checkpoints` folder of a run, and the commit protocol that keeps the newest ones through a crash. No torch here.
+
+```
+checkpoints/
+  manifest.json                     the committed checkpoints: sha256, size and step of each, and the alias names
+  objects/00000120-3fa9c1d2….pt     the files; each is written once under a new name and never changed
+  last.pt best.pt epoch_0007.pt     aliases: hard links to objects, for users and other programs
+```
+
+A checkpoint is committed when `manifest.json`, which holds its sha256, is renamed into place:
+
+1. write `objects/.tmp-…` (same directory, must not exist, mode 0600), hashing on the way; fsync;
+2. drop it from the page cache, read it back, compare size and hash;
+3. rename it to its own name; fsync `objects/`;
+4. replace `manifest.json` (temporary file, fsync, rename, fsync of the directory): **committed**;
+5. point `last.pt`, `epoch_0007.pt`, `best.pt` at it (link to a temporary name, rename over the old);
+6. remove the objects that the manifest no longer lists.
+
+The manifest alone decides what an alias stands for; a crash between 4 and 6 leaves aliases that the next commit
+repairs. "Newest" is the order of commits, not the step: a run that was taken back to epoch 3 continues from there.
+The two newest checkpoints always stay, whatever `keep` says.
+
+manifest.py reads, changes and writes the manifest; aliases.py compares the aliases with it and repairs them;
+store.py commits, reads and verifies checkpoints.
+"""
+
+from segapp.run.checkpoints.files import DamagedError
+from segapp.run.checkpoints.manifest import BEST, FORMAT, LAST, CheckpointEntry, CheckpointFacts, Manifest
+from segapp.run.checkpoints.store import CheckpointFolder, CheckpointStatus
+
+__all__ = [
+    "BEST",
+    "FORMAT",
+    "LAST",
+    "CheckpointEntry",
+    "CheckpointFacts",
+    "CheckpointFolder",
+    "CheckpointStatus",
+    "DamagedError",
+    "Manifest",
+]

@@ -1,0 +1,347 @@
+"""The folder of committed checkpoints: commit, read, verify, and set damaged ones aside."""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from segapp.errors import CheckpointError, StorageError
+from segapp.failpoints import failpoint
+from segapp.run.checkpoints.aliases import is_mismatched, object_names, remove_unlisted, repair_aliases
+from segapp.run.checkpoints.files import DamagedError, corrupt_name, is_same_file, open_if_intact, reason_of
+from segapp.run.checkpoints.manifest import (
+    LAST,
+    NUM_ALWAYS_KEPT,
+    CheckpointEntry,
+    CheckpointFacts,
+    Manifest,
+    alias_names,
+    read_manifest,
+    write_manifest,
+)
+from segapp.run.files import (
+    TEMPORARY_PREFIX,
+    HashingFile,
+    free_bytes,
+    fsync_directory,
+    hash_file,
+    mebibytes,
+    open_new,
+    remove_dead_temporaries,
+    remove_quietly,
+    storage_error,
+    temporary_name,
+)
+
+
+@dataclass(frozen=True)
+class CheckpointStatus:
+    """One row of `segapp ckpt list` and `verify`."""
+
+    entry: CheckpointEntry
+    names: tuple[str, ...]
+    problem: str | None
+    """What is damaged; None if the checkpoint can be resumed."""
+
+
+class CheckpointFolder:
+    """The `checkpoints` folder of a run.
+
+    Only the holder of the run's lock may call `commit`, `quarantine`, `set_aside` and `repair_aliases`; any process may
+    read.
+
+    Args:
+        path: The folder; created by the first commit.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.objects = self.path / "objects"
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def read_manifest(self) -> Manifest:
+        """Return what is committed; a damaged manifest reads as empty, with the reason in `problems`.
+
+        Raises:
+            CheckpointError: The manifest was written by a newer segapp.
+        """
+        manifest = read_manifest(self.path / "manifest.json")
+        return Manifest(is_readable=self.is_untouched()) if manifest is None else manifest
+
+    def is_untouched(self) -> bool:
+        """Return True if nothing was ever committed here: no manifest, and no name that a commit creates.
+
+        A crash in the very first save leaves a temporary file or an object, neither of which is committed.
+        """
+        try:
+            names = os.listdir(self.path)
+        except OSError:
+            return not object_names(self.objects)
+        return all(name == self.objects.name or name.startswith(TEMPORARY_PREFIX) for name in names)
+
+    def open_verified(self, entry: CheckpointEntry) -> BinaryIO:
+        """Open an intact file of a checkpoint at its start, after comparing size and sha256.
+
+        Raises:
+            DamagedError: No file of the checkpoint is intact.
+            OSError: No file could be read to the end (disk, permission), so its content is unknown.
+        """
+        manifest = self.read_manifest()
+        object_path = self.objects / entry.object
+        aliases = (self.path / name for name in manifest.names_of(entry))
+        paths = [object_path, *(path for path in aliases if not is_same_file(path, object_path))]
+        problems: list[str] = []
+        unreadable: OSError | None = None
+        for path in paths:
+            try:
+                return open_if_intact(path, entry.size_bytes, entry.sha256)
+            except FileNotFoundError:
+                problems.append("is missing")
+            except DamagedError as error:
+                problems.append(str(error))
+            except OSError as error:
+                unreadable = error
+        if unreadable is not None:
+            raise unreadable
+        damage = [problem for problem in problems if problem != "is missing"]
+        raise DamagedError((damage or problems)[0])
+
+    def mismatched_aliases(self, manifest: Manifest, entry: CheckpointEntry, *, hashes: bool = True) -> list[str]:
+        """Return the aliases of a checkpoint that hold the bytes of no committed checkpoint, `last.pt` first.
+
+        An alias that a crash left missing, or at the checkpoint before, is no mismatch: the next commit repairs it.
+
+        Args:
+            manifest: The manifest of this folder.
+            entry: The checkpoint.
+            hashes: Read every byte of an alias that is not a link to an object; otherwise compare only the size.
+        """
+        names = manifest.names_of(entry)
+        return [name for name in names if is_mismatched(self.path / name, self.objects, manifest, hashes=hashes)]
+
+    def verify(self, *, hashes: bool = True) -> list[CheckpointStatus]:
+        """Return the state of every committed checkpoint, newest first.
+
+        Args:
+            hashes: Read every byte; otherwise compare only the sizes.
+
+        Raises:
+            CheckpointError: The manifest is damaged, or was written by a newer segapp.
+        """
+        manifest = self.read_manifest()
+        if not manifest.is_readable:
+            raise CheckpointError(f"{self.path}: {self._lost_manifest(manifest)}")
+        return [
+            CheckpointStatus(entry, tuple(manifest.names_of(entry)), self._problem_of(entry, manifest, hashes))
+            for entry in manifest.entries
+        ]
+
+    def _problem_of(self, entry: CheckpointEntry, manifest: Manifest, hashes: bool) -> str | None:
+        problems = [f"{name} is damaged" for name in self.mismatched_aliases(manifest, entry, hashes=hashes)]
+        path = self.objects / entry.object
+        try:
+            open_if_intact(path, entry.size_bytes, entry.sha256 if hashes else None).close()
+        except FileNotFoundError:
+            problems.insert(0, f"objects/{entry.object} is missing")
+        except (DamagedError, OSError) as error:
+            problems.insert(0, f"objects/{entry.object} {reason_of(error)}")
+        return "; ".join(problems) or None
+
+    def _lost_manifest(self, manifest: Manifest) -> str:
+        files = sorted(path.name for path in self.path.glob("*.pt")) or object_names(self.objects)
+        hint = f": name a file to use it without the check: {', '.join(files)}" if files else ""
+        return "; ".join(manifest.problems or ["manifest.json is missing"]) + hint
+
+    # -- writing ------------------------------------------------------------------------------------------------
+
+    def commit(
+        self,
+        write: Callable[[HashingFile], object],
+        facts: CheckpointFacts,
+        *,
+        is_best: bool = False,
+        finished_epoch: int | None = None,
+        keep: int = 3,
+        need_bytes: int = 0,
+    ) -> tuple[CheckpointEntry, list[str]]:
+        """Write and commit one checkpoint; on any failure the old ones stay untouched.
+
+        Args:
+            write: Writes the content into the file it is given.
+            facts: Goes into the manifest.
+            is_best: Point `best.pt` at it.
+            finished_epoch: Keep it as `epoch_0007.pt`, with this number.
+            keep: Number of `epoch_*.pt` that stay, at least 1.
+            need_bytes: Approximate size; compared with the free disk space before anything is written.
+
+        Returns:
+            The entry, and what failed *after* the commit (aliases, removal of old checkpoints), in sentences.
+
+        Raises:
+            StorageError: The checkpoint could not be written, or did not read back as written.
+        """
+        try:
+            manifest = self._prepare(need_bytes, keep - (finished_epoch is not None))
+            temporary, sha256, size_bytes = self._write_verified(write, facts.step)
+            entry = CheckpointEntry(
+                **facts.model_dump(),
+                seq=1 + max((entry.seq for entry in manifest.entries), default=0),
+                object=f"{facts.step:08d}-{sha256[:16]}.pt",
+                sha256=sha256,
+                size_bytes=size_bytes,
+                saved_s=round(time.time(), 3),
+            )
+            self._publish(temporary, entry)
+            manifest = manifest.with_entry(entry, alias_names(finished_epoch, is_best), keep)
+            self._write_manifest(manifest)
+        except OSError as error:
+            self._remove_uncommitted()
+            raise storage_error("write a checkpoint in", self.path, error) from error
+        failpoint("ckpt.committed")
+        problems = self.repair_aliases(manifest)
+        failpoint("ckpt.before_retire")
+        problems += remove_unlisted(self.path, self.objects, manifest)
+        failpoint("ckpt.end")
+        return entry, problems
+
+    def quarantine(self, damaged: Iterable[CheckpointEntry]) -> list[str]:
+        """Remove damaged checkpoints from the manifest and rename their files to `*.corrupt`.
+
+        Does nothing if no checkpoint would be left.
+
+        Returns:
+            What could not be done, in sentences.
+        """
+        manifest = self._read_to_replace()
+        bad = {entry.sha256: entry for entry in damaged}
+        left = [entry for entry in manifest.entries if entry.sha256 not in bad]
+        if not left:
+            return []
+        try:
+            for entry in (entry for entry in manifest.entries if entry.sha256 in bad):
+                for path in (self.objects / entry.object, *(self.path / name for name in manifest.names_of(entry))):
+                    if path.is_symlink() or path.exists():
+                        os.rename(path, corrupt_name(path))
+            names = {name: sha for name, sha in manifest.names.items() if sha not in bad}
+            names.setdefault(LAST, left[0].sha256)
+            manifest = Manifest(left, names, manifest.orphans)
+            self._write_manifest(manifest)
+        except OSError as error:
+            return [f"damaged checkpoints could not be renamed: {reason_of(error)}"]
+        return self.repair_aliases(manifest)
+
+    def set_aside(self, names: Iterable[str]) -> list[str]:
+        """Rename aliases with wrong content to `*.corrupt`, and create them anew.
+
+        Returns:
+            What could not be done, in sentences.
+        """
+        for name in names:
+            with contextlib.suppress(OSError):
+                os.rename(self.path / name, corrupt_name(self.path / name))
+        return self.repair_aliases()
+
+    def repair_aliases(self, manifest: Manifest | None = None) -> list[str]:
+        """Point every alias at its checkpoint, where a crash or a user changed that.
+
+        Returns:
+            What could not be done, in sentences.
+        """
+        return repair_aliases(self.path, self.objects, manifest or self.read_manifest())
+
+    def _prepare(self, need_bytes: int, keep: int) -> Manifest:
+        """Remove what earlier crashes left, and old epochs if the disk is full; return the manifest to extend."""
+        failpoint("ckpt.start")
+        self.objects.mkdir(parents=True, exist_ok=True)
+        for directory in (self.path, self.objects):
+            remove_dead_temporaries(directory)
+        manifest = self._read_to_replace()
+        if not manifest.is_readable:
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(self.path / "manifest.json", corrupt_name(self.path / "manifest.json"))
+            manifest.is_readable = True
+            return manifest
+        remove_unlisted(self.path, self.objects, manifest)
+        if free_bytes(self.path) >= _with_margin(need_bytes):
+            return manifest
+        smaller = manifest.retire(keep, NUM_ALWAYS_KEPT - 1)
+        if len(smaller.entries) < len(manifest.entries):
+            self._write_manifest(smaller)
+            remove_unlisted(self.path, self.objects, smaller)
+            manifest = smaller
+        free = free_bytes(self.path)
+        if free < _with_margin(need_bytes):
+            raise StorageError(
+                f"cannot write a checkpoint in {self.path}: it needs {mebibytes(_with_margin(need_bytes))}, "
+                f"{mebibytes(free)} are free: free some space there, or lower checkpoint.keep"
+            )
+        return manifest
+
+    def _read_to_replace(self) -> Manifest:
+        """Return the manifest; objects that a damaged one may have listed become orphans, which are never removed."""
+        manifest = self.read_manifest()
+        if manifest.problems or not manifest.is_readable:
+            listed = {entry.object for entry in manifest.entries}
+            manifest.orphans = sorted({*manifest.orphans, *object_names(self.objects)} - listed)
+        return manifest
+
+    def _write_verified(self, write: Callable[[HashingFile], object], step: int) -> tuple[Path, str, int]:
+        temporary = self.objects / temporary_name(step)
+        try:
+            with HashingFile(open_new(temporary), "ckpt.write") as file:
+                failpoint("ckpt.opened")
+                _write_content(write, file)
+                failpoint("ckpt.before_fsync")
+                os.fsync(file.fd)
+                failpoint("ckpt.after_fsync")
+                with contextlib.suppress(OSError, AttributeError):
+                    os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            sha256, size_bytes = hash_file(temporary)
+            if (sha256, size_bytes) != (file.sha256, file.num_bytes):
+                raise StorageError(
+                    f"a checkpoint in {self.path} did not read back as it was written (step {step}): "
+                    "check the disk and the memory of this machine"
+                )
+            failpoint("ckpt.verified")
+        except BaseException:
+            remove_quietly(temporary)
+            raise
+        return temporary, sha256, size_bytes
+
+    def _remove_uncommitted(self) -> None:
+        """Free the space of a checkpoint that failed before its commit."""
+        with contextlib.suppress(OSError, CheckpointError):
+            manifest = self.read_manifest()
+            if manifest.is_readable and not manifest.problems:
+                remove_unlisted(self.path, self.objects, manifest)
+
+    def _publish(self, temporary: Path, entry: CheckpointEntry) -> None:
+        try:
+            failpoint("ckpt.before_rename")
+            os.rename(temporary, self.objects / entry.object)
+        except BaseException:
+            remove_quietly(temporary)
+            raise
+        failpoint("ckpt.after_rename")
+        fsync_directory(self.objects)
+
+    def _write_manifest(self, manifest: Manifest) -> None:
+        write_manifest(self.path / "manifest.json", manifest)
+
+
+def _write_content(write: Callable[[HashingFile], object], file: HashingFile) -> None:
+    """Call `write`; raise the file's own error rather than what the writer made of it."""
+    try:
+        write(file)
+    except Exception as error:
+        if file.error is not None and error is not file.error:
+            raise file.error from error
+        raise
+
+
+def _with_margin(need_bytes: int) -> int:
+    return need_bytes + need_bytes // 20 + 64 * 2**10
