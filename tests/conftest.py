@@ -1,8 +1,9 @@
-"""What the tests share: a tiny drawn data set, a tiny config, and where the real images lie if they are here."""
+"""Fixtures for all tests: a tiny drawn data set, a tiny config and the real CamVid images; hooks for fault results."""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from tests.support import ROOT, fault_table
 
-# A busy machine is slow; that is no failure of a property.
+# No deadline: an example may be slow on a busy machine.
 hypothesis.settings.register_profile("segapp", deadline=None)
 hypothesis.settings.load_profile("segapp")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,7 +21,13 @@ torch.set_num_threads(1)
 
 CAMVID = ROOT.parent / "shared" / "camvid"
 
-_outcomes: list[fault_table.Outcome] = []
+_reports: list[pytest.TestReport] = []
+_names_before: set[str] = set()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if is_controller(session):
+        _names_before.update(visible_files())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -28,18 +35,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    _outcomes.extend(fault_table.outcomes_of(report))
+    _reports.append(report)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    is_controller = not hasattr(session.config, "workerinput")
-    if is_controller and fault_table.is_asked_for() and _outcomes:
-        fault_table.write_table(_outcomes)
+    if not is_controller(session):
+        return
+    if os.environ.get(fault_table.RESULTS_VARIABLE):
+        fault_table.add_results(_reports)
+    if written := visible_files() - _names_before:
+        print(
+            f"\nerror: the tests wrote into the root of the repository: {', '.join(sorted(written))}", file=sys.stderr
+        )
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def is_controller(session: pytest.Session) -> bool:
+    """False in a worker of pytest-xdist."""
+    return not hasattr(session.config, "workerinput")
+
+
+def visible_files() -> set[str]:
+    """The names at the root of the repository, hidden ones (caches) left out."""
+    return {path.name for path in ROOT.iterdir() if not path.name.startswith(".")}
 
 
 @pytest.fixture(scope="session")
 def camvid() -> Path:
-    """The real CamVid images; users do not have them."""
+    """The folder of the real CamVid images; skips where it is missing."""
     if not CAMVID.is_dir():
         pytest.skip("the CamVid images are not on this machine")
     return CAMVID

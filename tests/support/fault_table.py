@@ -1,15 +1,24 @@
-"""The table in tests/faults/README.md: what every case of the fault matrix does and did, from real results.
+"""The table in tests/faults/README.md: each fault, what must hold after it, and the result when it was last run.
 
-A case is a test with `@case("F06", how=..., passes=...)`, wherever it stands. `SEGAPP_FAULTS_TABLE=1 uv run pytest -m
-case` runs them all, puts what they did into tests/faults/results.json in place of what stood there of the same tests,
-and writes the table anew; so does any part of them (`-m faults`). `python tests/support/fault_table.py` only writes it.
+A case is a test marked `@case("F06", how=..., passes=...)`, in any folder. Two steps make the table:
+
+    SEGAPP_FAULT_RESULTS=.pytest_cache/faults.json uv run pytest -m faults     # or -m faults_long, or -m case: all
+    uv run python -m tests.support.fault_table [.pytest_cache/faults.json]
+
+The first adds the outcomes of its tests to the file, with the commit, date and machine; the second writes the lines of
+these cases and keeps the other lines of the table, each with the key of the run that it comes from.
 """
 
 from __future__ import annotations
 
+import argparse
+import datetime
+import importlib.metadata
 import json
 import os
+import platform
 import re
+import subprocess
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,12 +26,14 @@ from typing import Any
 
 import pytest
 
-TABLE_VARIABLE = "SEGAPP_FAULTS_TABLE"
+from tests.support import ROOT
 
-_HERE = Path(__file__).parents[1] / "faults"
-_RESULTS, _README = _HERE / "results.json", _HERE / "README.md"
-_BEGIN, _END = "<!-- table: made by tests/support/fault_table.py -->", "<!-- end of the table -->"
+RESULTS_VARIABLE = "SEGAPP_FAULT_RESULTS"
+DEFAULT_RESULTS = ROOT / ".pytest_cache" / "faults.json"
 
+_README = ROOT / "tests" / "faults" / "README.md"
+_BEGIN, _END = "<!-- table: made by python -m tests.support.fault_table -->", "<!-- end of the table -->"
+_HEAD = ["| case | how | passes | result | s | run |", "|---|---|---|---|---:|---|"]
 
 MATRIX = {
     "F": [*range(1, 26), *range(30, 48)],
@@ -34,26 +45,23 @@ MATRIX = {
     "C": range(1, 6),
     "S": range(1, 13),
 }
-"""The rows of the matrix, to which F17b and F17c belong; W rows are cases of ours beside it."""
-
-NOT_RUN: dict[str, str] = {}
-"""Why a row has no case."""
+"""The rows of the fault matrix; F17b and F17c belong to it too. Rows of other letters (W) are additions to it."""
 
 
 def case(row: str, *, how: str, passes: str) -> Callable[[Any], Any]:
-    """Marks a test as a case of the matrix.
+    """Returns a decorator that marks a test as a case of the matrix.
 
     Args:
-        row: its row, such as `F06`.
+        row: the row, such as `F06`.
         how: how the fault is injected.
-        passes: what must hold.
+        passes: what must hold afterwards.
     """
     return pytest.mark.case(row=row, how=how, passes=passes)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one test of a case did."""
+    """The outcome of one test of a case, and the run of pytest that it comes from (commit, date, machine)."""
 
     row: str
     how: str
@@ -61,53 +69,99 @@ class Outcome:
     test: str
     outcome: str
     seconds: float
-    reason: str = ""
-    figure: str = ""
+    reason: str
+    figure: str
+    run: str
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the table: the outcomes of a case."""
+
+    row: str
+    how: str
+    passes: str
+    result: str
+    seconds: str
+    run: str
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The row and the fault: a line replaces the one of the same key."""
+        return self.row, self.how
 
 
 def write_table(outcomes: Iterable[Outcome]) -> None:
-    """Puts outcomes in place of older ones of the same tests, and writes the README's table anew."""
-    results = {(each.row, each.test): each for each in _read_results()}
-    results.update({(each.row, each.test): each for each in outcomes})
-    ordered = sorted(results.values(), key=lambda each: (_row_key(each.row), each.test))
-    text = json.dumps([{**asdict(each), "seconds": round(each.seconds, 1)} for each in ordered], indent=1)
-    _RESULTS.write_text(text + "\n")
-    readme = _README.read_text()
-    before, after = readme.split(_BEGIN)[0], readme.split(_END)[1]
-    _README.write_text(f"{before}{_BEGIN}\n{table_of(ordered)}\n{_END}{after}")
+    """Writes the lines of these outcomes into the README's table; other lines and the runs they name stay."""
+    before, _, rest = _README.read_text().partition(_BEGIN)
+    table, _, after = rest.partition(_END)
+    lines = {line.key: line for line in _read_lines(table)}
+    names = dict(re.findall(r"^- (\w): (.+)$", table, re.MULTILINE))
+    lines |= {line.key: line for line in lines_of(outcomes, names)}
+    _README.write_text(f"{before}{_BEGIN}\n{table_of(lines.values(), names)}\n{_END}{after}")
 
 
-def table_of(outcomes: Iterable[Outcome]) -> str:
-    """The table in Markdown, one line a row of the matrix."""
-    rows: dict[str, list[Outcome]] = {}
+def lines_of(outcomes: Iterable[Outcome], names: dict[str, str]) -> list[Line]:
+    """Returns a line for each case; a run without a key in `names` (key to run) gets one there."""
+    cases: dict[tuple[str, str], list[Outcome]] = {}
     for each in outcomes:
-        rows.setdefault(each.row, []).append(each)
-    lines = ["| case | how | passes | result | s |", "|---|---|---|---|---:|"]
-    matrix = [*matrix_rows(), *(row for row in rows if row not in matrix_rows())]
-    for row in sorted(matrix, key=_row_key):
-        tests = rows.get(row, [])
-        how = "; ".join(dict.fromkeys(each.how for each in tests))
-        passes = "; ".join(dict.fromkeys(each.passes for each in tests))
-        cells = [row, how, passes, _result(row, tests), f"{sum(each.seconds for each in tests):.0f}"]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    num_passed = sum(_result(row, rows.get(row, [])).startswith("passed") for row in matrix_rows())
-    others = sorted((row for row in rows if row not in matrix_rows()), key=_row_key)
-    num_others = sum(_result(row, rows[row]).startswith("passed") for row in others)
+        cases.setdefault((each.row, each.how), []).append(each)
+    for run in {each.run: None for tests in cases.values() for each in tests}:
+        if run not in names.values():
+            names[next(letter for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if letter not in names)] = run
+    keys = {run: key for key, run in names.items()}
+    return [
+        Line(
+            row,
+            how,
+            tests[0].passes,
+            _result(tests),
+            f"{sum(each.seconds for each in tests):.0f}",
+            ", ".join(sorted({keys[each.run] for each in tests})),
+        )
+        for (row, how), tests in cases.items()
+    ]
+
+
+def table_of(lines: Iterable[Line], names: dict[str, str]) -> str:
+    """Returns the table in Markdown: a summary, the runs, one line a case; runs without a line are left out."""
+    ordered = sorted(lines, key=lambda line: (_row_key(line.row), line.how))
+    by_row: dict[str, list[Line]] = {row: [] for row in matrix_rows()}
+    for line in ordered:
+        by_row.setdefault(line.row, []).append(line)
+    passed = {row for row, found in by_row.items() if _has_passed(found)}
+    others = sorted(by_row.keys() - matrix_rows(), key=_row_key)
     summary = (
-        f"{num_passed} of the {len(matrix_rows())} rows of the matrix pass, and {num_others} of {len(others)} others"
+        f"{len(passed & matrix_rows())} of the {len(matrix_rows())} rows of the matrix pass, "
+        f"and {len(passed & set(others))} of {len(others)} others ({', '.join(others)}). Runs:"
     )
-    return "\n".join([f"{summary} ({', '.join(others)}).", "", *lines])
+    used = {key for line in ordered for key in line.run.split(", ")}
+    runs = [f"- {key}: {run}" for key, run in sorted(names.items()) if key in used]
+    not_run = [f"Not run yet: {row}." for row in sorted(matrix_rows(), key=_row_key) if not by_row[row]]
+    cells = [[line.row, line.how, line.passes, line.result, line.seconds, line.run] for line in ordered]
+    rows = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
+    return "\n".join([summary, "", *runs, *not_run, "", *_HEAD, *rows])
 
 
-def matrix_rows() -> list[str]:
+def matrix_rows() -> set[str]:
     """The 100 rows of the matrix."""
-    return [*(f"{letter}{number:02}" for letter, numbers in MATRIX.items() for number in numbers), "F17b", "F17c"]
+    return {*(f"{letter}{number:02}" for letter, numbers in MATRIX.items() for number in numbers), "F17b", "F17c"}
 
 
-def _result(row: str, tests: list[Outcome]) -> str:
-    """`passed (3 tests)`, or what did not."""
-    if not tests:
-        return "not run: " + NOT_RUN.get(row, "in no results yet")
+def _has_passed(lines: list[Line]) -> bool:
+    """True if a case of the row passed and none failed; cases that this machine cannot run do not count."""
+    return any(line.result.startswith("passed") for line in lines) and not any(
+        "failed" in line.result for line in lines
+    )
+
+
+def _read_lines(table: str) -> list[Line]:
+    cells = [re.split(r"(?<!\\) \| ", line[2:-2]) for line in table.splitlines() if re.match(r"\| [A-Z]\d", line)]
+    return [Line(*(cell.replace("\\|", "|") for cell in row)) for row in cells]
+
+
+def _result(tests: list[Outcome]) -> str:
+    """`passed (3 tests)` with figures and what was skipped, or what failed."""
     failed = [each for each in tests if each.outcome == "failed"]
     skipped = [each for each in tests if each.outcome == "skipped"]
     if failed:
@@ -125,22 +179,40 @@ def _row_key(row: str) -> tuple[str, int, str]:
     return letter, int(number), rest
 
 
-def _read_results() -> list[Outcome]:
-    return [Outcome(**each) for each in json.loads(_RESULTS.read_text())] if _RESULTS.exists() else []
+def read_results(path: Path) -> list[Outcome]:
+    """Returns the outcomes in a results file."""
+    return [Outcome(**each) for each in json.loads(path.read_text())]
+
+
+def describe_run() -> str:
+    """Returns the date, commit and machine of this run."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    versions = f"Python {platform.python_version()}, torch {importlib.metadata.version('torch')}"
+    place = f"{os.cpu_count()} CPUs, {versions}, {platform.system()} {platform.release().split('-')[0]}"
+    return f"{datetime.date.today()}, commit {commit.stdout.strip() or 'unknown'}, {place}"
 
 
 # --- hooks, for tests/conftest.py -------------------------------------------------------------------------------------
 
 
 def note_cases(items: Iterable[pytest.Item]) -> None:
-    """Puts the cases of tests into their reports."""
+    """Copies the case markers of tests into their reports."""
     for item in items:
         for marker in item.iter_markers("case"):
             item.user_properties.append(("case", dict(marker.kwargs)))
 
 
-def outcomes_of(report: pytest.TestReport) -> list[Outcome]:
-    """What a report says about the cases of its test; nothing where the test has none or has not ended."""
+def add_results(reports: Iterable[pytest.TestReport]) -> None:
+    """Adds the outcomes of cases to the file that SEGAPP_FAULT_RESULTS names, in place of those of the same tests."""
+    path, run = Path(os.environ[RESULTS_VARIABLE]), describe_run()
+    results = {(each.row, each.test): each for each in read_results(path)} if path.exists() else {}
+    results |= {(each.row, each.test): each for report in reports for each in _outcomes_of(report, run)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([asdict(each) for each in results.values()], indent=1))
+
+
+def _outcomes_of(report: pytest.TestReport, run: str) -> list[Outcome]:
+    """One outcome for each case of the report's test; none where it has no case or has not ended."""
     is_result = report.when == "call" or (report.when == "setup" and report.outcome != "passed")
     if not is_result:
         return []
@@ -148,13 +220,15 @@ def outcomes_of(report: pytest.TestReport) -> list[Outcome]:
     figures = ", ".join(str(value) for name, value in report.user_properties if name == "figure")
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
     facts = {"test": report.nodeid, "outcome": report.outcome, "seconds": report.duration, "reason": reason}
-    return [Outcome(**facts, figure=figures, **each) for each in cases]
+    return [Outcome(**facts, figure=figures, run=run, **each) for each in cases]
 
 
-def is_asked_for() -> bool:
-    """Whether the table is to be written."""
-    return bool(os.environ.get(TABLE_VARIABLE))
+def main() -> None:
+    """Writes the table."""
+    parser = argparse.ArgumentParser(description="Writes the table in tests/faults/README.md from a results file.")
+    parser.add_argument("results", nargs="?", type=Path, default=DEFAULT_RESULTS, help="default: %(default)s")
+    write_table(read_results(parser.parse_args().results))
 
 
 if __name__ == "__main__":
-    write_table([])
+    main()

@@ -139,6 +139,7 @@ def test_mlflow_logs_the_whole_run_and_continues_on_resume(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("mlflow")
+    monkeypatch.chdir(tmp_path)  # MLflow writes artifacts to ./mlruns
     from mlflow.tracking import MlflowClient
 
     uri, run, working_directory = f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "run", tmp_path / "elsewhere"
