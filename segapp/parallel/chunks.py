@@ -1,7 +1,8 @@
-"""Who takes how many samples: integers only, so that viewers and planners decide as the trainer does, without torch.
+"""Splits of a batch over devices. Integers only, no torch: viewers and planners compute the splits of the trainer.
 
-A *split* is one number of samples per device, in device order. It is given either by `gpu0_bsz` (device 0's part of a
-full batch, the others share the rest) or by `shares` (every device's part); `gpu0_bsz` is the short form.
+A *split* is the number of samples of each device, in device order. It is given either by `gpu0_bsz` (samples of device
+0 in a full batch; the others share the rest evenly) or by `shares` (samples of every device); `gpu0_bsz` is the short
+form.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SplitCheck:
-    """What became of a wished split.
+    """The result of `check_split`.
 
     Attributes:
-        split: samples per device for a full batch; None where the wish is refused.
-        reasons: why it is refused, one sentence each, with the next move; empty where it is accepted.
-        notes: what an accepted wish means that the number alone does not say, such as an idle device.
+        split: Samples per device for a full batch; None if the request is refused.
+        reasons: Why it is refused, one sentence each, with the next move; empty if it is accepted.
+        notes: Consequences of an accepted request that the number alone does not show, such as an idle device.
     """
 
     split: tuple[int, ...] | None
@@ -26,7 +27,7 @@ class SplitCheck:
 
     @property
     def is_accepted(self) -> bool:
-        """Whether the split can be used."""
+        """True if the split can be used."""
         return not self.reasons
 
 
@@ -38,30 +39,30 @@ def plan_chunks(
     full_batch: int | None = None,
     shares: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
-    """Samples per device, in device order.
+    """Return the number of samples of each device, in device order.
 
-    `gpu0_bsz=None` splits evenly and gives the left-overs to device 1 and those after it, because device 0 also holds
-    the optimizer's state; a batch of fewer samples than devices starts at device 0, which needs no copy of the model.
-    `gpu0_bsz=0` leaves device 0 without samples. `gpu0_bsz=k` gives device 0 k samples of a full batch and shares the
-    rest evenly, left-overs to the first of the others. On one device every wish but 0 gives it the whole batch.
+    `gpu0_bsz=None` splits evenly; the remainder goes to device 1 and those after it, because device 0 also holds the
+    optimizer state. If there are fewer samples than devices, device 0 comes first, because it needs no copy of the
+    model. `gpu0_bsz=0` leaves device 0 without samples. `gpu0_bsz=k` gives device 0 k samples of a full batch and
+    shares the rest evenly; the remainder goes to the first of the others. One device gets the whole batch.
 
-    A short batch scales the shares down. With `full_batch` (or `shares`, whose sum is the full batch) the scaling is
-    proportional and no device ever gets more than its part of a full batch; device 0 keeps at least one sample.
-    Without it device 0 takes as much of its k as there is.
+    A short batch scales the split down. With `full_batch` (or `shares`, whose sum is the full batch) the scaling is
+    proportional and no device gets more than in a full batch; with `gpu0_bsz >= 1` device 0 keeps at least one sample.
+    Without `full_batch`, device 0 gets min(k, num_samples).
 
     Args:
-        num_samples: samples to hand out, >= 0.
-        num_devices: devices, >= 1.
-        gpu0_bsz: device 0's part of a full batch, >= 0, or None for an even split.
-        full_batch: samples of a full batch, where the caller knows it.
-        shares: every device's part of a full batch; excludes `gpu0_bsz`.
+        num_samples: Samples to distribute, >= 0.
+        num_devices: Devices, >= 1.
+        gpu0_bsz: Samples of device 0 in a full batch, >= 0; None for an even split.
+        full_batch: Samples of a full batch, if known.
+        shares: Samples of every device in a full batch; excludes `gpu0_bsz`.
 
     Returns:
         `num_devices` numbers >= 0 whose sum is `num_samples`.
 
     Raises:
-        TypeError: a number is not an integer.
-        ValueError: a number is negative, no device is left to take the samples, or the wishes contradict each other.
+        TypeError: A number is not an integer.
+        ValueError: A number is negative, no device is left to take the samples, or the arguments contradict each other.
 
     Example:
         >>> plan_chunks(8, 3), plan_chunks(8, 3, 2), plan_chunks(8, 3, 0)
@@ -95,18 +96,18 @@ def check_split(
     shares: Sequence[int] | None = None,
     smallest_chunk: int = 1,
 ) -> SplitCheck:
-    """Says what a wished split does to a full batch, or why it cannot be had; never raises for a bad wish.
+    """Return the split of a full batch, or why it is impossible; never raises for a bad request.
 
     Args:
-        batch_size: samples of a full batch.
-        num_devices: devices that share it.
-        gpu0_bsz: device 0's part, or None.
-        shares: every device's part, or None.
-        smallest_chunk: samples that a device must have if it has any: 2 where a BatchNorm layer over one value per
-            sample is not synchronised (see `segapp.parallel.smallest_chunk`), else 1.
+        batch_size: Samples of a full batch.
+        num_devices: Devices that share it.
+        gpu0_bsz: Samples of device 0, or None.
+        shares: Samples of every device, or None.
+        smallest_chunk: Samples that a device needs if it has any: 2 where a BatchNorm layer over one value per sample
+            is not synchronised (see `segapp.parallel.smallest_chunk`), else 1.
 
     Returns:
-        The effective split, or the reasons of the refusal.
+        The split, or the reasons of the refusal.
 
     Example:
         >>> check_split(8, 3, 2).split
@@ -118,14 +119,14 @@ def check_split(
         split = plan_chunks(batch_size, num_devices, gpu0_bsz, shares=shares, full_batch=batch_size or None)
     except (TypeError, ValueError) as error:
         return SplitCheck(None, (str(error),))
-    wish = f"gpu0_bsz={gpu0_bsz}" if shares is None else f"shares={list(shares)}"
+    request = f"gpu0_bsz={gpu0_bsz}" if shares is None else f"shares={list(shares)}"
     reasons = []
     if batch_size == 0:
         reasons.append("batch_size=0 has nothing to split: use 1 or more")
     if any(0 < size < smallest_chunk for size in split):
         reasons.append(
-            f"{wish} leaves a device with {min(size for size in split if size)} of {batch_size} samples and a BatchNorm"
-            f" layer needs {smallest_chunk}: use sync_bn: true, or a split like {_suggest(batch_size, num_devices)}"
+            f"{request} gives a device {min(size for size in split if size)} of {batch_size} samples, BatchNorm "
+            f"needs {smallest_chunk}: use sync_bn: true, or a split like {_suggest(batch_size, num_devices)}"
         )
     if reasons:
         return SplitCheck(None, tuple(reasons))
@@ -136,32 +137,32 @@ def check_split(
 
 
 def check_gpu0_bsz(gpu0_bsz: int, num_devices: int, full_batch: int | None = None) -> None:
-    """Refuses a `gpu0_bsz` that no split can honour.
+    """Raise an error if no split is possible with this `gpu0_bsz`.
 
     Args:
-        gpu0_bsz: device 0's part of a full batch.
-        num_devices: devices that share the batch.
-        full_batch: samples of a full batch, where known.
+        gpu0_bsz: Samples of device 0 in a full batch.
+        num_devices: Devices that share the batch.
+        full_batch: Samples of a full batch, if known.
 
     Raises:
-        TypeError: it is not an integer.
-        ValueError: it is negative, above the full batch, or 0 with nobody else to take the samples.
+        TypeError: It is not an integer.
+        ValueError: It is negative, above the full batch, or 0 on a single device.
     """
     _check_count("gpu0_bsz", gpu0_bsz, least=0, more="None splits evenly")
     if gpu0_bsz == 0 and num_devices == 1:
-        raise ValueError("gpu0_bsz=0 leaves nobody to take the samples on one device: use None, or add a device")
+        raise ValueError("gpu0_bsz=0 leaves no device for the samples, there is only one: use None, or add a device")
     if full_batch is not None and gpu0_bsz > full_batch:
         raise ValueError(f"gpu0_bsz={gpu0_bsz} is more than the batch of {full_batch}: use 0 to {full_batch}")
 
 
 def _even(num_samples: int, num_devices: int) -> tuple[int, ...]:
     each, left_over = divmod(num_samples, num_devices)
-    first = 1 if each else 0  # device 0 is spared, unless there is less than one sample for everybody
+    first = 1 if each else 0  # device 0 gets no remainder, unless there are fewer samples than devices
     return tuple(each + (first <= i < first + left_over) for i in range(num_devices))
 
 
 def _scale_shares(num_samples: int, shares: Sequence[int]) -> tuple[int, ...]:
-    """Largest remainders, ties to the first device after device 0: never above a device's own share of a full batch."""
+    """Return shares scaled by largest remainders, ties to the first device after 0; none exceeds its full share."""
     full = sum(shares)
     sizes = [share * num_samples // full for share in shares]
     order = sorted(range(len(shares)), key=lambda i: (-(shares[i] * num_samples % full), i == 0, i))
@@ -194,6 +195,6 @@ def _check_count(name: str, value: object, least: int, more: str = "") -> None:
 
 
 def _suggest(batch_size: int, num_devices: int) -> list[int]:
-    """A split of the batch over as many devices as can have two samples each."""
+    """Return a split of the batch over as many devices as can have two samples each."""
     busy = max(1, min(num_devices, batch_size // 2))
     return [*_even(batch_size, busy), *[0] * (num_devices - busy)]

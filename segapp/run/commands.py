@@ -2,8 +2,8 @@
 
 A sender writes `commands/<time>-<id>.json` under a temporary name and renames it. The trainer drains the inbox at its
 next boundary, carries the command out, writes exactly one final answer as an event, and then removes the file. After a
-crash in between, the file is still there, and `read_answers` over the events tells which commands are answered: so a
-command is neither lost nor carried out twice. The inbox has mode 0700, its files 0600; a file of another user, a link,
+crash in between, the file is still there, and `read_answers` finds the answered commands in the events: so a command
+is neither lost nor carried out twice. The inbox has mode 0700, its files 0600; a file of another user, a link,
 a pipe or a large file is refused unread.
 """
 
@@ -435,7 +435,7 @@ def _parse_envelope(content: bytes, command_id: str) -> tuple[str, float, Comman
         raise CommandError("its id is not the one in its file name")
     sent_s, by = raw.get("t"), raw.get("by")
     if type(sent_s) not in (int, float) or not isinstance(by, str):
-        raise CommandError("it does not say who sent it and when")
+        raise CommandError("its sender or time is missing")
     try:
         return by[:200], float(sent_s), _adapter.validate_python(raw.get("command"))  # type: ignore[arg-type]
     except (ValidationError, OverflowError) as error:

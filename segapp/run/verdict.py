@@ -85,7 +85,7 @@ class SplitVerdict:
         """
         if not self.is_possible:
             return self.reason
-        return f"won't fit: {self.reason}, or insist with force" if self.level == "won't fit" and not force else None
+        return f"won't fit: {self.reason}, or add force" if self.level == "won't fit" and not force else None
 
 
 def split_verdict(

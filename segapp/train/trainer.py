@@ -647,7 +647,7 @@ class Trainer:
         self.position = Position(**state["position"])
         self.best = Best(**state["best"])
         self.controller.restore_settings(
-            LiveSettings(**state["settings"]), state["config"]["parallel"], self.config.parallel
+            LiveSettings(**state["settings"]), state["config"]["parallel"], self.config.parallel.model_dump()
         )
         self.lessons = MemoryFallbacks.from_json(state.get("lessons", {}))
         self.controller.batch_split.load_state_dict(state.get("memory", {}))

@@ -1,4 +1,4 @@
-"""Trainers as processes of their own, steered with the real program."""
+"""Trainers in processes of their own, controlled by `segapp ctl`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def written(config: RunConfig, folder: Path) -> Path:
 
 
 def ctl(folder: Path, *words: str, timeout_s: float = 100, **options: Any) -> int:
-    """What `segapp ctl RUN ... --wait` does, without the time that a new interpreter takes."""
+    """Run `segapp ctl RUN ... --wait` in this process, which saves the start of an interpreter."""
     return control_run(str(folder), list(words), wait=True, timeout_s=timeout_s, **options)
 
 
@@ -63,8 +63,8 @@ def test_detached_training_obeys_ctl_commands(
         said = capsys.readouterr().out
         assert said.index("split 3·1·1 of 5") < said.index("accepted: from epoch") < said.index("applied")
         wait_for(lambda: events(run, "step")[-1]["split"] == [3, 1, 1])
-        assert ctl(run, "set", "gpu0_bsz=6") == 1  # refused here
-        assert ctl(run, "cancel") == 1  # refused there
+        assert ctl(run, "set", "gpu0_bsz=6") == 1  # rejected by ctl
+        assert ctl(run, "cancel") == 1  # rejected by the trainer
         with pytest.raises(CommandError, match="did you mean pause"):
             ctl(run, "pauze")
         assert ctl(run, "stop", after_epoch=True) == 0
@@ -94,17 +94,17 @@ def test_pending_and_applied_commands_survive_a_kill(tiny: dict[str, Any], tmp_p
     config = three_devices(tiny)
     assert train(config, tmp_path / "whole") == 0
     path, run = written(config, tmp_path), tmp_path / "run"
-    # Two steps an epoch. It waits 5 s before the second step, in which the wish is sent, and dies in it.
+    # Two steps an epoch. The trainer sleeps 5 s before the second step, when the command is sent, and is killed in it.
     with background(path, cwd=tmp_path, SEGAPP_FAILPOINTS="train.step=2:sleep:5;train.backward=2:kill") as process:
         wait_for(lambda: seen(run, "step"), process=process)
-        wish = send_command(run, parse_command("set gpu0_bsz=0"))
+        command_id = send_command(run, parse_command("set gpu0_bsz=0"))
         assert process.wait(100) == -signal.SIGKILL
     assert [e["status"] for e in events(run, "command")] == ["accepted"]
-    # It begins anew, takes the wish up and applies it at once, and dies before any checkpoint tells of it.
+    # It starts again, applies the command at the first step, and is killed before it writes a checkpoint.
     with background(path, "--resume", cwd=tmp_path, SEGAPP_FAILPOINTS="train.backward=2:kill") as process:
         assert process.wait(100) == -signal.SIGKILL
     answers = [(e["id"], e["status"]) for e in events(run, "command")]
-    assert answers[-1] == (wish, "applied")
+    assert answers[-1] == (command_id, "applied")
     with background(path, "--resume", cwd=tmp_path) as process:
         assert process.wait(100) == 0
     assert_answered_once(run)
@@ -142,7 +142,7 @@ def test_ctl_on_a_finished_run_is_refused(tiny: dict[str, Any], tmp_path: Path) 
         ctl(tmp_path / "run", "pause")
     with pytest.raises(CommandError, match="belongs to stop"):
         ctl(tmp_path / "run", "pause", after_epoch=True)
-    # A command that came too late is answered by whoever opens the run next.
+    # A command that arrives after the end is answered when the run is opened again.
     send_command(tmp_path / "run", parse_command("set lr_factor=0.1"))
     assert segapp("train", "--resume", tmp_path / "run", cwd=tmp_path).returncode == 0
     assert assert_answered_once(tmp_path / "run")["set lr_factor=0.1"]["status"] == "rejected"

@@ -1,4 +1,4 @@
-"""`gpu0_bsz: auto` as a pure function, against devices whose memory is known."""
+"""The moves of `gpu0_bsz: auto` on devices whose memory is known."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Split = tuple[int, ...]
 def walk(
     batch: int, fixed: list[float], slope: float, totals: list[float], start: int, noise: float = 0.0, epochs: int = 12
 ) -> list[Split]:
-    """The splits of so many epochs on devices that need fixed_i + slope * samples, seen with noise."""
+    """Return the split of each epoch on devices that need fixed_i + slope * samples, measured with noise."""
     rng, split, observed, walked = random.Random(start), plan_chunks(batch, len(fixed), start), {}, []
     for _ in range(epochs):
         walked.append(split)
@@ -55,7 +55,7 @@ def test_best_split_is_reached_within_three_epochs_and_kept(
     totals = [fullest((batch,) * len(fixed), fixed, slope, [1.0] * len(fixed)) * 1.2] * len(fixed)
     walked = walk(batch, fixed, slope, totals, min(start, batch))
     every = [plan_chunks(batch, len(fixed), gpu0_bsz) for gpu0_bsz in range(batch + 1)]
-    busy = [split for split in every if all(split)]  # an idle device is a case of its own, which no line tells
+    busy = [split for split in every if all(split)]  # the peak of an idle device is not on the line
     best = min(fullest(split, fixed, slope, totals) for split in busy) if busy else 1.0
     assert fullest(walked[3], fixed, slope, totals) <= best + MARGIN_FRAC + 1e-9
     assert len(set(walked[3:])) == 1

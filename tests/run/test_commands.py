@@ -59,7 +59,7 @@ def test_typed_commands_are_parsed(text, command):
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "part"),
     [
         ("", "nothing: no such command: use set, pause"),
         ("puase", "did you mean pause"),
@@ -84,10 +84,10 @@ def test_typed_commands_are_parsed(text, command):
         ("\x1b[2J", r"\x1b[2J: no such command"),
     ],
 )
-def test_unknown_command_error_names_the_next_move(text, says):
+def test_unknown_command_error_names_the_next_move(text, part):
     with pytest.raises(CommandError) as caught:
         parse_command(text)
-    assert says in str(caught.value)
+    assert part in str(caught.value)
 
 
 @settings(deadline=None)
@@ -117,10 +117,10 @@ def test_command_is_done_once_across_a_crash_at_any_point(run):
     command_id = send_command(run, PauseCommand())
     handled = {received.id for received in drain_commands(run)}
     assert drain_commands(run, handled) == []
-    # The trainer dies before it answered: the next one does it.
+    # The trainer is killed before the answer: the next one carries the command out.
     [again] = drain_commands(run)
     assert again.id == command_id
-    # It dies after it answered: the next one only tidies up.
+    # It is killed after the answer: the next one only removes the file.
     assert remove_answered(run, {command_id}) == 1
     assert drain_commands(run) == []
     remove_command(again)
@@ -154,8 +154,8 @@ NAME = f"{5:020d}-0123456789ab.json"
         ("[]", "not a command of version 1"),
         (good_body("0123456789ab", v=2), "not a command of version 1"),
         (good_body("ffffffffffff"), "its id is not the one"),
-        (good_body("0123456789ab", by=3), "who sent it"),
-        (good_body("0123456789ab", t="now"), "who sent it"),
+        (good_body("0123456789ab", by=3), "sender or time"),
+        (good_body("0123456789ab", t="now"), "sender or time"),
         (good_body("0123456789ab", command={"kind": "reboot"}), "does not match any of the expected tags"),
         (good_body("0123456789ab", command={"kind": "set"}), "changes nothing"),
         (good_body("0123456789ab", command={"kind": "set", "gpu0_bsz": 1.0}), "whole number"),
@@ -189,7 +189,7 @@ def test_links_pipes_folders_and_odd_names_are_refused_unread(run):
     assert all(item.command is None for item in received)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of another user")
 def test_file_of_another_user_is_refused(run):
     (run / "commands" / NAME).write_text(good_body("0123456789ab"))
     os.chown(run / "commands" / NAME, 65534, 65534)

@@ -85,7 +85,7 @@ def test_gpu0_bsz_that_ran_out_of_memory_is_an_upper_bound() -> None:
         verdict = split_verdict(facts, gpu0_bsz)
         assert verdict.level == "won't fit"
         assert verdict.is_possible
-        assert "insist with force" in (verdict.rejection(force=False) or "")
+        assert "add force" in (verdict.rejection(force=False) or "")
         assert verdict.rejection(force=True) is None
 
 

@@ -1,4 +1,4 @@
-"""Trainings under control, for the tests: detached ones, and commands to them."""
+"""Helpers for tests that control trainings in processes of their own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.runs import events, merged
 
 
 def small(tiny: dict[str, Any], epochs: int = 3, **sections: Any) -> RunConfig:
-    """Five steps an epoch of four images; no dropout, so that a loss does not depend on who draws a random number."""
+    """Return a config with five steps an epoch; without dropout, so that the losses do not depend on the split."""
     train = {"epochs": epochs, "batch_size": 2, "ema": None, **sections.pop("train", {})}
     model = {"library": "smp", "name": "Linknet", "encoder": "tu-test_resnet", "options": {"encoder_depth": 3}}
     return merged(
@@ -28,7 +28,7 @@ def small(tiny: dict[str, Any], epochs: int = 3, **sections: Any) -> RunConfig:
 
 
 def three_devices(tiny: dict[str, Any], epochs: int = 3, **sections: Any) -> RunConfig:
-    """The same over three logical devices, five images a step."""
+    """Return the config of `small` over three logical devices, with five images a step."""
     return small(
         tiny,
         epochs,
@@ -38,18 +38,18 @@ def three_devices(tiny: dict[str, Any], epochs: int = 3, **sections: Any) -> Run
     )
 
 
-def wait_for(what: Callable[[], Any], timeout_s: float = 200, process: subprocess.Popen[Any] | None = None) -> Any:
-    """Waits until `what()` is true, and gives it."""
+def wait_for(condition: Callable[[], Any], timeout_s: float = 200, process: subprocess.Popen[Any] | None = None) -> Any:
+    """Wait until `condition()` is true, and return its value."""
     deadline_s = time.monotonic() + timeout_s
-    while not (found := what()):
-        assert time.monotonic() < deadline_s, "it did not happen in time"
+    while not (found := condition()):
+        assert time.monotonic() < deadline_s, "the condition was not met in time"
         assert process is None or process.poll() is None, "the trainer has ended"
         time.sleep(0.05)
     return found
 
 
 def seen(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """Events of a kind; none where there is no file yet."""
+    """Return the events of a type; an empty list while there is no file."""
     return events(folder, kind) if (folder / "events.jsonl").exists() else []
 
 
@@ -57,7 +57,7 @@ def seen(folder: Path, kind: str) -> list[dict[str, Any]]:
 def background(
     config: Path, *overrides: str, cwd: Path, run: str = "run", **env: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A training as a child of the test, which is killed at the end if it still lives."""
+    """Run a training as a child process, and kill it at the end if it is still alive."""
     command = [sys.executable, "-m", "segapp", "train", "--plain", "--config", str(config), "--run", run, *overrides]
     with open(cwd / "lines.log", "ab") as log:
         process = subprocess.Popen(
@@ -78,7 +78,7 @@ def background(
 
 @contextlib.contextmanager
 def ended_after(folder: Path) -> Iterator[None]:
-    """Kills the trainer of a folder at the end of the test, if it still lives."""
+    """Kill the trainer of a folder at the end of the test, if it is still alive."""
     try:
         yield
     finally:
@@ -88,7 +88,7 @@ def ended_after(folder: Path) -> Iterator[None]:
 
 
 def assert_answered_once(folder: Path) -> dict[str, dict[str, Any]]:
-    """Every command of a run has exactly one final answer; gives them by text."""
+    """Assert that every command of a run has exactly one final answer; return the answers by command text."""
     final = [event for event in events(folder, "command") if event["status"] != "accepted"]
     ids = [event["id"] for event in final]
     assert len(ids) == len(set(ids))

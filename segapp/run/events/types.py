@@ -209,7 +209,8 @@ class CommandAnswer(_Event):
     status: Literal["accepted", "applied", "rejected", "cancelled"]
     reason: Text | None = None
     changes: dict[str, Any] | None = None
-    """The settings that a `set` asked for, by name; None for other commands, and in lines written before the field."""
+    """The settings that an applied `set` changed, by name; None for other answers, and in lines written before the
+    field."""
     step: int | None = None
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from segapp.config import LiveSettings, ParallelConfig
+from segapp.config import LiveSettings
 from segapp.run.commands import CancelCommand, ReceivedCommand, SetCommand, StopCommand
 from segapp.run.events import Alert
 from segapp.run.verdict import format_split
@@ -181,6 +181,10 @@ class CommandController:
         merged = self._sets.merged(self.settings)
         self.requests.settings = merged if self._sets else None
 
+    def adopt_requests(self, requests: PendingRequests) -> None:
+        """Take over the pending requests of the main rank."""
+        self.requests = requests
+
     # --- answers -----------------------------------------------------------------------------------------------------
 
     def answer_all(self, kind: str, status: FinalStatus, reason: str | None, step: int) -> None:
@@ -233,19 +237,20 @@ class CommandController:
         """
         self._replay = list(changes)
 
-    def restore_settings(self, settings: LiveSettings, saved: Mapping[str, Any], config: ParallelConfig) -> None:
+    def restore_settings(self, settings: LiveSettings, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
         """Restore the settings of a checkpoint; a split that was changed in the config since takes precedence.
 
         Args:
             settings: As saved.
             saved: The `parallel` section of the checkpoint's config.
-            config: The present section; where `gpu0_bsz` is `auto`, the number that this controller began with holds.
+            present: The same section of the present config; where `gpu0_bsz` is `auto`, the number that this controller
+                began with holds.
         """
-        is_auto = config.gpu0_bsz == "auto"
-        number = self.settings.gpu0_bsz if is_auto else config.gpu0_bsz
-        configured = {"gpu0_bsz": number, "gpu0_bsz_auto": is_auto, "shares": config.shares}
+        is_auto = present["gpu0_bsz"] == "auto"
+        number = self.settings.gpu0_bsz if is_auto else present["gpu0_bsz"]
+        configured = {"gpu0_bsz": number, "gpu0_bsz_auto": is_auto, "shares": present["shares"]}
         restored = settings
-        if (saved.get("gpu0_bsz"), saved.get("shares")) != (config.gpu0_bsz, config.shares):
+        if any(saved.get(name) != present[name] for name in ("gpu0_bsz", "shares")):
             restored = with_changes(settings, configured)
             later = [
                 (at, {n: v for n, v in changes.items() if n not in SPLIT_SETTINGS}) for at, changes in self._replay

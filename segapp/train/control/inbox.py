@@ -141,7 +141,7 @@ def applied_after(events: Path, step: int) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _changes(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that a command changed; events written before they had `changes` tell it by their text."""
+    """Return the settings that a command changed: its `changes`; in events written before that field, from its text."""
     if answer.get("changes") is not None:
         return dict(answer["changes"])
     command = parse_command(answer["command"]) if answer["command"].startswith("set ") else None

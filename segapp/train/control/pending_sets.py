@@ -56,7 +56,7 @@ class PendingSet:
 
 @dataclass(frozen=True)
 class SplitOutcome:
-    """What a `gpu0_bsz` event tells beside the request."""
+    """The part of a `gpu0_bsz` event that is not in the request."""
 
     old: LiveSettings
     """The settings before the change."""

@@ -107,7 +107,7 @@ class SafePoint:
         self.controller.requests.wants_checkpoint |= is_save
         if is_news:
             self.controller.handle_commands(self._standing())
-            self.controller.requests = self.ranks.from_main(self.controller.requests)
+            self.controller.adopt_requests(self.ranks.from_main(self.controller.requests))
         if is_stop:
             raise StopRequest(self.signals.signal_name or "a signal to another rank")
         if self.controller.requests.stop == "now":

@@ -1,4 +1,4 @@
-"""What becomes of a command: judged by tables, without a training; then in trainings in this process."""
+"""The controller: its answers without a training, and its effects in trainings in this process."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from tests.support.runs import differing, events, train
 MIDDLE = TrainingPosition(epoch=2, step=15, next_epoch=3, epochs=9)
 
 
-class Desk:
-    """A steering over a real inbox, without a training."""
+class ControllerHarness:
+    """A controller with a real inbox, without a training."""
 
     def __init__(self, path: Path, num_devices: int = 3, mode: str = "dp") -> None:
         self.folder = RunFolder.create(path=path)
@@ -45,7 +45,7 @@ class Desk:
             Inbox(self.folder, event_log), event_log, self.batch_split, DeviceMemoryTracker(), LiveSettings()
         )
 
-    def say(self, text: str, position: TrainingPosition = MIDDLE) -> str:
+    def send(self, text: str, position: TrainingPosition = MIDDLE) -> str:
         command_id = send_command(self.folder.path, parse_command(text))
         self.controller.inbox._polled_s = -1e9
         if self.controller.inbox.has_commands():
@@ -60,31 +60,31 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Desk:
-    return Desk(tmp_path / "run")
+def harness(tmp_path: Path) -> ControllerHarness:
+    return ControllerHarness(tmp_path / "run")
 
 
-def test_new_split_is_applied_after_a_full_batch_succeeds(desk: Desk) -> None:
-    wish = desk.say("set gpu0_bsz=2 lr_factor=0.5")
-    assert desk.controller.settings == LiveSettings()
-    assert desk.controller.requests.settings == LiveSettings(gpu0_bsz=2, lr_factor=0.5)
-    desk.say("set gpu0_bsz=0")
-    desk.controller.apply(desk.controller.settings_for_step(20), MIDDLE)
-    assert desk.controller.settings == LiveSettings(gpu0_bsz=0, lr_factor=0.5)
-    assert desk.batch_split.current == (0, 4, 4)
-    assert desk.answers(wish) == ["accepted", "applied"]  # what is left of it does not wait for a batch
-    desk.controller.after_step([0, 3, 3], 6, 21)
-    assert seen(desk.folder.path, "gpu0_bsz")[-1]["status"] == "pending"  # a short batch proves nothing
-    desk.controller.after_step([0, 4, 4], 8, 22)
-    statuses = [(event["status"], event["new"], event["split"]) for event in seen(desk.folder.path, "gpu0_bsz")]
+def test_new_split_is_applied_after_a_full_batch_succeeds(harness: ControllerHarness) -> None:
+    command_id = harness.send("set gpu0_bsz=2 lr_factor=0.5")
+    assert harness.controller.settings == LiveSettings()
+    assert harness.controller.requests.settings == LiveSettings(gpu0_bsz=2, lr_factor=0.5)
+    harness.send("set gpu0_bsz=0")
+    harness.controller.apply(harness.controller.settings_for_step(20), MIDDLE)
+    assert harness.controller.settings == LiveSettings(gpu0_bsz=0, lr_factor=0.5)
+    assert harness.batch_split.current == (0, 4, 4)
+    assert harness.answers(command_id) == ["accepted", "applied"]  # lr_factor needs no full batch
+    harness.controller.after_step([0, 3, 3], 6, 21)
+    assert seen(harness.folder.path, "gpu0_bsz")[-1]["status"] == "pending"  # a short batch does not confirm the split
+    harness.controller.after_step([0, 4, 4], 8, 22)
+    statuses = [(event["status"], event["new"], event["split"]) for event in seen(harness.folder.path, "gpu0_bsz")]
     assert statuses == [
         ("pending", 2, [2, 3, 3]),
         ("cancelled", 2, [2, 3, 3]),
         ("pending", 0, [0, 4, 4]),
         ("applied", 0, [0, 4, 4]),
     ]
-    assert {event["status"] for event in assert_answered_once(desk.folder.path).values()} == {"applied"}
-    changes = [event["changes"] for event in events(desk.folder.path, "command") if event["status"] == "applied"]
+    assert {event["status"] for event in assert_answered_once(harness.folder.path).values()} == {"applied"}
+    changes = [event["changes"] for event in events(harness.folder.path, "command") if event["status"] == "applied"]
     assert changes == [{"lr_factor": 0.5}, {"gpu0_bsz": 0}]  # of the first only what was not superseded
 
 
@@ -102,97 +102,101 @@ def test_new_split_is_applied_after_a_full_batch_succeeds(desk: Desk) -> None:
         ("cancel 0123456789ab", "rejected", "0123456789ab"),
     ],
 )
-def test_invalid_or_redundant_command_is_answered_at_once(desk: Desk, text: str, status: str, reason: str) -> None:
-    desk.say(text)
-    assert desk.last()["status"] == status
-    assert reason in desk.last()["reason"]
-    assert_answered_once(desk.folder.path)
+def test_invalid_or_redundant_command_is_answered_at_once(
+    harness: ControllerHarness, text: str, status: str, reason: str
+) -> None:
+    harness.send(text)
+    assert harness.last()["status"] == status
+    assert reason in harness.last()["reason"]
+    assert_answered_once(harness.folder.path)
 
 
 @pytest.mark.parametrize("mode", ["ddp", "model", "single"])
 def test_gpu0_bsz_in_modes_without_split_is_rejected_with_why(tmp_path: Path, mode: str) -> None:
-    desk = Desk(tmp_path / "run", num_devices=1, mode=mode)
-    desk.say("set gpu0_bsz=1")
-    assert desk.last()["status"] == "rejected"
-    assert {"ddp": "every rank", "model": "whole batch", "single": "one device"}[mode] in desk.last()["reason"]
+    harness = ControllerHarness(tmp_path / "run", num_devices=1, mode=mode)
+    harness.send("set gpu0_bsz=1")
+    assert harness.last()["status"] == "rejected"
+    assert {"ddp": "every rank", "model": "whole batch", "single": "one device"}[mode] in harness.last()["reason"]
 
 
-def test_pending_auto_is_superseded_by_a_newer_request(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pending_auto_is_superseded_by_a_newer_request(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(DeviceMemoryTracker, "usable_mib", lambda _: [1000.0] * 3)
-    first, second = desk.say("set gpu0_bsz=auto"), desk.say("set gpu0_bsz=auto")
-    assert (desk.answers(first), desk.answers(second)) == (["accepted", "cancelled"], ["accepted"])
-    assert desk.controller.requests.settings == LiveSettings(gpu0_bsz_auto=True)
-    desk.controller.apply(desk.controller.settings_for_step(20), MIDDLE)
-    assert desk.last()["changes"] == {"gpu0_bsz_auto": True}
-    desk.say("set gpu0_bsz=5")
-    desk.say("set gpu0_bsz=2")  # the split in force, but no longer by auto
-    assert desk.last()["status"] == "accepted"
-    assert desk.controller.requests.settings == LiveSettings(gpu0_bsz=2)
+    first, second = harness.send("set gpu0_bsz=auto"), harness.send("set gpu0_bsz=auto")
+    assert (harness.answers(first), harness.answers(second)) == (["accepted", "cancelled"], ["accepted"])
+    assert harness.controller.requests.settings == LiveSettings(gpu0_bsz_auto=True)
+    harness.controller.apply(harness.controller.settings_for_step(20), MIDDLE)
+    assert harness.last()["changes"] == {"gpu0_bsz_auto": True}
+    harness.send("set gpu0_bsz=5")
+    harness.send("set gpu0_bsz=2")  # the split in force, but no longer by auto
+    assert harness.last()["status"] == "accepted"
+    assert harness.controller.requests.settings == LiveSettings(gpu0_bsz=2)
 
 
-def test_settings_are_rejected_in_the_last_epoch(desk: Desk) -> None:
-    desk.say("set lr_factor=2", TrainingPosition(9, 80, 10, 9))
-    assert (desk.last()["status"], "9 is the last" in desk.last()["reason"]) == ("rejected", True)
-    desk.say("set lr_factor=2", TrainingPosition(9, 80, 9, 9))
-    assert desk.last()["status"] == "accepted"
+def test_settings_are_rejected_in_the_last_epoch(harness: ControllerHarness) -> None:
+    harness.send("set lr_factor=2", TrainingPosition(9, 80, 10, 9))
+    assert (harness.last()["status"], "9 is the last" in harness.last()["reason"]) == ("rejected", True)
+    harness.send("set lr_factor=2", TrainingPosition(9, 80, 9, 9))
+    assert harness.last()["status"] == "accepted"
 
 
-def test_cancel_removes_one_or_all_pending_commands(desk: Desk) -> None:
-    first, second = desk.say("set gpu0_bsz=3"), desk.say("set lr_factor=0.1")
-    stop = desk.say("stop epoch")
-    desk.say(f"cancel {first}")
-    assert desk.controller.requests.settings == LiveSettings(lr_factor=0.1)
-    assert desk.controller.requests.stop == "epoch"
-    desk.say("cancel")
-    assert desk.controller.requests.settings is None
-    assert desk.controller.requests.stop is None
+def test_cancel_removes_one_or_all_pending_commands(harness: ControllerHarness) -> None:
+    first, second = harness.send("set gpu0_bsz=3"), harness.send("set lr_factor=0.1")
+    stop = harness.send("stop epoch")
+    harness.send(f"cancel {first}")
+    assert harness.controller.requests.settings == LiveSettings(lr_factor=0.1)
+    assert harness.controller.requests.stop == "epoch"
+    harness.send("cancel")
+    assert harness.controller.requests.settings is None
+    assert harness.controller.requests.stop is None
     for command_id in (first, second, stop):
-        assert desk.answers(command_id) == ["accepted", "cancelled"]
+        assert harness.answers(command_id) == ["accepted", "cancelled"]
 
 
-def test_resume_cancels_pending_pause_and_stop_a_later_stop(desk: Desk) -> None:
-    pause = desk.say("pause")
-    assert desk.controller.requests.is_paused
-    desk.say("resume")
-    assert not desk.controller.requests.is_paused
-    assert desk.answers(pause) == ["cancelled"]
-    later = desk.say("stop epoch")
-    now = desk.say("stop")
-    assert desk.controller.requests.stop == "now"
-    assert desk.answers(later) == ["accepted", "cancelled"]
-    desk.controller.answer_at_end(MIDDLE, "the end", is_finished=False)
-    assert desk.answers(now) == ["applied"]
+def test_resume_cancels_pending_pause_and_stop_a_later_stop(harness: ControllerHarness) -> None:
+    pause = harness.send("pause")
+    assert harness.controller.requests.is_paused
+    harness.send("resume")
+    assert not harness.controller.requests.is_paused
+    assert harness.answers(pause) == ["cancelled"]
+    later = harness.send("stop epoch")
+    now = harness.send("stop")
+    assert harness.controller.requests.stop == "now"
+    assert harness.answers(later) == ["accepted", "cancelled"]
+    harness.controller.answer_at_end(MIDDLE, "the end", is_finished=False)
+    assert harness.answers(now) == ["applied"]
 
 
-def test_pending_settings_survive_a_stop_and_others_are_answered(desk: Desk) -> None:
-    wish = desk.say("set gpu0_bsz=3")
-    unread = send_command(desk.folder.path, parse_command("pause"))
-    desk.controller.answer_at_end(MIDDLE, "stopped", is_finished=False)
-    assert desk.answers(unread) == ["rejected"]
-    again = Inbox(desk.folder, EventLog(desk.writer))
-    assert [received.id for received in again.take()] == [wish]
-    desk.controller.answer_at_end(MIDDLE, "finished", is_finished=True)
-    assert desk.answers(wish) == ["accepted", "cancelled"]
+def test_pending_settings_survive_a_stop_and_others_are_answered(harness: ControllerHarness) -> None:
+    command_id = harness.send("set gpu0_bsz=3")
+    unread = send_command(harness.folder.path, parse_command("pause"))
+    harness.controller.answer_at_end(MIDDLE, "stopped", is_finished=False)
+    assert harness.answers(unread) == ["rejected"]
+    again = Inbox(harness.folder, EventLog(harness.writer))
+    assert [received.id for received in again.take()] == [command_id]
+    harness.controller.answer_at_end(MIDDLE, "finished", is_finished=True)
+    assert harness.answers(command_id) == ["accepted", "cancelled"]
 
 
-def test_answered_command_left_by_a_crash_is_not_repeated(desk: Desk) -> None:
-    wish = desk.say("checkpoint")
-    path = desk.controller._open["checkpoint"][0].path
+def test_answered_command_left_by_a_crash_is_not_repeated(harness: ControllerHarness) -> None:
+    command_id = harness.send("checkpoint")
+    path = harness.controller._open["checkpoint"][0].path
     content = path.read_bytes()
-    desk.controller.answer_checkpoints(15, None)
+    harness.controller.answer_checkpoints(15, None)
     assert not path.exists()
     path.write_bytes(content)  # the crash came between the answer and the removal
-    again = Inbox(desk.folder, EventLog(desk.writer))
+    again = Inbox(harness.folder, EventLog(harness.writer))
     assert again.take() == []
     assert not path.exists()
-    assert desk.answers(wish) == ["applied"]
+    assert harness.answers(command_id) == ["applied"]
 
 
 # --- in a training ---------------------------------------------------------------------------------------------------
 
 
 def sent_before(folder: Path, *texts: str) -> None:
-    """Commands that lie in the inbox when the training begins: `set` then holds from its first epoch on."""
+    """Send commands before the training begins; a `set` then holds from its first epoch on."""
     RunFolder.create(path=folder)
     for text in texts:
         send_command(folder, parse_command(text))
@@ -209,7 +213,7 @@ def model_of(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def even(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """An undisturbed run over three devices, 5 images a step, 2 steps an epoch, split 1·2·2."""
+    """A reference run over three devices without commands: 5 images a step, 2 steps an epoch, split 1·2·2."""
     tiny: dict[str, Any] = {
         "name": "tiny",
         "seed": 3,
@@ -252,7 +256,7 @@ def test_oom_after_a_split_change_reverts_it_and_redoes_the_step(
         assert train(three_devices(tiny), folder) == 0
     finally:
         failpoints.arm("")
-    if hit == 1:  # every step was made with the old split: bit for bit
+    if hit == 1:  # every step had the old split: equal bit for bit
         assert losses(folder) == losses(reference)
         assert not [
             path
@@ -326,7 +330,7 @@ def test_stop_in_validation_resumes_bitwise(
         for number, batch in enumerate(batches(self)):
             if len(num_seen) == 1:
                 send_command(folder, parse_command("stop"))
-                time.sleep(0.3)  # the inbox is looked at four times a second
+                time.sleep(0.3)  # the inbox is polled four times a second
             num_seen.append(number)
             yield batch
 
@@ -398,21 +402,23 @@ def test_settings_applied_after_checkpoint_replay_at_same_step(
     assert_answered_once(folder)
 
 
-def test_new_split_in_config_overrides_saved_setting(desk: Desk) -> None:
+def test_new_split_in_config_overrides_saved_setting(harness: ControllerHarness) -> None:
     from segapp.config import ParallelConfig
 
     saved = {"gpu0_bsz": None, "shares": None}
-    desk.controller.restore_settings(LiveSettings(gpu0_bsz=5, lr_factor=0.5), saved, ParallelConfig())
-    assert desk.batch_split.current == (5, 2, 1)
-    desk.controller.schedule_replay([(20, {"gpu0_bsz": 6, "lr_factor": 0.25}), (30, {"shares": [8, 0, 0]})])
-    desk.controller.restore_settings(LiveSettings(gpu0_bsz=5, lr_factor=0.5), saved, ParallelConfig(gpu0_bsz=1))
-    assert desk.controller.settings == LiveSettings(gpu0_bsz=1, lr_factor=0.5)
-    assert desk.controller._replay == [(20, {"lr_factor": 0.25})]
-    assert desk.controller.settings_for_step(20) == LiveSettings(gpu0_bsz=1, lr_factor=0.25)
+    harness.controller.restore_settings(LiveSettings(gpu0_bsz=5, lr_factor=0.5), saved, ParallelConfig().model_dump())
+    assert harness.batch_split.current == (5, 2, 1)
+    harness.controller.schedule_replay([(20, {"gpu0_bsz": 6, "lr_factor": 0.25}), (30, {"shares": [8, 0, 0]})])
+    harness.controller.restore_settings(
+        LiveSettings(gpu0_bsz=5, lr_factor=0.5), saved, ParallelConfig(gpu0_bsz=1).model_dump()
+    )
+    assert harness.controller.settings == LiveSettings(gpu0_bsz=1, lr_factor=0.5)
+    assert harness.controller._replay == [(20, {"lr_factor": 0.25})]
+    assert harness.controller.settings_for_step(20) == LiveSettings(gpu0_bsz=1, lr_factor=0.25)
     # Settings of a machine with two devices.
-    desk.controller.restore_settings(LiveSettings(shares=[4, 4]), saved, ParallelConfig())
-    assert desk.batch_split.current == (2, 3, 3)
-    assert "impossible on these devices" in seen(desk.folder.path, "alert")[-1]["message"]
+    harness.controller.restore_settings(LiveSettings(shares=[4, 4]), saved, ParallelConfig().model_dump())
+    assert harness.batch_split.current == (2, 3, 3)
+    assert "impossible on these devices" in seen(harness.folder.path, "alert")[-1]["message"]
 
 
 def test_sample_images_show_all_three_and_change_nothing(
