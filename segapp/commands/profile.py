@@ -1,21 +1,25 @@
-"""`segapp profile`: a few real steps, and where their time and memory go, by phase and by part of the model.
+"""`segapp profile`: time and memory of a few real steps, by phase and by part of the model.
 
-Model, criterion, optimizer and engine are the trainer's; where the data set is not here the images are black. Time is
-taken at the borders of the phases, where a GPU is waited for, so a profiled step is slower than a free one. Memory is
-followed in a step of its own, tensor by tensor.
+Model, criterion, optimizer and engine are those of a training; the images are black if the data set is missing. Times
+come from torch.profiler; a GPU is synchronised between phases, so a profiled step is slower than a normal one. Memory
+is recorded tensor by tensor in an extra step.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
-import time
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from statistics import median
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.profiler import profile, record_function
+from torch.utils.hooks import RemovableHandle
 
 from segapp.build.data import build_dataset, build_scheme, split_names
 from segapp.build.devices import plan_devices
@@ -33,20 +37,21 @@ from segapp.train.step.engine import StepEngine
 WAIT = "data"
 BAR_CELLS = 40
 MAX_MODULES = 16
+MODULE_DEPTH = 2
 
 
 @dataclass(frozen=True)
 class StepProfile:
-    """What a step takes.
+    """Time and memory of a step.
 
     Attributes:
-        devices: that shared it.
+        devices: devices used.
         split: samples on each.
-        source: where the images came from.
-        phase_s: seconds by phase, medians; `data` is the wait for a batch.
-        module_s: seconds of the forward pass by part of the model, inner parts not counted in outer ones.
-        peaks: for each device and phase the highest moment.
-        module_mib: activations alive at the first device's highest moment, by part of the model.
+        source: origin of the images.
+        phase_s: seconds by phase, means over the steps; `data` is the wait for a batch.
+        module_s: seconds of the forward pass by part of the model, without its inner parts; GPU time on a GPU.
+        peaks: highest memory of each device, by phase.
+        module_mib: activations by part of the model at the peak of the first device.
     """
 
     devices: tuple[str, ...]
@@ -55,32 +60,11 @@ class StepProfile:
     phase_s: dict[str, float]
     module_s: dict[str, float]
     peaks: tuple[dict[str, PhasePeak], ...]
-    module_mib: dict[str, float] = field(default_factory=dict)
-
-
-class Stopwatch:
-    """Seconds by phase: a mark ends the phase before it; a GPU is waited for."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self._phase, self._since = "", 0.0
-
-    def mark(self, phase: str) -> None:
-        """Another phase begins."""
-        now = self.now()
-        self.seconds[self._phase] += now - self._since
-        self._phase, self._since = phase, now
-
-    def now(self) -> float:
-        """Seconds, after everything that the device was given."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+    module_mib: dict[str, float]
 
 
 def print_profile(config_name: str | None, overrides: Sequence[str], num_steps: int, *, as_json: bool) -> None:
-    """`segapp profile`.
+    """Profile a config and print the tables, or JSON.
 
     Raises:
         ConfigError: the config cannot be profiled in one process.
@@ -92,11 +76,11 @@ def print_profile(config_name: str | None, overrides: Sequence[str], num_steps: 
 
 
 def profile_steps(config: RunConfig, num_steps: int = 3) -> StepProfile:
-    """Runs steps of a config and looks at them.
+    """Run and measure steps of a config.
 
     Args:
         config: the complete config; mode single or dp.
-        num_steps: timed ones, after one to warm up.
+        num_steps: steps to time, after one to warm up.
 
     Raises:
         ConfigError: it needs several processes or stages, or does not suit this machine.
@@ -108,162 +92,153 @@ def profile_steps(config: RunConfig, num_steps: int = 3) -> StepProfile:
         raise ConfigError(f"parallel.mode = {plan.mode}: a profile runs in one process: use parallel.mode=dp or single")
     seed_everything(config.seed)
     devices = [str(device) for device in plan.devices]
-    batches, source = _batches(config, num_steps + 2)
+    batches, source = _batches(config)
     recorder = Recorder()
     split = Simulator(config).split_on(len(devices))
     engine, _ = build_real_engine(config, devices, split, recorder)
-    watch = Stopwatch(plan.devices[0])
-    marks = PhaseMarks(watch.mark)
-    marks.attach(engine.network, engine.precision)
-    modules: defaultdict[str, float] = defaultdict(float)
-    hooks = _time_modules(engine.model, watch, modules)
-    steps = []
     engine.network.train()
-    for number in range(num_steps + 1):
-        watch.mark(WAIT)
-        batch = next(batches)
-        engine.step([batch])
-        watch.mark("")
-        if number == 0:
-            modules.clear()
-        else:
-            steps.append(dict(watch.seconds))
-        watch.seconds.clear()
-    for hook in hooks:
-        hook.remove()
-    marks.mark = recorder.mark
-    peaks, by_module = _followed(engine, next(batches), recorder, devices)
-    return StepProfile(
-        tuple(devices),
-        split,
-        source,
-        {phase: median(step.get(phase, 0.0) for step in steps) for phase in (WAIT, *PHASES[:-1])},
-        {name: seconds / num_steps for name, seconds in modules.items()},
-        peaks,
-        by_module,
-    )
+    phase_s, module_s = _time_steps(engine, batches, num_steps)
+    peaks, module_mib = _record_step(engine, next(batches), recorder, devices)
+    return StepProfile(tuple(devices), split, source, phase_s, module_s, peaks, module_mib)
 
 
-def _batches(config: RunConfig, count: int) -> tuple[_Batches, str]:
-    simulator = Simulator(config)
+def _batches(config: RunConfig) -> tuple[Iterator[Batch], str]:
+    """Return an endless iterator over batches, and where the images come from."""
     try:
         scheme = build_scheme(config.data)
         train_set = build_dataset(config.data, scheme, split_names(config.data)[0], is_training=True, seed=config.seed)
     except (DataError, OSError):
-        return _Batches([simulator.batch(config.train.batch_size)] * count, None), "black images: the data is not here"
+        return itertools.repeat(Simulator(config).batch(config.train.batch_size)), "black images: no data set found"
     loader = TrainLoader(train_set, config.train.batch_size, seed=config.seed, options=LoadOptions(config.data.workers))
-    return _Batches([], loader), f"{len(train_set)} training images"
+    epochs = (loader.epoch(number) for number in itertools.count(1))
+    return itertools.chain.from_iterable(epochs), f"{len(train_set)} training images"
 
 
-class _Batches:
-    """Batches for as long as they are asked for."""
+class _Spans:
+    """Annotations for torch.profiler: phases that follow one another, and nested parts of the model."""
 
-    def __init__(self, batches: list[Batch], loader: TrainLoader | None) -> None:
-        self._loader, self._epoch = loader, 1
-        self._left = iter(batches) if loader is None else loader.epoch(1)
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._phase = contextlib.ExitStack()
+        self._parts = threading.local()  # replicas run in threads
+        self._is_ended = False
 
-    def __next__(self) -> Batch:
-        batch = next(self._left, None)
-        if batch is None:
-            assert self._loader is not None
-            self._epoch += 1
-            self._left = self._loader.epoch(self._epoch)
-            batch = next(self._left)
-        return batch
+    def mark(self, phase: str) -> None:
+        """Begin a phase, once the GPU has finished the one before; ignored after `end`."""
+        if not self._is_ended:
+            self._close()
+            self._phase.enter_context(record_function(f"phase:{phase}"))
 
+    def end(self) -> None:
+        """End the last phase."""
+        self._close()
+        self._is_ended = True
 
-def _time_modules(
-    model: nn.Module, watch: Stopwatch, seconds: defaultdict[str, float]
-) -> list[torch.utils.hooks.RemovableHandle]:
-    """Hooks that add each part's own time; replicas take turns, so the stack is one."""
-    stack: list[tuple[str, float]] = []
-    since = [0.0]
+    def _close(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._phase.close()
 
-    def switch(name: str | None) -> None:
-        now = watch.now()
-        if stack:
-            seconds[stack[-1][0]] += now - since[0]
-        if name is None:
-            stack.pop()
-        else:
-            stack.append((name, now))
-        since[0] = now
+    def annotate(self, model: nn.Module) -> list[RemovableHandle]:
+        """Register hooks that annotate the forward pass of each part of a model."""
+        hooks = []
+        for name, part in model.named_modules():
+            if name and name.count(".") < MODULE_DEPTH:
+                hooks.append(part.register_forward_pre_hook(lambda *_, name=name: self._enter(name)))
+                hooks.append(part.register_forward_hook(lambda *_: self._parts.stack.pop().close()))
+        return hooks
 
-    hooks = []
-    for name, part in model.named_modules():
-        if name and name.count(".") < 2:
-            hooks.append(part.register_forward_pre_hook(lambda *_, name=name: switch(name)))
-            hooks.append(part.register_forward_hook(lambda *_: switch(None)))
-    return hooks
+    def _enter(self, name: str) -> None:
+        span = contextlib.ExitStack()
+        span.enter_context(record_function(f"module:{name}"))
+        self._parts.stack = [*getattr(self._parts, "stack", ()), span]
 
 
-def _followed(
+def _time_steps(
+    engine: StepEngine, batches: Iterator[Batch], num_steps: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return mean seconds by phase, and of the forward pass by part of the model."""
+    engine.step([next(batches)])
+    spans = _Spans(engine.device)
+    PhaseMarks(spans.mark).attach(engine.network, engine.precision)
+    hooks = spans.annotate(engine.model)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it logs to stderr that a machine has no GPU
+    with profile() as profiler:
+        for _ in range(num_steps):
+            spans.mark(WAIT)
+            engine.step([next(batches)])
+        spans.end()
+    for hook in hooks:
+        hook.remove()
+    rows = [row for row in profiler.key_averages() if row.device_type.name == "CPU"]
+    phase_s = {row.key: row.cpu_time_total / 1e6 / num_steps for row in rows}
+    attribute = "device_time_total" if engine.device.type == "cuda" else "cpu_time_total"
+    inclusive = {
+        row.key.removeprefix("module:"): getattr(row, attribute) / 1e6 / num_steps
+        for row in rows
+        if row.key.startswith("module:")
+    }
+    own = {
+        name: max(0.0, seconds - sum(s for inner, s in inclusive.items() if inner.rpartition(".")[0] == name))
+        for name, seconds in inclusive.items()
+    }
+    return {phase: phase_s.get(f"phase:{phase}", 0.0) for phase in (WAIT, *PHASES[:-1])}, own
+
+
+def _record_step(
     engine: StepEngine, batch: Batch, recorder: Recorder, devices: Sequence[str]
 ) -> tuple[tuple[dict[str, PhasePeak], ...], dict[str, float]]:
-    """One more step, tensor by tensor."""
-    watch_modules(engine.model, recorder, depth=2)
-    recorder.tag(
-        (t for s in engine.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)), "optimizer"
-    )
+    """Run a step with every tensor recorded; return the peaks by phase, and the activations by part of the model."""
+    PhaseMarks(recorder.mark).attach(engine.network, engine.precision)
+    watch_modules(engine.model, recorder, depth=MODULE_DEPTH)
+    states = (value for state in engine.optimizer.state.values() for value in state.values())
+    recorder.tag((value for value in states if isinstance(value, torch.Tensor)), "optimizer")
     for parameter in engine.model.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda p: recorder.tag([p.grad], "gradients"))  # type: ignore[no-untyped-call]
+            hook: Any = parameter.register_post_accumulate_grad_hook
+            hook(lambda p: recorder.tag([p.grad], "gradients"))
     first_mark = recorder.num_marks
     with recorder:
         engine.step([batch])
         recorder.mark("idle")
     moments = recorder.peaks(first_mark)
-    found = tuple(phase_peaks(moments.get(device, {})) for device in devices)
     highest = max(moments.get(devices[0], {}).values(), key=lambda moment: moment.num_bytes, default=None)
     by_module = {} if highest is None else {name: size / 2**20 for name, size in highest.by_module.items()}
-    return found, by_module
+    return tuple(phase_peaks(moments.get(device, {})) for device in devices), by_module
 
 
 def profile_lines(found: StepProfile) -> list[str]:
-    """A table by phase with a picture, and a table by part of the model."""
+    """Return the tables by phase and by part of the model as lines of text."""
     total_s = sum(found.phase_s.values()) or 1e-9
-    lines = [f"split {'+'.join(map(str, found.split))} on {', '.join(found.devices)}; {found.source}", ""]
-    peaks = found.peaks[0] if found.peaks else {}
-    highest = max((peak.mib for peak in peaks.values()), default=0.0) or 1e-9
+    peaks = found.peaks[0]
+    highest_mib = max((peak.mib for peak in peaks.values()), default=0.0)
     rows: list[Sequence[str]] = [("phase", "ms", "share", "peak MiB", "time and memory")]
     for phase, seconds in found.phase_s.items():
         mib = peaks[phase].mib if phase in peaks else 0.0
-        rows.append(
-            (
-                phase,
-                f"{1000 * seconds:.1f}",
-                f"{100 * seconds / total_s:.0f} %",
-                f"{mib:.0f}" if mib else "-",
-                "#" * round(BAR_CELLS * seconds / total_s) + " " + "=" * round(BAR_CELLS * mib / highest),
-            )
-        )
-    lines += [
+        bars = f"{_bar('#', seconds, total_s)} {_bar('=', mib, highest_mib)}"
+        share = f"{100 * seconds / total_s:.0f} %"
+        rows.append((phase, f"{1000 * seconds:.1f}", share, f"{mib:.0f}" if mib else "-", bars))
+    lines = [
+        f"split {'+'.join(map(str, found.split))} on {', '.join(found.devices)}; {found.source}",
+        "",
         *aligned(rows),
         f"{total_s:.3f} s a step, {sum(found.split) / total_s:.1f} images/s (# time, = memory)",
         "",
     ]
     for device, phases in zip(dict.fromkeys(found.devices), found.peaks, strict=False):
         if phases:
-            phase = max(phases, key=lambda name: phases[name].mib)
-            parts = sorted(phases[phase].by_kind.items(), key=lambda item: -item[1])[:6]
-            lines.append(f"{device} at its fullest ({phase}): " + ", ".join(f"{k} {m:.0f}" for k, m in parts) + " MiB")
-            lines += [f"  {mib:8.1f} MiB  {what}  {module}".rstrip() for mib, what, module in phases[phase].largest]
-    return [*lines, "", *_module_table(found)]
+            phase, peak = max(phases.items(), key=lambda item: item[1].mib)
+            kinds = sorted(peak.by_kind.items(), key=lambda item: -item[1])[:6]
+            lines.append(f"{device} at its peak ({phase}): " + ", ".join(f"{k} {m:.0f}" for k, m in kinds) + " MiB")
+            lines += [f"  {mib:8.1f} MiB  {what}  {module}".rstrip() for mib, what, module in peak.largest]
+    names = {*found.module_s, *found.module_mib}
+    highest_mib = max(found.module_mib.values(), default=0.0)
+    parts = [(name, found.module_s.get(name, 0.0), found.module_mib.get(name, 0.0)) for name in names]
+    rows = [("part of the model", "forward ms", "kept MiB at the peak", "")]
+    for name, seconds, mib in sorted(parts, key=lambda part: -part[1] - part[2])[:MAX_MODULES]:
+        rows.append((name, f"{1000 * seconds:.1f}", f"{mib:.1f}", _bar("=", mib, highest_mib)))
+    return [*lines, "", *aligned(rows)]
 
 
-def _module_table(found: StepProfile) -> list[str]:
-    names = sorted(
-        {*found.module_s, *found.module_mib}, key=lambda n: -(found.module_mib.get(n, 0.0) + found.module_s.get(n, 0.0))
-    )[:MAX_MODULES]
-    highest = max(found.module_mib.values(), default=0.0) or 1e-9
-    rows: list[Sequence[str]] = [("part of the model", "forward ms", "kept MiB at the peak", "")]
-    rows += [
-        (
-            name,
-            f"{1000 * found.module_s.get(name, 0.0):.1f}",
-            f"{found.module_mib.get(name, 0.0):.1f}",
-            "=" * round(BAR_CELLS * found.module_mib.get(name, 0.0) / highest),
-        )
-        for name in names
-    ]
-    return aligned(rows)
+def _bar(character: str, value: float, full: float) -> str:
+    return character * round(BAR_CELLS * value / full) if full else ""
