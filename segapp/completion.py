@@ -1,7 +1,8 @@
-"""Shell completion: what may follow on a command line, and the scripts that ask for it in bash, zsh and fish.
+"""Shell completion for bash, zsh and fish: the scripts, and the candidates that they ask for.
 
-The scripts hand over the words and take back one candidate a line, `value<TAB>help`; nothing of it is evaluated by the
-shell, so the name of a run can be anything.
+A script passes the words of the line and reads one candidate per line, `value<TAB>help`. Typer's own scripts are not
+used: zsh evaluates the candidates and bash expands patterns in them, though a run may have any name; and in bash they
+lose the value of KEY=VALUE, which the shell splits at `=`, and put a blank after `KEY=`.
 """
 
 from __future__ import annotations
@@ -12,9 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from segapp.errors import ConfigError
-
-ASK = "__complete"
-"""First word of the command line by which a script asks."""
 
 SCRIPTS = {
     "bash": r"""# segapp completion for bash: source <(segapp completion bash)
@@ -60,17 +58,17 @@ complete -c segapp -n __segapp_ask -f -a '$__segapp_found'
 
 
 class Candidate(NamedTuple):
-    """What may stand at the cursor."""
+    """A possible word at the cursor."""
 
     value: str
     help: str = ""
 
 
 def completion_script(shell: str) -> str:
-    """The script that a shell sources.
+    """Return the script that a shell sources.
 
     Raises:
-        ConfigError: there is none for this shell.
+        ConfigError: the shell is not supported.
     """
     if shell not in SCRIPTS:
         raise ConfigError(f"no completion for {shell!r}: use one of {', '.join(SCRIPTS)}")
@@ -78,12 +76,12 @@ def completion_script(shell: str) -> str:
 
 
 def answer(app: Any, asked: Sequence[str]) -> list[str]:
-    """The lines for a script.
+    """Return the candidates as lines for a script.
 
     Args:
         app: the command line's root command.
-        asked: `words` and the words up to the cursor, or `line`, the line up to the cursor and the characters at which
-            the shell breaks words (bash).
+        asked: `words` and the words up to the cursor; or `line`, the line up to the cursor, and the characters at which
+            bash splits words.
     """
     kind, *rest = asked
     if kind == "words":
@@ -92,13 +90,13 @@ def answer(app: Any, asked: Sequence[str]) -> list[str]:
         words, breaks = split_line(rest[0]), rest[1]
     *before, incomplete = words[1:] or [""]
     found = [c for c in candidates(app, before, incomplete) if c.value.startswith(incomplete)]
-    # bash takes what stands behind the last break for the word.
+    # bash replaces only the part of the word behind its last split.
     cut = max((incomplete.rfind(mark) + 1 for mark in "=:" if mark in breaks), default=0)
     return [f"{c.value[cut:]}\t{' '.join(c.help.split())}".rstrip("\t") for c in found if c.value.isprintable()]
 
 
 def split_line(line: str) -> list[str]:
-    """The words of a line that may end within quotes; the last is the one at the cursor.
+    """Return the words of a line that may end within quotes; the last one is at the cursor.
 
     >>> split_line("segapp eval demo"), split_line("segapp eval "), split_line('segapp eval "my ru')
     (['segapp', 'eval', 'demo'], ['segapp', 'eval', ''], ['segapp', 'eval', 'my ru'])
@@ -113,10 +111,10 @@ def split_line(line: str) -> list[str]:
 
 
 def candidates(app: Any, before: Sequence[str], incomplete: str) -> Iterator[Candidate]:
-    """What may stand at the cursor, whether it begins like the word there or not.
+    """Yield the candidates at the cursor, including those that do not start with the word there.
 
     Args:
-        app: the root command, as typer makes it.
+        app: the root command, from `typer.main.get_command`.
         before: the words between the program and the cursor.
         incomplete: the word at the cursor.
     """
@@ -141,7 +139,7 @@ def candidates(app: Any, before: Sequence[str], incomplete: str) -> Iterator[Can
 
 
 def _descend(app: Any, words: Sequence[str]) -> tuple[Any, list[str]]:
-    """The command that the words lead to, and the words behind its name."""
+    """Return the command that the words name, and the words behind its name."""
     command, rest = app, list(words)
     while hasattr(command, "commands"):
         at = next((i for i, word in enumerate(rest) if word in command.commands), None)
@@ -158,7 +156,7 @@ def _takes_value(option: Any) -> bool:
 def _of_argument(
     command: Any, words: Sequence[str], options: Mapping[str, Any], incomplete: str
 ) -> Iterator[Candidate]:
-    """Values of the positional argument at the cursor."""
+    """Yield the values of the positional argument at the cursor."""
     is_value = False
     num_before = 0
     for word in words:
@@ -173,7 +171,7 @@ def _of_argument(
 
 
 def _values(name: str) -> Iterator[Candidate]:
-    """Values of an option or argument; none where files are meant, which the shell knows better."""
+    """Yield the values of an option or argument; none for files, which the shell completes itself."""
     if name == "config":
         yield from (Candidate(config, "config") for config in _config_names())
     elif name in ("run", "runs", "target", "resume"):
@@ -208,7 +206,7 @@ def _run_names() -> list[str]:
 
 
 def _keys(incomplete: str) -> Iterator[Candidate]:
-    """`KEY=` of the config, and behind the sign the values of a key that has but a few."""
+    """Yield `KEY=` for each key of the config, and after `=` the values of a key with a closed set."""
     from segapp.config import config_schema
 
     schema = config_schema()

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 
 class SegappError(Exception):
-    """A failure that a user can act on; shown as one line, without a traceback.
+    """A failure that a user can act on; printed as one line, without a traceback.
 
     The message is the only argument, so that every error survives pickling between processes.
     """
@@ -47,7 +47,7 @@ class CheckpointError(SegappError):
 
 
 class CommandError(SegappError):
-    """A command to a run that was refused."""
+    """A command to a run that is refused."""
 
     exit_code = 2
 

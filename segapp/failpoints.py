@@ -1,4 +1,4 @@
-"""Named places where a test can break the program, from outside, with an environment variable.
+"""Named places at which a test injects a fault through an environment variable.
 
 `SEGAPP_FAILPOINTS="ckpt.before_rename=kill;train.step=17:oom"` arms two points. Each is `name=[HIT:]ACTION[*TIMES]`:
 
@@ -6,9 +6,9 @@
 - `TIMES` is how many visits in a row it acts on (default: every one from `HIT` on; 1 when `HIT` is given);
 - `ACTION` is `kill` (SIGKILL to this process), `segv`, `term`, `stop` (the signals), `exit:CODE` (leave at once),
   `raise:WHAT` (an errno name such as `ENOSPC`, or a built-in exception such as `RuntimeError`), `sleep:SECONDS`,
-  `hang`, or any other word, which `failpoint` returns to the place that asked, for it to act on (`nan`, `oom`).
+  `hang`, or any other word, which `failpoint` returns to its caller (`nan`, `oom`).
 
-Unarmed, a point costs one dictionary lookup. The method is etcd's gofail.
+An unarmed point costs one dictionary lookup. The method is that of etcd's gofail.
 """
 
 import builtins
@@ -40,10 +40,10 @@ class _Point:
 
 
 def parse_failpoints(text: str) -> dict[str, _Point]:
-    """The armed points of a `SEGAPP_FAILPOINTS` value.
+    """Return the armed points of a `SEGAPP_FAILPOINTS` value.
 
     Raises:
-        ValueError: an entry that does not read as `name=[HIT:]ACTION[:ARGUMENT][*TIMES]`.
+        ValueError: an entry does not have the form `name=[HIT:]ACTION[:ARGUMENT][*TIMES]`.
     """
     points = {}
     for entry in filter(None, (part.strip() for part in text.split(";"))):
@@ -66,23 +66,23 @@ _lock = threading.Lock()
 
 
 def arm(text: str) -> None:
-    """Replaces every armed point by those of `text`, as `SEGAPP_FAILPOINTS` would; `""` disarms all."""
+    """Replace all armed points by those of `text`, in the form of `SEGAPP_FAILPOINTS`; `""` disarms all."""
     armed = parse_failpoints(text)
     _points.clear()
     _points.update(armed)
 
 
 def failpoint(name: str) -> str | None:
-    """Acts if the point `name` is armed and due.
+    """Act if the point `name` is armed and due.
 
     Args:
         name: `floor.place`, for example `ckpt.before_rename`.
 
     Returns:
-        None when nothing is to happen, or the action word that the caller should act on itself.
+        None, or the word of an action that the caller performs.
 
     Raises:
-        OSError: for `raise:ENOSPC` and its like.
+        OSError: for `raise:` with an errno name such as `ENOSPC`.
         Exception: any built-in exception named by `raise:`.
     """
     point = _points.get(name)
@@ -103,7 +103,7 @@ def _act(name: str, point: _Point) -> str | None:
     elif point.action in _SIGNALS:
         os.kill(os.getpid(), _SIGNALS[point.action])
     elif point.action == "stop":
-        signal.raise_signal(signal.SIGSTOP)  # to this thread: one to the process would let it run on for a while
+        signal.raise_signal(signal.SIGSTOP)  # to this thread: it would run on for a while after a signal to the process
     elif point.action == "exit":
         os._exit(int(point.argument or 1))
     elif point.action == "sleep":

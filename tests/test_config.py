@@ -72,7 +72,7 @@ def test_all_problems_are_reported_with_place_and_nearest_key(tmp_path: Path) ->
     [
         ("", "name is missing"),
         ("- a\n", "must be a mapping"),
-        ("name: x\nname: y\n", "c.yaml:2: not valid YAML: key name stands twice"),
+        ("name: x\nname: y\n", "c.yaml:2: not valid YAML: key name is defined twice"),
         ("name: [\n", "not valid YAML"),
         ("name: &a x\ndata: *a\n", "aliases"),
         ("name: !!python/object/apply:os.system [ls]\n", "not valid YAML"),

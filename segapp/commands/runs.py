@@ -1,4 +1,4 @@
-"""`segapp ls`, `status` and `ckpt`: what the run folders say, as aligned lines or JSON. No torch here."""
+"""`segapp ls`, `status` and `ckpt`: the state of runs and checkpoints as aligned lines or JSON. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHECKPOINT_DAMAGED = 4
 
 
 def print_runs(root: Path, *, as_json: bool) -> None:
-    """One line a run, the latest first."""
+    """Print one line per run, the latest first."""
     summaries = list_runs(root)
     if as_json:
         print(json.dumps([asdict(summary) for summary in summaries], indent=2))
@@ -45,7 +45,7 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
 
 
 def print_status(run: str, *, as_json: bool) -> None:
-    """How one run stands."""
+    """Print the state and progress of a run."""
     facts = asdict(summarize(find_run(run).path))
     if as_json:
         print(json.dumps(facts, indent=2))
@@ -61,7 +61,7 @@ def print_status(run: str, *, as_json: bool) -> None:
 
 
 def _device(facts: Mapping[str, Any]) -> str:
-    """One line: `cuda:0  14.1 of 22.0 GiB used, peak 15.2, in forward, 96 % busy, 71 degrees`."""
+    """Return one line: `cuda:0  14.1 of 22.0 GiB used, peak 15.2, in forward, 96 % busy, 71 degrees`."""
     used, total = (None if facts[key] is None else facts[key] / 1024 for key in ("used_mib", "total_mib"))
     words = ["n/a used" if used is None else f"{used:.1f}{'' if total is None else f' of {total:.1f}'} GiB used"]
     if facts["peak_mib"] is not None:
@@ -74,12 +74,12 @@ def _device(facts: Mapping[str, Any]) -> str:
 
 
 def print_checkpoints(run: str, *, as_json: bool, hashes: bool) -> int:
-    """What can be resumed, newest first.
+    """Print the committed checkpoints, newest first.
 
     Args:
         run: a run's name or folder.
         as_json: print JSON.
-        hashes: read every byte.
+        hashes: read every byte and compare its hash.
 
     Returns:
         The exit code: 4 if a committed checkpoint is damaged.
@@ -107,7 +107,7 @@ def _checkpoint_facts(row: CheckpointStatus) -> dict[str, Any]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines with columns of equal width."""
+    """Return rows of cells as lines with aligned columns."""
     cells = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

@@ -1,7 +1,7 @@
-"""Training as a process of its own: started here, living on without whoever started it. No torch here.
+"""Start the trainer as a separate process that outlives the one that started it. No torch.
 
-The trainer gets a session of its own, no standard input, and the run folder's `trainer.log` for what it prints. So
-neither a closed terminal nor a killed tmux nor a Ctrl-C in the viewer reaches it.
+The trainer is a session leader without standard input; its output goes to `trainer.log` in the run folder. So a closed
+terminal, a killed tmux and Ctrl-C in the viewer do not reach it.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from segapp.train.control.signals import EXIT_STOPPED_AND_SAVED
 from segapp.train.request import TrainRequest
 
 ATTACH_AFTER_S = 15.0
-"""The UI opens after this long at the latest: it shows a trainer that still begins as just that."""
+"""Longest wait before the UI opens; it also shows a trainer that is still starting."""
 
 DETACH_AFTER_S = 120.0
-"""`--detach` waits at most this long to see the training begin."""
+"""Longest wait of `--detach` for the start of the training."""
 
 _POLL_S = 0.05
-_LEAVE_S = 30.0
+_EXIT_S = 30.0
+"""Longest wait for a trainer that has written `run_end` to exit."""
 
 
 def is_interactive(
     stdin: TextIO | None = None, stderr: TextIO | None = None, environ: Mapping[str, str] | None = None
 ) -> bool:
-    """Whether a screen can be shown here: a terminal at both ends that can do more than print, and no torchrun."""
+    """Return True if stdin and stderr are a terminal that can show a screen, and this is not a rank of torchrun."""
     environ = os.environ if environ is None else environ
     streams = (sys.stdin if stdin is None else stdin, sys.stderr if stderr is None else stderr)
     if environ.get("TERM", "") in ("", "dumb", "unknown") or ("RANK" in environ and "WORLD_SIZE" in environ):
@@ -48,54 +49,56 @@ def is_interactive(
 
 
 class TrainerProcess:
-    """A trainer in a session of its own.
+    """A trainer that runs as a session leader.
 
     Args:
-        folder: of the run.
-        process: the trainer, or what launches its ranks.
-        log_start: where its lines begin in `trainer.log`, bytes.
-        seen: reads the events that it writes.
+        folder: the run folder.
+        process: the trainer, or the launcher of its ranks.
+        log_start: offset of its first line in `trainer.log`, in bytes.
+        events: a reader of the events that it writes.
     """
 
-    def __init__(self, folder: RunFolder, process: subprocess.Popen[bytes], log_start: int, seen: EventReader) -> None:
+    def __init__(
+        self, folder: RunFolder, process: subprocess.Popen[bytes], log_start: int, events: EventReader
+    ) -> None:
         self.folder, self.process = folder, process
-        self._log_start, self._seen = log_start, seen
+        self._log_start, self._events = log_start, events
 
     @property
     def exit_code(self) -> int | None:
-        """As a shell would say it; None while it runs."""
+        """Exit code as a shell reports it; None while the process runs."""
         status = self.process.poll()
         return None if status is None else 128 - status if status < 0 else status
 
-    def wait_until_begun(self, timeout_s: float) -> bool:
-        """Waits for the first step's announcement (`run_start`), or the trainer's end.
+    def wait_until_started(self, timeout_s: float) -> bool:
+        """Wait for the event `run_start`, or the end of the trainer.
 
-        Ctrl-C goes on to the trainer, which has nothing to save yet.
+        Ctrl-C is passed on to the trainer, which has nothing to save yet.
 
         Returns:
-            Whether it began.
+            True if the training has started.
         """
         deadline_s = time.monotonic() + timeout_s
         try:
             while self.process.poll() is None and time.monotonic() < deadline_s:
-                if any(raw["type"] == "run_start" for raw in self._seen.read_raw()):
+                if any(raw["type"] == "run_start" for raw in self._events.read_raw()):
                     return True
                 time.sleep(_POLL_S)
         except KeyboardInterrupt:
             self.process.send_signal(signal.SIGINT)
             self.process.wait()
-        return any(raw["type"] == "run_start" for raw in self._seen.read_raw())
+        return any(raw["type"] == "run_start" for raw in self._events.read_raw())
 
     def after_screen(self) -> int:
-        """What this program exits with when the screen is left: the trainer's code if it has ended, else 0."""
+        """Return the exit code after the user has left the screen: the trainer's if it has ended, else 0."""
         if self.exit_code is None and run_state(self.folder.path) not in ("finished", "stopped", "failed"):
             return 0
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_LEAVE_S)  # it has said that it is done, and puts its things away
-        return 0 if self.exit_code is None else self.tell_end()
+            self.process.wait(_EXIT_S)
+        return 0 if self.exit_code is None else self.print_end()
 
-    def tell_end(self) -> int:
-        """Repeats what the trainer said at its end, its error on stderr; gives its exit code."""
+    def print_end(self) -> int:
+        """Print the trainer's error on stderr, or its last line, and return its exit code."""
         code = self.exit_code or 0
         lines = self._lines()
         first = next((i for i, line in enumerate(lines) if line.startswith("error: ")), None)
@@ -117,30 +120,30 @@ class TrainerProcess:
 
 
 def spawn_trainer(
-    plan: TrainRequest, *, config: str | None, resume: str | None, overrides: Sequence[str]
+    request: TrainRequest, *, config: str | None, resume: str | None, overrides: Sequence[str]
 ) -> TrainerProcess:
-    """Starts the training of a plan in a process of its own.
+    """Start the requested training as a separate process.
 
     Args:
-        plan: what the command line means; checked already.
+        request: the command line, validated.
         config: `--config`, as given.
         resume: `--resume`, as given.
         overrides: KEY=VALUE words.
 
     Raises:
-        ConfigError: the folder holds a run already.
-        RunBusyError: another trainer has the folder.
-        StorageError: the folder cannot be made.
+        ConfigError: the folder already contains a run.
+        RunBusyError: another trainer holds the folder.
+        StorageError: the folder cannot be created.
     """
-    folder = plan.folder or RunFolder.create(plan.config.name, path=plan.run)
-    folder.acquire()  # says who holds it, if somebody does; the trainer takes it itself
+    folder = request.folder or RunFolder.create(request.config.name, path=request.run)
+    folder.acquire()  # raises if another process holds it; the trainer locks it itself
     folder.release()
-    run = plan.run if plan.folder is not None else folder.path
+    run = request.run if request.folder is not None else folder.path
     arguments = ["--plain", *(["--config", config] if config is not None else [])]
     arguments += ["--run", str(run)] if run is not None else []
     arguments += ["--resume", resume] if resume is not None else []
     arguments += ["--debug"] if "--debug" in sys.argv else []
-    seen = EventReader(folder.events, from_end=True)
+    events = EventReader(folder.events, from_end=True)
     with folder.log.open("ab") as log:
         log_start = log.tell()
         process = subprocess.Popen(
@@ -151,31 +154,31 @@ def spawn_trainer(
             start_new_session=True,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
-    return TrainerProcess(folder, process, log_start, seen)
+    return TrainerProcess(folder, process, log_start, events)
 
 
 def run_name(folder: RunFolder) -> str:
-    """What to call a run on the command line, from here."""
+    """Return the shortest argument that names a run on the command line in the current folder."""
     return folder.name if Path("runs", folder.name).exists() else str(folder.path)
 
 
 def wait_for_start(trainer: TrainerProcess, *, is_detached: bool) -> int | None:
-    """Waits until a trainer has begun, or for long enough.
+    """Wait until a trainer has started, for a limited time.
 
     Args:
-        trainer: as `spawn_trainer` gave it.
-        is_detached: leave it then, and say how to come back.
+        trainer: from `spawn_trainer`.
+        is_detached: leave it running and print how to attach.
 
     Returns:
-        The exit code; None where the training goes on and is to be shown.
+        The exit code; None if the training runs and its screen is to be opened.
     """
-    has_begun = trainer.wait_until_begun(DETACH_AFTER_S if is_detached else ATTACH_AFTER_S)
-    if trainer.exit_code is not None and not (has_begun and not is_detached):
-        return trainer.tell_end()
+    has_started = trainer.wait_until_started(DETACH_AFTER_S if is_detached else ATTACH_AFTER_S)
+    if trainer.exit_code is not None and not (has_started and not is_detached):
+        return trainer.print_end()
     if not is_detached:
         return None
     name = printable(run_name(trainer.folder))
-    state = "training" if has_begun else "it still prepares"
+    state = "training" if has_started else "starting"
     print(f"run folder: {printable(str(trainer.folder.path))}")
-    print(f"{state}, process {trainer.process.pid}; watch it: segapp attach {name}; stop it: segapp ctl {name} stop")
+    print(f"{state}, process {trainer.process.pid}; show it: segapp attach {name}; stop it: segapp ctl {name} stop")
     return 0

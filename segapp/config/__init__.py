@@ -1,4 +1,4 @@
-"""The config: YAML -> frozen sections, every problem reported at once. No torch here."""
+"""The config: YAML files as frozen, validated sections; all problems are reported together. No torch."""
 
 from segapp.config.load import (
     config_hash,

@@ -1,4 +1,4 @@
-"""From a file and `KEY=VALUE` words to a checked `RunConfig`, and back to text."""
+"""Load a config file and `KEY=VALUE` overrides as a validated `RunConfig`, and write it back as text."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from segapp.config.problems import Source, combination_problems, describe_problem
+from segapp.config.problems import KeyLocations, combination_problems, describe_problem
 from segapp.config.sections import RunConfig
 from segapp.config.yaml_reader import parse_yaml
 from segapp.errors import ConfigError
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_PROBLEMS = 50
-"""More are counted, not told: a file with so many is no config."""
+"""Problems beyond these are counted, not listed."""
 
 
 def config_places(name: str) -> list[Path]:
-    """Where a config called `name` is looked for, in order: as given, under configs/, packaged."""
+    """Return the paths at which a config is looked for, in order: as given, under configs/, in the package."""
     given = Path(name)
     here = Path(__file__).resolve().parent.parent
     folders = [Path(), Path("configs"), here / "configs", here.parent / "configs"]
@@ -34,10 +34,10 @@ def config_places(name: str) -> list[Path]:
 
 
 def find_config(name: str) -> Path:
-    """The file of a config: as given, then under configs/, then among the packaged ones.
+    """Return the file of a config: as given, else under configs/, else in the package.
 
     Raises:
-        ConfigError: there is none; names the places and the configs there are.
+        ConfigError: there is none; the message names known configs.
     """
     places = config_places(name)
     for place in places:
@@ -50,7 +50,7 @@ def find_config(name: str) -> Path:
 
 
 def parse_overrides(overrides: Iterable[str]) -> dict[tuple[str, ...], Any]:
-    """Parses `dotted.key=value` words; values are YAML.
+    """Parse `dotted.key=value` words; values are YAML.
 
     Raises:
         ConfigError: a word that is not KEY=VALUE or whose value is not YAML.
@@ -76,14 +76,14 @@ def _merge(raw: dict[str, Any], overrides: Mapping[tuple[str, ...], Any]) -> Non
 
 
 def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Reads a config file and overrides into a complete, checked config.
+    """Load a config file with overrides as a complete, validated config.
 
     Args:
         name: a path, or the name of a config under configs/ or in the package.
-        overrides: `dotted.key=value` words that win over the file.
+        overrides: `dotted.key=value` words, which take precedence over the file.
 
     Raises:
-        ConfigError: with every problem found, each naming its place, key, value, and what is accepted.
+        ConfigError: lists every problem with place, key, value, and what is accepted.
     """
     path = find_config(str(name))
     try:
@@ -101,19 +101,19 @@ def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         )
     extra = parse_overrides(overrides)
     _merge(raw, extra)
-    return validate_config(raw, Source(path, lines, frozenset(extra)))
+    return validate_config(raw, KeyLocations(path, lines, frozenset(extra)))
 
 
-def validate_config(raw: Mapping[str, Any], source: Source | None = None) -> RunConfig:
-    """Checks a nested mapping as a config; raises one ConfigError that holds every problem."""
-    source = source or Source(None, {}, frozenset())
+def validate_config(raw: Mapping[str, Any], locations: KeyLocations | None = None) -> RunConfig:
+    """Return a nested mapping as a config; raise one ConfigError that lists every problem."""
+    locations = locations or KeyLocations(None, {}, frozenset())
     try:
         config = RunConfig.model_validate(raw)
     except ValidationError as error:
         items = error.errors()
-        problems = list(dict.fromkeys(describe_problem(item, source) for item in items[:MAX_PROBLEMS]))
+        problems = list(dict.fromkeys(describe_problem(item, locations) for item in items[:MAX_PROBLEMS]))
         raise _all_problems(problems, len(items) - MAX_PROBLEMS) from None
-    problems = [f"{source.place(loc)}: {'.'.join(loc)}: {text}" for loc, text in combination_problems(config)]
+    problems = [f"{locations.place(loc)}: {'.'.join(loc)}: {text}" for loc, text in combination_problems(config)]
     if problems:
         raise _all_problems(problems)
     return config
@@ -128,22 +128,22 @@ def _all_problems(problems: list[str], num_more: int = 0) -> ConfigError:
 
 
 def dump_config(config: RunConfig) -> str:
-    """The complete resolved config as YAML that `load_config` reads back to the same config."""
+    """Return the complete config as YAML, from which `load_config` gives the same config."""
     text: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     return text
 
 
 def config_hash(config: RunConfig) -> str:
-    """A short hash of the complete config."""
+    """Return 16 hexadecimal digits of the SHA-256 of the complete config."""
     return hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16]
 
 
 def config_schema() -> dict[str, Any]:
-    """The JSON schema of a config file, for editors."""
+    """Return the JSON schema of a config file, for editors."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
 
 
-#: Keys that may differ between a run and its continuation: they change neither the data order nor the weights' path.
+#: Keys that may differ when a run is resumed: they change neither the order of the data nor the computed weights.
 RESUME_MAY_CHANGE = (
     "name", "data.root", "data.workers", "data.cache", "data.timeout_s", "data.val_split", "data.allow_outside_root",
     "model.weights", "model.weights_backbone", "train.epochs", "train.max_bad_steps", "train.early_stop",
@@ -153,14 +153,14 @@ RESUME_MAY_CHANGE = (
 
 
 def resume_differences(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """Keys that would change the course of a run if it were resumed with `config`.
+    """Return the keys in which `config` differs from a saved one so that it cannot resume its run.
 
     Args:
-        saved: the config kept in the checkpoint, as nested plain values.
-        config: the config asked for now.
+        saved: the config in the checkpoint, as nested plain values.
+        config: the requested config.
 
     Returns:
-        One line a key: "optim.lr: 0.01 -> 0.02".
+        One line per key: "optim.lr: 0.01 -> 0.02".
     """
     return [
         f"{key}: {old!r} -> {new!r}"

@@ -1,4 +1,4 @@
-"""What is wrong with a config, in a person's words: place, key, value, what is accepted, the nearest known key."""
+"""Error messages for configs: place, key, value, what is accepted, the nearest known key."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from segapp.config.sections import DataConfig, LossTerm, ParallelConfig, RunConf
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where a value was written: the file and its lines by key path, and which keys came from the command line."""
+class KeyLocations:
+    """The file and line of each key path, and the key paths that were given on the command line."""
 
     path: Path | None
     lines: Mapping[tuple[str, ...], int]
     overrides: frozenset[tuple[str, ...]]
 
     def place(self, loc: tuple[str, ...]) -> str:
-        """file:line of a key, or of the nearest key above it; the file alone for a key that is not written."""
+        """Return `file:line` of a key, or of the nearest key above it; the file alone for a key that is not in it."""
         for end in range(len(loc), 0, -1):
             if loc[:end] in self.overrides:
                 return "command line"
@@ -52,7 +52,7 @@ _ACCEPTED = {
 
 
 def _key_path(loc: Sequence[int | str]) -> tuple[str, ...]:
-    """The part of pydantic's location that a person wrote: without the names of union members."""
+    """Return pydantic's location without the names of union members: the key path as it stands in the file."""
     path: list[str] = []
     model: Any = RunConfig
     for part in loc:
@@ -69,15 +69,15 @@ def _key_path(loc: Sequence[int | str]) -> tuple[str, ...]:
     return tuple(path)
 
 
-def describe_problem(item: Any, source: Source) -> str:
-    """One line for one of pydantic's errors: place, key, value, what is accepted."""
+def describe_problem(item: Any, locations: KeyLocations) -> str:
+    """Return one line for one of pydantic's errors: place, key, value, what is accepted."""
     loc = _key_path(item["loc"])
     key = ".".join(loc)
     kind, value = item["type"], item["input"]
     if kind == "extra_forbidden":
-        return f"{source.place(loc)}: unknown key {key}{_nearest(loc)}"
+        return f"{locations.place(loc)}: unknown key {key}{_nearest(loc)}"
     if kind == "missing":
-        return f"{source.place(loc)}: {key} is missing{_describe(loc)}"
+        return f"{locations.place(loc)}: {key} is missing{_describe(loc)}"
     if kind == "literal_error":
         text = f"accepted: {_options(loc) or item['ctx']['expected']}"
     else:
@@ -87,7 +87,7 @@ def describe_problem(item: Any, source: Source) -> str:
             text = f"accepted: {options}"
     text = text[:1].lower() + text[1:]
     shown = repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "..."
-    return f"{source.place(loc)}: {key} = {shown}: {text}"
+    return f"{locations.place(loc)}: {key} = {shown}: {text}"
 
 
 @cache
@@ -113,7 +113,7 @@ def _field_schema(loc: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _options(loc: Sequence[str]) -> str:
-    """What a field with a closed set of words accepts, e.g. "auto | null | a whole number >= 0"."""
+    """Return what a field accepts, e.g. "auto | null | a whole number >= 0"; empty for a field with one type."""
     node = _field_schema(loc)
     if node is None:
         return ""
@@ -144,7 +144,7 @@ def _describe(loc: Sequence[str]) -> str:
 
 
 def known_keys(model: type[BaseModel] = RunConfig, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Every dotted key of the config, sections included."""
+    """Yield every key path of the config, including those of sections."""
     for name in model.model_fields:
         yield (*prefix, name)
         section = section_of(model, name)
@@ -168,7 +168,7 @@ def _nearest(loc: tuple[str, ...]) -> str:
 
 
 def combination_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Values that are fine alone and impossible together: (key path, what is wrong and the next move)."""
+    """Yield the key path and the message of each value that is valid by itself but not together with others."""
     data, train, parallel = config.data, config.train, config.parallel
     yield from _data_problems(data)
     if config.schedule.min_lr > config.optim.lr:
@@ -186,30 +186,33 @@ def combination_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], s
         )
     if parallel.shares is not None:
         if parallel.gpu0_bsz is not None:
-            yield ("parallel", "shares"), "stands beside parallel.gpu0_bsz: keep one of them"
+            yield ("parallel", "shares"), "cannot be combined with parallel.gpu0_bsz: keep one of them"
         if sum(parallel.shares) == 0:
             yield ("parallel", "shares"), "adds up to 0: at least one device must take images"
     if (batch := train.effective_batch_size) is not None:
         if train.batch_size and batch % train.batch_size:
             yield (
                 ("train", "effective_batch_size"),
-                f"{batch} is no multiple of train.batch_size = {train.batch_size}: "
+                f"{batch} is not a multiple of train.batch_size = {train.batch_size}: "
                 f"use {-(-batch // train.batch_size) * train.batch_size}",
             )
         elif train.accumulate not in (1, batch // train.batch_size if train.batch_size else 1):
-            yield ("train", "accumulate"), "stands beside train.effective_batch_size, which says it: keep one of them"
+            yield (
+                ("train", "accumulate"),
+                "is set by train.effective_batch_size: keep one of them",
+            )
     if parallel.memory_budget_mib is not None:
         yield from _budget_problems(parallel)
     if parallel.stages is not None and parallel.mode != "model":
         yield (
             ("parallel", "stages"),
-            f"is for mode: model, not {parallel.mode}: set the mode, or leave it out",
+            f"is for parallel.mode: model, not {parallel.mode}: set the mode, or leave it out",
         )
     if isinstance(parallel.devices, list) and not parallel.devices:
         yield ("parallel", "devices"), "is empty: name at least one device, or auto"
     if (distill := config.distill) is not None:
         if parallel.mode == "model":
-            yield ("distill",), "is not for parallel.mode: model: use single, dp or ddp, or leave it out"
+            yield ("distill",), "does not support parallel.mode: model: use single, dp or ddp, or leave it out"
         if not (distill.pixel_wise or distill.pair_wise or distill.holistic):
             yield ("distill",), "has no term: give pixel_wise, pair_wise or holistic a factor above 0, or leave it out"
     num_classes = len(data.classes) if data.classes is not None else None
@@ -226,7 +229,7 @@ def combination_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], s
 def _budget_problems(parallel: ParallelConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     path, budgets = ("parallel", "memory_budget_mib"), parallel.memory_budget_mib or []
     if parallel.mode == "model":
-        yield path, "is not for mode: model, whose devices have parts of the network: leave it out"
+        yield path, "does not support parallel.mode: model, where devices hold parts of the network: leave it out"
     elif isinstance(parallel.devices, list) and len(budgets) != len(parallel.devices) and parallel.mode != "single":
         yield path, f"names {len(budgets)} budgets for {len(parallel.devices)} devices: give one each"
     elif not budgets:
@@ -244,7 +247,7 @@ def _data_problems(data: DataConfig) -> Iterator[tuple[tuple[str, ...], str]]:
             f"is missing: format {data.format} does not fix the classes; list their names in id order",
         )
     if data.classes is not None and len(data.classes) == 1:
-        yield ("data", "classes"), f"{data.classes} is one class: name the background too, there must be a choice"
+        yield ("data", "classes"), f"{data.classes} is one class: add the background, at least two classes are needed"
     if data.rgb_masks and not data.palette:
         yield ("data", "palette"), "is missing: rgb_masks needs one colour a class"
     if data.palette is not None and data.classes is not None and len(data.palette) != len(data.classes):

@@ -1,4 +1,4 @@
-"""The config reference of the README, made from the sections' own docstrings."""
+"""The config reference of the README, generated from the docstrings of the sections' fields."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from segapp.config.sections import LossTerm, RunConfig, section_of
 
 
 def config_reference() -> str:
-    """Every key with its default and meaning, as Markdown tables."""
+    """Return every key with its default and meaning, as Markdown tables."""
     parts = [_table("", RunConfig), *_sections("", RunConfig)]
     parts.append(f"An entry of `loss.plus` has the keys of `loss` down to `{list(LossTerm.model_fields)[-1]}`.")
     return "\n\n".join(parts)
@@ -30,7 +30,7 @@ def _table(prefix: str, model: type[BaseModel]) -> str:
     rows = ["| key | default | meaning |", "|---|---|---|"]
     for name, field in model.model_fields.items():
         if section_of(model, name) is None or field.default is None:
-            default = "*needed*" if field.is_required() else f"`{_shown(field.default)}`"
+            default = "*required*" if field.is_required() else f"`{_shown(field.default)}`"
             rows.append(f"| `{prefix}{name}` | {default} | {(field.description or '').replace('|', chr(92) + '|')} |")
     return "\n".join(rows)
 

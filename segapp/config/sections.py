@@ -1,7 +1,6 @@
-"""The sections of a config file as frozen models. No torch here.
+"""The sections of a config file as frozen models, and the settings that may change during a run. No torch.
 
-A field's docstring is its manual: the JSON schema and the README's reference are made from it. What may change while a
-run is going on is not in the config but in `LiveSettings`.
+The docstring of a field is its documentation: the JSON schema and the README's reference are generated from it.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 
 
 class Section(BaseModel):
-    """A frozen part of the config; unknown keys are refused."""
+    """A frozen section of the config that refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
 
 
 def section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """The section that a field holds, optional or not; None where it holds a value."""
+    """Return the section class of a field, optional or not; None if the field holds a value."""
     annotation = model.model_fields[name].annotation
     members = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     for kind in members:
@@ -44,10 +43,10 @@ Byte = Annotated[int, BeforeValidator(_no_bool), Field(ge=0, le=255)]
 HeightWidth = tuple[PositiveInt, PositiveInt]
 
 AUTO_BATCH = 0
-"""What `train.batch_size: auto` is until the training settles it."""
+"""The value of `train.batch_size: auto` until the training resolves it."""
 
 MAX_BATCH = 2**16
-"""More than any device holds: a slip of the finger."""
+"""Upper limit of `train.batch_size`; more is taken for a typing error."""
 
 
 def _auto_as_number(value: object) -> object:
@@ -68,18 +67,18 @@ BatchSize = Annotated[
 
 
 class DataConfig(Section):
-    """`data:` where images and masks lie and what happens to them before the model."""
+    """`data:` the data set, its augmentation and its loading."""
 
     format: Literal["cityscapes", "camvid", "voc", "ade20k", "folder", "list"]
-    """Layout on disk."""
+    """Layout of the files on disk."""
     root: str
-    """Folder of the data set, relative to where segapp is started."""
+    """Folder of the data set, relative to the current folder."""
     train_split: str | None = None
-    """Split to train on; null: train."""
+    """Split used for training; null: train."""
     val_split: str | None = None
-    """Split to evaluate on; null: val."""
+    """Split used for evaluation; null: val."""
     crop_px: HeightWidth = (512, 512)
-    """Height and width of a training crop, pixels."""
+    """Height and width of a training crop, in pixels."""
     resize_px: HeightWidth | None = None
     """Resize every image and mask to this height and width first (training and evaluation); null: as on disk."""
     scale: tuple[PositiveFloat, PositiveFloat] = (0.5, 2.0)
@@ -87,45 +86,45 @@ class DataConfig(Section):
     hflip: Fraction = 0.5
     """Probability of a horizontal flip."""
     cat_max_ratio: Annotated[float, BeforeValidator(_no_bool), Field(gt=0, le=1)] = 0.75
-    """Crops filled by one class beyond this share are drawn again, up to ten times."""
+    """A crop in which one class has more than this share of the pixels is drawn again, at most ten times."""
     photometric: bool | NonNegativeFloat = True
-    """Brightness, contrast, saturation and hue jitter: true, false, or a strength (1.0 is true)."""
+    """Jitter of brightness, contrast, saturation and hue: true, false, or a strength (1.0 is the same as true)."""
     mean: tuple[Number, Number, Number] = (0.485, 0.456, 0.406)
-    """Mean of the normalisation, RGB in 0..1 (ImageNet's by default)."""
+    """Mean subtracted in normalisation, RGB in 0..1; default: ImageNet's."""
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = (0.229, 0.224, 0.225)
-    """Standard deviation of the normalisation, RGB in 0..1."""
+    """Standard deviation divided by in normalisation, RGB in 0..1; default: ImageNet's."""
     classes: list[str] | None = None
-    """Class names in the order of their ids; needed by `folder` and `list`."""
+    """Class names in the order of their ids; required by the formats folder and list."""
     palette: list[tuple[Byte, Byte, Byte]] | None = None
-    """One RGB colour a class, for pictures and for RGB masks."""
+    """RGB colour of each class, for pictures and for RGB masks."""
     rgb_masks: bool = False
-    """Masks are RGB pictures whose colours stand in `palette`."""
+    """Masks are RGB images with the colours of data.palette."""
     groups: dict[str, list[str]] | None = None
-    """Name -> classes whose joint IoU evaluation gives too; null: the format's (the categories of Cityscapes)."""
+    """Group name -> classes, for which evaluation reports an IoU of the group too; null: as the format defines them."""
     label_map: dict[int, int] | None = None
-    """Value in the mask file -> class id; values not listed must be class ids or ignore_index."""
+    """Value in the mask file -> class id; other values must be class ids or ignore_index."""
     ignore_index: int | None = None
-    """Class id of pixels that count nowhere; null: the format's (255 as a rule)."""
+    """Class id of pixels excluded from loss and metrics; null: as the format defines it, usually 255."""
     image_dir: str | None = None
-    """Folder of the images below root (`folder`); null: images."""
+    """Folder of the images below root (folder); null: images."""
     mask_dir: str | None = None
-    """Folder of the masks below root (`folder`); null: masks."""
+    """Folder of the masks below root (folder); null: masks."""
     image_suffix: str | None = None
-    """Ending of image names, cut off to find the mask; null: any image extension."""
+    """End of the image file names, replaced by mask_suffix to find the mask; null: any image extension."""
     mask_suffix: str | None = None
-    """Ending of mask names, e.g. "_mask.png"; null: .png."""
+    """End of the mask file names, e.g. "_mask.png"; null: .png."""
     allow_outside_root: bool = False
-    """Take files that lie outside root too: linked from it, or named by a `list` file. root itself may be a link."""
+    """Accept files outside root, reached by links or named in a list file; root itself may be a link in any case."""
     workers: Annotated[Count, Field(le=512)] = 4
-    """Processes that load data; 0 loads in the trainer itself."""
+    """Number of data loading processes; 0: load in the trainer itself."""
     cache: Literal["none", "ram"] = "none"
-    """ram keeps decoded images and masks in memory."""
+    """ram: keep decoded images and masks in memory."""
     timeout_s: NonNegativeFloat = 120.0
-    """Seconds to wait for a data worker before the run stops; 0 waits for ever."""
+    """Seconds to wait for a data worker before the run fails; 0: no limit."""
 
 
 class ModelConfig(Section):
-    """`model:` which network."""
+    """`model:` the network."""
 
     library: Literal["torchvision", "smp"] = "torchvision"
     """torchvision.models.segmentation, or segmentation_models_pytorch."""
@@ -134,54 +133,54 @@ class ModelConfig(Section):
     encoder: str | None = None
     """Encoder of an smp model, e.g. resnet34."""
     weights: str | None = None
-    """Weights of the whole model: torchvision's enum name or a local file."""
+    """Initial weights of the whole model: name of a torchvision weights enum, or a file; null: random."""
     weights_backbone: str | None = None
-    """Weights of the backbone: torchvision's enum name (IMAGENET1K_V1) or a local file."""
+    """Initial weights of the backbone: IMAGENET1K_V1 (torchvision), imagenet (smp), or a file; null: random."""
     aux: bool = True
-    """Build the auxiliary head where the family has one."""
+    """Build the auxiliary head, if the model has one."""
     options: dict[str, Any] = {}
-    """Further keyword arguments of the library's constructor."""
+    """Further keyword arguments for the library's constructor."""
 
 
 class LossTerm(Section):
-    """A criterion and its weight in the sum."""
+    """A criterion with its weight in the sum of the terms."""
 
     name: Literal["ce", "ohem", "dice", "focal", "lovasz"] = "ce"
-    """Which criterion."""
+    """Criterion: cross-entropy, cross-entropy of hard pixels (ohem), Dice, focal, or Lovász-softmax."""
     weight: NonNegativeFloat = 1.0
-    """Factor of this term in the sum."""
+    """Weight of this term in the sum."""
     align_corners: bool = True
-    """Of the bilinear upsampling from logits to target; evaluation uses the first term's."""
+    """align_corners of the bilinear upsampling of the logits; evaluation uses the first term's."""
     aux_weight: NonNegativeFloat = 0.4
-    """Factor of the auxiliary head's loss."""
+    """Weight of the auxiliary head's loss."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the target spread over all classes (ce)."""
+    """Share of the target probability spread evenly over all classes (ce)."""
     implementation: Literal["auto", "compiled", "reference"] = "auto"
-    """auto: bands or Triton; compiled: bands through torch.compile, on the CPU; reference: at full resolution (ce)."""
+    """auto: fused, Triton on GPUs; compiled: fused by torch.compile (CPU); reference: full-resolution logits (ce)."""
     class_weights: list[NonNegativeFloat] | Literal["inverse", "enet", "median-frequency"] | None = None
-    """One weight a class, or a rule that computes them from the training masks (ce, ohem, focal)."""
+    """Weight of each class, or a rule that computes them from the training masks (ce, ohem, focal)."""
     ohem_threshold: Annotated[float, Field(gt=0, le=1)] = 0.7
-    """Pixels whose target probability is below this are hard (ohem)."""
+    """A pixel is hard if the probability of its target class is below this (ohem)."""
     ohem_min_kept: Count = 100_000
-    """At least this many valid pixels of a step are kept (ohem)."""
+    """Smallest number of valid pixels of a step that contribute (ohem)."""
     focal_gamma: NonNegativeFloat = 2.0
-    """Focusing exponent (focal)."""
+    """Focusing exponent gamma (focal)."""
     dice_smooth: NonNegativeFloat = 1.0
     """Added to numerator and denominator (dice)."""
 
 
 class LossConfig(LossTerm):
-    """`loss:` a criterion, and others added to it."""
+    """`loss:` a criterion, and further ones added to it."""
 
     plus: list[LossTerm] = []
-    """Further criteria; the loss is the weighted sum."""
+    """Further terms; the loss is the weighted sum of all."""
 
 
 class OptimConfig(Section):
     """`optim:` the optimizer."""
 
     name: Literal["sgd", "adamw"] = "sgd"
-    """Which optimizer."""
+    """Optimizer."""
     lr: PositiveFloat = 0.01
     """Learning rate of the backbone."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -189,184 +188,184 @@ class OptimConfig(Section):
     nesterov: bool = False
     """Nesterov momentum (sgd)."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    """Moment decay (adamw)."""
+    """Decay rates of the first and second moment (adamw)."""
     weight_decay: NonNegativeFloat = 0.0005
     """Weight decay."""
     decay_norm_and_bias: bool = True
-    """Apply weight decay to normalisation weights and biases too."""
+    """Apply weight decay to normalisation layers and biases too."""
     head_lr_factor: PositiveFloat = 1.0
-    """The head learns at lr times this."""
+    """Factor on the learning rate of the head."""
     clip_grad_norm: PositiveFloat | None = None
-    """Largest norm of the whole gradient; null: no clipping."""
+    """Largest norm of the total gradient; null: no clipping."""
 
 
 class ScheduleConfig(Section):
     """`schedule:` the learning rate as a function of the step."""
 
     name: Literal["poly", "cosine", "step", "constant"] = "poly"
-    """Shape."""
+    """Shape of the schedule."""
     power: PositiveFloat = 0.9
-    """Exponent (poly)."""
+    """Exponent of the decay (poly)."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end (poly, cosine)."""
     warmup_steps: Count = 0
-    """Steps of linear warm-up."""
+    """Number of steps of linear warm-up."""
     warmup_factor: Fraction = 0.001
-    """Share of lr at the first warm-up step."""
+    """Factor on the learning rate at the first warm-up step."""
     step_epochs: list[PositiveInt] = []
-    """Epochs after which lr is multiplied by gamma (step)."""
+    """Epochs after which the learning rate is multiplied by gamma (step)."""
     gamma: PositiveFloat = 0.1
-    """Factor (step)."""
+    """Factor at each of step_epochs (step)."""
 
 
 class TrainConfig(Section):
-    """`train:` how long, how much at a time, in which precision."""
+    """`train:` duration, batch size, precision and stability."""
 
     epochs: PositiveInt = 100
-    """Passes over the training set."""
+    """Number of passes over the training set."""
     batch_size: BatchSize = 8
-    """Images a micro-batch, over all devices; auto: the largest that is safe, for training and evaluation."""
+    """Images of a micro-batch over all devices; auto: the largest predicted to fit, for training and evaluation."""
     accumulate: PositiveInt = 1
-    """Micro-batches a step; a step sees batch_size x accumulate images."""
+    """Micro-batches per step: a step processes batch_size x accumulate images."""
     effective_batch_size: PositiveInt | None = None
-    """Images a step: accumulate becomes this over batch_size, which must divide it; null: accumulate holds."""
+    """Images per step, a multiple of batch_size: sets accumulate to effective_batch_size / batch_size; null: unused."""
     precision: Literal["fp32", "fp16", "amp-fp16", "amp-bf16"] = "fp32"
-    """fp16 is half weights with fp32 BatchNorm, master weights and loss scaling; amp-* is autocast."""
+    """fp16: half weights, with fp32 BatchNorm, fp32 master weights and loss scaling; amp-*: autocast."""
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Decay of an exponential moving average of the weights, used in evaluation; null: none."""
+    """Decay of the exponential moving average of the weights, which evaluation uses; null: no average."""
     bn_momentum: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Momentum of all BatchNorm layers; null: the model's (0.1 as a rule)."""
+    """Momentum of all BatchNorm layers; null: the model's own, usually 0.1."""
     precise_bn: Count = 0
-    """Micro-batches to recompute BatchNorm statistics from before each evaluation; 0: use the running ones."""
+    """Micro-batches from which BatchNorm statistics are recomputed before each evaluation; 0: keep the running ones."""
     max_bad_steps: PositiveInt = 10
-    """Stop after this many steps in a row without a finite loss and gradient."""
+    """The run fails after this many consecutive steps with a non-finite loss or gradient."""
     hang_timeout_s: NonNegativeFloat = 600.0
-    """Seconds without progress after which a training ends, with all stacks in RUN/stacks.log; 0: never."""
+    """Seconds without progress after which the run fails, with all stacks in RUN/stacks.log; 0: never."""
     early_stop: PositiveInt | None = None
-    """Stop after this many evaluations without a better monitored value; null: never."""
+    """Stop after this many evaluations without improvement of checkpoint.monitor; null: never."""
     channels_last: bool = False
-    """Memory format NHWC."""
+    """Use the memory format channels_last (NHWC)."""
     keep_freed_memory: bool = True
-    """Training on the CPU keeps freed memory (glibc only): fewer page faults, a slightly higher peak."""
+    """On the CPU, keep freed memory for reuse (glibc only): fewer page faults, a slightly higher peak."""
     cudnn_benchmark: bool = True
-    """Let cuDNN try its algorithms for the crop size."""
+    """Let cuDNN benchmark its algorithms."""
 
 
 class ParallelConfig(Section):
-    """`parallel:` which devices, and how a batch is divided."""
+    """`parallel:` the devices, and how a batch is divided among them."""
 
     mode: Literal["auto", "single", "dp", "ddp", "model"] = "auto"
     """auto: ddp under torchrun, dp on several GPUs, single otherwise."""
     devices: str | list[int | str] = "auto"
     """auto, one device ("cuda:1"), or a list ([0, 1], [cpu, cpu])."""
     gpu0_bsz: Count | Literal["auto"] | None = None
-    """Images of a batch on the first device (dp); null: evenly; 0: the weights only; auto: balanced by memory."""
+    """Images of a batch on the first device (dp); null: even split; 0: weights only; auto: balanced by memory."""
     shares: list[Count] | None = None
-    """Images of a full batch on each device (dp), for mixed cards; null: gpu0_bsz decides."""
+    """Images of a full batch on each device (dp), for GPUs of different size; null: gpu0_bsz applies."""
     stages: dict[str, int | str] | None = None
-    """Part of the model -> device (model), e.g. {backbone: cuda:0, classifier: cuda:1}; null: balanced by memory."""
+    """Module -> device (model), e.g. {backbone: cuda:0, classifier: cuda:1}; null: balanced by memory."""
     memory_budget_mib: list[PositiveFloat] | None = None
-    """MiB of tensors that each device (ddp: each rank) may hold, on the CPU too; null: all that it has."""
+    """Limit of tensor memory in MiB for each device (ddp: rank), also on the CPU; null: no limit."""
     sync_bn: bool = True
-    """Synchronise BatchNorm over devices (dp, ddp)."""
+    """Synchronise BatchNorm statistics over devices (dp, ddp)."""
     gradient_as_bucket_view: bool = True
-    """Gradients share the memory of DDP's buckets."""
+    """Gradients are views into DDP's buckets, which saves their memory (ddp)."""
 
 
 class EvalConfig(Section):
     """`eval:` when and how the model is evaluated."""
 
     every_epochs: PositiveInt = 1
-    """Evaluate after every so many epochs, and after the last."""
+    """Epochs between evaluations; the last epoch is always evaluated."""
     batch_size: PositiveInt = 1
-    """Images of equal size evaluated at once."""
+    """Images evaluated at once, if they have the same size."""
     slide: bool = False
     """Sliding window instead of the whole image."""
     slide_px: HeightWidth | None = None
-    """Height and width of the window; null: data.crop_px."""
+    """Height and width of the window, in pixels; null: data.crop_px."""
     slide_overlap: Annotated[float, Field(ge=0, lt=1)] = 1 / 3
-    """Share of a window that the next one covers again."""
+    """Overlap of neighbouring windows, as a share of the window."""
     slide_weighting: Literal["uniform", "gaussian"] = "uniform"
-    """How windows count where they overlap: all alike, or most in their middle."""
+    """Weight of a window where windows overlap: uniform, or largest at its centre (gaussian)."""
     tta: bool = False
-    """Average over a horizontal flip and `scales`."""
+    """Test-time augmentation: average over a horizontal flip and eval.scales."""
     scales: list[PositiveFloat] = [0.75, 1.0, 1.25]
-    """Scales of test-time augmentation."""
+    """Image scales of test-time augmentation."""
 
 
 class CheckpointConfig(Section):
-    """`checkpoint:` when the state is saved and what is kept."""
+    """`checkpoint:` when checkpoints are saved and which are kept."""
 
     every_epochs: PositiveInt | None = 1
-    """Save after every so many epochs; null: not by epochs."""
+    """Epochs between checkpoints; null: not by epochs."""
     every_steps: PositiveInt | None = None
-    """Save after every so many steps; null: not by steps."""
+    """Steps between checkpoints; null: not by steps."""
     every_minutes: PositiveFloat | None = None
-    """Save when so many minutes have passed; null: not by time."""
+    """Minutes between checkpoints; null: not by time."""
     keep: Count = 3
-    """How many epoch_*.pt are kept beside last.pt and best.pt."""
+    """Number of epoch_*.pt files kept, besides last.pt and best.pt."""
     grace_s: PositiveFloat = 30.0
-    """Seconds between SIGTERM and SIGKILL here; a save that takes longer is an alert (SLURM and Kubernetes give 30)."""
+    """Seconds between SIGTERM and SIGKILL (SLURM, Kubernetes: 30); a save that takes longer raises an alert."""
     monitor: Literal["miou", "loss", "pixel_accuracy"] = "miou"
-    """Which evaluation result decides best.pt."""
+    """Evaluation result that selects best.pt."""
 
 
 class LogConfig(Section):
-    """`log:` what is written while training."""
+    """`log:` what is recorded during training."""
 
     every_steps: PositiveInt = 10
-    """Steps between two `step` events."""
+    """Steps between `step` events."""
     tensorboard: bool = True
-    """Write scalars, memory, sample pictures and settings for TensorBoard into the run folder."""
+    """Write scalars, memory, sample images and settings for TensorBoard into the run folder."""
     wandb: Annotated[str, Field(min_length=1)] | None = None
-    """Project of Weights & Biases; needs the package wandb (WANDB_MODE=offline keeps it on this machine)."""
+    """Weights & Biases project; needs the package wandb (WANDB_MODE=offline: no upload); null: off."""
     mlflow: Annotated[str, Field(min_length=1)] | None = None
-    """Tracking address of MLflow, e.g. sqlite:///mlflow.db; needs the package mlflow-skinny (or mlflow)."""
+    """MLflow tracking URI, e.g. sqlite:///mlflow.db; needs the package mlflow-skinny or mlflow; null: off."""
 
 
 class CriticConfig(Section):
-    """`distill.critic:` what judges the student's maps in the holistic term, and how it learns."""
+    """`distill.critic:` the network that scores prediction maps in the holistic term, and its training."""
 
     penalty: Literal["wgan-gp", "wgan-lp", "dragan"] = "wgan-gp"
-    """Which gradient penalty keeps it smooth."""
+    """Gradient penalty."""
     penalty_weight: NonNegativeFloat = 10.0
-    """Factor of the penalty."""
+    """Weight of the gradient penalty."""
     width: PositiveInt = 64
-    """Channels of its first stage."""
+    """Channels of the first stage."""
     batchnorm: bool = True
-    """Normalise its input over the whole batch."""
+    """Normalise the input over the whole batch."""
     lr: PositiveFloat = 0.0004
-    """Learning rate (Adam) at the start; it follows the schedule."""
+    """Initial learning rate (Adam); it follows the schedule."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.99)
-    """Moment decay."""
+    """Decay rates of the first and second moment (Adam)."""
 
 
 class DistillConfig(Section):
-    """`distill:` learn from a trained model too; modes single, dp and ddp."""
+    """`distill:` knowledge distillation from a trained model; modes single, dp and ddp."""
 
     teacher: Annotated[str, Field(min_length=1)]
-    """A run (its name or folder: the best checkpoint) or a checkpoint file, of the same classes."""
+    """Teacher with the same classes: a run (name or folder; its best checkpoint is used) or a checkpoint file."""
     pixel_wise: NonNegativeFloat = 10.0
-    """Factor of the divergence of the class probabilities, pixel by pixel; 0: off."""
+    """Weight of the KL divergence between the class probabilities of each pixel; 0: off."""
     temperature: PositiveFloat = 1.0
-    """What the logits are divided by for it."""
+    """Temperature by which the logits are divided in the pixel-wise term."""
     pair_wise: NonNegativeFloat = 10.0
-    """Factor of the difference in how alike pairs of image regions are; 0: off."""
+    """Weight of the squared difference between the similarities of pairs of image regions; 0: off."""
     pair_grid: HeightWidth = (8, 8)
-    """Regions along height and width."""
+    """Number of regions along height and width, for the pair-wise term."""
     holistic: NonNegativeFloat = 0.1
-    """Factor of a critic's verdict on whole maps; 0: off."""
+    """Weight of the critic's score of whole prediction maps (adversarial term); 0: off."""
     critic: CriticConfig = CriticConfig()
-    """What judges whole maps (holistic)."""
+    """The critic of the holistic term."""
 
 
 class RunConfig(Section):
-    """Everything that is fixed for a run."""
+    """The complete config, fixed for a run."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
     """Name of the run folder: letters, digits, dot, underscore, hyphen."""
     seed: Annotated[int, BeforeValidator(_no_bool), Field(ge=0, lt=2**31)] = 0
-    """Seed of weights, sample order and augmentation."""
+    """Random seed of initial weights, sample order and augmentation."""
     data: DataConfig
     model: ModelConfig = ModelConfig()
     loss: LossConfig = LossConfig()
@@ -378,16 +377,16 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     distill: DistillConfig | None = None
-    """Null: nobody is learned from."""
+    """Knowledge distillation; null: off."""
 
 
 class LiveSettings(BaseModel):
-    """What a person may change while a run is going on."""
+    """Settings that commands may change during a run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     gpu0_bsz: int | None = None
     gpu0_bsz_auto: bool = False
-    """Whether `gpu0_bsz` follows the measured memory."""
+    """True if `gpu0_bsz` follows the measured memory."""
     shares: list[int] | None = None
     lr_factor: float = 1.0

@@ -1,6 +1,6 @@
-"""YAML as configs use it: the 1.2 core schema, no tags, no aliases, no key twice, every key with its line.
+"""A reader of the YAML 1.2 core schema without tags, aliases and duplicate keys, which gives the line of every key.
 
-Whatever the text, the answer comes in about a second: nesting and the number of values are bounded while it is read.
+Nesting and the number of values are limited while the text is parsed, so that no text takes more than about a second.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import yaml
 from segapp.errors import ConfigError
 
 MAX_DEPTH = 32
-"""A config is nested five deep."""
+"""Levels of nesting; configs have five."""
 MAX_NODES = 20_000
-"""The largest of ours has two hundred values; a palette of a thousand classes four thousand."""
+"""Values in a file; shipped configs have up to two hundred, a palette of a thousand classes four thousand."""
 
 _RESOLVED_HERE = {f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "timestamp")}
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's core schema: only true/false are booleans, 1e-3 is a number, a key stands once."""
+    """YAML 1.2 core schema: only true and false are booleans, 1e-3 is a number, duplicate keys are errors."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         first: [pair for pair in pairs if pair[0] not in _RESOLVED_HERE]
@@ -33,13 +33,13 @@ class _Loader(yaml.SafeLoader):
         self._depth = self._num_nodes = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """A node of the tree, refused as soon as it is seen where a config has no use for it."""
+        """Return the next node; raise YAMLError at an alias, a tag, or beyond a limit."""
         event = cast(yaml.Event, self.peek_event())  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent):
-            raise _refused(event, f"YAML aliases (*{event.anchor}) are not read: write the value out")
+            raise _refused(event, f"YAML aliases (*{event.anchor}) are not supported: write the value itself")
         tag = getattr(event, "tag", None)
         if tag is not None:
-            raise _refused(event, f"YAML tags ({tag}) are not read: write the plain value")
+            raise _refused(event, f"YAML tags ({tag}) are not supported: write the plain value")
         self._num_nodes += 1
         if self._num_nodes > MAX_NODES:
             raise _refused(event, f"more than {MAX_NODES} values: is it a config?")
@@ -77,11 +77,11 @@ def _walk(node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, ...], i
             name = str(key.value)
             if key.tag == "tag:yaml.org,2002:merge":
                 raise yaml.MarkedYAMLError(
-                    problem="merge keys (<<) are not read: write the keys out", problem_mark=key.start_mark
+                    problem="merge keys (<<) are not supported: write the keys themselves", problem_mark=key.start_mark
                 )
             if name in seen:
                 raise yaml.MarkedYAMLError(
-                    problem=f"key {'.'.join((*path, name))} stands twice: keep one", problem_mark=key.start_mark
+                    problem=f"key {'.'.join((*path, name))} is defined twice: keep one", problem_mark=key.start_mark
                 )
             seen.add(name)
             lines[(*path, name)] = key.start_mark.line + 1
@@ -93,14 +93,14 @@ def _walk(node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, ...], i
 
 
 def parse_yaml(text: str, what: str = "config") -> tuple[Any, dict[tuple[str, ...], int]]:
-    """Parses YAML without tags, aliases or double keys.
+    """Parse YAML without tags, aliases and duplicate keys.
 
     Args:
         text: the YAML source.
-        what: its name in errors.
+        what: name of the text, for errors.
 
     Returns:
-        The value, and the line (from 1) of every key path.
+        The value, and the line number (from 1) of every key path.
 
     Raises:
         ConfigError: the text is not such YAML.

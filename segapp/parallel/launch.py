@@ -1,7 +1,7 @@
-"""Ranks on this machine: started through torchrun's agent, and never left behind.
+"""Start ranks on this machine through torchrun's agent, so that they end when their parent does.
 
-kill -9 of torchrun's agent leaves its ranks running. So every process here asks the kernel for a signal when its parent
-dies (`PR_SET_PDEATHSIG`, Linux) and looks for itself as well, and one that does not end then is killed.
+kill -9 of torchrun's agent leaves its ranks running. So every process here asks the kernel for a signal at the death of
+its parent (`PR_SET_PDEATHSIG`, Linux), polls for it as well, and is killed if it does not end then.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 
 _PARENT_PID = "SEGAPP_PARENT_PID"
-"""Tells the agent, and each rank, who its parent should be, in case that one dies while Python still starts."""
+"""Process id of the parent, for the agent and each rank: the parent may die while Python still starts."""
 
 _PR_SET_PDEATHSIG = 1
 _watched: set[int] = set()
@@ -32,22 +32,22 @@ def launch_local(
     env: Mapping[str, str] | None = None,
     shutdown_s: float = 60.0,
 ) -> int:
-    """Runs a Python program as several ranks of one job on this machine, and waits for it.
+    """Run a Python program as several ranks on this machine and wait for it.
 
     The ranks run under torchrun's agent, which ends all of them when one fails. SIGINT and SIGTERM to this process are
     passed on, once; if this process is killed, agent and ranks end as well.
 
     Args:
-        command: what stands after `python`: `["-m", "package", ...]` or `["script.py", ...]`.
-        num_ranks: processes, 1 or more.
-        env: variables to set or override.
-        shutdown_s: seconds that ranks get to save after a signal, before they are killed.
+        command: the arguments of `python`: `["-m", "package", ...]` or `["script.py", ...]`.
+        num_ranks: number of processes, at least 1.
+        env: environment variables to set or override.
+        shutdown_s: seconds between a signal and SIGKILL, in which ranks save.
 
     Returns:
-        0, or the exit status of the first rank that did not end with 0; 128 + n where signal n ended it.
+        0, or the exit status of the first rank that failed; 128 + n if signal n ended it.
 
     Raises:
-        ValueError: no rank, or nothing to run.
+        ValueError: num_ranks is below 1, or command is empty.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks={num_ranks} starts nothing: use 1 or more")
@@ -57,11 +57,11 @@ def launch_local(
     environ[_PARENT_PID] = str(os.getpid())
     environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(shutdown_s))
-    # The loopback address, because a machine's own name need not resolve.
+    # The loopback address, because the machine's host name may not resolve.
     options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={num_ranks}"]
     agent = [sys.executable, "-m", "segapp.parallel.launch", *options]
-    # In a session of its own, so that a Ctrl-C reaches the ranks once, through this process.
-    # Behind "--", or argparse takes the program's own `--run` for an abbreviation of torchrun's `--run-path`.
+    # A new session, so that Ctrl-C reaches the ranks once, through this process.
+    # "--", because argparse takes the program's own `--run` for an abbreviation of torchrun's `--run-path`.
     flag, program = (["-m"], command[1:]) if command[0] == "-m" else ([], command)
     process = subprocess.Popen([*agent, *flag, "--", *program], env=environ, start_new_session=True)
     with _passing_signals_to(process):
@@ -71,7 +71,7 @@ def launch_local(
 
 @contextlib.contextmanager
 def _passing_signals_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """SIGINT and SIGTERM go to the process; only the main thread can arrange that."""
+    """Pass SIGINT and SIGTERM on to the process; handlers can be set in the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -89,25 +89,25 @@ def _passing_signals_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def signal_when_parent_dies(number: int) -> None:
-    """Asks the kernel (of Linux) to send this process a signal when the thread that made it ends."""
+    """Ask the Linux kernel to send this process a signal when the thread that created it ends."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 
 
 def die_with_parent(poll_s: float = 1.0, grace_s: float = 30.0) -> None:
-    """Ends this process when its parent has died: SIGTERM first, so that it may save, and SIGKILL after a while.
+    """End this process when its parent dies: SIGTERM first, so that it can save, then SIGKILL.
 
     Args:
-        poll_s: seconds between looks, for systems and cases that the kernel's own signal does not cover.
+        poll_s: seconds between polls, where the kernel's signal does not apply.
         grace_s: seconds between SIGTERM and SIGKILL.
     """
     if os.getpid() in _watched:
         return
     parent = os.getppid()
-    maker = int(os.environ.get(_PARENT_PID, parent))
-    if maker != parent and not _is_alive(maker):
-        parent = maker  # it died while this process started: the watch ends this one at once
+    expected = int(os.environ.get(_PARENT_PID, parent))
+    if expected != parent and not _is_alive(expected):
+        parent = expected  # it died while this process started: the thread below ends this one at once
     _watched.add(os.getpid())
     signal_when_parent_dies(signal.SIGTERM)
 
@@ -132,12 +132,12 @@ def _is_alive(pid: int) -> bool:
 
 
 def run_agent(arguments: Sequence[str]) -> int:
-    """The agent of torchrun, but it dies with its parent and exits with the status of the rank that failed.
+    """Run torchrun's agent; it ends with its parent and returns the status of the rank that failed.
 
-    SIGINT and SIGTERM go to the ranks, which end when they have saved.
+    SIGINT and SIGTERM are passed on to the ranks, which save and end.
 
     Args:
-        arguments: torchrun's own.
+        arguments: torchrun's arguments.
 
     Returns:
         The exit status for this process.
@@ -149,11 +149,10 @@ def run_agent(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    logging.disable(logging.ERROR)  # the ranks say themselves what happened
+    logging.disable(logging.ERROR)  # the ranks print their errors themselves
     options = run.parse_args(list(arguments))  # type: ignore[no-untyped-call]
     if sys.platform == "linux" and hasattr(options, "signals_to_handle"):
-        # torchrun's own handling forgets with which status the ranks end: here a rank that was stopped and has saved
-        # says so.
+        # torchrun's handling loses the exit status of ranks that were stopped and have saved.
         options.signals_to_handle = "SIGQUIT"
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _pass_on_to_children)
