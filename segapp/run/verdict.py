@@ -20,7 +20,7 @@ TIGHT_FRAC, FULL_FRAC = 0.90, 0.95
 
 @dataclass(frozen=True)
 class SplitFacts:
-    """What is known about a run when a split of its batch is chosen.
+    """The facts about a run that decide which splits of its batch are possible and fit.
 
     Attributes:
         batch_size: Samples of a full batch, over all devices.

@@ -1,3 +1,5 @@
+"""Splits of a batch against values computed by hand and their invariants."""
+
 from itertools import pairwise
 
 import pytest

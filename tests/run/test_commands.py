@@ -1,3 +1,5 @@
+"""Commands as typed text and as files of the inbox: parsing, order, crashes, damaged and foreign files."""
+
 import json
 import os
 import stat

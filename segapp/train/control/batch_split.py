@@ -1,4 +1,4 @@
-"""How a batch is divided over the devices of one process, and what is known about the memory of each split."""
+"""The split of the batch over the devices of one process, and the memory measured under each split."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class TrainingPosition:
 
 @dataclass
 class PendingRequests:
-    """What is left to carry out, the same on every rank."""
+    """The requests that are left to carry out, the same on every rank."""
 
     is_paused: bool = False
     stop: Literal["now", "epoch"] | None = None

@@ -38,7 +38,7 @@ class PendingSet:
     changes: dict[str, Any]
     """New values of `LiveSettings`, by name."""
     notes: list[str] = field(default_factory=list)
-    """What the final answer adds."""
+    """Sentences that the final answer adds."""
     reason: str | None = None
     split: tuple[int, ...] | None = None
     predicted_mib: tuple[float | None, ...] = ()
