@@ -31,7 +31,7 @@ def render(template: str, values: dict[str, Any]) -> str:
         gib=wording.gib,
         duration=wording.duration,
         split=wording.dots,
-        share=wording.share_word,
+        share=wording.share_text,
         clock=lambda t: time.strftime("%Y-%m-%d %H:%M", time.localtime(t)),
     )
     return environment.get_template(template).render(**values)

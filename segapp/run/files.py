@@ -1,4 +1,4 @@
-"""Writing that a crash, a full disk or a power cut leaves either undone or done, never half done.
+"""Atomic file writes: after a crash, a full disk or a power cut the old or the new content is there, never a mixture.
 
 The order is the one SQLite and the ALICE study ask for: a temporary file in the same directory, fsync, rename, fsync of
 the directory. A failed fsync is never tried again on the same file: its pages may be gone (PostgreSQL's "fsyncgate").
@@ -27,7 +27,7 @@ _IMPORTED_S = time.time()
 
 
 def temporary_name(tag: int = 0) -> str:
-    """A name for a temporary file; with the writer's process id and host in it, so that the dead one's are known.
+    """Return a name for a temporary file, with the writer's process id and host, to recognise those of dead writers.
 
     Args:
         tag: A number that helps a reader of the folder, such as the step.
@@ -37,19 +37,19 @@ def temporary_name(tag: int = 0) -> str:
 
 
 def open_new(path: Path, mode: int = 0o600) -> int:
-    """A file descriptor for writing a file that must not exist yet; a symbolic link there is refused too.
+    """Open a new file for writing and return its descriptor; an existing file or symbolic link is refused.
 
     Raises:
-        OSError: the file exists, or cannot be made.
+        OSError: The file exists, or cannot be created.
     """
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
-    """Writes every byte, over as many calls as it takes.
+    """Write all bytes, in as many calls as needed.
 
     Raises:
-        OSError: the disk is full, a quota is used up, or the device failed.
+        OSError: The disk is full, a quota is exceeded, or the device failed.
     """
     view = memoryview(data)
     while view:
@@ -57,10 +57,10 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 
 
 def fsync_directory(path: Path) -> None:
-    """Makes the names in a directory durable; file systems that cannot do it for a directory are forgiven.
+    """Make the names in a directory durable; does nothing on file systems without fsync for directories.
 
     Raises:
-        OSError: the device failed.
+        OSError: The device failed.
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -73,16 +73,16 @@ def fsync_directory(path: Path) -> None:
 
 
 def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o644, point: str = "file") -> None:
-    """Replaces a small file as a whole: whoever reads it sees the old content or the new, also after a power cut.
+    """Replace a small file atomically: readers see the old content or the new, also after a power cut.
 
     Args:
         path: The file; its directory exists.
         data: The whole content; text is written as UTF-8.
         mode: Permission bits, narrowed by the umask.
-        point: Prefix of the failpoints on the way: `.before_write`, `.before_fsync`, `.before_rename`, `.after_rename`.
+        point: Prefix of the failpoints: `.before_write`, `.before_fsync`, `.before_rename`, `.after_rename`.
 
     Raises:
-        OSError: it could not be written; the old file is untouched and the temporary one removed.
+        OSError: The file could not be written; the old one is untouched, the temporary one removed.
     """
     payload = data.encode() if isinstance(data, str) else data
     temporary = path.parent / temporary_name()
@@ -105,17 +105,17 @@ def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o644, point: str
 
 
 def write_json(path: Path, value: Any, *, mode: int = 0o644, point: str = "file") -> None:
-    """Replaces a small JSON file as a whole, as `write_atomic` does.
+    """Replace a small JSON file atomically, as `write_atomic` does.
 
     Raises:
-        OSError: it could not be written.
-        ValueError: a number is not finite.
+        OSError: The file could not be written.
+        ValueError: A number is not finite.
     """
     write_atomic(path, json.dumps(value, indent=1, allow_nan=False) + "\n", mode=mode, point=point)
 
 
 class HashingFile:
-    """A file that hashes what is written into it, and remembers the first error: torch reports some of them otherwise.
+    """A file that hashes what is written and keeps the first error, because torch.save replaces some errors by its own.
 
     Args:
         fd: Open for writing; closed at the end of the `with` block.
@@ -131,11 +131,11 @@ class HashingFile:
 
     @property
     def sha256(self) -> str:
-        """Of everything written so far, in hexadecimal."""
+        """Hash of all bytes written so far, hexadecimal."""
         return self._hash.hexdigest()
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Writes all of it; after a failure, every further write fails in the same way."""
+        """Write all bytes; after a failure, every further write raises the same error."""
         if self.error is not None:
             raise self.error
         view = memoryview(data).cast("B")
@@ -150,7 +150,7 @@ class HashingFile:
         return len(view)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: the file has no buffer."""
 
     def __enter__(self) -> "HashingFile":
         return self
@@ -160,17 +160,17 @@ class HashingFile:
 
 
 def hash_file(path: Path) -> tuple[str, int]:
-    """The sha256 of a file, in hexadecimal, and its size in bytes.
+    """Return the sha256 of a file, hexadecimal, and its size in bytes.
 
     Raises:
-        OSError: it could not be read.
+        OSError: The file could not be read.
     """
     with open(path, "rb", buffering=0) as file:
         return hash_open(file)
 
 
 def hash_open(file: IO[bytes]) -> tuple[str, int]:
-    """As `hash_file`, from where an open file is; to be read from without a text layer."""
+    """Like `hash_file`, from the current position of a file open in binary mode."""
     digest, size = hashlib.sha256(), 0
     buffer = memoryview(bytearray(_BLOCK_BYTES))
     while num := file.readinto(buffer):  # type: ignore[attr-defined]
@@ -180,19 +180,19 @@ def hash_open(file: IO[bytes]) -> tuple[str, int]:
 
 
 def remove_quietly(path: Path) -> None:
-    """Removes a file; that it is gone or cannot be removed is no news."""
+    """Remove a file; ignore errors."""
     with contextlib.suppress(OSError):
         os.unlink(path)
 
 
 def remove_dead_temporaries(directory: Path) -> int:
-    """Removes temporary files whose writer no longer runs; those of a live process stay for an hour.
+    """Remove temporary files whose writer no longer runs; those of a live process stay for an hour.
 
     Args:
-        directory: Where to look; below it is not looked.
+        directory: The directory; not searched recursively.
 
     Returns:
-        How many were removed.
+        Number of files removed.
     """
     num_removed = 0
     try:
@@ -214,7 +214,7 @@ def _is_dead_temporary(path: Path) -> bool:
     match = _TEMPORARY.fullmatch(path.name)
     if match and (match["host"] is None or match["host"] == temporary_name().partition("@")[2]):
         pid = int(match["pid"])
-        # In a container the process before this one may well have had its id.
+        # In a container, process ids repeat: an earlier process may have had this one's.
         is_dead = written_s < _IMPORTED_S - 1.0 if pid == os.getpid() else not is_pid_alive(pid)
         if is_dead:
             return True
@@ -222,7 +222,7 @@ def _is_dead_temporary(path: Path) -> bool:
 
 
 def is_pid_alive(pid: int) -> bool:
-    """Whether a process of this host has this id (a zombie has, until it is waited for)."""
+    """Return True if a process of this host has this id (a zombie has, until it is waited for)."""
     if not 0 < pid < 2**31:
         return False
     try:
@@ -235,18 +235,18 @@ def is_pid_alive(pid: int) -> bool:
 
 
 def free_bytes(directory: Path) -> int:
-    """Bytes that this user may still write on the file system of `directory`; quotas are not seen."""
+    """Return the free bytes for this user on the file system of `directory`, without regard to quotas."""
     stat = os.statvfs(directory)
     return stat.f_bavail * stat.f_frsize
 
 
 def storage_error(action: str, path: Path, error: OSError) -> StorageError:
-    """The error for the user: what could not be written, why, and what to do.
+    """Return the error that tells the user what could not be written, why, and what to do.
 
     Args:
-        action: What was being done: `"write the checkpoint"`.
-        path: The file or folder it was done to.
-        error: What the system said.
+        action: The action that failed: `"write the checkpoint"`.
+        path: The file or folder.
+        error: The error of the system.
     """
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -263,5 +263,5 @@ def storage_error(action: str, path: Path, error: OSError) -> StorageError:
 
 
 def mebibytes(num_bytes: float) -> str:
-    """A size for people: `"1.5 MiB"`."""
+    """Return a size as text: `"1.5 MiB"`."""
     return f"{num_bytes / 2**20:.1f} MiB" if num_bytes < 100 * 2**20 else f"{num_bytes / 2**20:.0f} MiB"

@@ -1,4 +1,4 @@
-"""A run's folder: made once, held by one trainer at a time, found again by name."""
+"""The folder of a run: created once, locked by one trainer at a time, found by name."""
 
 import contextlib
 import difflib
@@ -22,28 +22,28 @@ from segapp.run.files import remove_dead_temporaries, storage_error, write_atomi
 from segapp.run.process import ProcessId, this_process
 
 SCHEMA = 1
-"""Of `run.json` and the folder's layout."""
+"""Version of `run.json` and of the folder's layout."""
 
 _MAX_NAME_CHARS = 100
 
 
 class RunInfo(BaseModel):
-    """`run.json`: how a run began; written once."""
+    """Content of `run.json`: facts about the start of a run; written once."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     schema_version: int = SCHEMA
     id: str
-    """Unlike the id of any other run."""
+    """Unique id."""
     name: str
     created_s: float
     """Unix seconds."""
     process: ProcessId
-    """The trainer that began it; who holds it now is in `lock`."""
+    """The trainer that created the run; `lock` names the present one."""
     argv: list[str] = []
     versions: dict[str, str] = {}
     gpus: list[dict[str, Any]] = []
-    """Each with its `uuid`."""
+    """One dict a GPU, with `uuid`, `name` and `total_mib`."""
 
 
 class RunFolder:
@@ -59,12 +59,12 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """The folder's own name."""
+        """Name of the folder."""
         return self.path.resolve().name
 
     @property
     def run_json(self) -> Path:
-        """How the run began."""
+        """`RunInfo` of the run."""
         return self.path / "run.json"
 
     @property
@@ -74,12 +74,12 @@ class RunFolder:
 
     @property
     def events(self) -> Path:
-        """What happened."""
+        """The events of the run."""
         return self.path / "events.jsonl"
 
     @property
     def commands(self) -> Path:
-        """The inbox."""
+        """Inbox of the commands."""
         return self.path / "commands"
 
     @property
@@ -94,41 +94,41 @@ class RunFolder:
 
     @property
     def reports(self) -> Path:
-        """What was found out about each out-of-memory."""
+        """Reports of out-of-memory errors."""
         return self.path / "reports"
 
     @property
     def saved_plan(self) -> Path:
-        """The memory plan that the run began with."""
+        """The memory plan at the start of the run."""
         return self.path / "memory_plan.json"
 
     @property
     def tensorboard(self) -> Path:
-        """TensorBoard's files."""
+        """TensorBoard event files."""
         return self.path / "tensorboard"
 
     @property
     def log(self) -> Path:
-        """What a detached trainer prints, and tracebacks."""
+        """Output of a detached trainer, and tracebacks."""
         return self.path / "trainer.log"
 
     @property
     def lock(self) -> Path:
-        """Locked by the trainer as long as it lives; says who that is."""
+        """File that the trainer keeps locked while it runs; names that process."""
         return self.path / "lock"
 
     @classmethod
     def create(cls, name: str = "run", *, path: Path | str | None = None, root: Path | str = "runs") -> "RunFolder":
-        """Makes the folder of a new training, not yet locked.
+        """Create the folder of a new training, not yet locked.
 
         Args:
-            name: `runs/<name>`; where that is taken, `runs/<name>-2`, `-3` and so on.
-            path: This very folder instead; it may exist if it holds no run yet (or one that never made a step).
-            root: Where the runs lie.
+            name: `runs/<name>`; if that exists, `runs/<name>-2`, `-3` and so on.
+            path: This folder instead; it may exist if it holds no run, or one without a single step.
+            root: The folder of the runs.
 
         Raises:
-            ConfigError: the name cannot be that of a folder, or `path` holds a run already.
-            StorageError: it cannot be made.
+            ConfigError: The name is not a valid folder name, or `path` already holds a run.
+            StorageError: The folder cannot be created.
         """
         try:
             folder = cls(Path(path)) if path is not None else cls(_new_directory(Path(root), name))
@@ -145,10 +145,10 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path | str) -> "RunFolder":
-        """The folder of a run that exists.
+        """Return the folder of an existing run.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: The folder holds no run.
         """
         folder = cls(path)
         if not is_run(folder.path):
@@ -156,13 +156,13 @@ class RunFolder:
         return folder
 
     def acquire(self) -> None:
-        """Locks the folder for this process, until `release` or its end, however that comes.
+        """Lock the folder for this process, until `release` or the end of the process.
 
-        Child processes do not share it: a data worker that outlives its trainer holds nothing.
+        Child processes do not inherit the lock: a data worker that outlives its trainer does not hold it.
 
         Raises:
-            RunBusyError: another process holds it; the message names its host and process id.
-            StorageError: the lock file cannot be written, or somebody else has prepared the inbox.
+            RunBusyError: Another process holds the lock; the message names its host and process id.
+            StorageError: The lock file cannot be written, or the inbox belongs to another user.
         """
         if self._lock_fd >= 0:
             return
@@ -187,14 +187,14 @@ class RunFolder:
                 remove_dead_temporaries(directory)
 
     def release(self) -> None:
-        """Gives the lock back; the file stays and says who held it last."""
+        """Release the lock; the file stays and names the last holder."""
         if self._lock_fd >= 0:
             with contextlib.suppress(OSError):
                 _drop_lock(self._lock_fd)
             self._close_lock()
 
     def _close_lock(self) -> None:
-        """Closes this process's copy of the lock: the lock itself stays as long as another process has one."""
+        """Close this process's copy of the lock; the lock is held until every process has closed its copy."""
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
@@ -209,17 +209,17 @@ class RunFolder:
     def write_info(
         self, *, versions: dict[str, str] | None = None, gpus: list[dict[str, Any]] | None = None
     ) -> RunInfo:
-        """Writes `run.json`, by the trainer that holds the lock; one that is there already is left as it is.
+        """Write `run.json`, as the holder of the lock; an existing one is not changed.
 
         Args:
-            versions: Of what matters: segapp, python, torch, cuda.
-            gpus: Each with `uuid`, `name`, `total_mib`.
+            versions: Versions of segapp, python, torch and cuda.
+            gpus: One dict a GPU, with `uuid`, `name` and `total_mib`.
 
         Returns:
-            What the file says.
+            The content of the file.
 
         Raises:
-            StorageError: it cannot be written.
+            StorageError: The file cannot be written.
         """
         if (info := self.read_info()) is not None:
             return info
@@ -242,7 +242,7 @@ class RunFolder:
         return info
 
     def read_info(self) -> RunInfo | None:
-        """What `run.json` says; None when it is missing or damaged."""
+        """Return the content of `run.json`; None if it is missing or damaged."""
         raw = _read_json(self.run_json)
         try:
             return RunInfo.model_validate({**raw, "schema_version": raw.get("schema", SCHEMA)}) if raw else None
@@ -250,10 +250,10 @@ class RunFolder:
             return None
 
     def write_config(self, text: str) -> None:
-        """Writes `config.yaml`.
+        """Write `config.yaml`.
 
         Raises:
-            StorageError: it cannot be written.
+            StorageError: The file cannot be written.
         """
         try:
             write_atomic(self.config_yaml, text)
@@ -261,7 +261,7 @@ class RunFolder:
             raise storage_error("write", self.config_yaml, error) from error
 
     def read_holder(self) -> ProcessId | None:
-        """Who holds the lock, or held it last."""
+        """Return the process that holds the lock, or held it last."""
         raw = _read_json(self.lock)
         try:
             return ProcessId.model_validate(raw) if raw else None
@@ -269,7 +269,7 @@ class RunFolder:
             return None
 
     def is_locked(self) -> bool | None:
-        """Whether a trainer holds the folder, without disturbing it; None where the system does not say."""
+        """Return True if a trainer holds the lock, without taking it; None if the system cannot tell."""
         try:
             fd = os.open(self.lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
@@ -299,7 +299,7 @@ class RunFolder:
         self.commands.chmod(0o700)
 
     def _holds_a_run(self) -> bool:
-        """Whether something would be lost if a new training began here."""
+        """Return True if a new training here would overwrite something."""
         if any(self.checkpoints.glob("*.pt")) or (self.checkpoints / "manifest.json").exists():
             return True
         try:
@@ -309,19 +309,19 @@ class RunFolder:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is that of a run."""
+    """Return True if a folder is that of a run."""
     return (path / "run.json").is_file()
 
 
 def find_run(what: str | Path | None = None, root: Path | str = "runs") -> RunFolder:
-    """The run that a person means.
+    """Return the folder of the run that the user names.
 
     Args:
-        what: A run's name, a path to its folder (or to a file in it), or None for the one that began last.
-        root: Where the runs lie.
+        what: A run's name, a path to its folder (or to a file in it), or None for the run that began last.
+        root: The folder of the runs.
 
     Raises:
-        ConfigError: there is no such run; the message names the nearest.
+        ConfigError: There is no such run; the message names the most similar ones.
     """
     runs = run_folders(root)
     if what is None:
@@ -340,7 +340,7 @@ def find_run(what: str | Path | None = None, root: Path | str = "runs") -> RunFo
 
 
 def run_folders(root: Path | str = "runs") -> list[RunFolder]:
-    """Every run below a folder, the one that began (or was resumed) last first."""
+    """Return every run below a folder, the last one to begin or resume first."""
     try:
         paths = [path for path in Path(root).iterdir() if is_run(path)]
     except OSError:
@@ -357,7 +357,7 @@ def run_folders(root: Path | str = "runs") -> list[RunFolder]:
 
 
 def _new_directory(root: Path, name: str) -> Path:
-    """Makes `root/name`, or `root/name-2` and so on; two trainings that start at once get two folders."""
+    """Create `root/name`, or `root/name-2` and so on; trainings that start at the same time get different folders."""
     if not re.fullmatch(r"[^/\\\x00-\x1f.-][^/\\\x00-\x1f]*", name) or len(name) > _MAX_NAME_CHARS:
         raise ConfigError(f"name={name!r}: a run's name is that of a folder, without / and at most 100 characters long")
     root.mkdir(parents=True, exist_ok=True)
@@ -374,13 +374,13 @@ _FLOCK = "hhqqi4x"
 
 
 def _take_lock(fd: int) -> None:
-    """Locks an open file, for as long as this very opening of it lives (an "open file description" lock).
+    """Lock an open file until its file description is closed (an "open file description" lock).
 
-    Unlike a classic POSIX lock it is not dropped when some other part of the process opens and closes the same file,
-    and unlike `flock` it can be asked about without being taken.
+    Unlike a POSIX record lock it is not released when another part of the process opens and closes the same file,
+    and unlike `flock` it can be queried without being taken.
 
     Raises:
-        OSError: somebody else holds it.
+        OSError: Another process holds the lock.
     """
     if _has_ofd_locks():
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
@@ -389,7 +389,7 @@ def _take_lock(fd: int) -> None:
 
 
 def _drop_lock(fd: int) -> None:
-    """Unlocks for every process with a copy of this opening: a child just forked may not have closed its own yet."""
+    """Unlock for all processes that share the file description: a new child may not have closed its copy yet."""
     if _has_ofd_locks():
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))
     else:
@@ -397,7 +397,7 @@ def _drop_lock(fd: int) -> None:
 
 
 def _is_write_locked(fd: int) -> bool | None:
-    """Asks the kernel which lock would stand in the way of a shared one, without taking any."""
+    """Return the lock that conflicts with a shared one, without taking any."""
     if not _has_ofd_locks():
         return None
     try:
@@ -412,7 +412,7 @@ def _has_ofd_locks() -> bool:
 
 
 def _close_in_children(folder: RunFolder) -> None:
-    """Makes forked children give their copy of the lock back at once."""
+    """Make forked children close their copy of the lock immediately."""
     reference = weakref.ref(folder)
 
     def close() -> None:

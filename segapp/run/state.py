@@ -1,4 +1,4 @@
-"""What a run is doing, derived from what it wrote and from its process; nothing is guessed from silence alone."""
+"""State and summary of a run, derived from its events and from the liveness of its process."""
 
 import os
 import time
@@ -16,34 +16,35 @@ from segapp.run.process import is_alive
 State = Literal["live", "busy", "stale", "lost", "crashed", "finished", "stopped", "failed"]
 
 FRESH_S = 15.0
-"""Silence for longer than this, or than five steps, is worth a word."""
+"""Without an event for longer than this, and than five steps, a run is no longer `live`."""
 
 _TAIL_BYTES = 256 * 2**10
 _MAX_TAIL_BYTES = 16 * 2**20
-"""Where so much holds no event, what lies before it is not looked for."""
+"""The search for the last events goes back no further than this."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a state is derived from."""
+    """The facts from which a state is derived."""
 
     end_status: Literal["finished", "stopped", "failed"] | None = None
-    """Of `run_end`, if nothing began after it."""
+    """Status of `run_end`, if no training began after it."""
     is_trainer_alive: bool | None = None
-    """Whether a process holds the run, or still runs; None when that cannot be known from here."""
+    """True if a process holds the run's lock, or still runs; None if unknown on this host."""
     event_age_s: float | None = None
-    """Since the last event of any type; None when there is none."""
+    """Time since the last event of any type; None if there is none."""
     step_age_s: float | None = None
-    """Since the last `step`."""
+    """Time since the last `step`."""
     step_interval_s: float = 0.0
     """Median time between two `step` events."""
 
 
 def derive_state(facts: RunFacts) -> State:
-    """The state word for a set of facts.
+    """Return the state for a set of facts.
 
-    live: steps come in. busy: alive, but no steps (start, evaluation, pause, a stall of the data). stale: alive, and
-    silent. lost: on another host, and silent. crashed: gone, without a `run_end`. The rest is what `run_end` said.
+    live: recent steps. busy: alive, recent events, but no recent steps (start, evaluation, pause, slow data). stale:
+    alive, no recent events. lost: on another host, no recent events. crashed: the process is gone, without a `run_end`.
+    finished, stopped, failed: the status of `run_end`.
     """
     if facts.end_status is not None:
         return facts.end_status
@@ -60,11 +61,11 @@ def derive_state(facts: RunFacts) -> State:
 
 
 def read_facts(path: Path | str, now_s: float | None = None) -> RunFacts:
-    """Gathers the facts of a run from its folder, cheaply: only the end of the events is read.
+    """Return the facts of a run, from its folder; reads only the end of the events.
 
     Args:
         path: The run folder.
-        now_s: The present, Unix seconds; the clock's when None.
+        now_s: Current time, Unix seconds; None: the clock's.
     """
     now_s = time.time() if now_s is None else now_s
     folder = RunFolder(path)
@@ -84,18 +85,18 @@ def read_facts(path: Path | str, now_s: float | None = None) -> RunFacts:
 
 
 def run_state(path: Path | str, now_s: float | None = None) -> State:
-    """The state word of a run: `derive_state` of its facts.
+    """Return the state of a run: `derive_state` of its facts.
 
     Args:
         path: The run folder.
-        now_s: The present, Unix seconds; the clock's when None.
+        now_s: Current time, Unix seconds; None: the clock's.
     """
     return derive_state(read_facts(path, now_s))
 
 
 @dataclass
 class RunSummary:
-    """A run in numbers, as `segapp status --json` and `segapp ls` give it; None where nothing is known."""
+    """The fields of `segapp status --json` and `segapp ls` for one run; None where unknown."""
 
     name: str
     path: str
@@ -106,9 +107,9 @@ class RunSummary:
     began_s: float | None = None
     """Unix seconds."""
     age_s: float | None = None
-    """Since the last event."""
+    """Time since the last event."""
     phase: str | None = None
-    """What the trainer was doing at the last heartbeat: start, train, eval, save, paused."""
+    """Activity of the trainer at the last heartbeat: start, train, eval, save, paused."""
     epoch: int | None = None
     epochs: int | None = None
     step: int | None = None
@@ -131,26 +132,26 @@ class RunSummary:
     best_miou: float | None = None
     best_epoch: int | None = None
     checkpoint: dict[str, Any] | None = None
-    """The last one that was committed: path, epoch, step."""
+    """The last committed checkpoint: path, epoch, step."""
     devices: list[dict[str, Any]] = field(default_factory=list)
-    """The last sample of each: used_mib, total_mib, utilization and so on."""
+    """The last sample of each device: used_mib, total_mib, utilization and so on."""
     pending: dict[str, str] = field(default_factory=dict)
     """Commands accepted and not yet applied: id -> text."""
     last_oom: dict[str, Any] | None = None
-    """The last out-of-memory: device, phase, action, and the path of its report."""
+    """The last out-of-memory error: device, phase, action, and the path of its report."""
     num_alerts: int = 0
     last_alert: str | None = None
     reason: str | None = None
-    """Why it ended."""
+    """Why the training ended."""
     exit_code: int | None = None
 
 
 def summarize(path: Path | str, now_s: float | None = None) -> RunSummary:
-    """A run in numbers, from its events.
+    """Return the summary of a run, from its events.
 
     Args:
         path: The run folder.
-        now_s: The present, Unix seconds; the clock's when None.
+        now_s: Current time, Unix seconds; None: the clock's.
     """
     folder, facts = RunFolder(path), read_facts(path, now_s)
     summary = RunSummary(folder.name, str(folder.path), derive_state(facts), age_s=facts.event_age_s)
@@ -168,11 +169,11 @@ def summarize(path: Path | str, now_s: float | None = None) -> RunSummary:
 
 
 def list_runs(root: Path | str = "runs", now_s: float | None = None) -> list[RunSummary]:
-    """Every run below a folder, the one that began (or was resumed) last first.
+    """Return the summary of every run below a folder, the last one to begin or resume first.
 
     Args:
-        root: Where the runs lie.
-        now_s: The present, Unix seconds; the clock's when None.
+        root: The folder of the runs.
+        now_s: Current time, Unix seconds; None: the clock's.
     """
     return [summarize(run.path, now_s) for run in run_folders(root)]
 
@@ -191,7 +192,7 @@ _COPIED: dict[str, dict[str, str]] = {
     "memory": {"devices": "devices"},
     "heartbeat": {"phase": "phase"},
 }
-"""Which fields of an event go where in the summary, where the last one counts."""
+"""Event type -> field of the event -> field of the summary; the last event wins."""
 
 
 def _add_event(summary: RunSummary, raw: dict[str, Any]) -> None:
@@ -231,7 +232,7 @@ def _add_answer(summary: RunSummary, raw: dict[str, Any]) -> None:
 
 
 def is_trainer_alive(folder: RunFolder) -> bool | None:
-    """Whether a process holds the run, or still runs; None when that cannot be known from here."""
+    """True if a process holds the run's lock, or still runs; None if unknown on this host."""
     if folder.is_locked():
         return True
     info = folder.read_info()
@@ -240,7 +241,7 @@ def is_trainer_alive(folder: RunFolder) -> bool | None:
 
 
 def was_acquired_after(folder: RunFolder, end_s: float) -> bool:
-    """Whether a trainer took the run again after it had ended, and has not yet said so in the events."""
+    """Return True if a trainer locked the run again after its end, and has not yet written a `run_start`."""
     try:
         return bool(folder.is_locked()) and folder.lock.stat().st_mtime > end_s
     except OSError:
@@ -253,7 +254,7 @@ def _interval_s(times_s: list[float]) -> float:
 
 
 def _read_tail(path: Path) -> list[dict[str, Any]]:
-    """The last events of a file, whole lines only; looks further back where the end is damaged and holds none."""
+    """Return the last events of a file (whole lines); reads further back if the end holds none."""
     num_bytes = _TAIL_BYTES
     while True:
         block, is_whole = _read_end(path, num_bytes)
@@ -265,7 +266,7 @@ def _read_tail(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_end(path: Path, num_bytes: int) -> tuple[bytes, bool]:
-    """The last bytes of a file, and whether that is all of it; one that cannot be read is empty."""
+    """Return the last bytes of a file, and True if that is all of it; an unreadable file counts as empty."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             start = max(0, os.fstat(file.fileno()).st_size - num_bytes)
@@ -276,7 +277,7 @@ def _read_end(path: Path, num_bytes: int) -> tuple[bytes, bool]:
 
 
 def _read_sparsely(path: Path) -> Iterator[dict[str, Any]]:
-    """The events of a file; of a row of steps or of memory samples only the last, which is much faster."""
+    """Yield the events of a file; of consecutive steps, samples or heartbeats only the last one, for speed."""
     held: dict[bytes, bytes] = {}
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
@@ -293,7 +294,7 @@ def _read_sparsely(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _whole_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Lines with their ends; a line longer than any event is passed over, and never whole in memory."""
+    """Yield complete lines with their newlines; a line longer than any event is skipped without loading it whole."""
     is_within = False
     while part := file.readline(MAX_LINE_BYTES):
         is_whole = part.endswith(b"\n")

@@ -1,4 +1,4 @@
-"""Names and messages made safe to show: what came from a file can move no cursor and hide no text."""
+"""Makes names and messages safe to print: no control codes, no hidden or reordered text."""
 
 import re
 
@@ -8,9 +8,9 @@ _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u
 
 
 def printable(text: str) -> str:
-    r"""The text with every control character, bidirectional control and lone surrogate written as an escape.
+    r"""Return the text with every control character, bidirectional control and lone surrogate written as an escape.
 
-    Applying it twice changes nothing more.
+    Idempotent.
 
     >>> printable("a\x1b[2Jb")
     'a\\x1b[2Jb'
@@ -19,7 +19,7 @@ def printable(text: str) -> str:
 
 
 def encodable(text: str) -> str:
-    r"""The text with lone surrogates (bytes of a file name that are not UTF-8) written as `\\xNN`, so that it is UTF-8.
+    r"""Return the text with lone surrogates (bytes of a file name that are not UTF-8) written as `\\xNN`.
 
     >>> encodable("caf\udce9.png")
     'caf\\xe9.png'

@@ -1,4 +1,4 @@
-"""The keys of the screen: what they ask of a run goes to its inbox, as `segapp ctl` does it."""
+"""The screen with its keys; commands go to the run's inbox, as those of `segapp ctl`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from segapp.tui.panes.pictures import PictureView
 from segapp.tui.run_screen import Monitor
 from segapp.tui.settings import UiSettings, load_settings, settings_path
 from segapp.tui.state.history import SMOOTHINGS
-from segapp.tui.state.source import LiveSource, ReplaySource, Source
+from segapp.tui.state.source import LiveSource, ReplaySource, RunSource
 from segapp.tui.terminal import check_terminal, is_ascii_only, is_hung_up
 from segapp.tui.widgets import ClassesPane, Gpu0Pane
 
@@ -55,21 +55,21 @@ def run_ui(
     theme: str | None = None,
     ascii_only: bool = False,
 ) -> int:
-    """Shows a run until the viewer leaves; the training does not notice.
+    """Show a run until the user leaves; does not affect the training.
 
     Args:
-        run: its name, or a path to its folder.
-        readonly: hide and disable every key that asks the trainer for something.
-        replay: play the run's events again, so many times as fast as they came.
-        theme: one of `themes.NAMES`, or `dark`, `light`; what was used last when None.
-        ascii_only: draw without Unicode; also where the locale has none.
+        run: Name of the run, or path to its folder.
+        readonly: Hide and disable all keys that send commands.
+        replay: Replay the events of the run, this many times faster than real time.
+        theme: One of `themes.NAMES`, `dark` or `light`; None: the last one used.
+        ascii_only: Draw without Unicode; always if the locale has none.
 
     Returns:
         0.
 
     Raises:
-        ConfigError: there is no such run or theme, the speed is not positive, or there is no terminal.
-        RunError: there is nothing to replay, or the screen failed.
+        ConfigError: There is no such run or theme, the speed is not positive, or there is no terminal.
+        RunError: There is nothing to replay, or the screen failed.
     """
     folder = find_run(run)
     if replay is not None and not 0 < replay < 1e9:
@@ -79,11 +79,11 @@ def run_ui(
     if theme is not None:
         settings.theme = themes.find_theme(theme)
     check_terminal()
-    source: Source = LiveSource(folder) if replay is None else ReplaySource(folder, replay)
+    source: RunSource = LiveSource(folder) if replay is None else ReplaySource(folder, replay)
     app = MonitorApp(
         source, readonly=readonly, settings=settings, settings_file=file, ascii_only=ascii_only or is_ascii_only()
     )
-    _let_the_training_go_first()
+    _lower_priority()
     app.run(mouse=True)
     if app.return_code:
         what = f"{type(app.failure).__name__}: {app.failure}" if app.failure is not None else "no reason known"
@@ -92,14 +92,14 @@ def run_ui(
         ) from app.failure
     if not is_hung_up():
         status = source.status()
-        how = header.state_word(status) if status.is_over else "the training goes on by itself"
+        how = header.state_label(status) if status.is_over else "the training goes on by itself"
         with contextlib.suppress(OSError):
             print(f"left {printable(folder.name)} ({how}); to see it again: segapp attach {printable(str(run))}")
     return 0
 
 
-def _let_the_training_go_first() -> None:
-    """Makes this process wait its turn: a screen that wakes up must not push a thread of a step off its processor."""
+def _lower_priority() -> None:
+    """Use the batch scheduling policy: a screen that wakes up must not preempt a thread of a training step."""
     with contextlib.suppress(AttributeError, OSError):  # only Linux has this policy
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
@@ -111,7 +111,7 @@ class MonitorApp(Monitor):
 
     def __init__(
         self,
-        source: Source,
+        source: RunSource,
         *,
         readonly: bool = False,
         settings: UiSettings | None = None,
@@ -123,20 +123,20 @@ class MonitorApp(Monitor):
         )
         self._sent: dict[str, str] = {}
 
-    # --- wishes ----------------------------------------------------------------------------------------------------
+    # --- commands --------------------------------------------------------------------------------------------------
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Takes the controlling keys away from a read-only view."""
+        """Disable the keys that send commands in a read-only view."""
         return not (self.readonly and keys.is_control(action))
 
     def send(self, command: Command) -> None:
-        """Puts a wish into the run's inbox, unless nobody is there to grant it."""
+        """Write a command to the run's inbox, unless there is no trainer to handle it."""
         status, text = self.source.status(), format_command(command)
         if self.readonly:
             self.say(f"{text}: this view is read-only", "warning")
         elif status.is_over:
-            why = "this is a replay" if status.is_replay else f"the run is {header.state_word(status)}"
-            self.say(f"{text}: {why}, nobody would act on it", "warning")
+            why = "this is a replay" if status.is_replay else f"the run is {header.state_label(status)}"
+            self.say(f"{text}: {why}, no trainer would act on it", "warning")
         else:
             try:
                 self._sent[send_command(self.source.folder.path, command)] = text
@@ -147,7 +147,7 @@ class MonitorApp(Monitor):
                 self.say(f"sent: {text}{waits}")
 
     def after_poll(self) -> None:
-        """Says what became of the wishes that were sent from here."""
+        """Show the answers to the commands that were sent from here."""
         for command_id, text in list(self._sent.items()):
             answer = self.source.view.answers.get(command_id)
             if answer is not None:
@@ -159,34 +159,34 @@ class MonitorApp(Monitor):
         self.say(f"{text} {answer.status}{reason}", "error" if answer.status == "rejected" else "information")
 
     def say(self, message: str, severity: str = "information") -> None:
-        """Shows a message for some seconds, literally."""
+        """Show a literal message for a few seconds."""
         self.notify(printable(message), severity=severity, markup=False, timeout=8)  # type: ignore[arg-type]
 
     def action_detach(self) -> None:
-        """Leaves; the training goes on."""
+        """Exit; the training goes on."""
         self.exit()
 
     async def action_quit(self) -> None:
-        """Textual's own way out."""
+        """Exit by Textual's own action."""
         self.exit()
 
     def action_help_quit(self) -> None:
-        """What ctrl+c says: it ends nothing here."""
+        """Explain on ctrl+c how to leave and how to stop."""
         self.say("q detaches, the training goes on; S stops it")
 
     def action_toggle_pause(self) -> None:
-        """Pauses, or goes on."""
+        """Pause, or resume."""
         self.send(ResumeCommand() if self.source.view.is_paused else PauseCommand())
 
     def action_checkpoint(self) -> None:
-        """Asks for a checkpoint."""
+        """Request a checkpoint."""
         self.send(CheckpointCommand())
 
     def action_stop(self) -> None:
-        """Asks what kind of stop is meant."""
+        """Ask how to stop."""
         status = self.source.status()
         if status.is_over:
-            self.say(f"stop: the run is {header.state_word(status)} already", "warning")
+            self.say(f"stop: the run is {header.state_label(status)} already", "warning")
             return
 
         def decided(choice: StopChoice | None) -> None:
@@ -196,7 +196,7 @@ class MonitorApp(Monitor):
         self.push_screen(StopScreen(status.pid, status.host), decided)
 
     def action_edit_gpu0(self) -> None:
-        """Opens the editor of gpu0_bsz."""
+        """Open the editor of gpu0_bsz."""
         view = self.source.view
         if view.num_devices < 2:
             self.say("gpu0_bsz: the run has one device, there is nothing to split")
@@ -206,19 +206,17 @@ class MonitorApp(Monitor):
         self.query_one(Gpu0Pane).focus()
 
     def action_undo_gpu0(self) -> None:
-        """Takes a pending change back, or wishes for the value before."""
+        """Cancel a pending change, or request the value before."""
         gpu0 = self.source.view.gpu0
-        waiting = [i for i, answer in self.source.view.pending.items() if answer.command.startswith("set gpu0_bsz")]
-        if gpu0.pending is not None or waiting:
-            found = gpu0.pending.id if gpu0.pending is not None else waiting[-1]
-            self.send(CancelCommand(id=found))
+        if gpu0.pending is not None:
+            self.send(CancelCommand(id=gpu0.pending.id))
         elif gpu0.previous:
             self.send(SetCommand(gpu0_bsz=gpu0.previous[-1]))
         else:
             self.say("gpu0_bsz was not changed yet: nothing to undo")
 
     def on_key(self, event: events.Key) -> None:
-        """Gives the keys to the editor while it is open."""
+        """Pass keys to the editor while it is open."""
         if self.draft is None or isinstance(self.focused, Input) or len(self.screen_stack) > 1:
             return
         if event.key in ("q", "question_mark", "f1", "ctrl+p", "ctrl+q", "ctrl+c"):
@@ -235,10 +233,10 @@ class MonitorApp(Monitor):
             self.send(SetCommand(gpu0_bsz=value, force=True) if event.character == "!" else SetCommand(gpu0_bsz=value))
         self.show_view()
 
-    # --- looking around --------------------------------------------------------------------------------------------
+    # --- display -------------------------------------------------------------------------------------------------
 
     def action_pane(self, name: str) -> None:
-        """Chooses a pane."""
+        """Select a pane."""
         self.pane = name
         self.apply_layout()
         if name == "classes":
@@ -247,81 +245,81 @@ class MonitorApp(Monitor):
             self.query_one(f"#{name}").focus()
 
     def action_pictures(self) -> None:
-        """Shows the sample pictures in the place of the curve, and the curve again."""
+        """Show the sample pictures in place of the loss chart, or the chart again."""
         self.action_pane("loss" if self.pane == "pictures" else "pictures")
 
     def action_zoom(self) -> None:
-        """Shows the chosen pane alone, and the others again."""
+        """Show the selected pane alone, or all panes again."""
         self.is_zoomed = not self.is_zoomed
         self.apply_layout()
 
     def action_toggle_log(self) -> None:
-        """Switches the loss axis."""
+        """Switch the loss axis between linear and logarithmic."""
         self.settings.is_log = not self.settings.is_log
         self.query_one(LossChart).change(is_log=self.settings.is_log)
 
     def action_smooth(self) -> None:
-        """Goes to the next smoothing."""
+        """Select the next smoothing."""
         self.settings.smoothing = _next(_SMOOTHING_CYCLE, self.settings.smoothing)
         self.query_one(LossChart).change(smoothing=self.settings.smoothing)
         self.show_view()
 
     def action_x_axis(self) -> None:
-        """Goes to the next horizontal axis."""
+        """Select the next horizontal axis."""
         self.settings.x_axis = _next(X_AXES, self.settings.x_axis)
         self.query_one(LossChart).change(x_axis=self.settings.x_axis)
 
     def action_window(self, by: int) -> None:
-        """Shows more (1) or less (-1) of the curve."""
+        """Show more (1) or less (-1) of the curve."""
         index = min(max(WINDOWS.index(self.settings.window) - by, 0), len(WINDOWS) - 1)
         self.settings.window = WINDOWS[index]
         self.query_one(LossChart).change(window=self.settings.window)
 
     def action_cursor(self, by: int) -> None:
-        """Moves the reading line of the curve, or goes to another picture."""
+        """Move the cursor of the chart, or show another picture."""
         if self.pane == "pictures":
             self.query_one(PictureView).move(by)
         else:
             self.query_one(LossChart).move_cursor(by)
 
     def action_sort(self) -> None:
-        """Sorts the classes another way."""
+        """Select the next order of the classes."""
         self.settings.sort = _next(SORTS, self.settings.sort)
         self.show_view()
 
     def action_filter(self) -> None:
-        """Opens the line to filter the classes with."""
+        """Open the input line of the class filter."""
         self.action_pane("classes")
         field = self.query_one("#filter", Input)
         field.add_class("-open")
         field.focus()
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Filters while a person types."""
+        """Apply the filter on each keystroke."""
         self.wanted = printable(event.value)
         self.show_view()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Keeps the filter and gives the keys back."""
+        """Keep the filter and focus the table."""
         event.input.remove_class("-open")
         self.query_one(ClassesPane).focus_table()
 
     def action_theme(self) -> None:
-        """Goes to the next theme."""
+        """Select the next theme."""
         self.set_ui_theme(_next(themes.NAMES, self.theme))
 
     def set_ui_theme(self, name: str) -> None:
-        """Uses a theme, now and the next time."""
+        """Set and save the theme."""
         self.theme = self.settings.theme = name
         self.say(f"theme {name}")
 
     def action_help(self) -> None:
-        """Shows the keys."""
+        """Show the help page."""
         found = keys.help_lines(keys.available(self.readonly), self.settings.keymap, is_ascii=self.is_ascii)
         self.push_screen(HelpScreen(found))
 
     def action_escape(self) -> None:
-        """Puts away what is nearest: the filter, the cursor, the zoom, the alert."""
+        """Close the first that is open: the filter, the cursor, the zoom, the alert."""
         chart, field = self.query_one(LossChart), self.query_one("#filter", Input)
         if field.has_class("-open") or self.wanted:
             field.value = ""
@@ -336,11 +334,11 @@ class MonitorApp(Monitor):
         self.show_view()
 
     def action_redraw(self) -> None:
-        """Draws everything again."""
+        """Redraw the screen."""
         self.refresh(layout=True)
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
-        """What the palette offers: every key by its name, and every theme."""
+        """Yield the commands of the palette: every key's action, and every theme."""
         del screen
         for key in keys.available(self.readonly):
             name = keys.shown_key(key, self.settings.keymap, is_ascii=self.is_ascii)

@@ -1,4 +1,4 @@
-"""The dialogs: help, and what kind of stop is meant."""
+"""The dialogs: the help page, and how to stop."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ StopChoice = Literal["epoch", "now"]
 
 
 class HelpScreen(ModalScreen[None]):
-    """The keys.
+    """The help page.
 
     Args:
-        content: made from the table of keys.
+        content: Its lines.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -34,33 +34,33 @@ class HelpScreen(ModalScreen[None]):
         self._content = content
 
     def compose(self) -> ComposeResult:
-        """A box with the lines."""
+        """Yield a box with the lines."""
         with VerticalScroll(classes="dialog") as box:
             box.border_title = Content("Keys")
             box.border_subtitle = Content("esc closes")
             yield Static(self._content, classes="lines")
 
     def action_scroll(self, by: int) -> None:
-        """Scrolls the page."""
+        """Scroll the page."""
         self.query_one(VerticalScroll).scroll_relative(y=by, animate=False)
 
     async def action_dismiss(self, result: None = None) -> None:
-        """Closes it."""
+        """Close the page."""
         self.dismiss(None)
 
 
 class StopScreen(ModalScreen[StopChoice | None]):
-    """Asks how to stop; anything but the two letters goes on training.
+    """Asks how to stop the training; every key but `e` and `n` cancels.
 
     Args:
-        pid: of the trainer, for the last resort.
-        host: where it runs.
+        pid: Process id of the trainer, shown for `kill`.
+        host: Host of the trainer.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         ("e", "choose('epoch')", "after this epoch"),
         ("n", "choose('now')", "now"),
-        ("escape,enter,q,space,S,c", "choose('')", "go on"),
+        ("escape,enter,q,space,S,c", "choose('')", "continue"),
     ]
 
     def __init__(self, pid: int | None, host: str | None) -> None:
@@ -68,11 +68,11 @@ class StopScreen(ModalScreen[StopChoice | None]):
         self._pid, self._host = pid, host
 
     def compose(self) -> ComposeResult:
-        """The question."""
+        """Yield a box with the choices."""
         lines = [
             Content.assemble((" e ", "$text-accent bold"), " stop after this epoch, with a checkpoint"),
             Content.assemble((" n ", "$text-accent bold"), " stop now: save a checkpoint and end"),
-            Content.assemble((" esc ", "$text-accent bold"), " go on training"),
+            Content.assemble((" esc ", "$text-accent bold"), " continue training"),
         ]
         if self._pid is not None:
             where = f" on {printable(self._host)}" if self._host else ""
@@ -83,5 +83,5 @@ class StopScreen(ModalScreen[StopChoice | None]):
             yield Static(Content("\n").join(lines), classes="lines")
 
     def action_choose(self, choice: str) -> None:
-        """Ends the dialog with a choice."""
+        """Close the dialog with a choice."""
         self.dismiss("epoch" if choice == "epoch" else "now" if choice == "now" else None)

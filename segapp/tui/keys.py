@@ -1,4 +1,4 @@
-"""The keys: one table, from which bindings, key bar, help and palette are made."""
+"""The table of keys; bindings, key bar, help page and command palette are built from it."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ _ASCII = {"←": "left", "→": "right"}
 
 
 class Key(NamedTuple):
-    """What a key does."""
+    """One action and its keys."""
 
     action: str
-    """Name of the app's action, also the id by which `[keymap]` in ui.toml can give it other keys."""
+    """Name of the app's action; its `binding_id` is the name in `[keymap]` of ui.toml."""
     keys: str
-    """Comma-separated, the first is the one that is shown."""
+    """Comma-separated; the key bar shows the first."""
     label: str
-    """For the key bar; empty where it has no place there."""
+    """Label in the key bar; empty: not in the bar."""
     help: str
     ctl: str = ""
-    """What does the same from a shell."""
+    """The equivalent `segapp ctl` command."""
     is_control: bool = False
-    """Whether it asks the trainer for something; hidden and dead in a read-only view."""
+    """True if the action sends a command to the trainer; hidden and disabled in a read-only view."""
 
 
 KEYS = (
     Key("detach", "q,ctrl+q", "Detach", "leave; the training goes on"),
-    Key("toggle_pause", "space", "Pause", "pause at the next micro-batch, or go on", "pause, resume", True),
+    Key("toggle_pause", "space", "Pause", "pause at the next micro-batch, or resume", "pause, resume", True),
     Key("edit_gpu0", "b", "gpu0_bsz", "change the share of GPU 0 from the next epoch on", "set gpu0_bsz=N", True),
-    Key("undo_gpu0", "u", "", "take a wished share back, or wish for the one before", "cancel", True),
+    Key("undo_gpu0", "u", "", "cancel a pending change, or request the value before", "cancel", True),
     Key("checkpoint", "c", "Ckpt", "save a checkpoint now", "checkpoint", True),
     Key("stop", "S", "Stop", "stop after this epoch, or now; asks first", "stop, stop epoch", True),
     Key("pane('loss')", "1", "", "loss chart"),
     Key("pane('gpu')", "2", "", "devices and gpu0_bsz"),
     Key("pane('classes')", "3", "", "IoU of every class"),
-    Key("pane('events')", "4", "", "what happened"),
+    Key("pane('events')", "4", "", "events of the run"),
     Key("pictures", "i,5", "", "sample pictures, and back"),
-    Key("zoom", "f", "", "the chosen pane alone, and back"),
+    Key("zoom", "f", "", "the selected pane alone, and back"),
     Key("toggle_log", "y", "Log y", "logarithmic loss axis"),
     Key("smooth", "m", "Smooth", "smoothing: by length, 0.98, 0.9, 0.6, none"),
     Key("x_axis", "x", "", "curve over steps, epochs or time"),
@@ -59,43 +59,43 @@ KEYS = (
     Key("cursor(-1)", "left", "", "read the curve to the left; the picture before"),
     Key("cursor(1)", "right", "", "read the curve to the right; the next picture"),
     Key("sort", "o", "", "order of the classes: worst, best, drop, name, id"),
-    Key("filter", "slash", "", "show the classes whose name holds a word"),
+    Key("filter", "slash", "", "show the classes whose names contain a text"),
     Key("theme", "t", "", "next theme"),
     Key("help", "question_mark,f1,h", "Help", "this page"),
-    Key("escape", "escape", "", "close, clear, or put an alert away"),
+    Key("escape", "escape", "", "close, clear, or dismiss an alert"),
     Key("redraw", "r", "", "draw the screen again"),
 )
 
 
 def bindings() -> list[Binding]:
-    """The bindings of the app; `MonitorApp.check_action` takes those out that a read-only view has not."""
+    """Return the bindings of the app; `MonitorApp.check_action` disables some in a read-only view."""
     return [Binding(key.keys, key.action, key.help, id=binding_id(key)) for key in KEYS]
 
 
 def binding_id(key: Key) -> str:
-    """The id of a key in `[keymap]`: `pane('loss')` is `pane_loss`."""
+    """Return the name of a key in `[keymap]`: `pane_loss` for `pane('loss')`."""
     return "".join(c if c.isalnum() else "_" for c in key.action.replace("-1", "back").replace("1", "on")).strip("_")
 
 
 def is_control(action: str) -> bool:
-    """Whether an action asks the trainer for something."""
+    """Return True if an action sends a command to the trainer."""
     return any(key.is_control and key.action == action for key in KEYS)
 
 
 def available(is_readonly: bool) -> list[Key]:
-    """The keys of a view."""
+    """Return the keys that a view offers."""
     return [key for key in KEYS if not (is_readonly and key.is_control)]
 
 
 def shown_key(key: Key, keymap: Mapping[str, str], *, is_ascii: bool = False) -> str:
-    """How the key is called on the screen."""
+    """Return the name of a key on the screen."""
     first = keymap.get(binding_id(key), key.keys).split(",")[0]
     shown = _SHOWN.get(first, first)
     return _ASCII.get(shown, shown) if is_ascii else shown
 
 
 def key_bar(keys: Sequence[Key], keymap: Mapping[str, str], labels: Mapping[str, str], width: int) -> Content:
-    """The last line of the screen: as many keys as fit, the first ones first, help always."""
+    """Return the key bar: as many keys as fit, in the order of the table, help always."""
     shown = [key for key in keys if key.label]
     shown.sort(key=lambda key: key.action == "help")
     pieces = [
@@ -110,7 +110,7 @@ def key_bar(keys: Sequence[Key], keymap: Mapping[str, str], labels: Mapping[str,
 
 
 def help_lines(keys: Sequence[Key], keymap: Mapping[str, str], *, is_ascii: bool) -> Content:
-    """The help page."""
+    """Return the help page."""
     lines = [
         Content.assemble(
             (f"{shown_key(key, keymap, is_ascii=is_ascii):>7}  ", "$text-accent bold"),

@@ -1,4 +1,4 @@
-"""Which panes are on the screen: a pure function of its size and of what the person has chosen."""
+"""Selects the visible panes: a pure function of the screen size and the user's choices."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from segapp.tui.panes.header import MIN_HEIGHT, MIN_WIDTH
 
 WIDE = 100
 PANES = ("loss", "gpu", "classes", "events", "pictures")
-"""In the order of their digits."""
+"""In the order of their keys 1 to 5."""
 
 _LEFT = frozenset({"loss", "pictures", "events"})
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What is shown.
+    """The visible parts of the screen.
 
     Attributes:
-        panes: names of `PANES`, and `gpu0`; empty where nothing fits but a notice.
-        is_wide: two columns.
-        right_width: cells of the right column.
-        has_throughput: whether the line about speed is shown.
-        num_summary_rows: rows that stand for the panes that are not shown.
+        panes: Names of `PANES`, and `gpu0`; empty if only a notice fits.
+        is_wide: True for two columns.
+        right_width: Cells of the right column.
+        has_throughput: True if the throughput line is visible.
+        num_summary_rows: Rows that summarise the hidden panes.
     """
 
     panes: frozenset[str]
@@ -33,31 +33,31 @@ class Layout:
 
     @property
     def is_notice(self) -> bool:
-        """Whether the screen is too small for panes."""
+        """True if the screen is too small for panes."""
         return not self.panes
 
     @property
     def has_left(self) -> bool:
-        """Whether the left column has something in it."""
+        """True if the left column is not empty."""
         return bool(self.panes & _LEFT)
 
     @property
     def has_right(self) -> bool:
-        """Whether the right column has something in it."""
+        """True if the right column is not empty."""
         return bool(self.panes - _LEFT)
 
 
 def plan_layout(
     width: int, height: int, pane: str = "loss", *, is_zoomed: bool = False, is_editing: bool = False
 ) -> Layout:
-    """The layout for a screen.
+    """Return the layout for a screen.
 
     Args:
-        width: cells.
-        height: rows.
-        pane: the one the person chose, of `PANES`.
-        is_zoomed: show it alone.
-        is_editing: the editor of `gpu0_bsz` is open.
+        width: Width in cells.
+        height: Height in rows.
+        pane: The selected pane, of `PANES`.
+        is_zoomed: Show the selected pane alone.
+        is_editing: The editor of `gpu0_bsz` is open.
     """
     if width < MIN_WIDTH or height < MIN_HEIGHT:
         return Layout(frozenset())

@@ -1,4 +1,4 @@
-"""What is on the screen of a run: which panes there are, and how they are kept up to date twice a second."""
+"""The screen of a run: its panes, updated twice a second."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from segapp.tui.panes.devices import Draft, gpu0_content, gpu_content
 from segapp.tui.panes.glyphs import ASCII, UNICODE
 from segapp.tui.panes.pictures import PictureView
 from segapp.tui.settings import UiSettings, save_settings
-from segapp.tui.state.source import Source, newest_pictures
+from segapp.tui.state.source import RunSource, newest_pictures
 from segapp.tui.terminal import is_hung_up
-from segapp.tui.widgets import ClassesPane, EventsPane, Gpu0Pane, Lines, Pane, set_title
+from segapp.tui.widgets import ClassesPane, EventsPane, Gpu0Pane, LiteralText, Pane, set_title
 
 TICK_S = 0.5
 LEAVE_S = 5.0
@@ -36,14 +36,14 @@ _OTHER_PANES = {"loss": "1 Loss", "gpu": "2 GPU", "classes": "3 Classes", "event
 
 
 class Monitor(App[None]):
-    """The screen.
+    """The screen, without its keys.
 
     Args:
-        source: what it shows.
-        readonly: no key asks the trainer for anything.
-        settings: how it is shown; changed by keys.
-        settings_file: where they are kept; None keeps them nowhere.
-        ascii_only: draw without Unicode.
+        source: The run to show.
+        readonly: Disable all keys that send commands.
+        settings: Display settings; changed by keys.
+        settings_file: File for the settings; None: they are not saved.
+        ascii_only: Draw without Unicode.
     """
 
     TITLE = "segapp"
@@ -52,7 +52,7 @@ class Monitor(App[None]):
 
     def __init__(
         self,
-        source: Source,
+        source: RunSource,
         *,
         readonly: bool = False,
         settings: UiSettings | None = None,
@@ -66,7 +66,7 @@ class Monitor(App[None]):
         self.glyphs = ASCII if ascii_only else UNICODE
         self.draft: Draft | None = None
         self.failure: Exception | None = None
-        """What ended the screen, if it was not the person."""
+        """The error that ended the screen; None if the user left."""
         self._settings_file = settings_file
         self.is_ascii = ascii_only
         self.run_name = printable(source.folder.name)
@@ -84,27 +84,27 @@ class Monitor(App[None]):
     # --- life ------------------------------------------------------------------------------------------------------
 
     def compose(self) -> ComposeResult:
-        """The panes; which of them are shown is `plan_layout`'s matter."""
+        """Yield all panes; `plan_layout` selects the visible ones."""
         has_colour = not self.is_ascii and "NO_COLOR" not in os.environ
-        yield Lines(id="head", classes="lines")
-        yield Lines(id="progress", classes="lines")
-        yield Lines(id="banner", classes="lines")
+        yield LiteralText(id="head", classes="lines")
+        yield LiteralText(id="progress", classes="lines")
+        yield LiteralText(id="banner", classes="lines")
         with Horizontal(id="main"):
             with Vertical(id="left"):
                 yield LossChart(self.glyphs, id="loss", classes="pane")
                 yield PictureView(has_colour=has_colour, id="pictures", classes="pane")
-                yield Lines(id="throughput", classes="lines")
+                yield LiteralText(id="throughput", classes="lines")
                 yield EventsPane(id="events")
             with Vertical(id="right"):
                 yield Pane(id="gpu")
                 yield Gpu0Pane(id="gpu0", classes="pane lines")
                 yield ClassesPane(id="classes")
-        yield Lines(id="summary", classes="lines")
-        yield Lines(id="keys", classes="lines")
-        yield Lines(id="notice")
+        yield LiteralText(id="summary", classes="lines")
+        yield LiteralText(id="keys", classes="lines")
+        yield LiteralText(id="notice")
 
     def on_mount(self) -> None:
-        """Begins to look."""
+        """Start the timers."""
         self.set_class(self.is_ascii, "-ascii")
         if self.settings.keymap:
             self.set_keymap(self.settings.keymap)
@@ -120,17 +120,17 @@ class Monitor(App[None]):
         self.set_interval(TICK_S, self._tick)
 
     def on_unmount(self) -> None:
-        """Remembers how the screen was."""
+        """Save the settings."""
         if self._settings_file is not None:
             save_settings(self._settings_file, self.settings)
 
     def on_resize(self, event: events.Resize) -> None:
-        """Chooses the panes for the new size, which the app itself learns of a little later."""
+        """Select the panes for the new size, before the app's own `size` is updated."""
         self._screen_size = event.size
         self.apply_layout()
 
     def _leave(self) -> None:
-        """Leaves, also where a thread waits for a terminal that is gone: a screen never outlives its terminal."""
+        """Exit, even if a thread waits for a terminal that is gone: the process must end with its terminal."""
         timer = threading.Timer(LEAVE_S, os._exit, (0,))
         timer.daemon = True
         timer.start()
@@ -147,10 +147,10 @@ class Monitor(App[None]):
         self.show_view()
 
     def after_poll(self) -> None:
-        """What else is to be done with new events."""
+        """Hook for subclasses, called after new events were read."""
 
     def _read_on(self) -> None:
-        """Reads a long history in slices, so that keys are answered meanwhile; panes follow with the ticks."""
+        """Read a long history in slices, so that keys work meanwhile; panes are updated by the timer."""
         self._is_reading = self.source.poll()
         if self._is_reading:
             self.set_timer(0.001, self._read_on)
@@ -159,17 +159,17 @@ class Monitor(App[None]):
         self._was_reading = self._is_reading
 
     def _handle_exception(self, error: Exception) -> None:
-        """A fault of the screen ends it with one line, not with pages of local variables; tests see it whole."""
+        """End the screen with a one-line error instead of Textual's traceback; tests get the whole traceback."""
         if self.is_headless:
             super()._handle_exception(error)
         else:
             self.failure = self.failure or error
             self.exit(return_code=1)
 
-    # --- what is on the screen -------------------------------------------------------------------------------------
+    # --- drawing ---------------------------------------------------------------------------------------------------
 
     def apply_layout(self) -> None:
-        """Chooses the panes for the size of the screen and for what the person asked for."""
+        """Select the panes for the size of the screen and the user's choices."""
         width, height = self._screen_size or self.size
         is_editing = self.draft is not None
         plan = layout.plan_layout(width, height, self.pane, is_zoomed=self.is_zoomed, is_editing=is_editing)
@@ -187,28 +187,28 @@ class Monitor(App[None]):
         self.call_after_refresh(self.show_view)
 
     def show_view(self) -> None:
-        """Brings every visible line up to date."""
+        """Update every visible pane."""
         view, status, plan = self.source.view, self.source.status(), self._layout
         if plan is None or not self.is_running:
             return
         (width, height), glyphs = self._screen_size or self.size, self.glyphs
         if plan.is_notice:
-            self._lines("notice").show(header.notice(view, status, self.run_name, width, height, glyphs))
+            self._text("notice").show(header.notice(view, status, self.run_name, width, height, glyphs))
             return
         line = width - 2
-        self._lines("head").show(header.header(view, status, self.run_name, line, glyphs, is_readonly=self.readonly))
-        self._lines("progress").show(header.progress_line(view, status, line, glyphs))
+        self._text("head").show(header.header(view, status, self.run_name, line, glyphs, is_readonly=self.readonly))
+        self._text("progress").show(header.progress_line(view, status, line, glyphs))
         found = header.banner(view, status, self.run_name, self.seen_alert_s)
         self.query_one("#banner").display = found is not None
         if found is not None:
-            self._lines("banner").show(found.truncate(line, ellipsis=True))
+            self._text("banner").show(found.truncate(line, ellipsis=True))
         if plan.num_summary_rows:
-            self._lines("summary").show(header.small_summary(view, line, plan.num_summary_rows, glyphs))
+            self._text("summary").show(header.small_summary(view, line, plan.num_summary_rows, glyphs))
         self._show_left(plan)
         self._show_right(plan)
         labels = {"toggle_pause": "Resume" if view.is_paused else "Pause"}
         shown = keys.available(self.readonly or status.is_over)
-        self._lines("keys").show(keys.key_bar(shown, self.settings.keymap, labels, width))
+        self._text("keys").show(keys.key_bar(shown, self.settings.keymap, labels, width))
 
     def _show_left(self, plan: layout.Layout) -> None:
         view = self.source.view
@@ -219,7 +219,7 @@ class Monitor(App[None]):
         if "pictures" in plan.panes:
             self._show_pictures(plan)
         if plan.has_throughput:
-            line = self._lines("throughput")
+            line = self._text("throughput")
             line.show(header.throughput_line(view, max(1, line.size.width - 2), self.glyphs))
         if "events" in plan.panes:
             log = self.query_one(EventsPane)
@@ -250,16 +250,16 @@ class Monitor(App[None]):
             self._set_title(table, title, plan)
 
     def _show_pictures(self, plan: layout.Layout) -> None:
-        """Looks for new pictures."""
+        """Show new pictures."""
         pictures = self.query_one(PictureView)
         pictures.show(newest_pictures(self.source.folder.samples))
         self._set_title(pictures, Content.styled("5 Pictures", "bold"), plan)
 
     def _set_title(self, pane: Widget, title: Content, plan: layout.Layout) -> None:
-        """Sets a title; where panes take turns, with the names of the others."""
+        """Set a pane's title; in one column, with the names of the other panes."""
         others = _OTHER_PANES if len(plan.panes - {"gpu0"}) == 1 else {}
         text = "  ".join(label for name, label in others.items() if name not in plan.panes)
         set_title(pane, header.with_tabs(title, text, pane.size.width - 4))
 
-    def _lines(self, name: str) -> Lines:
-        return self.query_one(f"#{name}", Lines)
+    def _text(self, name: str) -> LiteralText:
+        return self.query_one(f"#{name}", LiteralText)

@@ -1,4 +1,4 @@
-"""What the screen remembers between two looks: `$XDG_CONFIG_HOME/segapp/ui.toml`, which a person may edit too."""
+"""The screen's settings, kept between sessions in `$XDG_CONFIG_HOME/segapp/ui.toml`; users may edit the file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 
 @dataclass
 class UiSettings:
-    """The remembered choices."""
+    """The settings of the screen."""
 
     theme: str = "segapp-dark"
     smoothing: float = AUTO
@@ -35,17 +35,17 @@ class UiSettings:
     x_axis: str = "step"
     sort: str = "worst"
     keymap: dict[str, str] = field(default_factory=dict)
-    """Other keys for actions: `toggle_pause = "p"`."""
+    """Keys that replace the defaults: `toggle_pause = "p"`."""
 
 
 def settings_path() -> Path:
-    """Where the settings lie."""
+    """Return the path of the settings file."""
     base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
     return Path(base).expanduser() / "segapp" / "ui.toml"
 
 
 def load_settings(path: Path) -> UiSettings:
-    """The settings in a file; what is missing, damaged or not accepted is as if it had never been set."""
+    """Return the settings of a file; missing, damaged or invalid ones take their defaults."""
     settings = UiSettings()
     try:
         raw = tomllib.loads(path.read_text())
@@ -64,7 +64,7 @@ def load_settings(path: Path) -> UiSettings:
 
 
 def save_settings(path: Path, settings: UiSettings) -> None:
-    """Writes the settings; that they cannot be written is no reason to bother anybody."""
+    """Write the settings; ignore errors."""
     plain = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name != "keymap"}
     lines = [f"{name} = {_toml(value)}" for name, value in plain.items()]
     if settings.keymap:
@@ -79,5 +79,5 @@ def save_settings(path: Path, settings: UiSettings) -> None:
 
 
 def _toml(value: Any) -> str:
-    """A string, number or truth value as TOML writes it: like JSON, but for characters that JSON escapes in pairs."""
+    """Return a string, number or boolean as TOML: JSON, but without escaped surrogate pairs."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

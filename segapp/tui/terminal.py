@@ -1,4 +1,4 @@
-"""The terminal itself: whether there is one that can show a screen, and whether it is still there."""
+"""Checks of the terminal: its abilities, and its loss."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from segapp.errors import ConfigError
 
 
 def check_terminal() -> None:
-    """Refuses to start where the screen would be written into a file or read from nothing.
+    """Raise ConfigError if stdin or stderr is not a terminal that can show a screen.
 
-    Textual itself does not look: with /dev/null as its input it keeps a core busy.
+    Textual does not check: with /dev/null as its input it keeps a core busy.
 
     Raises:
-        ConfigError: stdin or stderr is no terminal, or it can do nothing but lines.
+        ConfigError: stdin or stderr is no terminal, or a terminal without cursor control.
     """
     for name, stream in (("stdin", sys.__stdin__), ("stderr", sys.__stderr__)):
         if not _is_terminal(stream):
@@ -30,7 +30,7 @@ def check_terminal() -> None:
 
 
 def is_hung_up() -> bool:
-    """Whether the terminal has gone: closed, or its connection lost."""
+    """Return True if the terminal was closed, or its connection lost."""
     poll = select.poll()
     for stream in (sys.__stdin__, sys.__stderr__):
         if _is_open(stream):
@@ -40,7 +40,7 @@ def is_hung_up() -> bool:
 
 
 def is_ascii_only() -> bool:
-    """Whether the locale has no Unicode."""
+    """Return True if the locale's encoding has no Unicode."""
     return "utf" not in locale.getpreferredencoding(False).lower()
 
 

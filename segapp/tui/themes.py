@@ -1,4 +1,4 @@
-"""The colours: two of our own, the terminal's, and one for strong contrast."""
+"""The colour themes: two of segapp, the terminal's colours, and one with high contrast."""
 
 from __future__ import annotations
 
@@ -61,16 +61,16 @@ HIGH_CONTRAST = Theme(
 OWN = (DARK, LIGHT, HIGH_CONTRAST)
 
 NAMES = ("segapp-dark", "segapp-light", "ansi-dark", "ansi-light", "high-contrast")
-"""In the order of the key that changes them."""
+"""In the order of the theme key."""
 
 _SHORT = {"dark": "segapp-dark", "light": "segapp-light"}
 
 
 def find_theme(name: str) -> str:
-    """The theme that a person means.
+    """Return the theme of a name or abbreviation.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: There is no such theme.
     """
     name = _SHORT.get(name, name)
     if name not in NAMES:

@@ -1,4 +1,4 @@
-"""The widgets of the screen: thin shells that draw again only when what they say has changed."""
+"""The widgets of the screen; each redraws only if its content has changed."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ KIND_STYLES = {
 _MAX_LINES = 500
 
 
-class Lines(Static):
-    """Text that is literal, and drawn again only when it differs."""
+class LiteralText(Static):
+    """Literal text, redrawn only if it differs."""
 
     def __init__(self, **keywords: str) -> None:
         super().__init__("", id=keywords.get("id"), classes=keywords.get("classes"), markup=False)
@@ -36,7 +36,7 @@ class Lines(Static):
         self._num_rows = 0
 
     def show(self, content: Content) -> None:
-        """Shows something."""
+        """Show a content."""
         content = _drawable(self, content)
         key = (content.plain, tuple(content.spans))
         if key == self._key:
@@ -48,35 +48,35 @@ class Lines(Static):
 
 
 class Pane(VerticalScroll, can_focus=True):
-    """A box with a title around lines that scroll."""
+    """A box with a title and scrolling text."""
 
     def __init__(self, *, id: str) -> None:
         super().__init__(id=id, classes="pane -scroll")
-        self._lines = Lines(classes="lines")
+        self._lines = LiteralText(classes="lines")
         self._title: str | None = None
 
     def compose(self) -> ComposeResult:
-        """Only the lines."""
+        """Yield the text."""
         yield self._lines
 
     def show(self, content: Content) -> None:
-        """Shows something."""
+        """Show a content."""
         self._lines.show(content)
 
     @property
     def inner_width(self) -> int:
-        """Cells of a line."""
+        """Width of a line in cells."""
         return max(1, self.scrollable_content_region.width)
 
 
 class EventsPane(Pane):
-    """What happened, the latest last; follows the end unless somebody has scrolled up."""
+    """The log of events, latest last; follows the end unless the user has scrolled up."""
 
     _last: LogLine | None = None
     _num_shown = -1
 
     def show_log(self, view: View) -> None:
-        """Shows the log of a view."""
+        """Show the log of a view."""
         last = view.log[-1] if view.log else None
         if last is self._last and len(view.log) == self._num_shown:
             return
@@ -88,38 +88,38 @@ class EventsPane(Pane):
 
 
 class ClassesPane(Vertical):
-    """The class table, with a line to type a filter into."""
+    """The class table, with an input line for the filter."""
 
     def __init__(self, *, id: str) -> None:
         super().__init__(id=id, classes="pane")
-        self._lines = Lines(classes="lines")
+        self._lines = LiteralText(classes="lines")
         self._box = VerticalScroll(self._lines, can_focus=True, id="class-lines")
 
     def compose(self) -> ComposeResult:
-        """The filter, which is closed at first, and the table."""
+        """Yield the filter, hidden at first, and the table."""
         yield Input(placeholder="part of a class name", id="filter", compact=True, select_on_focus=False)
         yield self._box
 
     def show(self, content: Content) -> None:
-        """Shows a table."""
+        """Show a table."""
         self._lines.show(content)
 
     @property
     def inner_width(self) -> int:
-        """Cells of a row."""
+        """Width of a row in cells."""
         return max(1, self._box.scrollable_content_region.width)
 
     def focus_table(self) -> None:
-        """Gives the keys to the table."""
+        """Focus the table."""
         self._box.focus()
 
 
-class Gpu0Pane(Lines, can_focus=True):
-    """The pane of `gpu0_bsz`; while it is edited the app gives it the focus and reads its keys."""
+class Gpu0Pane(LiteralText, can_focus=True):
+    """The pane of `gpu0_bsz`; the app focuses it and handles its keys while the editor is open."""
 
 
 def set_title(widget: Widget, title: Content) -> None:
-    """Sets a border title, and draws the border again only if it differs."""
+    """Set a border title; redraw the border only if it differs."""
     title = _drawable(widget, title)
     key = (title.plain, tuple(title.spans))
     if getattr(widget, "_segapp_title", None) != key:
@@ -128,14 +128,14 @@ def set_title(widget: Widget, title: Content) -> None:
 
 
 def _drawable(widget: Widget, content: Content) -> Content:
-    """The content as the terminal can draw it: an ASCII screen gets only ASCII, names from data too."""
+    """Return the content as the terminal can draw it: on an ASCII screen all text is converted to ASCII."""
     if content.plain.isascii() or not widget.app.has_class("-ascii"):
         return content
     return Content(ascii_text(content.plain), list(content.spans))
 
 
 def log_content(line: LogLine, now_s: float | None = None) -> Content:
-    """A line of the log; older than a day with its date."""
+    """Return a line of the log; with its date if older than a day."""
     now_s = time.time() if now_s is None else now_s
     form = "%H:%M:%S" if abs(now_s - line.t) < 86_400 else "%d %b %H:%M"
     try:

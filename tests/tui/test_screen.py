@@ -330,7 +330,7 @@ def test_crash_is_shown_with_the_next_move(tmp_path: Path) -> None:
         assert "segapp train --resume run" in text
         await press(app, pilot, "c")
         assert sent(run) == []
-        assert "nobody would act on it" in toasts(app)[-1]
+        assert "no trainer would act on it" in toasts(app)[-1]
 
     run_screen(run, act)
 

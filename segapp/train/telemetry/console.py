@@ -23,7 +23,7 @@ from segapp.run.text import printable
 
 
 def format_duration(seconds: float | None) -> str:
-    """Seconds as 0:07, 12:34 or 1:02:03; "-" for None."""
+    """Return seconds as 0:07, 12:34 or 1:02:03; "-" for None."""
     if seconds is None:
         return "-"
     minutes, rest = divmod(round(max(seconds, 0.0)), 60)
@@ -32,7 +32,7 @@ def format_duration(seconds: float | None) -> str:
 
 
 def iou_table(classes: Sequence[str], iou: Sequence[float | None]) -> list[str]:
-    """One aligned line a class, worst first, absent ones last."""
+    """Return one aligned line per class, worst IoU first, absent classes last."""
     width = max((len(printable(name)) for name in classes), default=0)
     order = sorted(range(len(classes)), key=lambda i: (iou[i] is None, iou[i] or 0.0))
     return [
@@ -44,8 +44,8 @@ class PlainReporter:
     """Prints a run's events.
 
     Args:
-        stream: where the lines go.
-        interval_s: at least this long between two step lines.
+        stream: Output stream; None: stdout.
+        interval_s: Minimum time between two step lines.
     """
 
     def __init__(self, stream: TextIO | None = None, interval_s: float = 2.0) -> None:

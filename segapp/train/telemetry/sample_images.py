@@ -1,4 +1,4 @@
-"""Sample pictures of a run: after an evaluation, some validation images as input | prediction | target."""
+"""Sample pictures of a run, drawn after each evaluation: validation images as input | prediction | target."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class SamplePictures:
     """Writes `epoch_NNNN_k.png` for the same few validation images after every evaluation.
 
     Args:
-        folder: the run's `samples`.
-        dataset: of the evaluation; its first, middle and last image are drawn.
-        inference: how logits are computed.
-        device: of the model.
-        count: pictures an evaluation.
+        folder: The run's `samples` folder.
+        dataset: The validation data set; its first, middle and last image are drawn.
+        inference: Computes the logits.
+        device: Device of the model.
+        count: Pictures per evaluation.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class SamplePictures:
     def draw(
         self, model: SegmentationModel, epoch: int, adapted: Callable[[Inference], Inference] = lambda plain: plain
     ) -> None:
-        """Predicts and writes; what goes wrong is in the log, and the training goes on.
+        """Predict and write the pictures; errors are logged, and the training goes on.
 
         Args:
-            model: predicts.
-            epoch: in the pictures' names.
-            adapted: changes how logits are computed.
+            model: The model.
+            epoch: Number in the names of the pictures.
+            adapted: Returns a changed `Inference`, such as one that needs less memory.
         """
         was_training = model.training
         model.eval()
@@ -80,7 +80,9 @@ class SamplePictures:
 
 
 def side_by_side(pictures: Sequence[NDArray[Any]], longest_px: int = PANEL_PX) -> NDArray[Any]:
-    """Pictures of one size (H, W, 3) in a row, each scaled down to the longest side given, without mixing colours.
+    """Return pictures of one size (H, W, 3) side by side, each scaled down to the given longest side.
+
+    The first is interpolated; the others, of class colours, take the nearest pixel.
 
     >>> side_by_side([np.zeros((640, 320, 3), np.uint8)] * 3).shape
     (320, 480, 3)

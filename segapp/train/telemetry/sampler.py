@@ -1,7 +1,7 @@
-"""The one thread beside a training that looks at the machine: `memory` every 2 s, `heartbeat` every 5 s.
+"""The monitoring thread of a training: a `memory` event every 2 s, a `heartbeat` every 5 s.
 
-It never touches a device: torch's counters live on the host, and nvidia-smi is asked by a thread of its own, whose
-answer is taken when it is there (`segapp.memory.gpus`). Whatever fails here is a null in an event.
+It makes no GPU call: torch's counters are on the host, and another thread runs nvidia-smi, whose latest output is used
+(`segapp.memory.gpus`). A value that cannot be read is null in the event.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ logger = logging.getLogger("segapp")
 
 
 class MemorySampler:
-    """Writes `memory` and `heartbeat` events for as long as it is entered.
+    """Context manager that writes `memory` and `heartbeat` events from a thread of its own.
 
     Args:
-        event_log: takes them.
-        watch: the training's devices, and where the training thread is.
-        gpus: asks nvidia-smi; None: only where a device has a uuid.
-        memory_s: seconds between two samples.
-        heartbeat_s: seconds between two heartbeats.
-        blocked_s: a checkpoint that has been being written for so many seconds is an alert, which repeats.
+        event_log: Takes the events.
+        watch: The training's devices, and the phase of the training thread.
+        gpus: Runs nvidia-smi; None: one is made if a device has a uuid.
+        memory_s: Seconds between two samples.
+        heartbeat_s: Seconds between two heartbeats.
+        blocked_s: Seconds of a checkpoint write after which an alert is emitted, and again after each such interval.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class MemorySampler:
         self._thread.join()
 
     def beat(self) -> None:
-        """Writes a heartbeat."""
+        """Emit a heartbeat."""
         phase = self.watch.phase
         activity = phase if phase in ("start", "eval", "save", "paused") else "train"
         saving_s = self.saving_s()
@@ -75,7 +75,7 @@ class MemorySampler:
         self._alert_blocked(saving_s)
 
     def _alert_blocked(self, saving_s: float | None) -> None:
-        """An alert each time that a write has been going on for another `blocked_s`."""
+        """Emit an alert after each `blocked_s` seconds of a write."""
         if saving_s is None:
             self._blocked_alert_s = self._blocked_s
         elif saving_s >= self._blocked_alert_s:
@@ -84,7 +84,7 @@ class MemorySampler:
             self.event_log.emit(Alert(kind="storage", message=message, step=self.step()))
 
     def sample(self) -> None:
-        """Writes a `memory` event."""
+        """Emit a `memory` event."""
         devices = self.watch.sample()
         statuses = {status.uuid: status for status in (self._gpus.poll() if self._gpus else [])}
         self.event_log.emit(Memory(devices=[merged(device, statuses) for device in devices], step=self.step()))
@@ -97,23 +97,23 @@ class MemorySampler:
                 if now_s >= next_beat_s:
                     next_beat_s = now_s + min(self._heartbeat_s, self._blocked_s)
                     self.beat()
-                if self.watch.phase == "start":  # `run_start` comes first, and the first sample right behind it
+                if self.watch.phase == "start":  # `run_start` comes first, the first sample shortly after it
                     next_memory_s = now_s + 0.25
                 elif now_s >= next_memory_s:
                     next_memory_s = now_s + self._memory_s
                     self.sample()
-            except Exception:  # a monitor must not end a training, nor itself
-                logger.exception("monitor")
+            except Exception:  # an error here must end neither the training nor this thread
+                logger.exception("memory sampler")
             if self._stop.wait(max(0.01, min(next_memory_s, next_beat_s) - time.monotonic())):
                 return
 
 
 def merged(device: dict[str, Any], statuses: dict[str, GpuStatus]) -> DeviceMemory:
-    """A device of the watch with what the driver says of it, by uuid.
+    """Return a device's memory fields, completed by the driver's for the same uuid.
 
     Args:
-        device: fields of a `memory` event's device, from torch or `/proc`.
-        statuses: what nvidia-smi says, by uuid.
+        device: Fields of `DeviceMemory`, from torch or `/proc`.
+        statuses: The output of nvidia-smi, by uuid.
     """
     status = statuses.get(device.get("uuid") or "")
     phases = {name: device["phase_peak_mib"][name] for name in PHASES if name in device.get("phase_peak_mib", {})}

@@ -1,11 +1,11 @@
-"""What ends a training that does not move any more: a GPU call that never returns, a rank that stalls, a dead disk.
+"""Ends a training that hangs: a GPU call that never returns, a rank that stalls, a disk that does not answer.
 
-The training thread reports its progress (`DeviceMemoryTracker.report_progress`); a thread of each rank looks. Where
-nothing has moved for `train.hang_timeout_s`, every stack (this process, its data workers, the other ranks of this
-machine) goes to `stacks.log` in the run folder, the state of the last step boundary is saved if it can be read, the
-reason becomes an event, the data workers are killed, and the process leaves with the exit code of the cause.
+The training thread reports its progress (`DeviceMemoryTracker.report_progress`); a thread of each rank checks it.
+Without progress for `train.hang_timeout_s`, the stacks of this process, its data workers and the other ranks on this
+machine are written to `stacks.log` in the run folder, the state of the last step boundary is saved if it can be read,
+the reason is emitted as an event, the data workers are killed, and the process exits with the exit code of the cause.
 
-SIGUSR2 asks for the stacks at any time, without ending anything.
+SIGUSR2 writes the stacks at any time, without ending the training.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from segapp.train.telemetry.device_memory import DeviceMemoryTracker
 from segapp.train.telemetry.event_log import EventLog
 
 START_S = 600.0
-"""Until the first step, at least so long without progress is allowed: models are built, kernels chosen or compiled."""
+"""Minimum timeout until the first step: models are built, kernels selected or compiled."""
 
 _LOADER_S = 15.0
-"""The loader may take so much longer than its own limit to end its workers."""
+"""Time for the loader to end its workers after its own timeout."""
 
 _RESCUE_S = 60.0
-_TELL_S = 5.0
+_EMIT_S = 5.0
 _OTHERS_S = 3.0
 _WAIT_FOR_MAIN_S = 15.0
 _LINE = re.compile(r"^rank (\d+) .*?: no progress for ([\d.]+) s in (\w+)", re.MULTILINE)
@@ -44,18 +44,18 @@ logger = logging.getLogger("segapp")
 
 
 class Watchdog:
-    """Looks whether the training thread of this rank gets on, for as long as it is entered.
+    """Context manager that checks the progress of this rank's training thread.
 
     Args:
-        folder: of the run.
-        event_log: takes the reason; silent on ranks that write nothing.
-        watch: where the training thread is.
-        timeout_s: without progress; 0: never ends anything.
-        data_timeout_s: how long a batch of the data workers may take; they have a limit of their own.
-        num_workers: data workers of this process.
-        rank: of this process.
-        rank_pids: of every rank, (host, process id).
-        end: leaves the process.
+        folder: The run folder.
+        event_log: Takes the reason; without a writer on ranks that write nothing.
+        watch: Progress and phase of the training thread.
+        timeout_s: Time without progress after which the training is ended; 0: never.
+        data_timeout_s: Timeout of the loader for one batch of its workers; 0: none.
+        num_workers: Data workers of this process.
+        rank: Rank of this process.
+        rank_pids: (host, process id) of every rank.
+        end: Exits the process with the given code.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
-        # Data workers are forked from here, and so answer the signal too.
+        # Data workers are forked from this process and inherit the handler.
         faulthandler.register(signal.SIGUSR2, self._file, all_threads=True)
         if self._timeout_s > 0:
             self._thread.start()
@@ -105,13 +105,13 @@ class Watchdog:
                     self._path.unlink()
 
     def limit_s(self, place: str, *, has_stepped: bool) -> float:
-        """How long the training thread may stay at a place without getting on, seconds.
+        """Return the seconds without progress that are allowed in an activity.
 
         Args:
-            place: as `DeviceMemoryTracker.report_progress` was told.
-            has_stepped: whether this process has made a step.
+            place: The activity given to `DeviceMemoryTracker.report_progress`.
+            has_stepped: True if this process has made a step.
         """
-        if place == "read" and self._num_workers > 0:  # the loader looks after its workers itself
+        if place == "read" and self._num_workers > 0:  # the loader has a timeout of its own
             return float("inf") if self._data_timeout_s == 0 else self._data_timeout_s + _LOADER_S
         return self._timeout_s if has_stepped else max(self._timeout_s, START_S)
 
@@ -121,7 +121,7 @@ class Watchdog:
         looked_s = time.monotonic()
         while not self._stop.wait(look_s):
             now_s = time.monotonic()
-            # A process that was stopped, or a machine that slept, has not been silent meanwhile.
+            # The time of a stopped process or a suspended machine does not count.
             silent_s += min(now_s - looked_s, 2 * look_s)
             looked_s = now_s
             if self._watch.last_progress_s != seen_s:
@@ -133,26 +133,26 @@ class Watchdog:
                 silent_s = 0.0
 
     def _report_hang(self, place: str, silent_s: float, is_still: Callable[[], bool]) -> bool:
-        """Says what is known and ends the process; False where the training moved on meanwhile."""
+        """Report the hang and end the process; return False if the training made progress meanwhile."""
         self._write_stacks(place, silent_s)
         if not is_still():
             return False
         if self._rank != 0:
-            time.sleep(_WAIT_FOR_MAIN_S)  # the main rank, which hangs as well, says it; then the launcher ends all
-            self._leave(DistributedError.exit_code)
+            time.sleep(_WAIT_FOR_MAIN_S)  # the main rank, which hangs too, reports it; then the launcher ends all ranks
+            self._exit(DistributedError.exit_code)
             return True
         error = self._reason(place, silent_s)
-        problem = self._rescued(place, is_still)
+        problem = self._save_problem(place, is_still)
         saved = f"saved at step {self.step()}" if problem is None else f"not saved ({problem})"
         message = f"{error}; {saved}; --resume goes on from the newest checkpoint"
-        _within(_TELL_S, lambda: self._tell(message, error.exit_code))
+        _within(_EMIT_S, lambda: self._emit(message, error.exit_code))
         with contextlib.suppress(OSError):
             os.write(2, f"error: {message}\n".encode())
-        self._leave(error.exit_code)
+        self._exit(error.exit_code)
         return True
 
     def _write_stacks(self, place: str, silent_s: float) -> None:
-        """The stacks of this process, of its workers, and of the ranks on this machine."""
+        """Write the stacks of this process, of its workers, and of the ranks on this machine."""
         header = (
             f"\nrank {self._rank} (process {os.getpid()} on {socket.gethostname()}), {time.strftime('%F %T')}: "
             f"no progress for {silent_s:.1f} s in {place}, step {self.step()}\n"
@@ -184,7 +184,7 @@ class Watchdog:
             return StorageError(f"{where}: the disk of the run folder does not answer: {advice}")
         return DistributedError(f"{where}: a device or another rank does not answer: {advice}")
 
-    def _rescued(self, place: str, is_still: Callable[[], bool]) -> str | None:
+    def _save_problem(self, place: str, is_still: Callable[[], bool]) -> str | None:
         if place in ("step", "save", "start"):
             return {"step": "it hangs in an update", "save": "the disk does not answer"}.get(
                 place, "nothing to save yet"
@@ -193,13 +193,13 @@ class Watchdog:
         _within(_RESCUE_S, lambda: answers.append(self.save_last_boundary(is_still)))
         return answers[0] if answers else f"the state could not be read within {_RESCUE_S:g} s"
 
-    def _tell(self, message: str, code: int) -> None:
+    def _emit(self, message: str, code: int) -> None:
         logger.error(message)
         self._event_log.emit(Alert(kind="hang", message=message, step=self.step()))
         self._event_log.emit(RunEnd(status="failed", reason=message, exit_code=code, step=self.step()))
         self._event_log.close()
 
-    def _leave(self, code: int) -> None:
+    def _exit(self, code: int) -> None:
         for pid in child_pids():
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
@@ -207,7 +207,7 @@ class Watchdog:
 
 
 def _within(timeout_s: float, act: Callable[[], object]) -> None:
-    """Does something in a thread that is left behind if it takes too long: what hangs may hold a lock that it needs."""
+    """Run `act` in a thread, which is abandoned after the timeout: the hanging thread may hold a lock that it needs."""
 
     def guarded() -> None:
         try:

@@ -1,4 +1,4 @@
-"""The loss chart: raw curve as a band, average as a line, evaluations as diamonds, marks where things changed."""
+"""The loss chart: raw curve as a band, average as a line, evaluations as diamonds, and marks of changes."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from segapp.tui.panes.plot import (
     choose_scale,
     draw_columns,
     pack_dots,
+    padded_range,
     reduce_columns,
-    roomy_range,
 )
 from segapp.tui.state.history import SMOOTHINGS
 from segapp.tui.state.view import View
 from segapp.tui.state.wording import duration, number
 
 WINDOWS = ("all", "epoch", "1000", "100")
-"""What part of the history is shown: everything, as many steps as an epoch has, the last 1000, the last 100."""
+"""The visible part of the history: all, the steps of one epoch, the last 1000, the last 100."""
 
 AUTO = -1.0
-"""Smoothing that suits the length of the curve."""
+"""Select the smoothing by the length of the curve."""
 
 X_AXES = ("step", "epoch", "time")
 GUTTER = 8
@@ -45,21 +45,21 @@ _CLASSES = ("blank", "raw", "mark", "average", "val", "bad", "best", "cursor", "
 
 @dataclass(frozen=True)
 class ChartOptions:
-    """How the curve is shown; what the keys change."""
+    """Display options of the chart; changed by keys."""
 
     smoothing: float = AUTO
-    """One of `SMOOTHINGS`; 0 shows the raw curve alone, `AUTO` goes by the number of steps."""
+    """One of `SMOOTHINGS`; 0: the raw curve alone; `AUTO`: by the number of steps."""
     is_log: bool = False
     window: str = "all"
     x_axis: str = "step"
     cursor: int | None = None
-    """Cells from the left edge of the plot."""
+    """Position in cells from the left edge of the plot; None: no cursor."""
 
 
 class LossChart(Widget, can_focus=True):
-    """Draws `View.history` with the numpy functions of `plot`: a refresh looks at every point once.
+    """Draws `View.history` with the numpy functions of `plot`; a refresh reads every point once.
 
-    Every segment has a style of its own: Textual's filter for NO_COLOR fails on a segment without one.
+    Every segment has a style, because Textual's NO_COLOR filter fails on a segment without one.
     """
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"loss-chart--{name}" for name in _CLASSES}
@@ -89,14 +89,14 @@ class LossChart(Widget, can_focus=True):
 
     @property
     def smoothing(self) -> float:
-        """The factor in use, 0 for none."""
+        """The smoothing factor in use; 0 for none."""
         if self.options.smoothing != AUTO:
             return self.options.smoothing
         num_steps = self._view.history.num_steps
         return SMOOTHINGS[0] if num_steps < 200 else SMOOTHINGS[1] if num_steps < 4000 else SMOOTHINGS[2]
 
     def show(self, view: View) -> None:
-        """Shows a view, if there is something new in it."""
+        """Show a view; redraws only if it has changed."""
         self._view = view
         if self._key() == self._built:
             return
@@ -105,7 +105,7 @@ class LossChart(Widget, can_focus=True):
         readout = self._readout()
         if readout != self._subtitle:
             self._subtitle = readout
-            self.border_subtitle = Content(readout)  # draws everything again
+            self.border_subtitle = Content(readout)  # redraws the whole widget
         elif len(before) != len(self._strips):
             self.refresh()
         else:
@@ -117,18 +117,18 @@ class LossChart(Widget, can_focus=True):
         self._strips, self._built = self._build(), self._key()
 
     def change(self, **options: object) -> None:
-        """Changes some of `ChartOptions`."""
+        """Change some of `ChartOptions`."""
         self.options = replace(self.options, **options)  # type: ignore[arg-type]
         self.show(self._view)
 
     def move_cursor(self, by: int) -> None:
-        """Moves the reading line; the first move puts it at the right edge."""
+        """Move the cursor; the first move puts it at the right edge."""
         width = max(1, self._plot_size()[0])
         at = width - 1 if self.options.cursor is None else min(max(self.options.cursor + by, 0), width - 1)
         self.change(cursor=at)
 
     def render_line(self, y: int) -> Strip:
-        """One line of the widget's content."""
+        """Return one line of the widget's content."""
         if self._key() != self._built:
             self._make()
         width = self.content_size.width
@@ -137,7 +137,7 @@ class LossChart(Widget, can_focus=True):
         return Strip.blank(width, self.rich_style)
 
     def notify_style_update(self) -> None:
-        """The theme has changed: the strips carry the old colours."""
+        """Rebuild the strips after a change of theme: they hold the old colours."""
         self._built = None
         super().notify_style_update()
 
@@ -147,13 +147,13 @@ class LossChart(Widget, can_focus=True):
                 self.options, self.content_size)  # fmt: skip
 
     def _plot_size(self) -> tuple[int, int]:
-        """Cells of the plot: without the legend above, the labels on the left and the axis below."""
+        """Return width and height of the plot in cells, without legend, labels and axis."""
         return self.content_size.width - GUTTER - 1, self.content_size.height - 2
 
     # --- the x axis ------------------------------------------------------------------------------------------------
 
     def _x_of(self, steps: Floats) -> Floats:
-        """Where steps lie on the axis."""
+        """Return the positions of steps on the x axis."""
         if self.options.x_axis != "time":
             return steps
         history = self._view.history
@@ -168,7 +168,7 @@ class LossChart(Widget, can_focus=True):
         elif self.options.window.isdigit():
             first = max(first, last - int(self.options.window))
         x0, x1 = (float(x) for x in self._x_of(np.array([first, last])))
-        return roomy_range(x0, x1)
+        return padded_range(x0, x1)
 
     def _x_label(self, x: float) -> str:
         if self.options.x_axis == "time":
@@ -219,7 +219,7 @@ class LossChart(Widget, can_focus=True):
         return [self._legend(), *strips, self._axis_line(raw, width)]
 
     def _legend(self) -> Strip:
-        """What the colours mean, with the numbers of now."""
+        """Return the legend, with the latest values."""
         history, vals = self._view.history, self._view.vals
         segments = [Segment(" " * (GUTTER + 1), self._style(_BLANK))]
         segments.append(Segment(f"last {number(float(history.low[-1]))}", self._style(_AXIS)))
@@ -247,13 +247,13 @@ class LossChart(Widget, can_focus=True):
                 canvas.line(self._cell(x, canvas.width), self.glyphs.v_mark, _MARK)
 
     def _axis_line(self, raw: Columns, width: int) -> Strip:
-        """The axis with its labels, × where a loss was not finite, and a star where the best was saved."""
+        """Return the x axis with its labels, × where a loss was not finite, and a star at the best checkpoint."""
         text = [self.glyphs.h_axis] * width
         styles = [_AXIS] * width
         end, said = 0, ""
         for x in Scale(*self._x_range).ticks(max(2, width // 12)):
             label, at = self._x_label(x), self._cell(x, width)
-            if label != said and at >= end and at + len(label) < width:  # around one step, all labels are the same
+            if label != said and at >= end and at + len(label) < width:  # in a range of one step, all labels are equal
                 text[at : at + len(label)] = label
                 end, said = at + len(label) + 1, label
         stars = self._best_cells(width)
@@ -269,7 +269,7 @@ class LossChart(Widget, can_focus=True):
         return Strip(segments, GUTTER + 1 + width).simplify()
 
     def _best_cells(self, width: int) -> list[int]:
-        """Where a best checkpoint was saved, the last one last."""
+        """Return the columns of the best checkpoints, the last one last."""
         x0, x1 = self._x_range
         at = [float(self._x_of(np.array([float(m.step)]))[0]) for m in self._view.marks if m.kind == "best"]
         return [self._cell(x, width) for x in at if x0 <= x <= x1]
@@ -278,7 +278,7 @@ class LossChart(Widget, can_focus=True):
         return self.get_component_rich_style(f"loss-chart--{_CLASSES[index]}")
 
     def _readout(self) -> str:
-        """The numbers at the cursor, or how the chart is drawn; goes into the border as plain text."""
+        """Return the values at the cursor, or the display options, as plain text for the border."""
         history, options = self._view.history, self.options
         if options.cursor is not None and history.size:
             return self._cursor_readout()
@@ -301,7 +301,7 @@ class LossChart(Widget, can_focus=True):
 
 
 class _Canvas:
-    """Cells with a character and a style each; what is drawn later lies on top."""
+    """Cells with a character and a style each; later drawing overwrites earlier."""
 
     def __init__(self, width: int, height: int, glyphs: Glyphs) -> None:
         self.width, self.height = width, height
@@ -311,7 +311,7 @@ class _Canvas:
         self._table = np.array(list(glyphs.dot_cells), dtype="<U1")
 
     def curve(self, columns: Columns, scale: Scale, style: int) -> None:
-        """Draws a curve in dots."""
+        """Draw a curve in dots."""
         dots = draw_columns(columns, scale, self.height * self._glyphs.dots_per_cell[0])
         packed = pack_dots(dots, self._glyphs.dot_weights)
         is_set = packed > 0
@@ -319,25 +319,25 @@ class _Canvas:
         self._styles[is_set] = style
 
     def clipped(self, columns: Columns, scale: Scale) -> None:
-        """Says in the top row where the curve goes beyond the scale."""
+        """Mark in the top row where the curve exceeds the scale."""
         with np.errstate(invalid="ignore"):
             beyond = np.flatnonzero(columns.high > scale.top * (1 + 1e-12))
         for cell in set((beyond // self._glyphs.dots_per_cell[1]).tolist()):
             self._set(0, cell, self._glyphs.clipped, _BAD)
 
     def point(self, column: int, fraction: float, char: str, style: int) -> None:
-        """Puts a character at a height, 0 at the bottom and 1 at the top; outside it is left out."""
+        """Draw a character at a height from 0 (bottom) to 1 (top); nothing outside that range."""
         if 0 <= fraction <= 1:
             self._set(min(int((1 - fraction) * self.height), self.height - 1), column, char, style)
 
     def line(self, column: int, char: str, style: int) -> None:
-        """Draws a vertical line where there is no curve."""
+        """Draw a vertical line where there is no curve."""
         is_empty = self._chars[:, column] == " "
         self._chars[is_empty, column] = char
         self._styles[is_empty, column] = style
 
     def rows(self, styles: list[Style]) -> list[list[Segment]]:
-        """The rows as segments, one for each stretch of equal style."""
+        """Return the rows as segments, one for each run of equal style."""
         return [self._row(chars, own, styles) for chars, own in zip(self._chars, self._styles, strict=True)]
 
     def _row(self, chars: NDArray[np.str_], own: NDArray[np.int8], styles: list[Style]) -> list[Segment]:
@@ -350,7 +350,7 @@ class _Canvas:
 
 
 def _row_labels(scale: Scale, height: int) -> list[str]:
-    """The label of each row of the plot, blank for most."""
+    """Return the label of each row of the plot; most are blank."""
     labels = [" " * GUTTER] * height
     for value in reversed(scale.ticks(max(2, height // 3))):
         fraction = float(scale.fraction(np.array([value]))[0])

@@ -1,4 +1,4 @@
-"""The pane of the classes as content: IoU of each, worst first, with what changed since the evaluation before."""
+"""The class pane: the IoU of each class and its change since the evaluation before."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from segapp.tui.state.wording import fit_cells, number
 
 SORTS = ("worst", "best", "drop", "name", "id")
 FALL = -0.02
-"""A fall of IoU from one evaluation to the next that is worth a sign."""
+"""Change of IoU between two evaluations from which on a class is marked."""
 
 
 @dataclass(frozen=True)
 class ClassRow:
-    """One class of the last evaluation."""
+    """One class at the last evaluation."""
 
     index: int
     name: str
     iou: float | None
-    """None where the class is in neither prediction nor target."""
+    """None if the class is in neither prediction nor target."""
     delta: float | None
-    """Since the evaluation before."""
+    """Change since the evaluation before."""
 
 
 def class_rows(view: View, sort: str = "worst", wanted: str = "") -> list[ClassRow]:
-    """The classes of the last evaluation, sorted and filtered.
+    """Return the classes of the last evaluation, sorted and filtered.
 
     Args:
-        view: the run.
-        sort: one of `SORTS`; absent classes are last in all but `name` and `id`.
-        wanted: part of a name, in any case; all classes where it is empty.
+        view: The run.
+        sort: One of `SORTS`; absent classes come last, except for `name` and `id`.
+        wanted: Part of the name, case-insensitive; empty: all classes.
     """
     if not view.vals:
         return [ClassRow(i, name, None, None) for i, name in enumerate(view.classes)]
@@ -62,12 +62,12 @@ def _sort_key(row: ClassRow, sort: str) -> tuple[bool, float | str, int]:
 
 
 def classes_content(view: View, sort: str, wanted: str, width: int, glyphs: Glyphs) -> Content:
-    """One line a class."""
+    """Return one line per class."""
     if not view.classes:
         return Content.styled("no classes yet", "$text-muted")
     rows = class_rows(view, sort, wanted)
     if not rows:
-        return Content.styled("no class of that name: esc shows all", "$text-muted")
+        return Content.styled("no class with that name: esc shows all", "$text-muted")
     longest = max(cell_len(row.name) for row in rows)
     name_width = max(6, min(longest, width // 2 - 8, 28))
     lines = [_row_content(row, name_width, width, glyphs) for row in rows]
@@ -109,7 +109,7 @@ def _row_content(row: ClassRow, name_width: int, width: int, glyphs: Glyphs) -> 
 
 
 def classes_title(view: View, sort: str, wanted: str, width: int, glyphs: Glyphs) -> Content:
-    """The title of the pane: mean, best, and how the table is sorted."""
+    """Return the title of the pane: mean, best, and the order of the table."""
     parts = [Part(0, Content.styled("3 Classes", "bold"))]
     if view.vals:
         parts.append(Part(1, Content(f"e{view.vals[-1].epoch} mIoU {number(view.vals[-1].miou)}")))

@@ -1,4 +1,4 @@
-"""The panes about devices as content: memory and load of each, and the editor of `gpu0_bsz`."""
+"""The device pane (memory and load of each device), and the pane and editor of `gpu0_bsz`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from segapp.tui.panes.glyphs import Glyphs, progress
 from segapp.tui.panes.header import Part, device_label, etas_s, fit_parts
 from segapp.tui.state.source import Status
 from segapp.tui.state.view import View
-from segapp.tui.state.wording import dots, duration, gib, percent, share_word
+from segapp.tui.state.wording import dots, duration, gib, percent, share_text
 
 WORD_STYLES = {
     "ok": "$text-success",
@@ -27,8 +27,8 @@ WORD_STYLES = {
 }
 
 
-def headroom_word(used_mib: float | None, total_mib: float | None) -> str:
-    """How much room a device has: `ok`, `tight`, `full`, or nothing where the machine does not say."""
+def headroom_level(used_mib: float | None, total_mib: float | None) -> str:
+    """Return the memory headroom of a device: `ok`, `tight` or `full`; empty if unknown."""
     if used_mib is None or not total_mib:
         return ""
     frac = used_mib / total_mib
@@ -36,7 +36,7 @@ def headroom_word(used_mib: float | None, total_mib: float | None) -> str:
 
 
 def gpu_content(view: View, width: int, glyphs: Glyphs) -> Content:
-    """One line a device: memory as a bar and in GiB, peak, load, temperature, share, headroom."""
+    """Return one line per device: memory as a bar and in GiB, peak, load, temperature, samples, headroom."""
     if not view.devices:
         text = "no sample yet" if view.start is None or view.end is None else "no sample was written"
         return Content.styled(text, "$text-muted")
@@ -45,7 +45,7 @@ def gpu_content(view: View, width: int, glyphs: Glyphs) -> Content:
 
 def _device_line(view: View, index: int, device: DeviceMemory, width: int, glyphs: Glyphs) -> Content:
     used, total = device.used_mib, device.total_mib
-    word = headroom_word(used, total)
+    word = headroom_level(used, total)
     style = WORD_STYLES.get(word, "")
     share = view.split[index] if view.split is not None and index < len(view.split) else None
     is_cpu = device.device is not None and device.device.startswith("cpu")
@@ -65,7 +65,7 @@ def _device_line(view: View, index: int, device: DeviceMemory, width: int, glyph
 
 
 def _total(mib: float | None) -> str:
-    """The size of a device; without a decimal where it has none worth a cell."""
+    """Return the memory of a device in GiB, without decimals if it is a whole number."""
     return gib(mib).removesuffix(".0").ljust(4 if mib is not None and mib % 1024 > 51 else 2)
 
 
@@ -85,38 +85,38 @@ def _temperature(celsius: float | None, glyphs: Glyphs) -> str:
 
 @dataclass(frozen=True)
 class Draft:
-    """What somebody is typing into the editor."""
+    """The state of the editor."""
 
     text: str
     is_fresh: bool = False
-    """Nothing was typed yet: the first digit begins a new number."""
+    """True until the first key: the first digit replaces the number."""
     is_confirmed: bool = False
-    """The first enter on a tight wish has been pressed."""
+    """True after the first enter on a tight split."""
 
     @property
     def value(self) -> int | None:
-        """The wish; None for an even split."""
+        """The value to send; None for an even split."""
         return int(self.text) if self.text.isdigit() else None
 
 
 def begin_draft(view: View) -> Draft:
-    """The draft that the editor opens with: what is pending, or what holds."""
+    """Return the draft that the editor opens with: the pending value, or the one in force."""
     gpu0 = view.gpu0
     value = gpu0.pending.new if gpu0.pending is not None else gpu0.value
     return Draft("" if value is None else str(value), is_fresh=True)
 
 
 def edit_draft(draft: Draft, key: str, character: str | None, view: View) -> tuple[Draft | None, bool]:
-    """What a key does in the editor.
+    """Return the result of a key in the editor.
 
     Args:
-        draft: as it stands.
-        key: as Textual names it.
-        character: what it prints.
-        view: the run.
+        draft: The draft before the key.
+        key: Textual's name of the key.
+        character: The character of the key, if it has one.
+        view: The run.
 
     Returns:
-        The draft after it, None where the editor closes, and whether the old draft is to be sent.
+        The draft after the key (None: the editor closes), and True if the old draft is to be sent.
     """
     if key == "escape":
         return None, False
@@ -145,7 +145,7 @@ def _stepped(draft: Draft, view: View, by: int) -> Draft:
 
 
 def _submitted(draft: Draft, view: View, *, insists: bool) -> tuple[Draft | None, bool]:
-    verdict = judge(view, draft.value)
+    verdict = evaluate_split(view, draft.value)
     if verdict.level == "no change" and view.gpu0.pending is None:
         return None, False
     if insists:
@@ -157,8 +157,8 @@ def _submitted(draft: Draft, view: View, *, insists: bool) -> tuple[Draft | None
     return draft, False
 
 
-def judge(view: View, gpu0_bsz: int | None) -> SplitVerdict:
-    """The verdict of the function that the trainer asks too, from what the run has shown."""
+def evaluate_split(view: View, gpu0_bsz: int | None) -> SplitVerdict:
+    """Return the verdict on a split, by the trainer's own function, from the memory observed so far."""
     batch_size = view.start.batch_size if view.start is not None else sum(view.split or (0,))
     facts = SplitFacts(
         batch_size,
@@ -174,15 +174,15 @@ def judge(view: View, gpu0_bsz: int | None) -> SplitVerdict:
 def gpu0_content(
     view: View, status: Status, draft: Draft | None, size: tuple[int, int], glyphs: Glyphs, *, can_edit: bool
 ) -> Content:
-    """The pane of `gpu0_bsz`: what holds and what is wished, or the editor.
+    """Return the pane of `gpu0_bsz`: the value in force and the pending one, or the editor.
 
     Args:
-        view: the run.
-        status: how it stands.
-        draft: what is typed into the editor; None while it is closed.
-        size: cells of a line, and how many lines there may be.
-        glyphs: what to draw with.
-        can_edit: whether the editor may be opened.
+        view: The run.
+        status: Its status.
+        draft: State of the editor; None while it is closed.
+        size: Cells of a line, and the maximum number of lines.
+        glyphs: Characters to draw with.
+        can_edit: True if the editor may be opened.
     """
     if view.num_devices < 2:
         return Content.styled("one device: nothing to split", "$text-muted")
@@ -197,22 +197,21 @@ def gpu0_content(
 def _idle_lines(view: View, glyphs: Glyphs, can_edit: bool) -> list[Content]:
     gpu0 = view.gpu0
     batch = f"  batch {view.start.batch_size}" if view.start is not None else ""
-    lines = [Content.assemble((share_word(gpu0.value), "bold"), f"  split {dots(view.split)}{batch}")]
+    lines = [Content.assemble((share_text(gpu0.value), "bold"), f"  split {dots(view.split)}{batch}")]
     last = gpu0.last
     if last is not None and last.status == "applied":
         peaks = _observed(view, last.predicted_mib, last.observed_mib)
         when = f" at epoch {last.epoch}" if last.epoch is not None else ""
         lines.append(Content.styled(f"applied{when}{peaks}", "$text-success"))
     elif last is not None:
-        kind = "taken back" if last.status == "reverted" else last.status
-        lines.append(Content.styled(f"{share_word(last.new)} was {kind}", "$text-warning"))
+        lines.append(Content.styled(f"{share_text(last.new)} was {last.status}", "$text-warning"))
     elif can_edit:
         lines.append(Content.styled("b changes it from the next epoch on", "$text-muted"))
     return lines
 
 
 def _observed(view: View, predicted: list[float | None] | None, observed: list[float | None] | None) -> str:
-    """Peak of device 0 beside what was predicted."""
+    """Return the observed peak of device 0 beside the predicted one."""
     seen = next(iter(observed or []), None)
     if seen is None and view.split is not None:
         seen = next(iter(view.peaks_mib.get(view.split, [])), None)
@@ -228,27 +227,27 @@ def _pending_lines(view: View, status: Status, glyphs: Glyphs) -> list[Content]:
     epoch_eta_s, _ = etas_s(view, status)
     when = f"epoch {pending.epoch}" if pending.epoch is not None else "the next epoch"
     eta = f", in {duration(epoch_eta_s)}" if epoch_eta_s is not None else ""
-    split = pending.split or judge(view, pending.new).split
+    split = pending.split or evaluate_split(view, pending.new).split
     return [
         Content.assemble(
-            (share_word(view.gpu0.value), "bold"),
+            (share_text(view.gpu0.value), "bold"),
             f" {glyphs.arrow} ",
-            (share_word(pending.new), "$text-warning bold"),
+            (share_text(pending.new), "$text-warning bold"),
             (f"  PENDING: {when}{eta}", "$text-warning bold"),
         ),
         Content(f"split {dots(view.split)} {glyphs.arrow} {dots(split)}"),
-        Content.styled("u takes it back", "$text-muted"),
+        Content.styled("u cancels it", "$text-muted"),
     ]
 
 
 def _editor(view: View, draft: Draft, width: int, num_lines: int, glyphs: Glyphs) -> Content:
-    verdict = judge(view, draft.value)
+    verdict = evaluate_split(view, draft.value)
     style = WORD_STYLES[verdict.level]
     value = draft.text if draft.text else "even"
     reason = _wrap(verdict.reason, width, 2)
     lines = [
         Content.assemble(
-            (share_word(view.gpu0.value), "bold"),
+            (share_text(view.gpu0.value), "bold"),
             f" {glyphs.arrow} ",
             (f" {value} ", "$text-warning bold reverse"),
             "  ",
@@ -263,7 +262,7 @@ def _editor(view: View, draft: Draft, width: int, num_lines: int, glyphs: Glyphs
 
 
 def _prediction_lines(view: View, verdict: SplitVerdict, limit: int, glyphs: Glyphs) -> list[Content]:
-    """Peak now and then of each device where something is known; of many the fullest."""
+    """Return one line per device with its present and predicted peak; if there are too many, the fullest ones."""
     known = [(i, peak) for i, peak in enumerate(verdict.predicted_mib) if peak is not None]
     fit = view.memory_fit() if known else None
     rows = []
@@ -288,7 +287,7 @@ def _prediction_line(
     before = gib(now[index]) if index < len(now) else "-"
     is_proven = fit is not None and fit.is_proven
     spread = f"±{gib(max(fit.spread_mib, 51.2))}" if fit is not None and is_proven else " at most"
-    word = headroom_word(peak, total)
+    word = headroom_level(peak, total)
     return Content.assemble(
         f"{device_label(device.device, index)} peak {before} {glyphs.arrow} {gib(peak)}{spread} /{gib(total)}  ",
         (word, WORD_STYLES.get(word, "")),

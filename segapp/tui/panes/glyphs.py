@@ -1,4 +1,4 @@
-"""What the screen draws with: Unicode, or plain ASCII for terminals and fonts that have nothing else."""
+"""The characters of the screen: Unicode, or ASCII for terminals and fonts without Unicode."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Glyphs:
-    """One set of characters."""
+    """A set of characters to draw with."""
 
     dot: str
     hollow_dot: str
     line_done: str
     line_half: str
-    """The last cell of a line that ends in its middle."""
+    """The last cell of a progress bar that ends in the middle of the cell."""
     line_left: str
     up: str
     down: str
@@ -28,7 +28,7 @@ class Glyphs:
     diamond: str
     star: str
     former: str
-    """Where a best was saved that is the best no more."""
+    """Mark of an earlier best checkpoint."""
     bad: str
     v_mark: str
     v_cursor: str
@@ -39,9 +39,9 @@ class Glyphs:
     ellipsis: str
     degree: str
     dots_per_cell: tuple[int, int]
-    """Rows and columns of dots in one cell of the chart."""
+    """Rows and columns of dots per cell of the chart."""
     dot_weights: NDArray[np.uint16]
-    """What each dot adds to the index into `dot_cells`."""
+    """Weight of each dot in the index into `dot_cells`."""
     dot_cells: str
 
 
@@ -108,19 +108,19 @@ _ASCII_FOR = str.maketrans({"·": ".", "→": ">", "…": "~", "×": "x", "±": 
 
 
 def ascii_text(text: str) -> str:
-    """The text in ASCII, character by character; what has no likeness becomes a question mark."""
+    """Return the text in ASCII, character by character; a character without an equivalent becomes `?`."""
     return text.translate(_ASCII_FOR).encode("ascii", "replace").decode()
 
 
 def progress(frac: float | None, width: int, glyphs: Glyphs) -> tuple[str, str]:
-    """A line of `width` cells as its done and its open part; all open for None."""
+    """Return the done and the open part of a progress bar of `width` cells; all open for None."""
     halves = int(min(max(frac or 0.0, 0.0), 1.0) * 2 * width + 1e-9)
     done = glyphs.line_done * (halves // 2) + glyphs.line_half * (halves % 2)
     return done, glyphs.line_left * (width - len(done))
 
 
 def spark(values: Sequence[float], width: int, glyphs: Glyphs) -> str:
-    """The last `width` values as a line of little bars from 0 up; shorter where there are fewer."""
+    """Return the last `width` values as a sparkline from 0 up; shorter if there are fewer values."""
     shown = list(values)[-width:]
     top = max(shown, default=0.0)
     if top <= 0:

@@ -1,4 +1,4 @@
-"""The lines around the panes as content: state, progress, speed, the small summary, and what asks to be seen."""
+"""The lines around the panes: state, progress, throughput, summary of hidden panes, and alerts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from segapp.run.text import printable
 from segapp.tui.panes.glyphs import Glyphs, progress, spark
 from segapp.tui.state.source import Status
 from segapp.tui.state.view import View
-from segapp.tui.state.wording import age, clip, dots, duration, gib, learning_rate, number, percent, share_word
+from segapp.tui.state.wording import age, clip, dots, duration, gib, learning_rate, number, percent, share_text
 
 MIN_WIDTH, MIN_HEIGHT = 60, 15
 
@@ -30,15 +30,15 @@ STATE_STYLES = {
 
 
 class Part(NamedTuple):
-    """A piece of a line."""
+    """A part of a line."""
 
     rank: int
-    """The higher, the sooner it is left out."""
+    """Parts of the highest rank are left out first."""
     content: Content
 
 
 def fit_parts(parts: Sequence[Part | None], width: int, gap: int = 2) -> Content:
-    """Joins the parts that fit into a width; those of the highest rank go first."""
+    """Return the parts that fit into a width, joined; those of the highest rank are left out first."""
     kept = [part for part in parts if part is not None and part.content.cell_length]
     while kept and sum(part.content.cell_length for part in kept) + gap * (len(kept) - 1) > width:
         if len(kept) == 1:
@@ -47,14 +47,14 @@ def fit_parts(parts: Sequence[Part | None], width: int, gap: int = 2) -> Content
     return Content(" " * gap).join([part.content for part in kept])
 
 
-def state_word(status: Status) -> str:
-    """The state in a word, also when the folder itself is gone."""
+def state_label(status: Status) -> str:
+    """Return the state of the run; `gone` if its folder was removed."""
     return status.state if status.is_there else "gone"
 
 
 def state_content(view: View, status: Status, glyphs: Glyphs) -> Content:
-    """Dot, state word, and what the trainer is at."""
-    word = state_word(status)
+    """Return a dot, the state, and the phase of the trainer."""
+    word = state_label(status)
     style = STATE_STYLES[word]
     dot = glyphs.hollow_dot if status.is_over and not status.is_replay else glyphs.dot
     doing = "paused" if view.is_paused else view.phase
@@ -66,7 +66,7 @@ def state_content(view: View, status: Status, glyphs: Glyphs) -> Content:
 
 
 def header(view: View, status: Status, name: str, width: int, glyphs: Glyphs, *, is_readonly: bool) -> Content:
-    """The first line: which run, how it is, where it stands, how old the picture is."""
+    """Return the first line: name, state, position, and the age of the last event."""
     start, step = view.start, view.step
     parts = [
         Part(9, Content.styled("segapp", "$text-muted")) if width >= 76 else None,
@@ -103,7 +103,7 @@ def _up_s(view: View, status: Status) -> float | None:
 
 
 def epoch_fraction(view: View) -> float | None:
-    """How much of the epoch is done."""
+    """Return the fraction of the epoch that is done."""
     if view.start is None or view.epoch is None or not view.start.steps_per_epoch:
         return None
     done = (view.step.step if view.step else 0) - (view.epoch - 1) * view.start.steps_per_epoch
@@ -111,7 +111,7 @@ def epoch_fraction(view: View) -> float | None:
 
 
 def run_fraction(view: View) -> float | None:
-    """How much of the run is done."""
+    """Return the fraction of the run that is done."""
     if view.start is None:
         return None
     total = view.start.epochs * view.start.steps_per_epoch
@@ -119,7 +119,7 @@ def run_fraction(view: View) -> float | None:
 
 
 def etas_s(view: View, status: Status) -> tuple[float | None, float | None]:
-    """Seconds to the end of the epoch and of the run; None where nobody can know."""
+    """Return the seconds to the end of the epoch and of the run; None if unknown."""
     step = view.step
     if step is None or (status.is_over and not status.is_replay) or view.is_paused:
         return None, None
@@ -131,7 +131,7 @@ def etas_s(view: View, status: Status) -> tuple[float | None, float | None]:
 
 
 def progress_line(view: View, status: Status, width: int, glyphs: Glyphs) -> Content:
-    """The second line: epoch and run, done and to go."""
+    """Return the second line: progress and remaining time of epoch and run."""
     if status.loaded_frac < 1:
         done, left = progress(status.loaded_frac, max(8, width // 3), glyphs)
         return Content.assemble("reading the history ", (done, "$text-primary"), (left, "$text-muted"))
@@ -158,7 +158,7 @@ def _one_progress(word: str, frac: float, eta_s: float | None, width: int, glyph
 
 
 def throughput_line(view: View, width: int, glyphs: Glyphs) -> Content:
-    """Images a second with their recent course, time of a step, waiting for data, gradient."""
+    """Return the throughput line: images per second with a sparkline, step time, data wait, gradient norm."""
     step = view.step
     if step is None:
         return Content.styled("no step yet", "$text-muted")
@@ -183,12 +183,12 @@ def _milliseconds(seconds: float) -> str:
 
 
 def with_tabs(title: Content, others: str, width: int) -> Content:
-    """A pane's title, with the names of the panes that are not shown where there is room."""
+    """Return a pane's title, with the names of the hidden panes if they fit."""
     return fit_parts([Part(0, title), Part(1, Content.styled(others, "$text-muted"))], width)
 
 
 def small_summary(view: View, width: int, num_rows: int, glyphs: Glyphs) -> Content:
-    """What the panes that do not fit would say, in at most three rows."""
+    """Return a summary of the hidden panes, in at most three rows."""
     rows = [_gpu_summary(view, width, glyphs), _gpu0_summary(view, width, glyphs), _class_summary(view, width)]
     if num_rows < 3:
         rows = [_class_summary(view, width)] if view.gpu0.pending is None else [_gpu0_summary(view, width, glyphs)]
@@ -196,7 +196,7 @@ def small_summary(view: View, width: int, num_rows: int, glyphs: Glyphs) -> Cont
 
 
 def _gpu_summary(view: View, width: int, glyphs: Glyphs) -> Content:
-    """Every device while they fit, the fullest first where they do not."""
+    """Return the memory of every device; if they do not fit, the fullest first."""
     fracs = [
         (d.used_mib / d.total_mib if d.used_mib is not None and d.total_mib else -1.0, i)
         for i, d in enumerate(view.devices)
@@ -226,7 +226,7 @@ def _gpu0_summary(view: View, width: int, glyphs: Glyphs) -> Content:
         return Content("")
     if gpu0.pending is not None:
         epoch = f" at epoch {gpu0.pending.epoch}" if gpu0.pending.epoch is not None else ""
-        change = f"gpu0_bsz {share_word(gpu0.value)} {glyphs.arrow} {share_word(gpu0.pending.new)}"
+        change = f"gpu0_bsz {share_text(gpu0.value)} {glyphs.arrow} {share_text(gpu0.pending.new)}"
         return fit_parts(
             [
                 Part(0, Content.styled(f"{change} PENDING{epoch}", "$text-warning bold")),
@@ -236,7 +236,7 @@ def _gpu0_summary(view: View, width: int, glyphs: Glyphs) -> Content:
         )
     return fit_parts(
         [
-            Part(0, Content(f"gpu0_bsz {share_word(gpu0.value)}")),
+            Part(0, Content(f"gpu0_bsz {share_text(gpu0.value)}")),
             Part(1, Content.styled(f"split {dots(view.split)}", "$text-muted")),
         ],
         width,
@@ -258,29 +258,29 @@ def _class_summary(view: View, width: int) -> Content:
 
 
 def device_label(device: str | None, index: int) -> str:
-    """cuda:0 as GPU0, cpu as CPU0."""
+    """Return GPU0 for cuda:0, CPU0 for cpu."""
     kind = "CPU" if device is not None and device.startswith("cpu") else "GPU"
     return f"{kind}{index}"
 
 
 def banner(view: View, status: Status, name: str, seen_alert_s: float) -> Content | None:
-    """One line about what somebody must know, until they have seen it; None while all is well."""
-    word = state_word(status)
+    """Return one line with the problem or alert that the user has to see; None if there is none."""
+    word = state_label(status)
     if word == "gone":
-        return Content.styled(f"{name}: the run folder is gone; this is the last picture of it", "$text-error bold")
+        return Content.styled(f"{name}: the run folder is gone; this is its last state", "$text-error bold")
     if word == "crashed":
         return Content.styled(
-            f"the trainer is gone without a word: trainer.log may say why; `segapp train --resume {name}` goes on",
+            f"the trainer's process is gone: see trainer.log for the reason; `segapp train --resume {name}` continues",
             "$text-error bold",
         )
     if word == "failed" and view.end is not None:
         return Content.styled(f"failed: {printable(view.end.reason or 'no reason given')}", "$text-error bold")
     if word == "stale":
-        return Content.styled("the trainer is alive and silent: it may hang", "$text-warning bold")
+        return Content.styled("the trainer is alive but writes no events: it may hang", "$text-warning bold")
     if word == "lost":
         where = f" on {printable(status.host)}" if status.host else ""
         return Content.styled(
-            f"nothing heard from the trainer{where}, and it cannot be asked from here", "$text-warning"
+            f"no events from the trainer{where}, and its process cannot be checked from this host", "$text-warning"
         )
     if view.alert is not None and view.alert.t > seen_alert_s:
         return Content.styled(f"{printable(view.alert.message)}  (esc)", "$text-error bold")
@@ -288,7 +288,7 @@ def banner(view: View, status: Status, name: str, seen_alert_s: float) -> Conten
 
 
 def notice(view: View, status: Status, name: str, width: int, height: int, glyphs: Glyphs) -> Content:
-    """What is shown where the panes do not fit: the state, and which size they need."""
+    """Return the content of a screen too small for panes: the state, and the size needed."""
     good, bad = "$text-success", "$text-error bold"
     size = Content.assemble(
         "segapp needs ",

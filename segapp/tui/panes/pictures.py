@@ -1,4 +1,4 @@
-"""Sample pictures in the terminal: two pixels a cell as half blocks, or shades of grey where there is no colour."""
+"""Sample pictures in the terminal: two pixels per cell as half blocks, or characters by brightness without colour."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _MAX_PIXELS = 64 * 2**20
 
 
 class PictureView(Widget, can_focus=True):
-    """Shows one PNG of the run's `samples` as large as it fits.
+    """Shows one PNG of the run's `samples`, as large as it fits.
 
     Args:
-        has_colour: half blocks in colour; otherwise characters by brightness.
+        has_colour: Draw half blocks in colour; otherwise characters by brightness.
     """
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {"picture-view--text"}
@@ -37,7 +37,7 @@ class PictureView(Widget, can_focus=True):
         self._built: tuple[object, ...] | None = None
 
     def show(self, paths: list[Path]) -> None:
-        """Offers pictures, newest first; one that was chosen stays on the screen."""
+        """Set the available pictures, newest first; a selected one stays on the screen."""
         was_newest = self._shown is None or (bool(self._paths) and self._shown == self._paths[0])
         self._paths = paths
         if was_newest or self._shown not in paths:
@@ -45,7 +45,7 @@ class PictureView(Widget, can_focus=True):
         self._announce()
 
     def move(self, by: int) -> None:
-        """Goes to an older (-1) or a newer (1) picture."""
+        """Show an older (-1) or a newer (1) picture."""
         if self._shown is not None:
             index = min(max(self._paths.index(self._shown) - by, 0), len(self._paths) - 1)
             self._shown = self._paths[index]
@@ -61,7 +61,7 @@ class PictureView(Widget, can_focus=True):
             self.refresh()
 
     def render_line(self, y: int) -> Strip:
-        """One line of the picture."""
+        """Return one line of the picture."""
         if self._key() != self._built:
             self._strips = self._build()
             self._built = self._key()
@@ -76,7 +76,7 @@ class PictureView(Widget, can_focus=True):
     def _build(self) -> list[Strip]:
         width, height = self.content_size
         if self._shown is None:
-            return [self._text("no sample pictures yet: they come with the evaluations")]
+            return [self._text("no sample pictures yet: each evaluation draws some")]
         if width < 2 or height < 1:
             return []
         try:
@@ -90,16 +90,16 @@ class PictureView(Widget, can_focus=True):
 
 
 def load_picture(path: Path, max_width: int, max_height: int) -> Any:
-    """A picture as a Pillow image in RGB that fits into a size, its proportions kept.
+    """Return a picture as a Pillow RGB image, scaled to fit a size, with its aspect ratio.
 
     Args:
-        path: of a PNG.
-        max_width: px, one a cell.
-        max_height: px, two a row of cells.
+        path: A PNG file.
+        max_width: Width in px, one per cell.
+        max_height: Height in px, two per row of cells.
 
     Raises:
-        OSError: it cannot be read, or is damaged.
-        ValueError: it is too large to be a sample.
+        OSError: The file cannot be read, or is damaged.
+        ValueError: The picture is too large for a sample.
     """
     from PIL import Image
 

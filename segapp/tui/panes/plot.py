@@ -1,4 +1,4 @@
-"""From a curve to dots: columns of extremes, scales, ticks. Numbers only; what it looks like is in `chart`."""
+"""Curves as dots: extremes per column, scales and ticks. Numbers only; `chart` draws them."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Columns:
-    """A curve as one vertical stroke per column of dots; nan where there is nothing."""
+    """A curve as one vertical stroke per column of dots; nan in empty columns."""
 
     low: Floats
     high: Floats
     is_bad: NDArray[np.bool_]
-    """Columns that hold a value that was not finite."""
+    """True for columns with a non-finite value."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What the vertical axis shows."""
+    """The range of the y axis."""
 
     bottom: float
     top: float
     is_log: bool = False
 
     def fraction(self, values: Floats) -> Floats:
-        """0 at the bottom, 1 at the top; nan where a logarithm has no value."""
+        """Return heights from 0 (bottom) to 1 (top); nan where the logarithm is undefined."""
         if not self.is_log:
             span = self.top - self.bottom
             return (values - self.bottom) / span
@@ -41,26 +41,25 @@ class Scale:
         return result
 
     def ticks(self, count: int) -> list[float]:
-        """About `count` round values inside the scale, rising."""
+        """Return about `count` round values inside the scale, increasing."""
         return _log_ticks(self.bottom, self.top, count) if self.is_log else _ticks(self.bottom, self.top, count)
 
 
 def reduce_columns(
     x: Floats, low: Floats, high: Floats, is_bad: NDArray[np.bool_], x0: float, x1: float, num: int
 ) -> Columns:
-    """The extremes of a curve in `num` columns between `x0` and `x1`.
+    """Return the extremes of a curve in `num` columns between `x0` and `x1`.
 
-    Neighbouring points in columns that are not neighbours are joined by a straight line, unless a value between them
-    was not finite: a gap stays a gap.
+    Empty columns between two points are filled by a straight line, unless a value between the points was not finite.
 
     Args:
-        x: rising.
-        low: smallest value of each point, nan where there is none.
-        high: largest value.
-        is_bad: points with a value that was not finite.
-        x0: left edge.
-        x1: right edge, above `x0`.
-        num: columns.
+        x: Increasing positions.
+        low: Smallest value of each point; nan if there is none.
+        high: Largest value of each point.
+        is_bad: True for points with a non-finite value.
+        x0: Left edge.
+        x1: Right edge, greater than `x0`.
+        num: Number of columns.
     """
     first, last = np.searchsorted(x, [x0, x1], side="left")[0], np.searchsorted(x, x1, side="right")
     x, low, high, is_bad = x[first:last], low[first:last], high[first:last], is_bad[first:last]
@@ -78,7 +77,7 @@ def reduce_columns(
 
 
 def _join(low: Floats, high: Floats, is_bad: NDArray[np.bool_]) -> None:
-    """Fills empty columns between two points with the line that joins them, in place."""
+    """Fill empty columns between two points with the line that joins them, in place."""
     known = np.flatnonzero(np.isfinite(low))
     if len(known) < 2:
         return
@@ -95,10 +94,10 @@ def _join(low: Floats, high: Floats, is_bad: NDArray[np.bool_]) -> None:
     low[empty] = high[empty] = values
 
 
-def roomy_range(first: float, last: float) -> tuple[float, float]:
-    """A horizontal range with a little room at its end: it moves in strides, not with every step.
+def padded_range(first: float, last: float) -> tuple[float, float]:
+    """Return an x range with free space at its end, so that it changes rarely and not with every step.
 
-    In between only the newest columns change, so that a live curve costs a few cells a second instead of all of them.
+    In between only the newest columns change, so that a live curve redraws a few cells a second instead of all.
     """
     if last - first < 1e-6:
         return first - 0.5, first + 0.5
@@ -108,10 +107,10 @@ def roomy_range(first: float, last: float) -> tuple[float, float]:
 
 
 def draw_columns(columns: Columns, scale: Scale, num_rows: int) -> NDArray[np.bool_]:
-    """The dots of a curve, (num_rows, columns), first row on top; each stroke touches the one before it."""
+    """Return the dots of a curve, (num_rows, columns), first row on top; neighbouring strokes touch."""
     top = np.clip((1 - scale.fraction(columns.high)) * (num_rows - 1), -1, num_rows)
     bottom = np.clip((1 - scale.fraction(columns.low)) * (num_rows - 1), -1, num_rows)
-    top = np.where(np.isnan(top), bottom, top)  # a logarithm has no value at the lower end
+    top = np.where(np.isnan(top), bottom, top)  # the logarithm of the lower end is undefined
     first, last = np.round(top), np.round(np.where(np.isnan(bottom), num_rows, bottom))
     first, last = np.where(np.isnan(first), np.nan, first), np.where(np.isnan(first), np.nan, last)
     before_first = np.concatenate(([np.nan], first[:-1]))
@@ -127,7 +126,7 @@ def draw_columns(columns: Columns, scale: Scale, num_rows: int) -> NDArray[np.bo
 
 
 def pack_dots(dots: NDArray[np.bool_], weights: NDArray[np.uint16]) -> NDArray[np.uint16]:
-    """Dots of (rows * r, columns * c) as one number per cell, (rows, columns)."""
+    """Return dots of (rows * r, columns * c) as one number per cell, (rows, columns)."""
     per_row, per_column = weights.shape
     height, width = dots.shape[0] // per_row, dots.shape[1] // per_column
     cells = dots.reshape(height, per_row, width, per_column)
@@ -136,16 +135,16 @@ def pack_dots(dots: NDArray[np.bool_], weights: NDArray[np.uint16]) -> NDArray[n
 
 
 def choose_scale(raw: Columns, average: Columns, points: Floats, *, is_log: bool) -> Scale | None:
-    """A scale that holds the average and the points in full, and the raw curve without its rarest spikes.
+    """Return a scale that covers the average, the points, and the raw curve without its rarest spikes.
 
     Args:
-        raw: extremes of the raw curve.
-        average: of the smoothed one.
-        points: values of single marks.
-        is_log: logarithmic; values from 0 down are left out.
+        raw: Extremes of the raw curve.
+        average: Extremes of the smoothed curve.
+        points: Values of single marks.
+        is_log: Logarithmic; values of 0 and below are left out.
 
     Returns:
-        None where there is nothing to show.
+        The scale; None if there is no value.
     """
     firm = np.concatenate((average.low, average.high, points))
     loose = np.concatenate((raw.low, raw.high))
@@ -162,10 +161,10 @@ def choose_scale(raw: Columns, average: Columns, points: Floats, *, is_log: bool
 
 
 def _range(values: Floats) -> tuple[float, float]:
-    """From the smallest to the largest, unless the largest is far beyond the rest: then to the 98th percentile."""
+    """Return the smallest and largest value; the 98th percentile if the largest is far beyond the rest."""
     bottom, top = float(values.min()), float(values.max())
     nth = int(0.98 * (len(values) - 1))
-    usual = float(np.partition(values, nth)[nth])  # numpy's own quantile loads another 45 ms of numpy
+    usual = float(np.partition(values, nth)[nth])  # importing numpy's quantile takes another 45 ms
     return (bottom, usual) if top - bottom > 3 * (usual - bottom) > 0 else (bottom, top)
 
 
@@ -184,7 +183,7 @@ def _ticks(bottom: float, top: float, count: int) -> list[float]:
 
 
 def _round_step(rough: float) -> float:
-    """About that much, as 1, 2 or 5 times a power of ten."""
+    """Return 1, 2 or 5 times a power of ten, close to a value."""
     if rough <= 0 or not math.isfinite(rough):
         return 0.0
     power = 10.0 ** math.floor(math.log10(rough))

@@ -1,4 +1,4 @@
-"""The curve of a whole run in bounded memory: recent steps one by one, older ones merged in pairs."""
+"""The loss curve of a whole run in bounded memory: neighbouring steps are merged when the capacity is reached."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from segapp.run.events import Val
 Floats = NDArray[np.float64]
 
 SMOOTHINGS = (0.6, 0.9, 0.98)
-"""Factors of the averages that are kept beside the raw curve."""
+"""Factors of the exponential averages."""
 
 _BLOCK = 64
 
 
 class PastVal(NamedTuple):
-    """What is kept of an evaluation of long ago: a quarter of the event's memory, and nothing of its classes."""
+    """An old evaluation without its classes: a quarter of the event's memory."""
 
     epoch: int
     step: int
@@ -33,7 +33,7 @@ class PastVal(NamedTuple):
 
     @classmethod
     def of(cls, val: Val | PastVal) -> PastVal:
-        """The same evaluation without its classes."""
+        """Return an evaluation without its classes."""
         return cls(val.epoch, val.step, val.loss, val.miou, val.pixel_accuracy, val.num_images, val.val_s)
 
 
@@ -41,64 +41,64 @@ class History:
     """Loss over steps, with exponential averages.
 
     The averages are debiased, `a_n / (1 - factor ** n)` with `a_n = factor * a_(n-1) + (1 - factor) * loss_n` (Adam,
-    Kingma and Ba, ICLR 2015, section 3): without a pull to zero at the start, as TensorBoard has it. They are computed
-    over every step before anything is merged, and losses that are not finite are passed over.
+    Kingma and Ba, ICLR 2015, section 3): without a bias to zero at the start, as in TensorBoard. They are
+    computed over every step before points are merged; non-finite losses are skipped.
 
     Args:
-        capacity: points kept, even; when they are full, neighbours are merged into one with both their extremes.
+        capacity: Maximum number of points, even; beyond it, pairs of neighbours are merged, with their extremes.
     """
 
     def __init__(self, capacity: int = 2**17) -> None:
         self.size = 0
-        """Points there are now."""
+        """Number of points."""
         self.num_steps = 0
-        """Step events taken in, merged ones too."""
+        """Number of `step` events, including merged ones."""
         self._capacity = capacity
         self._columns = np.zeros((6 + len(SMOOTHINGS), 1024))
 
     @property
     def step(self) -> Floats:
-        """The step of each point; of merged ones the last."""
+        """Step of each point; of merged ones the last."""
         return self._column(0)
 
     @property
     def t(self) -> Floats:
-        """When it was written, Unix seconds."""
+        """Time of each point, Unix seconds."""
         return self._column(1)
 
     @property
     def low(self) -> Floats:
-        """Smallest loss of the point; nan where none was finite."""
+        """Smallest loss of each point; nan if none was finite."""
         return self._column(2)
 
     @property
     def high(self) -> Floats:
-        """Largest loss of the point; nan where none was finite."""
+        """Largest loss of each point; nan if none was finite."""
         return self._column(3)
 
     @property
     def is_bad(self) -> NDArray[np.bool_]:
-        """Whether a loss of the point was not finite."""
+        """True for each point with a non-finite loss."""
         return self._column(4) > 0
 
     def average(self, factor: float) -> Floats:
-        """The debiased average at each point, for one of `SMOOTHINGS`; nan where the loss was not finite."""
+        """Return the debiased average at each point, for one of `SMOOTHINGS`; nan where the loss is not finite."""
         return self._column(6 + SMOOTHINGS.index(factor))
 
     def extend(self, step: Sequence[int], t: Sequence[float], loss: Sequence[float]) -> None:
-        """Adds steps.
+        """Add steps.
 
         Args:
-            step: rising.
+            step: Increasing steps.
             t: Unix seconds.
-            loss: nan where there was none.
+            loss: Losses; nan if missing.
         """
         for start in range(0, len(step), self._capacity // 2):
             part = slice(start, start + self._capacity // 2)
             self._extend(np.array(step[part], float), np.array(t[part], float), np.array(loss[part], float))
 
     def drop_after(self, step: int) -> None:
-        """Takes back everything after a step: a resumed training does it again."""
+        """Remove all points after a step, which a resumed training repeats."""
         self.size = int(np.searchsorted(self.step, step, side="right"))
 
     def _column(self, row: int) -> Floats:
@@ -130,7 +130,7 @@ class History:
         self.num_steps += count
 
     def last_average(self, factor: float) -> float:
-        """The debiased average of one of `SMOOTHINGS` now; nan before the first finite loss."""
+        """Return the latest debiased average, for one of `SMOOTHINGS`; nan before the first finite loss."""
         column = self.average(factor)
         known = column[-256:][np.isfinite(column[-256:])]
         if not len(known):
@@ -153,7 +153,7 @@ class History:
 
 
 def _average(values: Floats, start: float, factor: float) -> Floats:
-    """`a_n = factor * a_(n-1) + (1 - factor) * value_n` from `a_0 = start`, in blocks instead of one by one."""
+    """Return `a_n = factor * a_(n-1) + (1 - factor) * value_n` from `a_0 = start`, computed in blocks."""
     num_blocks = len(values) // _BLOCK
     out = np.empty_like(values)
     matrix, decay = _block_matrix(factor)

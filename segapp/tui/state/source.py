@@ -1,4 +1,4 @@
-"""Where the screen's picture comes from: a run folder that is read while it grows, or a finished run played again."""
+"""Sources of the screen's view of a run: a run folder that is followed, or the replay of a recorded run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from segapp.run.state import RunFacts, State, derive_state, is_trainer_alive, wa
 from segapp.tui.state.view import View, fold_events
 
 _SKIM_BYTES = 2**20
-"""Longer backlogs are skimmed; the last part is always read in full."""
+"""A longer backlog is skimmed; its last part is read in full."""
 _SLICE_S = 0.1
 _LIVENESS_S = 2.0
 _LONGEST_GAP_S = 60.0
@@ -24,51 +24,51 @@ _LONGEST_GAP_S = 60.0
 
 @dataclass(frozen=True)
 class Status:
-    """What is known of a run beside its events."""
+    """The status of a run, beside its events."""
 
     state: State
     is_there: bool = True
-    """Whether the folder can be read."""
+    """True if the folder can be read."""
     age_s: float | None = None
-    """Since the last event."""
+    """Time since the last event."""
     now_s: float = 0.0
-    """The present, on the trainer's clock as far as that is known."""
+    """Current time, Unix seconds; on the trainer's clock if its offset is known."""
     loaded_frac: float = 1.0
-    """How much of the history has been read."""
+    """Fraction of the history that has been read."""
     is_replay: bool = False
     host: str | None = None
     pid: int | None = None
     skew_s: float = 0.0
-    """By how much the trainer's clock is ahead of this one, where it is noticeable."""
+    """Seconds by which the trainer's clock is ahead of this host's; 0 if small."""
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody will answer a command."""
+        """True if no trainer will answer a command."""
         return self.is_replay or not self.is_there or self.state in ("finished", "stopped", "failed", "crashed")
 
 
-class Source(Protocol):
-    """What the screen asks, twice a second: a live run and a replayed one both answer."""
+class RunSource(Protocol):
+    """A live or a replayed run, polled by the screen twice a second."""
 
     folder: RunFolder
     view: View
 
     def poll(self) -> bool:
-        """Reads a slice of what is new; whether more is waiting."""
+        """Read a slice of the new events; return True if more are waiting."""
         ...
 
     def status(self) -> Status:
-        """How the run stands now."""
+        """Return the current status."""
         ...
 
 
 class LiveSource:
-    """Follows a run folder.
+    """Follows the events of a run folder.
 
     Args:
-        folder: of the run.
-        clock: gives Unix seconds.
-        monotonic: gives seconds that never jump.
+        folder: The run folder.
+        clock: Returns Unix seconds.
+        monotonic: Returns monotonic seconds.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class LiveSource:
         self._liveness: tuple[float, bool | None, bool, bool] | None = None
 
     def poll(self) -> bool:
-        """Reads for a tenth of a second at most; whether more is waiting."""
+        """Read for at most 0.1 s; return True if more is waiting."""
         deadline = self._monotonic() + _SLICE_S
         while True:
             left = self._reader.num_bytes_left
@@ -100,7 +100,7 @@ class LiveSource:
                 items = list(self._reader.read_raw(_SKIM_BYTES))
             if self._reader.generation != self._generation:
                 self._generation, self._is_void = self._reader.generation, True
-            if not items:  # nothing, or a torn last line: wait for its rest
+            if not items:  # nothing, or an incomplete last line
                 self._is_caught_up = True
                 return False
             self._take(items)
@@ -110,7 +110,7 @@ class LiveSource:
                 return left_now > 0
 
     def _take(self, items: list[dict[str, Any] | StepRun]) -> None:
-        if self._is_void:  # the file was replaced, cut or removed; until there is something new the old picture stays
+        if self._is_void:  # the file was replaced, truncated or removed; the old view stays until there are new events
             self.view, self._is_void, self._is_caught_up, self._num_read = View(), False, False, 0
         step_before = self.view.last_step_s
         fold_events(self.view, items)
@@ -123,13 +123,13 @@ class LiveSource:
                 self._step_arrived = self._arrived
 
     def status(self) -> Status:
-        """How the run stands now.
+        """Return the current status.
 
-        Ages are counted from the arrival of events once some have arrived, so that two clocks need not agree.
+        Once an event has arrived, ages count from its arrival, so that they do not depend on the trainer's clock.
         """
         now_s, view = self._clock(), self.view
         skew_s = self._skew_s(now_s)
-        alive, is_again, is_there = self._look()
+        alive, is_again, is_there = self._check_trainer()
         age_s = self._age_s(view.last_s, self._arrived, now_s)
         facts = RunFacts(
             end_status=view.end.status if view.end is not None and not is_again else None,
@@ -162,8 +162,8 @@ class LiveSource:
             return max(0.0, self._monotonic() - arrived)
         return None if event_s is None else max(0.0, now_s - event_s)
 
-    def _look(self) -> tuple[bool | None, bool, bool]:
-        """Is the trainer alive, did it begin again after its end, is the folder there: asked every two seconds."""
+    def _check_trainer(self) -> tuple[bool | None, bool, bool]:
+        """Return (trainer is alive, it restarted after its end, the folder exists); checked every two seconds."""
         now = self._monotonic()
         if self._liveness is None or now - self._liveness[0] >= _LIVENESS_S:
             is_there = os.path.isdir(self.folder.path)
@@ -174,15 +174,15 @@ class LiveSource:
 
 
 class ReplaySource:
-    """Plays a run's events again.
+    """Replays the events of a run.
 
     Args:
-        folder: of the run.
-        speed: how many seconds of the run pass in one; a gap of more than a minute counts as a minute.
-        monotonic: gives seconds that never jump.
+        folder: The run folder.
+        speed: Seconds of the run per second; a gap of more than a minute counts as a minute.
+        monotonic: Returns monotonic seconds.
 
     Raises:
-        RunError: there is nothing to play.
+        RunError: There are no events to replay.
     """
 
     def __init__(self, folder: RunFolder, speed: float, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -198,7 +198,7 @@ class ReplaySource:
         self._began = monotonic()
 
     def poll(self) -> bool:
-        """Takes in what is due by now; whether more is due already."""
+        """Fold the events that are due; return True if more are due already."""
         played_s = self._played_s()
         end = self._next
         while end < len(self._items) and self._due_s[end] <= played_s and end - self._next < 20_000:
@@ -208,7 +208,7 @@ class ReplaySource:
         return end < len(self._items) and self._due_s[end] <= played_s
 
     def status(self) -> Status:
-        """How the run stood at that moment of its life."""
+        """Return the status at the replayed moment."""
         view, is_over = self.view, self._next >= len(self._items)
         last_s = view.last_s or float(self._items[0]["t"])
         behind_s = max(0.0, self._played_s() - self._due_s[max(0, self._next - 1)])
@@ -235,7 +235,7 @@ class ReplaySource:
 
 
 def _due_times(times_s: list[float]) -> Iterator[float]:
-    """Seconds from the start of the replay at which each event is due."""
+    """Yield, for each event, the seconds from the start of the replay at which it is due."""
     due_s, previous_s = 0.0, times_s[0]
     for time_s in times_s:
         due_s += min(max(0.0, time_s - previous_s), _LONGEST_GAP_S)
@@ -244,7 +244,7 @@ def _due_times(times_s: list[float]) -> Iterator[float]:
 
 
 def newest_pictures(folder: Path, limit: int = 64) -> list[Path]:
-    """The sample pictures of a run, newest first; empty where there are none."""
+    """Return the sample pictures of a run, newest first."""
     try:
         with os.scandir(folder) as entries:
             found = [

@@ -1,4 +1,4 @@
-"""What the screen knows of a run: a pure fold of its events. No clock, no files, no widgets."""
+"""The view of a run: a pure fold of its events. No clock, no files, no widgets."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from segapp.run.events import (
 from segapp.run.memory_fit import MemoryFit, fit_memory
 from segapp.run.text import printable
 from segapp.tui.state.history import History, PastVal
-from segapp.tui.state.wording import LogLine, log_line
+from segapp.tui.state.wording import LogLine, log_line, share_text
 
 STICKY_ALERTS = frozenset({"oom", "reverted", "non_finite", "storage"})
-"""Kinds of alert that stay on the screen until somebody has seen them."""
+"""Kinds of alert that stay on the screen until the user dismisses them."""
 
 
 class Mark(NamedTuple):
-    """A place on the curve."""
+    """A marked step on the curve."""
 
     step: int
     kind: str
@@ -48,40 +48,40 @@ class Mark(NamedTuple):
 
 @dataclass
 class Gpu0:
-    """The share of device 0: what holds, what is wished, what became of the last wish."""
+    """`gpu0_bsz`: the value in force, the pending change, and the last change."""
 
     value: int | None = None
     pending: Gpu0Bsz | None = None
     last: Gpu0Bsz | None = None
     """The last change that was applied, cancelled or reverted."""
     previous: list[int | None] = field(default_factory=list)
-    """Values that held before, the latest last."""
+    """Earlier values, the latest last."""
     ceiling: int | None = None
-    """Samples on device 0 at which it ran out of memory."""
+    """Smallest number of samples with which device 0 ran out of memory."""
 
 
 @dataclass
 class View:
-    """A run as its events tell it."""
+    """The state of a run, folded from its events."""
 
     start: RunStart | None = None
     first_start_s: float | None = None
     num_starts: int = 0
     classes: list[str] = field(default_factory=list)
-    """Made printable."""
+    """Printable names."""
     epoch: int | None = None
     lr: float | None = None
     step: Step | None = None
-    """The last one."""
+    """The last step."""
     history: History = field(default_factory=History)
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=60))
-    """Images per second of the last steps."""
+    """Images per second at the last steps."""
     step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=21))
     split: tuple[int, ...] | None = None
     """Samples per device of a full batch, as observed."""
     devices: list[DeviceMemory] = field(default_factory=list)
     peaks_mib: dict[tuple[int, ...], list[float | None]] = field(default_factory=dict)
-    """Highest allocation of each device under each split."""
+    """Split -> highest allocation of each device with it, MiB."""
     vals: list[Val | PastVal] = field(default_factory=list)
     best: Val | PastVal | None = None
     """The evaluation with the highest mIoU."""
@@ -89,22 +89,22 @@ class View:
     marks: list[Mark] = field(default_factory=list)
     gpu0: Gpu0 = field(default_factory=Gpu0)
     pending: dict[str, CommandAnswer] = field(default_factory=dict)
-    """Commands accepted and not yet answered for good."""
+    """Commands accepted and without a final answer yet."""
     answers: dict[str, CommandAnswer] = field(default_factory=dict)
     """Final answers, by id; the last thousand."""
     phase: str | None = None
-    """As the last heartbeat says: train, eval, save, paused, start."""
+    """Phase of the last heartbeat: train, eval, save, paused, start."""
     is_paused: bool = False
     log: deque[LogLine] = field(default_factory=lambda: deque(maxlen=1000))
     alert: Alert | None = None
-    """The last one that asks to be seen."""
+    """The last sticky alert."""
     end: RunEnd | None = None
     last_s: float | None = None
     """Time of the last event."""
     last_step_s: float | None = None
     num_events: int = 0
     num_bad: int = 0
-    """Events with fields that make no sense."""
+    """Number of events with invalid fields."""
     _raw_step: dict[str, Any] | None = None
     _raw_memory: dict[str, Any] | None = None
     _is_memory_stale: bool = False
@@ -112,27 +112,27 @@ class View:
 
     @property
     def num_devices(self) -> int:
-        """Devices of the run; at least 1."""
+        """Number of devices; at least 1."""
         return max(1, len(self.start.devices) if self.start else 0)
 
     @property
     def step_interval_s(self) -> float:
-        """Median time between two `step` events; 0 when unknown."""
+        """Median time between two `step` events; 0 if unknown."""
         times = list(self.step_times_s)
         gaps = sorted(b - a for a, b in pairwise(times))
         return max(0.0, gaps[len(gaps) // 2]) if gaps else 0.0
 
     def memory_fit(self) -> MemoryFit:
-        """What the run has shown of its memory so far."""
+        """Return the memory model fitted to the observed peaks."""
         return fit_memory((split, tuple(peaks)) for split, peaks in self.peaks_mib.items())
 
 
 def fold_events(view: View, items: Iterable[dict[str, Any] | StepRun]) -> None:
-    """Takes events in, in order; any content is safe, what makes no sense is counted and left out.
+    """Fold events into a view, in order; invalid ones are counted and skipped.
 
     Args:
-        view: changed in place.
-        items: as `EventReader.read_raw` or `read_skimmed` gives them.
+        view: Changed in place.
+        items: As returned by `EventReader.read_raw` or `read_skimmed`.
     """
     steps: list[int] = []
     times_s: list[float] = []
@@ -180,11 +180,11 @@ def fold_events(view: View, items: Iterable[dict[str, Any] | StepRun]) -> None:
     if run is not None:
         _note_run(view, run)
     keep_curve()
-    _settle(view)
+    _parse_latest(view)
 
 
 def _number(value: Any) -> float:
-    """A float, or nan for anything that is none."""
+    """Return a float; nan for anything that is not a number."""
     if isinstance(value, (int, float)):
         try:
             return float(value)
@@ -194,7 +194,7 @@ def _number(value: Any) -> float:
 
 
 def _note_run(view: View, run: StepRun) -> None:
-    """Looks at the last step of a run; at most of them nobody has to."""
+    """Fold the last step of consecutive ones; it stands for all of them."""
     last = run.last
     if last is not None and (view.last_step_s is None or _number(last["t"]) >= view.last_step_s):
         last_s = view.last_s
@@ -221,7 +221,7 @@ def _note_step(view: View, raw: dict[str, Any]) -> bool:
 
 
 def _note_split(view: View, split: Any) -> None:
-    """The last batch of an epoch is short: only a split of the full batch counts."""
+    """Keep a split if it is one of a full batch; the last batch of an epoch may be short."""
     if not (isinstance(split, (list, tuple)) and all(type(n) is int and 0 <= n < 2**31 for n in split)):
         return
     full = view.start.batch_size if view.start else sum(split)
@@ -235,7 +235,7 @@ def _note_memory(view: View, raw: dict[str, Any]) -> None:
     devices = raw.get("devices")
     if view.split is None or not isinstance(devices, list) or not all(isinstance(each, dict) for each in devices):
         return
-    if view._is_memory_stale:  # its peak may still be one of the split before
+    if view._is_memory_stale:  # its peak may belong to the split before
         view._is_memory_stale = False
         return
     peaks = view.peaks_mib.setdefault(view.split, [None] * len(view.split))
@@ -287,12 +287,12 @@ def _fold_start(view: View, event: RunStart) -> None:
     view.step_times_s.clear()
     _note_split(view, event.split)
     if event.resumed_from_step is not None:
-        _take_back(view, event.resumed_from_step)
+        _drop_repeated(view, event.resumed_from_step)
         view.marks.append(Mark(event.resumed_from_step, "resume", "resumed"))
 
 
-def _take_back(view: View, step: int) -> None:
-    """Forgets what a resumed training will do again."""
+def _drop_repeated(view: View, step: int) -> None:
+    """Remove what a resumed training repeats."""
     view.history.drop_after(step)
     view.vals = [val for val in view.vals if val.step <= step]
     view.best = max((val for val in view.vals if val.miou is not None), key=_miou, default=None)
@@ -308,7 +308,7 @@ def _miou(val: Val | PastVal) -> float:
 
 def _fold_val(view: View, event: Val) -> None:
     view.vals.append(event)
-    if len(view.vals) > 64 and view.vals[-65].iou:  # old ones keep their sums, not their classes
+    if len(view.vals) > 64 and view.vals[-65].iou:  # old ones keep their scores, not their classes
         view.vals[-65] = PastVal.of(view.vals[-65])
     if event.miou is not None and (view.best is None or _miou(event) > _miou(view.best)):
         view.best = event
@@ -356,16 +356,12 @@ def _fold_gpu0_bsz(view: View, event: Gpu0Bsz) -> None:
     if event.observed_mib and event.split:
         _note_observed(view, event)
     step = int(view.history.step[-1]) if view.history.size else 0
-    view.marks.append(Mark(step, "gpu0_bsz", f"gpu0_bsz {_word(event.old)} to {_word(gpu0.value)}"))
+    view.marks.append(Mark(step, "gpu0_bsz", f"gpu0_bsz {share_text(event.old)} to {share_text(gpu0.value)}"))
 
 
 def _reverted(event: Gpu0Bsz) -> str:
     reason = f": {event.reason}" if event.reason else ""
-    return f"gpu0_bsz={_word(event.new)} was taken back to {_word(event.old)}{reason}"
-
-
-def _word(value: int | None) -> str:
-    return "even" if value is None else str(value)
+    return f"gpu0_bsz={share_text(event.new)} was reverted to {share_text(event.old)}{reason}"
 
 
 def _note_observed(view: View, event: Gpu0Bsz) -> None:
@@ -388,8 +384,8 @@ def _fold_answer(view: View, event: CommandAnswer) -> None:
         view.is_paused = event.command == "pause"
 
 
-def _settle(view: View) -> None:
-    """Reads the latest step and memory sample in full: once a fold, not once an event."""
+def _parse_latest(view: View) -> None:
+    """Parse the latest step and memory sample in full, once per fold instead of once per event."""
     if view._raw_step is not None:
         try:
             step = parse_event(view._raw_step)

@@ -1,4 +1,4 @@
-"""Events as lines for a person, and numbers as a person writes them. Everything that comes from data is literal."""
+"""Events as lines of text, and numbers as text. Text from data is printable and literal."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class LogLine(NamedTuple):
 
     t: float
     kind: str
-    """A word of at most five letters, also what its colour goes by."""
+    """At most five letters; also selects the colour."""
     text: str
 
 
 def log_line(event: Event, classes: Sequence[str], previous: Val | PastVal | None) -> LogLine | None:
-    """The line that tells an event; None for events that are no news.
+    """Return the log line of an event; None for events that are not logged.
 
     Args:
-        event: any.
-        classes: names, printable.
-        previous: the evaluation before this one.
+        event: Any event.
+        classes: Printable class names.
+        previous: The evaluation before this one.
     """
     if isinstance(event, RunStart):
         return LogLine(event.t, "start", _start(event))
@@ -66,7 +66,7 @@ def log_line(event: Event, classes: Sequence[str], previous: Val | PastVal | Non
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A loss or a score with about `digits` significant digits; "-" for None and nan."""
+    """Return a loss or score with about `digits` significant digits; "-" for None and nan."""
     if value is None or math.isnan(value):
         return "-"
     if math.isinf(value):
@@ -78,12 +78,12 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def learning_rate(value: float | None) -> str:
-    """0.0099 as 9.9e-3."""
+    """Return 0.0099 as 9.9e-3."""
     return "-" if value is None or not math.isfinite(value) else _short_exponent(f"{value:.1e}")
 
 
 def duration(seconds: float | None) -> str:
-    """45s, 4m05s, 7h26m, 3d04h; "-" for None."""
+    """Return seconds as 45s, 4m05s, 7h26m or 3d04h; "-" for None."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
     seconds = round(max(seconds, 0.0))
@@ -97,36 +97,36 @@ def duration(seconds: float | None) -> str:
 
 
 def age(seconds: float | None) -> str:
-    """How old the data is: 0.4s, 12s, 3m10s."""
+    """Return an age as 0.4s ago, 12s ago or 3m10s ago."""
     if seconds is None:
         return "no data"
     return f"{seconds:.1f}s ago" if seconds < 9.95 else f"{duration(seconds)} ago"
 
 
 def gib(mib: float | None) -> str:
-    """MiB as GiB with one decimal; "n/a" where the machine does not say."""
+    """Return MiB as GiB with one decimal; "n/a" if unknown."""
     if mib is None or not math.isfinite(mib):
         return "n/a"
     return f"{mib / 1024:.1f}" if mib < 99.95 * 1024 else f"{mib / 1024:.0f}"
 
 
 def percent(frac: float | None) -> str:
-    """0.96 as 96%; "n/a" for None."""
+    """Return 0.96 as 96%; "n/a" for None."""
     return "n/a" if frac is None or not math.isfinite(frac) else f"{100 * frac:.0f}%"
 
 
 def dots(split: Sequence[int] | None) -> str:
-    """4·10·9·9."""
+    """Return a split as 4·10·9·9."""
     return "·".join(map(str, split)) if split else "-"
 
 
-def share_word(value: int | None) -> str:
-    """A `gpu0_bsz` as a person says it."""
+def share_text(value: int | None) -> str:
+    """Return a `gpu0_bsz` as text: "even" for None."""
     return "even" if value is None else str(value)
 
 
 def fit_cells(text: str, width: int) -> str:
-    """The text in exactly `width` cells: cut with an ellipsis, or padded; wide characters count as two."""
+    """Return the text in exactly `width` cells: cut with an ellipsis, or padded; wide characters count as two."""
     if width <= 0:
         return ""
     if cell_len(text) > width:
@@ -135,12 +135,12 @@ def fit_cells(text: str, width: int) -> str:
 
 
 def clip(text: str, width: int) -> str:
-    """The text in at most `width` cells."""
+    """Return the text in at most `width` cells."""
     return text if cell_len(text) <= width else fit_cells(text, width)
 
 
 def plural(count: int, word: str) -> str:
-    """`1 class`, `2 classes`."""
+    """Return `1 class`, `2 classes`."""
     ending = "" if count == 1 else "es" if word.endswith("s") else "s"
     return f"{count} {word}{ending}"
 
@@ -182,7 +182,7 @@ def _checkpoint(event: Checkpoint) -> str:
 
 
 def _gpu0_bsz(event: Gpu0Bsz) -> str:
-    change = f"gpu0_bsz {share_word(event.old)} → {share_word(event.new)}"
+    change = f"gpu0_bsz {share_text(event.old)} → {share_text(event.new)}"
     when = f" at epoch {event.epoch}" if event.epoch is not None and event.status in ("pending", "applied") else ""
     split = f", split {dots(event.split)}" if event.split else ""
     reason = f": {printable(event.reason)}" if event.reason else ""

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from segapp.tui.panes.glyphs import ASCII, UNICODE
-from segapp.tui.panes.plot import Scale, choose_scale, draw_columns, pack_dots, reduce_columns, roomy_range
+from segapp.tui.panes.plot import Scale, choose_scale, draw_columns, pack_dots, padded_range, reduce_columns
 
 NAN = math.nan
 
@@ -106,7 +106,7 @@ def test_ticks_are_few_ascending_and_inside_the_range(bottom: float, ratio: floa
 
 @given(st.floats(0, 2e9), st.just(0.0) | st.floats(1e-3, 1e9))
 def test_plot_range_holds_the_curve_with_small_margin(first: float, span: float) -> None:
-    left, right = roomy_range(first, first + span)
+    left, right = padded_range(first, first + span)
     assert left <= first
     assert first + span <= right
     assert right - left <= max(1.2 * span, 1.0)

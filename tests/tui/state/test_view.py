@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from segapp.run.events import EVENT_TYPES, CommandAnswer, EventReader, Gpu0Bsz
-from segapp.tui.panes.devices import judge
+from segapp.tui.panes.devices import evaluate_split
 from segapp.tui.state.view import View, fold_events
 from tests.support.recorded_runs import RecordedRun
 
@@ -138,8 +138,8 @@ def test_split_change_is_pending_then_applied_then_reverted(tmp_path: Path) -> N
     assert view.gpu0.ceiling == 6
     assert view.alert is not None
     assert "out of memory" in view.alert.message
-    assert judge(view, 6).level == "won't fit"
-    assert judge(view, 7).level == "won't fit"
+    assert evaluate_split(view, 6).level == "won't fit"
+    assert evaluate_split(view, 7).level == "won't fit"
 
 
 def test_failed_smaller_share_sets_no_limit_for_device_0(tmp_path: Path) -> None:
