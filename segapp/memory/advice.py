@@ -1,23 +1,23 @@
-"""What would need less memory, ranked by what it saves on the fullest GPU. No torch here."""
+"""Changes that reduce memory, ranked by what they save on the fullest GPU. No torch here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from segapp.memory.planner import Advice, MemoryPlan, Planner, PlanRow
+from segapp.memory.planner import Advice, Planner, PlanRow
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A change that a simulation can try.
+    """A change of the config that a simulation can evaluate.
 
     Attributes:
         key: short name.
-        change: what a person writes.
-        note: what else it changes.
-        changes: config keys and values of the simulation.
-        in_use: the plan has it; the simulation shows what would be without.
+        change: what the user writes into the config.
+        note: its other effects.
+        changes: config keys and values for the simulation.
+        in_use: the plan has it already; the simulation is of the config without it.
     """
 
     key: str
@@ -28,14 +28,20 @@ class Variant:
 
 
 def variants(precision: str, crop_px: tuple[int, int], smaller_crop_px: tuple[int, int] | None) -> list[Variant]:
-    """What is worth a simulation for a config."""
+    """Return the changes worth a simulation.
+
+    Args:
+        precision: `train.precision`.
+        crop_px: height and width of the crops.
+        smaller_crop_px: a smaller crop that the network accepts; None if there is none.
+    """
     found = []
     if precision == "fp32":
         found.append(
             Variant(
                 "amp-bf16",
                 "train.precision=amp-bf16",
-                "activations in half; needs a GPU with bfloat16 (Ampere or later), else amp-fp16",
+                "half-precision activations; needs a GPU with bfloat16 (Ampere or later), else amp-fp16",
                 {"train.precision": "amp-bf16"},
             )
         )
@@ -44,7 +50,7 @@ def variants(precision: str, crop_px: tuple[int, int], smaller_crop_px: tuple[in
             Variant(
                 "fp16",
                 "train.precision=fp16",
-                "half weights with float32 masters and loss scaling",
+                "half-precision weights with float32 master weights and loss scaling",
                 {"train.precision": "fp16"},
             )
         )
@@ -54,7 +60,7 @@ def variants(precision: str, crop_px: tuple[int, int], smaller_crop_px: tuple[in
             Variant(
                 "crop",
                 f"data.crop_px=[{height},{width}]",
-                "less context for the network to learn from",
+                "less image context per sample",
                 {"data.crop_px": [height, width]},
             )
         )
@@ -62,7 +68,7 @@ def variants(precision: str, crop_px: tuple[int, int], smaller_crop_px: tuple[in
 
 
 def split_advice(plan_row: PlanRow, best: PlanRow, planner: Planner) -> list[Advice]:
-    """The better `gpu0_bsz`, where there is one."""
+    """Return the advice to use a better `gpu0_bsz`; empty if the current split is the best."""
     gain = max(plan_row.peak_mib) - max(best.peak_mib)
     if best.gpu0_bsz is None or gain < 1.0:
         return []
@@ -71,14 +77,14 @@ def split_advice(plan_row: PlanRow, best: PlanRow, planner: Planner) -> list[Adv
 
 
 def variant_advice(variant: Variant, reference_mib: float, varied_mib: float, row: PlanRow, planner: Planner) -> Advice:
-    """What a variant saves on the fullest GPU.
+    """Return what a variant saves on the fullest GPU.
 
     Args:
         variant: the change.
-        reference_mib: simulated peak of one device with the fullest GPU's samples.
+        reference_mib: simulated peak of one device with its share of the batch.
         varied_mib: the same with the change.
-        row: the split that it is about.
-        planner: adds the overhead.
+        row: the split to which it applies.
+        planner: has the GPUs and the overhead.
     """
     fullest = max(range(len(row.split)), key=lambda i: row.peak_mib[i])
     before = row.peak_mib[fullest]
@@ -97,14 +103,14 @@ def variant_advice(variant: Variant, reference_mib: float, varied_mib: float, ro
 def accumulate_advice(
     batch_size: int, accumulate: int, gradients_mib: float, row: PlanRow, planner: Planner
 ) -> list[Advice]:
-    """Half the micro-batch, twice as many of them: the same step."""
+    """Return the advice to halve the micro-batch and double `train.accumulate`; empty if the batch cannot be halved."""
     if batch_size < 2 * max(1, planner.smallest_chunk) or batch_size % 2:
         return []
     rows = planner.rows(batch_size // 2)[0]
     if not rows:
         return []
     best = min(rows, key=lambda candidate: candidate.fullest(planner.gpus))
-    # From the second micro-batch on the gradients of the first are there during forward.
+    # From the second micro-batch on, the gradients of the first are alive during forward.
     extra = gradients_mib / planner.overhead.room if accumulate == 1 else 0.0
     after = max(best.peak_mib[0] + extra, *best.peak_mib)
     change = f"train.batch_size={batch_size // 2} train.accumulate={2 * accumulate}"
@@ -116,12 +122,6 @@ def accumulate_advice(
 
 
 def ranked(advice: Sequence[Advice]) -> tuple[Advice, ...]:
-    """Those that save anything, most first; then those in use already."""
+    """Return the advice that saves memory, largest saving first, then the changes already in use."""
     useful = [item for item in advice if item.gain_mib > 0.5 or item.in_use]
     return tuple(sorted(useful, key=lambda item: (item.in_use, -item.gain_mib)))
-
-
-def is_tight(plan: MemoryPlan) -> bool:
-    """Whether a person will want the advice: the split in force does not fit, or barely."""
-    row = plan.current or plan.best
-    return not row.fits or row.word == "tight"

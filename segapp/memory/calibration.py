@@ -1,7 +1,7 @@
-"""What a run has measured, for its plan: peaks by split, what lies on a GPU beside tensors, and how far off it was.
+"""Calibration of a memory plan by a run: peaks by split, memory beside tensors, and the error of the prediction.
 
-Read from `events.jsonl`: `memory` events say what each device held at most, `run_start`, `epoch_start`, `gpu0_bsz` and
-`step` events which split it held for. No torch here.
+Read from `events.jsonl`: `memory` events have each device's peak; `run_start`, `epoch_start`, `gpu0_bsz` and `step`
+events have the split at that time. No torch here.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from segapp.run.memory_fit import MemoryFit, MemoryObservation, fit_memory
 
 @dataclass(frozen=True)
 class Measurement:
-    """A run's memory as it was.
+    """Measured memory of a run.
 
     Attributes:
-        devices: as torch calls them.
-        total_mib: of each; None where unknown.
-        observations: the highest peak of each device for each split that it held under.
-        beside_mib: what lay on each GPU beside the run's tensors and its allocator's cache (context, other processes).
+        devices: their names in torch.
+        total_mib: memory of each; None where unknown.
+        observations: the highest peak of each device under each split.
+        beside_mib: memory in use on each GPU outside the run's allocator (context, other processes); None if unknown.
     """
 
     devices: tuple[str, ...]
@@ -42,19 +42,19 @@ class Measurement:
         return fit_memory(self.observations)
 
     def gpus(self) -> tuple[GpuSpec, ...]:
-        """The run's GPUs.
+        """Return the run's GPUs.
 
         Raises:
-            ConfigError: the run has not said how large they are.
+            ConfigError: the events have no memory size for them.
         """
         if not self.devices or None in self.total_mib:
-            raise ConfigError("the run has not written how much memory its devices have: say it with --gpus 3x24220MiB")
+            raise ConfigError("the run's events do not have the memory of its devices: give it with --gpus 3x24220MiB")
         return tuple(GpuSpec(mib or 0.0, name) for mib, name in zip(self.total_mib, self.devices, strict=True))
 
 
 @dataclass(frozen=True)
 class PeakError:
-    """One device under one split: predicted beside measured, MiB of tensors."""
+    """Measured and predicted peak of one device under one split, MiB of tensors."""
 
     split: tuple[int, ...]
     device: int
@@ -64,32 +64,36 @@ class PeakError:
 
     @property
     def error(self) -> float:
-        """Of the plain prediction, relative to what was measured; negative: predicted too little."""
+        """Relative error of the uncalibrated prediction; negative: predicted too little."""
         return self.predicted_mib / self.measured_mib - 1
 
     @property
     def calibrated_error(self) -> float:
-        """Of the calibrated one."""
+        """Relative error of the calibrated prediction."""
         return self.calibrated_mib / self.measured_mib - 1
 
 
 def read_measurement(folder: RunFolder) -> Measurement:
-    """What a run's events say about its memory.
+    """Return the measurements in a run's events.
 
     Raises:
-        ConfigError: nothing yet, or of a run without GPUs.
+        ConfigError: there are none yet, or the run had no GPUs.
     """
     measurement = collect(EventReader(folder.events).read_raw())
     where = folder.path.name
     if measurement.devices and all(name.startswith("cpu") for name in measurement.devices):
-        raise ConfigError(f"{where} trained on the CPU: a plan for GPUs cannot learn from it; leave out --run")
+        raise ConfigError(f"{where} trained on the CPU, which cannot calibrate a plan for GPUs: leave out --run")
     if not measurement.observations:
-        raise ConfigError(f"{where} has measured no peak yet: let it train for some steps, or leave out --run")
+        raise ConfigError(f"{where} has no measured peak yet: let it train for some steps, or leave out --run")
     return measurement
 
 
 def collect(events: Iterable[dict[str, Any]]) -> Measurement:
-    """Gathers the measurements of raw events, in their order; numbers that are missing are left out."""
+    """Return the measurements in raw events; missing numbers are skipped.
+
+    Args:
+        events: in the order of the file.
+    """
     devices: tuple[str, ...] = ()
     split: tuple[int, ...] | None = None
     total: list[float | None] = []
@@ -124,12 +128,12 @@ def collect(events: Iterable[dict[str, Any]]) -> Measurement:
 def calibrated(
     measurement: Measurement, model: MemoryModel, assumed: OverheadEstimate
 ) -> tuple[OverheadEstimate, list[PeakError]]:
-    """The overhead with what was measured in place of what was assumed, and how good both are.
+    """Return the overhead with measured values in place of assumed ones, and the errors of the prediction.
 
     Args:
         measurement: of a run of the same config.
-        model: its prediction.
-        assumed: stands in where nothing was measured.
+        model: predicts the peaks.
+        assumed: used where nothing was measured.
     """
     ratios: list[list[float]] = [[] for _ in assumed.context_mib]
     pairs = []

@@ -1,4 +1,4 @@
-"""`--gpus`: how many GPUs, and how much memory each has. No torch here."""
+"""Number and memory of GPUs, as `--gpus` gives them. No torch here."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from segapp.errors import ConfigError
 
 _GPUS = re.compile(r"(?:(?P<count>\d+)\s*[x*]\s*)?(?P<size>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)")
 _MIB_OF = {"mib": 1.0, "gib": 1024.0, "mb": 1e6 / 2**20, "gb": 1e9 / 2**20}
-_EXAMPLE = "write 3x24220MiB, or 24220MiB,24220MiB,11019MiB, or here for this machine's"
+_EXAMPLE = "write 3x24220MiB, or 24220MiB,24220MiB,11019MiB, or here for the GPUs of this machine"
 MAX_GPUS = 64
 
 
 @dataclass(frozen=True)
 class GpuSpec:
-    """One GPU.
+    """Memory and name of one GPU.
 
     Attributes:
-        total_mib: its memory, as nvidia-smi reports it.
-        name: what to call it.
+        total_mib: memory as nvidia-smi reports it.
+        name: label in reports.
     """
 
     total_mib: float
@@ -27,10 +27,10 @@ class GpuSpec:
 
 
 def parse_gpus(text: str) -> tuple[GpuSpec, ...]:
-    """GPUs from text: sizes with a unit (MiB, GiB, MB, GB), separated by commas, each with a count in front if wanted.
+    """Parse GPU sizes with a unit (MiB, GiB, MB, GB), separated by commas, each with an optional count in front.
 
     Raises:
-        ConfigError: it says something else.
+        ConfigError: the text has another form.
 
     Example:
         >>> [gpu.total_mib for gpu in parse_gpus("2x24GiB,11019MiB")]
@@ -40,13 +40,13 @@ def parse_gpus(text: str) -> tuple[GpuSpec, ...]:
     for word in text.split(","):
         found = _GPUS.fullmatch(word.strip())
         if found is None:
-            raise ConfigError(f"--gpus {text}: {word.strip()!r} is no number of GPUs and a size: {_EXAMPLE}")
+            raise ConfigError(f"--gpus {text}: {word.strip()!r} is not a count and a size: {_EXAMPLE}")
         unit = found["unit"].lower()
         if unit not in _MIB_OF:
-            raise ConfigError(f"--gpus {text}: {word.strip()!r} has no unit that is known: use MiB or GiB; {_EXAMPLE}")
+            raise ConfigError(f"--gpus {text}: {word.strip()!r} has no known unit: use MiB or GiB; {_EXAMPLE}")
         count, size_mib = int(found["count"] or 1), float(found["size"]) * _MIB_OF[unit]
         if not count or not size_mib:
-            raise ConfigError(f"--gpus {text}: {word.strip()!r} is nothing: {_EXAMPLE}")
+            raise ConfigError(f"--gpus {text}: {word.strip()!r} has a count or size of 0: {_EXAMPLE}")
         if len(gpus) + count > MAX_GPUS:
             raise ConfigError(f"--gpus {text}: more than {MAX_GPUS} GPUs: plan for one machine")
         gpus += [GpuSpec(size_mib)] * count

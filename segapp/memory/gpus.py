@@ -1,7 +1,8 @@
-"""The only door to GPUtil: what nvidia-smi says of the GPUs, without its ways of hanging, failing and miscounting.
+"""GPU status from nvidia-smi through GPUtil, with timeouts; the only module that imports GPUtil.
 
-GPUtil starts `nvidia-smi` on every call and waits for ever, raises ValueError on "No devices were found", and numbers
-physical devices. Here a call has a timeout, any failure is "nothing known", and devices are matched to torch's by uuid.
+GPUtil starts `nvidia-smi` on every call and waits without limit, raises ValueError on "No devices were found", and
+numbers physical devices. Here a call has a timeout, any failure gives an empty list, and devices are matched to torch's
+by uuid.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ MAX_MEMORY = 0.5
 
 @dataclass(frozen=True)
 class GpuStatus:
-    """One GPU as nvidia-smi sees it; None where it does not say.
+    """One GPU as nvidia-smi reports it; None where it reports "N/A".
 
     Args:
-        uuid: without the "GPU-" in front.
+        uuid: without the prefix "GPU-".
         name: product name.
-        used_mib: memory in use, all processes together.
-        total_mib: memory.
+        used_mib: memory in use by all processes.
+        total_mib: memory of the GPU.
         utilization: 0 to 1.
         temperature: degrees Celsius.
     """
@@ -47,14 +48,14 @@ class GpuStatus:
 
     @property
     def is_available(self) -> bool:
-        """Whether it is idle enough, by the limits of GPUtil.getAvailable: load and memory at most half used."""
+        """True if load and used memory are at most one half, the limits of GPUtil.getAvailable."""
         if self.used_mib is None or not self.total_mib:
             return False
         return (self.utilization or 0.0) <= MAX_LOAD and self.used_mib / self.total_mib <= MAX_MEMORY
 
 
 def query_gpus(timeout_s: float = 5.0) -> list[GpuStatus]:
-    """All GPUs that nvidia-smi lists; empty where there is none, or it fails, or does not answer in time."""
+    """Return all GPUs that nvidia-smi lists; empty if there is none, it fails or it exceeds the timeout."""
     answers: queue.SimpleQueue[list[GpuStatus]] = queue.SimpleQueue()
     threading.Thread(target=lambda: answers.put(ask_gputil()), name="nvidia-smi", daemon=True).start()
     try:
@@ -64,11 +65,11 @@ def query_gpus(timeout_s: float = 5.0) -> list[GpuStatus]:
 
 
 class GpuPoller:
-    """Asks nvidia-smi again and again, never waits for it, and never has two of them at work.
+    """Queries nvidia-smi in a background thread, one query at a time.
 
     Args:
-        timeout_s: an answer that is late by more than this is as good as none: "nothing known".
-        retry_s: after a failure, ask again only after this long.
+        timeout_s: an answer older than this is discarded.
+        retry_s: pause after a failed query.
     """
 
     def __init__(self, timeout_s: float = 5.0, retry_s: float = 30.0) -> None:
@@ -79,7 +80,7 @@ class GpuPoller:
         self._thread: threading.Thread | None = None
 
     def poll(self) -> list[GpuStatus]:
-        """The last answer, if it is fresh, and a new question for the next call."""
+        """Return the last answer, empty if it is too old, and start a query for the next call."""
         now_s = time.monotonic()
         if now_s >= self._next_s and (self._thread is None or not self._thread.is_alive()):
             self._thread = threading.Thread(target=self._ask, name="nvidia-smi", daemon=True)
@@ -94,21 +95,21 @@ class GpuPoller:
 
 
 def ask_gputil() -> list[GpuStatus]:
-    """What GPUtil gives, however long that takes; empty where it fails."""
+    """Return GPUtil's answer without a timeout; empty if it fails."""
     try:
         import GPUtil
 
         return [_status(gpu) for gpu in GPUtil.getGPUs()]
-    except Exception:  # whatever GPUtil makes of a broken driver, the training does not need its answer
+    except Exception:  # the training does not depend on GPUtil, whatever a broken driver makes it raise
         return []
 
 
 def processes_on(uuid: str, timeout_s: float = 5.0) -> list[OtherProcess]:
-    """Other processes that compute on a GPU, as nvidia-smi lists them; empty where it does not answer in time.
+    """Return the other compute processes on a GPU, as nvidia-smi lists them; empty if it fails or exceeds the timeout.
 
     Args:
         uuid: of the GPU, as torch writes it.
-        timeout_s: the longest wait.
+        timeout_s: limit for nvidia-smi.
     """
     query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory,name", "--format=csv,noheader,nounits"]
     try:
@@ -135,7 +136,7 @@ def _status(gpu: Any) -> GpuStatus:
 
 
 def bare_uuid(uuid: object) -> str:
-    """A GPU's uuid as torch writes it: nvidia-smi puts "GPU-" in front."""
+    """Return a GPU's uuid as torch writes it, without nvidia-smi's prefix "GPU-"."""
     return str(uuid).strip().removeprefix("GPU-")
 
 
@@ -148,26 +149,26 @@ def _known(value: Any) -> float | None:
 
 
 def cuda_uuids() -> list[str]:
-    """The uuid of each CUDA device that torch sees, by its index."""
+    """Return the uuid of each CUDA device visible to torch, by index."""
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [bare_uuid(getattr(each, "uuid", "")) for each in properties]
 
 
 def order_by_free_memory(uuids: Sequence[str], statuses: Sequence[GpuStatus]) -> tuple[list[int], str]:
-    """Which of torch's devices to take, most free memory first, and why.
+    """Choose among torch's devices, most free memory first.
 
     Args:
         uuids: of torch's devices, by index.
-        statuses: what nvidia-smi says.
+        statuses: from nvidia-smi.
 
     Returns:
-        Indices, and a sentence. Devices that others use (more than half of load or memory) are left out, unless all
-        are; without an answer from nvidia-smi all are taken, in torch's order.
+        The indices, and the reason in one sentence. Devices that other processes use (more than half of load or
+        memory) are left out, unless all are in use; without an answer from nvidia-smi all devices in torch's order.
     """
     by_uuid = {status.uuid: status for status in statuses}
     known = {index: by_uuid[uuid] for index, uuid in enumerate(uuids) if uuid in by_uuid}
     if len(known) < len(uuids):
-        return list(range(len(uuids))), "nvidia-smi does not tell their memory: all visible GPUs, in order"
+        return list(range(len(uuids))), "nvidia-smi does not report their memory: all visible GPUs, in order"
 
     def free_mib(index: int) -> float:
         status = known[index]
@@ -179,7 +180,7 @@ def order_by_free_memory(uuids: Sequence[str], statuses: Sequence[GpuStatus]) ->
     left_out = [f"cuda:{index}" for index in ordered if index not in chosen]
     facts = ", ".join(f"cuda:{index} {free_mib(index):.0f} MiB free" for index in chosen)
     if not idle:
-        return chosen, f"all are in use by others; most free memory first: {facts}"
+        return chosen, f"all are in use by other processes; most free memory first: {facts}"
     return chosen, f"most free memory first: {facts}" + (
-        f"; in use by others: {', '.join(left_out)}" if left_out else ""
+        f"; in use by other processes: {', '.join(left_out)}" if left_out else ""
     )

@@ -1,4 +1,4 @@
-"""A place where a test can make a device run out of memory; a leaf, for the forward pass, the loss and the step."""
+"""Failpoint that raises an out-of-memory error in a test: in the forward pass, the loss or the step."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from segapp.parallel import current_replica
 
 
 def oom_failpoint(point: str) -> None:
-    """Runs out of memory where a test has armed the failpoint `point`, `point.N` for replica N, or `point.rankN`.
+    """Raise an out-of-memory error if a test has armed `point`, `point.N` for replica N, or `point.rankN`.
 
     Raises:
-        torch.OutOfMemoryError: it is armed with `oom`, and due.
+        torch.OutOfMemoryError: the failpoint is armed with `oom` and due.
     """
     replica = current_replica()
     names = [point, f"{point}.rank{os.environ.get('RANK', 0)}"]

@@ -1,4 +1,4 @@
-"""What a device looked like when it ran out of memory, and the report of it. No torch here."""
+"""State of a device at an out-of-memory error, and the report of it. No torch here."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from segapp.run import events
 
 @dataclass(frozen=True)
 class LiveTensor:
-    """A tensor that was alive.
+    """A tensor alive at the time of the error.
 
     Attributes:
         mib: its size.
-        what: the operation that made it, shape and dtype; or what else is known.
+        what: the operation that created it, shape and dtype; or what else is known.
     """
 
     mib: float
@@ -24,7 +24,7 @@ class LiveTensor:
 
 @dataclass(frozen=True)
 class OtherProcess:
-    """Somebody else on the GPU."""
+    """Another process on the GPU."""
 
     pid: int
     name: str
@@ -33,19 +33,19 @@ class OtherProcess:
 
 @dataclass(frozen=True)
 class OomSnapshot:
-    """One device at the moment of the failure; None where nobody can say.
+    """Memory of one device at the time of the error; None where unknown.
 
     Attributes:
-        device: its number among the training's devices.
-        name: as torch calls it.
+        device: index among the training's devices.
+        name: name in torch.
         phase: forward, loss, backward, step or eval.
-        requested_mib: what was asked for in vain.
-        allocated_mib: what tensors held.
-        reserved_mib: what the allocator held for them; the difference is its cache and its fragments.
-        total_mib: the device's memory, or its budget.
+        requested_mib: size of the failed allocation.
+        allocated_mib: memory of live tensors.
+        reserved_mib: memory the allocator held: live tensors, cache and fragments.
+        total_mib: memory of the device, or its budget.
         largest: the largest live tensors, largest first.
         others: other processes on the GPU.
-        others_mib: what they, and the driver, hold.
+        others_mib: memory of the other processes and the driver.
     """
 
     device: int
@@ -61,7 +61,7 @@ class OomSnapshot:
 
     @property
     def fragmentation(self) -> float | None:
-        """Share of the allocator's memory that no tensor used, 0 to 1."""
+        """Share of the allocator's memory that no tensor used, 0 to 1; None where unknown."""
         if not self.reserved_mib or self.allocated_mib is None:
             return None
         return max(0.0, 1 - self.allocated_mib / self.reserved_mib)
@@ -69,17 +69,17 @@ class OomSnapshot:
 
 @dataclass(frozen=True)
 class OomReport:
-    """An out-of-memory, for a person.
+    """An out-of-memory error as the user reads it.
 
     Attributes:
-        snapshot: the device.
-        epoch: in which it happened.
-        step: updates made before it.
-        problem: the error's first line.
-        action: what the training does about it.
+        snapshot: memory of the device.
+        epoch: the current epoch.
+        step: optimizer updates before the error.
+        problem: first line of the error.
+        action: the training's reaction.
         split: samples on each device.
-        predicted_mib: what was predicted for each device.
-        advice: what to change, the best first.
+        predicted_mib: predicted peak of each device.
+        advice: changes that reduce memory, best first.
     """
 
     snapshot: OomSnapshot
@@ -93,13 +93,13 @@ class OomReport:
 
     @property
     def headline(self) -> str:
-        """One line: which device, in which phase, and what is done."""
+        """One line with the device, the phase and the action."""
         where = f"{self.snapshot.name} (device {self.snapshot.device}) in {self.snapshot.phase}"
         return f"out of memory on {where}: {self.action}"
 
 
 def oom_snapshot_of(error: BaseException | None) -> OomSnapshot | None:
-    """The snapshot that an exception, or what caused it, carries as its `snapshot`."""
+    """Return the attribute `snapshot` of an exception or of one of its causes; None if there is none."""
     while error is not None:
         snapshot = getattr(error, "snapshot", None)
         if isinstance(snapshot, OomSnapshot):
@@ -109,12 +109,12 @@ def oom_snapshot_of(error: BaseException | None) -> OomSnapshot | None:
 
 
 def report_lines(report: OomReport) -> list[str]:
-    """The report as text."""
+    """Return the report as lines of text."""
     snapshot = report.snapshot
     lines = [
         report.headline,
         f"  when       epoch {report.epoch}, after step {report.step}",
-        f"  said       {report.problem}",
+        f"  error      {report.problem}",
         f"  memory     {_amounts(snapshot)}",
     ]
     if report.split:
@@ -122,9 +122,9 @@ def report_lines(report: OomReport) -> list[str]:
     known = [mib for mib in report.predicted_mib if mib is not None]
     if known:
         shown = ", ".join("-" if mib is None else f"{mib:.0f}" for mib in report.predicted_mib)
-        lines.append(f"  predicted  {shown} MiB a device")
+        lines.append(f"  predicted  {shown} MiB per device")
     else:
-        lines.append("  predicted  nothing: no plan was made and no step was measured yet")
+        lines.append("  predicted  unknown: there is no plan and no measured step yet")
     lines.append(f"  others     {_others(snapshot)}")
     lines += _block("largest", [f"{tensor.mib:9.1f} MiB  {tensor.what}" for tensor in snapshot.largest])
     lines += _block("next move", [f"{i}. {text}" for i, text in enumerate(report.advice, start=1)])
@@ -168,7 +168,7 @@ def _amounts(snapshot: OomSnapshot) -> str:
     words = [
         f"{label} {mib:.1f} MiB"
         for label, mib in (
-            ("asked for", snapshot.requested_mib),
+            ("requested", snapshot.requested_mib),
             ("tensors", snapshot.allocated_mib),
             ("allocator", snapshot.reserved_mib),
             ("of", snapshot.total_mib),
@@ -177,7 +177,7 @@ def _amounts(snapshot: OomSnapshot) -> str:
     ]
     if snapshot.fragmentation is not None:
         words.append(f"{100 * snapshot.fragmentation:.0f} % of the allocator's is cache or fragments")
-    return ", ".join(words) or "the device does not say"
+    return ", ".join(words) or "unknown"
 
 
 def _others(snapshot: OomSnapshot) -> str:
@@ -187,7 +187,7 @@ def _others(snapshot: OomSnapshot) -> str:
             for other in snapshot.others
         )
     if snapshot.others_mib:
-        return f"{snapshot.others_mib:.0f} MiB of the GPU belong to the driver and to other processes"
+        return f"{snapshot.others_mib:.0f} MiB of the GPU are held by the driver and other processes"
     return "none known"
 
 

@@ -1,7 +1,7 @@
-"""Which splits and batches fit which GPUs: arithmetic over the affine model, and the run's one judge of a split.
+"""Splits and batches that fit given GPUs, from the affine memory model and the check of a split in `run.verdict`.
 
-A gpu must hold the tensors, the driver's context, and some room for the allocator: a split *fits* where
-`segapp.run.verdict` would allow it in a run that is going on. No torch here.
+A GPU must hold the tensors, the driver's context and some spare memory for the allocator. A split fits if
+`segapp.run.verdict` would allow it in a running training. No torch here.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from segapp.memory.gpu_specs import GpuSpec
 from segapp.run.verdict import FULL_FRAC, Level, SplitFacts, SplitVerdict, split_verdict
 
 CONTEXT_MIB = 500.0
-"""What a process takes of a GPU before its first tensor: 300 to 1000 MiB by driver, GPU and libraries."""
+"""Memory of a process on a GPU before its first tensor: 300 to 1000 MiB, by driver, GPU and libraries."""
 
 LARGEST_BATCH = 4096
 
 
 @dataclass(frozen=True)
 class OverheadEstimate:
-    """What no simulation knows, per GPU.
+    """Memory of each GPU that no simulation covers.
 
     Attributes:
         context_mib: driver, libraries and other processes, for each GPU.
-        room: share of the rest that tensors may take; what is left is for the allocator's rounding and fragments.
-        scale: measured over predicted tensors, for each GPU; 1 where nothing was measured.
-        source: where the numbers come from.
+        room: share of the rest for tensors, 0 to 1; the allocator's rounding and fragments take the other part.
+        scale: measured over predicted memory of tensors, for each GPU; empty or 1 where nothing was measured.
+        source: origin of the numbers: "assumed" or "measured".
     """
 
     context_mib: tuple[float, ...]
@@ -37,28 +37,28 @@ class OverheadEstimate:
     source: str = "assumed"
 
     def tensors_mib(self, device: int, simulated_mib: float) -> float:
-        """Bytes of tensors that a GPU will hold, as `torch.cuda.max_memory_allocated` counts them."""
+        """Return the expected peak of `torch.cuda.max_memory_allocated` on a GPU, from the simulated one."""
         return simulated_mib * (self.scale[device] if device < len(self.scale) else 1.0)
 
     def required_mib(self, device: int, tensors_mib: float) -> float:
-        """What the GPU must have."""
+        """Return the memory a GPU needs for so much memory of tensors."""
         return self.context_mib[device] + tensors_mib / self.room
 
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One split.
+    """One split of a batch and its predicted memory.
 
     Attributes:
-        gpu0_bsz: that leads to it; None where the mode has none.
+        gpu0_bsz: value that gives the split; None where the mode has none.
         split: samples per device.
-        peak_mib: what each GPU must have, overhead included.
+        peak_mib: memory each GPU needs, overhead included.
         tensors_mib: predicted peak of the tensors alone.
-        phase: which phase sets each GPU's peak.
-        phases: for each GPU the tensors' peak in each phase.
-        fits: whether every GPU has that much.
-        word: the verdict.
-        reason: and why.
+        phase: the phase with the highest peak, for each GPU.
+        phases: peak of the tensors in each phase, for each GPU.
+        fits: True if every GPU has enough memory.
+        word: level of the verdict.
+        reason: of the verdict, in one sentence.
     """
 
     gpu0_bsz: int | None
@@ -72,21 +72,21 @@ class PlanRow:
     reason: str
 
     def fullest(self, gpus: Sequence[GpuSpec]) -> float:
-        """Need over memory of the fullest GPU."""
+        """Return needed over available memory of the fullest GPU."""
         return max(mib / gpu.total_mib for mib, gpu in zip(self.peak_mib, gpus, strict=True))
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A change that needs less memory.
+    """A change that reduces memory.
 
     Attributes:
-        change: what to write into the config, or on the command line.
-        gain_mib: what the fullest GPU saves; 0 where it is in use already.
-        peak_mib: what the fullest GPU would need then.
-        fits: whether that fits.
-        note: what else it changes.
-        in_use: whether the plan has it already; then `gain_mib` is what it saves.
+        change: the text for the config or the command line.
+        gain_mib: memory it saves on the fullest GPU.
+        peak_mib: memory the fullest GPU needs with it.
+        fits: True if every GPU then has enough memory.
+        note: its other effects.
+        in_use: True if the plan has the change already.
     """
 
     change: str
@@ -99,7 +99,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What `segapp plan` says; see `report` for its faces."""
+    """Result of `segapp plan`; `segapp.memory.report` prints it."""
 
     name: str
     mode: str
@@ -113,25 +113,25 @@ class MemoryPlan:
     max_batch: int = 0
     max_row: PlanRow | None = None
     shares: tuple[int, ...] | None = None
-    """Shares of a larger batch than any `gpu0_bsz` allows, on unequal GPUs."""
+    """`parallel.shares` of a larger batch than any `gpu0_bsz` allows, on unequal GPUs."""
     advice: tuple[Advice, ...] = ()
     notes: tuple[str, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def best(self) -> PlanRow:
-        """The split whose fullest GPU has the most room."""
+        """The split whose fullest GPU has the most free memory."""
         return min(self.rows, key=lambda row: (round(row.fullest(self.gpus), 4), -(row.gpu0_bsz or 0)))
 
 
 class Planner:
-    """Judges splits of any batch on given GPUs.
+    """Predicts the memory of every split of a batch on given GPUs.
 
     Args:
-        model: predicts the tensors.
-        gpus: the GPUs.
-        overhead: what comes on top.
-        smallest_chunk: samples that a busy device needs.
+        model: predicts the peaks of the tensors.
+        gpus: one for each device.
+        overhead: memory on top of the tensors.
+        smallest_chunk: least samples on a device that has any.
     """
 
     def __init__(
@@ -141,12 +141,12 @@ class Planner:
         self.smallest_chunk = smallest_chunk
 
     def rows(self, batch_size: int) -> tuple[tuple[PlanRow, ...], tuple[tuple[int, str], ...]]:
-        """Every possible split of a batch, and the refused values of `gpu0_bsz` with the reasons."""
+        """Return every possible split of a batch, and the refused values of `gpu0_bsz` with the reasons."""
         if self.model.mode != "dp":
             return (self.row(batch_size),), ()
         rows, refused = [], []
         for gpu0_bsz in range(batch_size + 1):
-            found = self._judge(batch_size, gpu0_bsz)
+            found = self._evaluate(batch_size, gpu0_bsz)
             if isinstance(found, str):
                 refused.append((gpu0_bsz, found))
             else:
@@ -154,19 +154,24 @@ class Planner:
         return tuple(rows), tuple(refused)
 
     def row(self, batch_size: int, gpu0_bsz: int | None = None, shares: Sequence[int] | None = None) -> PlanRow:
-        """One split.
+        """Return one split of a batch.
+
+        Args:
+            batch_size: samples of a full batch.
+            gpu0_bsz: samples on device 0; None: an even split.
+            shares: samples on each device, in place of `gpu0_bsz`.
 
         Raises:
-            ValueError: no split can honour the wish.
+            ValueError: the split is not possible.
         """
-        found = self._judge(batch_size, gpu0_bsz, shares)
+        found = self._evaluate(batch_size, gpu0_bsz, shares)
         if isinstance(found, str):
             raise ValueError(found)
         return found
 
     def largest_batch(self) -> tuple[int, PlanRow | None]:
-        """The largest batch that some split fits, with that split; 0 where none does."""
-        # The least batches may be refused for other reasons: every rank of ddp needs a sample, BatchNorm may need two.
+        """Return the largest batch with a split that fits, and that split; 0 and None if no batch fits."""
+        # The smallest batches may be refused for other reasons: a rank of ddp needs a sample, BatchNorm may need two.
         least = 2 * len(self.gpus)
         low = next((batch for batch in range(1, least + 1) if self._best_fit(batch) is not None), 0)
         high = 2 * low
@@ -178,7 +183,7 @@ class Planner:
         return low, self._best_fit(low) if low else None
 
     def largest_shares(self) -> tuple[int, ...]:
-        """As many samples on each GPU as it can hold, whatever the others hold."""
+        """Return the number of samples each GPU can hold, independent of the other GPUs."""
         shares = []
         for i in range(len(self.gpus)):
             count = 0
@@ -199,7 +204,7 @@ class Planner:
         fitting = [row for row in self.rows(batch_size)[0] if row.fits]
         return min(fitting, key=lambda row: row.fullest(self.gpus), default=None)
 
-    def _judge(self, batch_size: int, gpu0_bsz: int | None, shares: Sequence[int] | None = None) -> PlanRow | str:
+    def _evaluate(self, batch_size: int, gpu0_bsz: int | None, shares: Sequence[int] | None = None) -> PlanRow | str:
         num_devices = len(self.gpus)
         if self.model.mode == "ddp":
             each, left_over = divmod(batch_size, num_devices)
@@ -219,7 +224,7 @@ class Planner:
         usable = [gpu.total_mib - context for gpu, context in zip(self.gpus, self.overhead.context_mib, strict=True)]
         too_small = [i for i, mib in enumerate(usable) if mib <= 0]
         if too_small:
-            reason = f"device {too_small[0]} has less memory than the driver's context takes"
+            reason = f"device {too_small[0]} has less memory than the driver's context needs"
             return SplitVerdict(tuple(split), "won't fit", reason, tuple(tensors_mib))
         facts = SplitFacts(sum(split), len(split), usable_mib=usable)
         return split_verdict(facts, None, split, predicted_mib=tensors_mib)
@@ -246,7 +251,7 @@ class Planner:
 
 
 def plan_as_json(plan: MemoryPlan) -> dict[str, Any]:
-    """The plan as plain values; `rows`, `best` and `max_batch` are what other programs read."""
+    """Return the plan as plain values for JSON; other programs read `rows`, `best` and `max_batch`."""
 
     def row(found: PlanRow | None) -> dict[str, Any] | None:
         return None if found is None else asdict(found)

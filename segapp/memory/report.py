@@ -1,4 +1,4 @@
-"""A memory plan for people: a table of splits, a picture of the GPUs, and what to change. No torch here."""
+"""Text of a memory plan: a table of splits, a bar for each GPU, and advice. No torch here."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _LETTERS = {
 }  # fmt: skip
 _LEGEND = (
     "W weights  M fp32 masters  O optimizer  E average of weights  R replica  G gradients  B buckets  A activations  "
-    "L loss  T temporaries of backward  V evaluation  x context and allocator's room  . free"
+    "L loss  T temporaries of backward  V evaluation  x overhead: context and allocator  . free"
 )
 
 
 def plan_lines(plan: MemoryPlan) -> list[str]:
-    """Everything that `segapp plan` prints."""
+    """Return the lines that `segapp plan` prints."""
     gpus = ", ".join(f"{gpu.total_mib:.0f}" for gpu in plan.gpus)
     lines = [
         f"{plan.name}: batch {plan.batch_size} on {len(plan.gpus)} GPU{'s' * (len(plan.gpus) > 1)} ({gpus} MiB), "
@@ -41,7 +41,7 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
 
 
 def split_table(plan: MemoryPlan) -> list[str]:
-    """One line a split: what each GPU must have, the phase that sets it, the verdict."""
+    """Return one line for each split: the memory each GPU needs, the phase of its peak, and the verdict."""
     header = ("gpu0_bsz", "split", *(f"{gpu.name or f'GPU {i}'} MiB" for i, gpu in enumerate(plan.gpus)), "verdict")
     shown = _shown_rows(plan)
     rows: list[Sequence[str]] = [header]
@@ -66,9 +66,9 @@ def split_table(plan: MemoryPlan) -> list[str]:
 
 
 def gpu_bars(plan: MemoryPlan, row: PlanRow) -> list[str]:
-    """What fills each GPU under one split, at the moment when it holds the most."""
+    """Return a bar for each GPU: its memory by kind at its peak, under one split."""
     numbers = plan.model.numbers(row.split)
-    lines = [f"split {_joined(row.split)}, each GPU at its fullest:"]
+    lines = [f"split {_joined(row.split)}, each GPU at its peak:"]
     for i, gpu in enumerate(plan.gpus):
         own, phase = numbers[i], row.phase[i]
         scale = row.tensors_mib[i] / max(own.get(phase, 0.0), 1e-9) if own else 0.0
@@ -88,7 +88,7 @@ def gpu_bars(plan: MemoryPlan, row: PlanRow) -> list[str]:
 
 
 def advice_lines(advice: Sequence[Advice]) -> list[str]:
-    """What would need less, ranked."""
+    """Return the advice as a table, in the given order."""
     if not advice:
         return []
     rows: list[Sequence[str]] = [("change", "saves MiB", "fullest GPU", "fits", "note")]
@@ -97,7 +97,7 @@ def advice_lines(advice: Sequence[Advice]) -> list[str]:
         for item in advice
         if not item.in_use
     ]
-    lines = ["what would need less (on the fullest GPU):", *aligned(rows)] if len(rows) > 1 else []
+    lines = ["changes that reduce memory (on the fullest GPU):", *aligned(rows)] if len(rows) > 1 else []
     lines += [
         f"in use already: {item.change} saves {item.gain_mib:.0f} MiB ({item.note})" for item in advice if item.in_use
     ]
@@ -105,7 +105,7 @@ def advice_lines(advice: Sequence[Advice]) -> list[str]:
 
 
 def error_lines(errors: Sequence[PeakError]) -> list[str]:
-    """How far predictions lay from what a run has measured."""
+    """Return a table of the predictions' errors against a run's measurements."""
     rows: list[Sequence[str]] = [("split", "GPU", "measured", "predicted", "error", "calibrated", "error")]
     rows += [
         (
@@ -139,7 +139,7 @@ def _best_lines(plan: MemoryPlan) -> list[str]:
     a = plan.overhead
     contexts = "/".join(f"{mib:.0f}" for mib in dict.fromkeys(a.context_mib))
     lines.append(
-        f"overhead ({a.source}): {contexts} MiB a GPU for driver and context, "
+        f"overhead ({a.source}): {contexts} MiB per GPU for driver and context, "
         f"{100 * (1 - a.room):.0f} % for the allocator" + _scale_text(a.scale)
     )
     return lines
@@ -158,7 +158,7 @@ def _shown_rows(plan: MemoryPlan) -> Sequence[PlanRow]:
 
 
 def _bar(parts: dict[str, float], total_mib: float) -> str:
-    """Cells of letters in proportion; what goes over the end is cut."""
+    """Return letters in proportion to the parts, cut at the end of the bar."""
     bar, reached = "", 0.0
     for kind, mib in parts.items():
         reached += mib
@@ -175,6 +175,6 @@ def _joined(split: Sequence[int]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines with columns of equal width."""
+    """Return rows of cells as lines with columns of equal width."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,4 +1,4 @@
-"""The memory plan that a run began with, as its folder keeps it: what `auto` came to, and what was predicted."""
+"""Memory plan at the start of a run, stored in its folder: the resolved `auto` values and the predicted peaks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class SavedMemoryPlan:
-    """What a plan said before the first step.
+    """The part of a plan that resumes and reports need.
 
     Attributes:
-        batch_size: images of a micro-batch that were planned for.
-        accumulate: micro-batches a step.
+        batch_size: planned images of a micro-batch.
+        accumulate: micro-batches per step.
         gpu0_bsz: of the best split; None where the mode has none.
-        best_split: samples per device: `gpu0_bsz`'s where that is auto, else the config's.
-        splits: samples per device of every split that is possible.
-        tensors_mib: the predicted peak of each device under each of them.
-        slope_mib: what a sample adds to a device.
-        advice: what would need less, the best first.
+        best_split: samples per device, of the best `gpu0_bsz` where that is auto, else of the config.
+        splits: samples per device, for every possible split.
+        tensors_mib: predicted peak of each device, for every possible split.
+        slope_mib: memory that one more sample adds to a device.
+        advice: changes that reduce memory, best first.
         notes: how the batch was found.
     """
 
@@ -40,7 +40,7 @@ class SavedMemoryPlan:
     notes: tuple[str, ...] = ()
 
     def predicted_mib(self, split: Sequence[int] | None) -> tuple[float | None, ...]:
-        """The predicted peak of each device under a split; empty where it was not planned for.
+        """Return the predicted peak of each device under a split; empty if the plan does not have the split.
 
         Args:
             split: samples per device; None where the mode has only one.
@@ -51,7 +51,13 @@ class SavedMemoryPlan:
 
     @classmethod
     def of_plan(cls, plan: MemoryPlan, accumulate: int, notes: Sequence[str] = ()) -> SavedMemoryPlan:
-        """What is worth keeping of a plan."""
+        """Return the saved form of a plan.
+
+        Args:
+            plan: the plan.
+            accumulate: micro-batches per step.
+            notes: how the batch was found.
+        """
         row = plan.current or plan.best
         many = plan.batch_size + 8  # where the activations set the peak
         shape = (0,) * (len(plan.gpus) - 1) if plan.mode in ("dp", "model") else ()
@@ -69,12 +75,12 @@ class SavedMemoryPlan:
         )
 
     def write(self, path: Path) -> None:
-        """Keeps it in a file."""
+        """Write the plan to a JSON file."""
         write_atomic(path, json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
 
 
 def read_saved_plan(path: Path) -> SavedMemoryPlan | None:
-    """The saved_plan in a file; None where there is none that can be read."""
+    """Return the plan in a file; None if it is missing or cannot be read."""
     try:
         raw = json.loads(path.read_text())
         if raw.pop("format") != FORMAT:
@@ -87,7 +93,7 @@ def read_saved_plan(path: Path) -> SavedMemoryPlan | None:
 
 
 def advice_text(plan: MemoryPlan) -> list[str]:
-    """The plan's advice, one line each, the best first."""
+    """Return the plan's advice, one line each: changes that make it fit first."""
     return [
         f"{item.change}: saves {item.gain_mib:.0f} MiB on the fullest GPU, "
         f"{'fits' if item.fits else 'does not fit'} with {item.peak_mib:.0f} MiB ({item.note})"

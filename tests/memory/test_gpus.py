@@ -36,7 +36,7 @@ def test_three_gpus_are_parsed_one_without_numbers(tmp_path: Path, monkeypatch: 
     assert (found[1].utilization, found[1].temperature) == (None, None)
     indices, reason = order_by_free_memory(["cccc", "aaaa", "bbbb"], found)
     assert indices == [2, 1]  # torch's numbers, not nvidia-smi's; the busy one is left out
-    assert "cuda:0" in reason.partition("in use by others")[2]
+    assert "cuda:0" in reason.partition("in use by other processes")[2]
 
 
 @case("G01", how="nvidia-smi: no devices, NVML error, exit 1", passes="nothing known")

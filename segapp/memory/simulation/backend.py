@@ -1,10 +1,10 @@
-"""Accelerators that exist on paper: tensors with a shape, a device and a lifetime, and no numbers.
+"""Simulated devices: tensors with a shape, a device and a lifetime, but without data.
 
-A PrivateUse1 backend in Python under torch's FakeTensorMode. Fake *CUDA* tensors cannot run backward on a machine
-without a GPU. The backend is for the whole process and for good, so simulations run in a process of their own.
+A PrivateUse1 backend in Python under torch's FakeTensorMode, because fake *CUDA* tensors cannot run backward on a
+machine without a GPU. The backend cannot be removed from a process, so simulations run in processes of their own.
 
-Left out, because no simulation can know it: the CUDA context, cuDNN's and cuBLAS's workspaces, what kernels take and
-give back within one call, the allocator's fragmentation.
+Not simulated: the CUDA context, the workspaces of cuDNN and cuBLAS, memory that kernels allocate and free within one
+call, and the allocator's fragmentation.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CHANGE_IN_PLACE = (
     aten._fused_adamw_.tensor_lr,
     aten._amp_update_scale_.default,
 )
-"""Operators of a step that take no memory, and that fake tensors have no rule for."""
+"""In-place operators of a step for which fake tensors have no rule; they allocate nothing."""
 
 _IN_HALF = (
     "conv2d",
@@ -70,36 +70,36 @@ _IN_FLOAT = (
 
 
 def is_supported() -> bool:
-    """Whether this torch can register a device in Python."""
+    """Return True if this torch can register a device in Python."""
     return hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
 
 
 @functools.cache
 def set_up() -> None:
-    """Registers the backend, once and for good in this process.
+    """Register the backend in this process, once.
 
     Raises:
-        RunError: this torch cannot.
+        RunError: this torch cannot register a device.
     """
     if not is_supported():
         raise RunError(f"torch {torch.__version__} cannot simulate a device: use torch 2.11 or newer for the plan")
     backend_registration._setup_privateuseone_for_python_backend(BACKEND, backend_module=_AmpBackend())
     torch.autograd.set_multithreading_enabled(False)  # fake tensors are not thread-safe
     _register_autocast()
-    _take_real_numbers()
+    _patch_losses()
 
 
 class _AmpBackend(backend_registration._DummyBackendModule):
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """What autocast may cast to."""
+        """Return the dtypes that autocast supports."""
         return [torch.float16, torch.bfloat16]
 
 
 class _WeightCache(dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]]):
-    """Casts of weights, kept until the outermost autocast context ends, as CUDA's autocast does."""
+    """Casts of weights, cached until the outermost autocast context ends, as CUDA's autocast does."""
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
-        """The value in another floating dtype."""
+        """Return a floating-point tensor in another dtype, and any other value unchanged."""
         if not isinstance(value, Tensor) or value.dtype in (dtype, torch.float64) or not value.is_floating_point():
             return value
         if not (value.is_leaf and value.requires_grad and dtype != torch.float32):
@@ -111,11 +111,11 @@ class _WeightCache(dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]]):
 
 
 _libraries: list[torch.library.Library] = []
-"""Registrations last as long as these."""
+"""Libraries whose registrations last as long as these objects."""
 
 
 def _register_autocast() -> None:
-    """Autocast on the simulated device, by CUDA's lists of operators (those that segmentation networks use)."""
+    """Register autocast on the simulated device for the operators of CUDA's lists that segmentation networks use."""
     fallback = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")  # type: ignore[no-untyped-call]
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
@@ -148,8 +148,8 @@ def _register_autocast() -> None:
         register(name, False)
 
 
-class _PaperAxis:
-    """An axis whose numbers are a list, and whose tables are made outside of the simulation."""
+class _SimulatedAxis:
+    """A grid axis with real Python numbers; its tables are computed outside the simulation."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
@@ -157,27 +157,27 @@ class _PaperAxis:
         self.lower, self.upper = axis.lower.tolist(), axis.upper.tolist()
 
     def adjoint_table(self, first: int, last: int, low: int, high: int) -> tuple[Tensor, Tensor]:
-        """Tables of the right shapes."""
+        """Return empty tables of the right shapes."""
         with _disable_current_modes():
             samples, weights = self._axis.adjoint_table(first, last, low, high)
         return torch.empty(samples.shape, dtype=samples.dtype), torch.empty(weights.shape, dtype=weights.dtype)
 
 
-class _PaperGrid(Grid):
-    """The tables of a resampling: real numbers where Python looks at them, fake ones on the device."""
+class _SimulatedGrid(Grid):
+    """Tables of a resampling: real numbers where Python reads them, fake tensors on the device."""
 
     def __init__(self, low: Any, high: Any, align_corners: bool, dtype: torch.dtype, device: torch.device) -> None:
         with _disable_current_modes():
             super().__init__(low, high, align_corners, dtype, torch.device("cpu"))
-            rows: Any = _PaperAxis(self.rows)
+            rows: Any = _SimulatedAxis(self.rows)
         self._blocks, self.device, self.rows = None, device, rows
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 setattr(self, name, torch.empty(value.shape, dtype=value.dtype, device=device))
 
 
-def _take_real_numbers() -> None:
-    """Lets the losses that work band by band do so: only their tables hold numbers that Python must read."""
+def _patch_losses() -> None:
+    """Patch the losses that work band by band: the tables whose numbers Python reads stay real."""
     bin_of = ohem._bin_of
 
     def bin_of_real(loss: float) -> int:
@@ -185,7 +185,7 @@ def _take_real_numbers() -> None:
             return bin_of(loss)
 
     for users_of_grids in (bands, views):
-        users_of_grids.grid_of = _PaperGrid  # type: ignore[attr-defined]
+        users_of_grids.grid_of = _SimulatedGrid  # type: ignore[attr-defined]
     ohem._bin_of = bin_of_real
     for module in (sums, lovasz):
         module.has_values = lambda _: True  # type: ignore[attr-defined]
@@ -193,16 +193,16 @@ def _take_real_numbers() -> None:
 
 @contextlib.contextmanager
 def simulation(*modes: Any) -> Iterator[None]:
-    """Everything inside happens on paper.
+    """Run the body of the `with` statement on simulated devices.
 
     Args:
-        *modes: dispatch modes that see the operations, such as a `Recorder`.
+        *modes: dispatch modes for the operations, such as a `Recorder`.
     """
     set_up()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(nn.Module, "_apply", _apply_by_replacing))
-        stack.enter_context(mock.patch.object(torch, "tensor", _tensor_of_numbers))
-        stack.enter_context(mock.patch.object(FakeTensor, "__deepcopy__", _deepcopy_on_paper, create=True))
+        stack.enter_context(mock.patch.object(torch, "tensor", _tensor_on_device))
+        stack.enter_context(mock.patch.object(FakeTensor, "__deepcopy__", _deepcopy_fake, create=True))
         stack.enter_context(FakeTensorMode())
         for mode in modes:
             stack.enter_context(mode)
@@ -210,7 +210,7 @@ def simulation(*modes: Any) -> Iterator[None]:
 
 
 def _apply_by_replacing(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """`Module._apply`, which changes parameters in place, and fake ones cannot be: new ones take their places."""
+    """Replace parameters and buffers, where `Module._apply` changes them in place, which fake tensors do not allow."""
     for part in module.modules() if recurse else (module,):
         for key, parameter in part._parameters.items():
             if parameter is not None:
@@ -222,8 +222,8 @@ def _apply_by_replacing(module: nn.Module, fn: Callable[[Tensor], Tensor], recur
     return module
 
 
-def _deepcopy_on_paper(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-    """A fake tensor's copy; Python's own would copy the mode that it belongs to."""
+def _deepcopy_fake(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    """Return a copy of a fake tensor; the default deepcopy would also copy its FakeTensorMode."""
     made = _like(tensor, str(tensor.device))
     copied = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
     memo[id(tensor)] = copied
@@ -233,24 +233,24 @@ def _deepcopy_on_paper(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
 _tensor = torch.tensor
 
 
-def _tensor_of_numbers(data: Any, **options: Any) -> Tensor:
-    """`torch.tensor`, which cannot make numbers on a device that has none: they are made on the host and moved."""
+def _tensor_on_device(data: Any, **options: Any) -> Tensor:
+    """Return `torch.tensor` on the host; on a simulated device an empty tensor of its shape and dtype."""
     device = torch.device(options.pop("device", None) or "cpu")
     made = _tensor(data, **options)
     return made if device.type == "cpu" else torch.empty(made.shape, dtype=made.dtype, device=device)
 
 
 def skeleton(module: nn.Module) -> nn.Module:
-    """The module with its tensors on the meta device: nothing but shapes, to be copied by `place`."""
+    """Return the module with its tensors on the meta device, to be copied by `place`."""
     return module.to("meta")
 
 
 def place(module: nn.Module, device_of: Callable[[str], str]) -> nn.Module:
-    """A copy of a skeleton with its parameters and buffers on simulated devices; to be called within `simulation`.
+    """Return a copy of a skeleton with its tensors on simulated devices; to be called within `simulation`.
 
     Args:
         module: on the meta device.
-        device_of: the device of a part of the module, by the part's dotted name.
+        device_of: maps the dotted name of a submodule to its device.
     """
     with _disable_current_modes():
         copied = copy.deepcopy(module)

@@ -1,4 +1,4 @@
-"""DistributedDataParallel's buckets where the wrapper itself cannot run: on tensors without numbers, without ranks."""
+"""Gradient buckets of DistributedDataParallel for simulations, where the wrapper itself cannot run."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ _FIRST_BUCKET_BYTES = 2**20
 
 
 class Buckets:
-    """Memory of DistributedDataParallel's reducer: gradients are joined in buckets, in the order they are ready.
+    """Memory of DistributedDataParallel's reducer, which copies gradients into buckets in the reverse parameter order.
 
-    With `gradient_as_bucket_view` a gradient moves into its bucket; without, the buckets come on top. Buckets are made
-    when their first gradient is there (`lazy_bucket_allocation`, which `wrap_ddp` sets where torch has it) or before.
+    With `gradient_as_bucket_view` a gradient becomes a view of its bucket; without it, buckets are additional memory. A
+    bucket is allocated with its first gradient (`lazy_bucket_allocation`, which `wrap_ddp` sets where torch has it) or
+    at construction.
 
     Args:
         parameters: in the order of the model.
         as_views: `gradient_as_bucket_view`.
         is_lazy: `lazy_bucket_allocation`.
-        recorder: told that they are buckets.
+        recorder: tags the buckets.
     """
 
     def __init__(
@@ -33,12 +34,12 @@ class Buckets:
         self.as_views, self.recorder = as_views, recorder
         self._groups: list[list[nn.Parameter]] = []
         self._flat: dict[int, Tensor] = {}
-        self._place: dict[nn.Parameter, tuple[int, int]] = {}
+        self._position: dict[nn.Parameter, tuple[int, int]] = {}
         self._fill([p for p in reversed(list(parameters)) if p.requires_grad])
         for number in range(0 if is_lazy else len(self._groups)):
             self._allocate(number)
         self.keeps_buckets = not is_lazy
-        for parameter in self._place:
+        for parameter in self._position:
             hook: Any = parameter.register_post_accumulate_grad_hook
             hook(self._move)
 
@@ -50,7 +51,7 @@ class Buckets:
                 limit = _FIRST_BUCKET_BYTES if not self._groups else _BUCKET_BYTES
                 self._groups.append([])
                 size = 0
-            self._place[parameter] = len(self._groups) - 1, sum(p.numel() for p in self._groups[-1])
+            self._position[parameter] = len(self._groups) - 1, sum(p.numel() for p in self._groups[-1])
             self._groups[-1].append(parameter)
             size += parameter.numel() * parameter.element_size()
 
@@ -63,13 +64,13 @@ class Buckets:
 
     def _move(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
-        number, offset = self._place[parameter]
+        number, offset = self._position[parameter]
         flat = self._flat.get(number)
         flat = self._allocate(number) if flat is None else flat
         if self.as_views:
             parameter.grad = flat[offset : offset + parameter.numel()].view(parameter.shape)
 
     def end_backward(self) -> None:
-        """Lazy buckets live as long as the gradients in them."""
+        """Free lazy buckets, which live as long as their gradients."""
         if not self.keeps_buckets:
             self._flat.clear()

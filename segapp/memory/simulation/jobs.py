@@ -1,4 +1,4 @@
-"""What is asked of a simulation, and what it answers; plain values that travel between processes. No torch here."""
+"""Jobs and results of memory simulations: plain values that pass between processes. No torch here."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from typing import Any, Literal
 Mode = Literal["single", "dp", "ddp", "model"]
 
 LossStyle = Literal["small", "full", "upsampled", "gathered"]
-"""small: segapp's. full: the same low-resolution logits, upsampled whole. upsampled: the model upsamples, as
-torchvision's do. gathered: so too, and GPU 0 gathers everybody's logits, as torch.nn.DataParallel does."""
+"""small: segapp's loss from low-resolution logits, band by band. full: the same logits, upsampled at once. upsampled:
+the model upsamples, as torchvision's models do. gathered: as upsampled, and device 0 gathers all logits, as
+torch.nn.DataParallel does."""
 
 EVAL = "eval"
 PHASES = ("forward", "loss", "backward", "step", EVAL)
-"""The phases of a training as the run's `memory` events name them."""
+"""The phases of a training, with the names of `memory` events."""
 
 KINDS = (
     "weights", "buffers", "masters", "optimizer", "average", "replicas", "gradients", "buckets", "input",
     "activations", "loss", "temporaries", "evaluation",
 )  # fmt: skip
-"""What memory is for, in the order in which pictures stack it."""
+"""Kinds of memory, in the order of the bars in reports."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,11 @@ class SimulationJob:
     """One simulation.
 
     Attributes:
-        mode: how the devices work together.
+        mode: parallel mode.
         split: samples per simulated device; a rank of ddp is one device.
         num_ranks: ranks in ddp.
-        accumulate: micro-batches a step.
-        loss: how the loss meets the logits.
+        accumulate: micro-batches per step.
+        loss: how the loss is computed from the logits.
         eval_px: height and width of the evaluated images; None: no evaluation.
         changes: dotted config keys and their values, for this job alone.
     """
@@ -45,24 +46,24 @@ class SimulationJob:
     changes: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> SimulationJob:
-        """The inverse of `to_json`."""
+        """Return the object for the values of `to_json`."""
         size = values["eval_px"]
         return cls(**{**values, "split": tuple(values["split"]), "eval_px": None if size is None else tuple(size)})
 
 
 @dataclass(frozen=True)
 class PhasePeak:
-    """The highest moment of a device in a phase.
+    """Peak of a device in a phase.
 
     Attributes:
-        mib: alive then.
-        by_kind: the same by what it is for, MiB.
-        largest: the largest tensors alive then: (MiB, what it is, which part of the model made it).
+        mib: memory of live tensors at the peak.
+        by_kind: the same by kind, MiB.
+        largest: the largest tensors at the peak: (MiB, description, module that created it).
     """
 
     mib: float
@@ -72,27 +73,27 @@ class PhasePeak:
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """What a simulation found.
+    """Result of a simulation.
 
     Attributes:
         split: samples per device.
-        devices: for each device its phases.
+        devices: for each device the peak in each phase.
     """
 
     split: tuple[int, ...]
     devices: tuple[dict[str, PhasePeak], ...]
 
     def peak_mib(self) -> tuple[float, ...]:
-        """Each device's highest point in any phase, MiB."""
+        """Return each device's highest peak over all phases, MiB."""
         return tuple(max((peak.mib for peak in phases.values()), default=0.0) for phases in self.devices)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> SimulationResult:
-        """The inverse of `to_json`."""
+        """Return the object for the values of `to_json`."""
 
         def phase(raw: dict[str, Any]) -> PhasePeak:
             return PhasePeak(raw["mib"], raw["by_kind"], tuple((m, w, p) for m, w, p in raw["largest"]))

@@ -1,7 +1,7 @@
-"""Follows every storage that a piece of torch code makes, on any device, fake or real, and says what made the peak.
+"""Records every storage that torch code creates, on simulated or real devices, and the contents of memory at a peak.
 
-Alive is what torch's own allocator would count: from the operation that returns a storage until its last reference is
-gone. What a kernel takes and gives back within one call is not seen.
+A storage is alive from the operation that returns it until its last reference is gone, as torch's allocator counts it.
+Memory that a kernel allocates and frees within one call is not recorded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 CUDA_GRANULE_BYTES = 512
-"""torch's CUDA allocator hands out multiples of this."""
+"""Allocations of torch's CUDA allocator are multiples of this."""
 
 _MOVED = "_to_copy"
 _PARTS_OF_A_MODEL = ("weights", "buffers")
@@ -29,11 +29,11 @@ class Allocation:
     """One storage.
 
     Attributes:
-        device: where it lies, as torch prints it.
-        num_bytes: rounded up as the device's allocator does.
-        kind: what it is for, one word.
-        what: the operation that made it, and the shape and dtype of the first tensor in it.
-        module: dotted name of the part of the model that was running; empty outside.
+        device: its device, as torch prints it.
+        num_bytes: size, rounded up as the device's allocator does.
+        kind: its use, such as "weights" or "activations"; the phase of its creation where no tag says better.
+        what: the operation that created it, and the shape and dtype of the first tensor in it.
+        module: dotted name of the module that was running; empty outside the model.
     """
 
     device: str
@@ -45,13 +45,13 @@ class Allocation:
 
 @dataclass(frozen=True)
 class PeakMoment:
-    """A device's highest point within a phase.
+    """Memory of a device at its peak within a phase.
 
     Attributes:
-        num_bytes: alive then.
-        by_kind: the same, by what it is for.
-        by_module: activations alive then, by the part of the model that made them.
-        largest: the largest storages alive then, largest first.
+        num_bytes: bytes alive.
+        by_kind: the same by kind.
+        by_module: bytes other than weights and buffers, by the module that created them.
+        largest: the largest storages alive, largest first.
     """
 
     num_bytes: int = 0
@@ -61,13 +61,13 @@ class PeakMoment:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down when storages come and go.
+    """Records when storages are created and freed.
 
-    Phases are marked by `mark`; storages get their kind from the phase they were made in, unless `tag` says better.
+    `mark` begins a phase. The kind of a storage is the phase of its creation unless `tag` sets another.
 
     Args:
-        granule_bytes: sizes are rounded up to multiples of it.
-        skipped: operators that only change what they are given, and are not to be run.
+        granule_bytes: sizes are rounded up to multiples of this.
+        skipped: in-place operators that are not run; their first argument is returned.
     """
 
     def __init__(self, granule_bytes: int = CUDA_GRANULE_BYTES, skipped: Iterable[Callable[..., Any]] = ()) -> None:
@@ -77,53 +77,58 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.allocations: list[Allocation] = []
         self.modules: list[str] = [""]
         self.modules_seen: list[str] = []
-        self._events: list[int] = []  # a storage's number when it comes, its complement (~number) when it goes
+        self._events: list[int] = []  # a storage's number at its creation, the complement (~number) when it is freed
         self._marks: list[tuple[int, str]] = [(0, "build")]
         self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
 
     @property
     def phase(self) -> str:
-        """The phase that was marked last."""
+        """The current phase."""
         return self._marks[-1][1]
 
     def mark(self, phase: str) -> None:
-        """Says that another phase begins."""
+        """Begin a phase."""
         self._marks.append((len(self._events), phase))
 
     def enter(self, module: str) -> None:
-        """Says that a part of the model begins to run."""
+        """Record that a module begins to run."""
         self.modules.append(module)
         if module not in self.modules_seen:
             self.modules_seen.append(module)
 
     def leave(self) -> None:
-        """Says that the part that began last has run."""
+        """Record that the module that began last has run."""
         self.modules.pop()
 
     def alive_by_module(self) -> Counter[str]:
-        """Bytes alive now, by the part of the model that made them."""
+        """Return the bytes alive now, by the module that created them."""
         found: Counter[str] = Counter()
         for number, _ in self._alive.values():
             found[self.allocations[number].module] += self.allocations[number].num_bytes
         return found
 
     def tag(self, tensors: Iterable[Tensor | None], kind: str) -> None:
-        """Says what tensors are for; tensors that were not seen yet are taken in."""
+        """Set the kind of tensors; those not recorded yet are recorded.
+
+        Args:
+            tensors: None is skipped.
+            kind: their use.
+        """
         for tensor in tensors:
             if tensor is None:
                 continue
-            self._take_in(tensor, kind)
+            self._record(tensor, kind)
             self.allocations[self._alive[tensor.untyped_storage()._cdata][0]].kind = kind
 
     def kind_of(self, tensor: Tensor) -> str | None:
-        """What a tensor's storage is for; None where it was never seen."""
+        """Return the kind of a tensor's storage; None if it is not recorded."""
         found = self._alive.get(tensor.untyped_storage()._cdata)
         return None if found is None else self.allocations[found[0]].kind
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Runs an operator and takes in what it returned."""
+        """Run an operator and record the tensors it returns."""
         if func in self.skipped:
             return args[0] if isinstance(args[0], Tensor) else None
         out = func(*args, **(kwargs or {}))
@@ -132,10 +137,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kind = "replicas"
         for tensor in (out,) if isinstance(out, Tensor) else tree_iter(out):
             if isinstance(tensor, Tensor):
-                self._take_in(tensor, kind, func._opname)
+                self._record(tensor, kind, func._opname)
         return out
 
-    def _take_in(self, tensor: Tensor, kind: str | None, operator: str = "") -> None:
+    def _record(self, tensor: Tensor, kind: str | None, operator: str = "") -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._alive:
@@ -146,23 +151,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         shape = "x".join(map(str, tensor.shape)) or "scalar"
         what = f"{operator} {shape} {str(tensor.dtype).removeprefix('torch.')}".strip()
         self.allocations.append(Allocation(str(tensor.device), size, kind or self.phase, what, self.modules[-1]))
-        self._alive[key] = number, weakref.ref(storage, lambda _: self._let_go(key, number))
+        self._alive[key] = number, weakref.ref(storage, lambda _: self._record_free(key, number))
         self._events.append(number)
 
-    def _let_go(self, key: int, number: int) -> None:
+    def _record_free(self, key: int, number: int) -> None:
         found = self._alive.get(key)
         if found is not None and found[0] == number:
             del self._alive[key]
             self._events.append(~number)
 
     def peaks(self, first_mark: int = 0) -> dict[str, dict[str, PeakMoment]]:
-        """Device -> phase -> its highest moment, over what came after a mark.
+        """Return device -> phase -> peak, for the phases from a mark on.
 
         Args:
-            first_mark: number of the mark from which on peaks count (`len(num_marks)` at that time).
+            first_mark: number of the first mark that counts (`num_marks` at that time).
         """
-        places = self._peak_places(first_mark)
-        wanted = {at for place in places.values() for at, _ in place.values()}
+        peak_events = self._peak_events(first_mark)
+        wanted = {at for by_phase in peak_events.values() for at, _ in by_phase.values()}
         moments: dict[int, set[int]] = {}
         alive: set[int] = set()
         if -1 in wanted:
@@ -175,34 +180,34 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if at in wanted:
                 moments[at] = set(alive)
         return {
-            device: {phase: self._moment(device, moments[at]) for phase, (at, _) in place.items()}
-            for device, place in places.items()
+            device: {phase: self._moment(device, moments[at]) for phase, (at, _) in by_phase.items()}
+            for device, by_phase in peak_events.items()
         }
 
     @property
     def num_marks(self) -> int:
-        """Marks so far."""
+        """Number of marks so far."""
         return len(self._marks)
 
     def _phases(self, first_mark: int) -> Iterator[tuple[str, int, int]]:
-        """(phase, first event, last + 1) in order."""
+        """Yield (phase, first event, last event + 1) in order."""
         ends = [*(at for at, _ in self._marks[1:]), len(self._events)]
         for (start, phase), end in list(zip(self._marks, ends, strict=True))[first_mark:]:
             yield phase, start, end
 
-    def _peak_places(self, first_mark: int) -> dict[str, dict[str, tuple[int, int]]]:
-        """Device -> phase -> (event after which it held the most, bytes then)."""
+    def _peak_events(self, first_mark: int) -> dict[str, dict[str, tuple[int, int]]]:
+        """Return device -> phase -> (event after which the most bytes were alive, those bytes)."""
         live: Counter[str] = Counter()
-        places: dict[str, dict[str, tuple[int, int]]] = {a.device: {} for a in self.allocations}
+        peak_events: dict[str, dict[str, tuple[int, int]]] = {a.device: {} for a in self.allocations}
         done = 0
 
         def note(phase: str, device: str, at: int) -> None:
-            if phase not in places[device] or live[device] > places[device][phase][1]:
-                places[device][phase] = at, live[device]
+            if phase not in peak_events[device] or live[device] > peak_events[device][phase][1]:
+                peak_events[device][phase] = at, live[device]
 
         for phase, start, end in self._phases(first_mark):
             done = self._advance(live, done, start)
-            for device in places:
+            for device in peak_events:
                 note(phase, device, start - 1)
             for at in range(start, end):
                 self._advance(live, at, at + 1)
@@ -210,7 +215,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if number >= 0:
                     note(phase, self.allocations[number].device, at)
             done = end
-        return places
+        return peak_events
 
     def _advance(self, live: Counter[str], start: int, end: int) -> int:
         for event in self._events[start:end]:
@@ -231,17 +236,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class PhaseMarks:
-    """Marks the phases of a `StepEngine`'s step from outside: hooks on the network, wraps around the precision.
+    """Marks the phases of a `StepEngine`'s step with hooks on the network and wrappers around the precision.
 
     Args:
-        mark: told the phase that begins: forward, loss, backward, step.
+        mark: called with the phase that begins: forward, loss, backward, step.
     """
 
     def __init__(self, mark: Callable[[str], None]) -> None:
         self.mark = mark
 
     def attach(self, network: torch.nn.Module, precision: Any) -> None:
-        """From now on the phases of steps with this network and this precision are marked."""
+        """Mark the phases of all further steps with this network and this precision."""
         network.register_forward_pre_hook(lambda *_: self.mark("forward"))
         network.register_forward_hook(lambda *_: self.mark("loss"))
         scale, unscale = precision.scale, precision.unscale

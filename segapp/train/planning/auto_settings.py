@@ -1,6 +1,6 @@
-"""What `auto` comes to before a training begins: the batch and the first split, from a plan of this machine's devices.
+"""Resolution of `auto` before a training begins: the batch and the first split, from a plan for this machine's devices.
 
-The plan is made once, kept in the run folder, and used again by every resume, wherever that is.
+The plan is made once and saved in the run folder; every resume uses the saved plan, also on another machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from segapp.train.recovery.out_of_memory import is_out_of_memory
 from segapp.train.telemetry.device_memory import DeviceInfo, DeviceMemoryTracker
 
 _FEWER = 7, 8
-"""A batch that a probe refused is made smaller by this ratio."""
+"""A batch that ran out of memory in a trial step is reduced by this ratio."""
 
 logger = logging.getLogger("segapp")
 
@@ -36,20 +36,20 @@ logger = logging.getLogger("segapp")
 def resolve_auto(
     config: RunConfig, folder: RunFolder, devices: DevicePlan, device_infos: Sequence[DeviceInfo], ranks: Ranks
 ) -> tuple[RunConfig, SavedMemoryPlan | None]:
-    """The config with every `auto` of `train` replaced by its number, and the plan that gave it.
+    """Return the config with every `auto` of `train` replaced by a number, and the plan it comes from.
 
     Args:
         config: the complete config.
-        folder: of the run; the plan is kept there.
+        folder: of the run; stores the plan.
         devices: of this process.
         device_infos: the devices of all ranks.
-        ranks: which all get the same.
+        ranks: all ranks get the same result.
 
     Returns:
-        The settled config, and the plan; None where nothing asks for one.
+        The resolved config, and the plan; None if no key is `auto`.
 
     Raises:
-        ConfigError: `auto` needs to know the devices' memory and does not, or nothing fits.
+        ConfigError: the memory of the devices is unknown, or nothing fits.
     """
     wants_plan = not config.train.batch_size or config.parallel.gpu0_bsz == "auto"
     found: tuple[SavedMemoryPlan | None, ConfigError | None] = None, None
@@ -67,12 +67,12 @@ def resolve_auto(
         accumulate = saved_plan.accumulate
     else:
         accumulate = config.train.accumulate if total is None else total // batch_size
-    settled = with_train(config, batch_size=batch_size, accumulate=accumulate)
-    return settled, saved_plan
+    resolved = with_train(config, batch_size=batch_size, accumulate=accumulate)
+    return resolved, saved_plan
 
 
 def with_train(config: RunConfig, **changes: Any) -> RunConfig:
-    """The config with some keys of `train` replaced, checked."""
+    """Return the config with some keys of `train` replaced, validated."""
     raw = config.model_dump(mode="json")
     return validate_config({**raw, "train": {**raw["train"], **changes}})
 
@@ -85,13 +85,13 @@ def _load_or_make_plan(
         return kept
     gpus = known_gpus(device_infos, has_budgets=config.parallel.memory_budget_mib is not None)
     if gpus is None and config.train.batch_size:
-        return None  # gpu0_bsz: auto begins with an even split, and says so
+        return None  # gpu0_bsz: auto begins with an even split
     if gpus is None:
         raise ConfigError(
-            "train.batch_size = auto needs to know how much memory each device has, and there is no GPU: "
-            "say it with parallel.memory_budget_mib, e.g. [4096], or write a number"
+            "train.batch_size = auto needs the memory of each device, and there is no GPU: "
+            "set parallel.memory_budget_mib, e.g. [4096], or set train.batch_size to a number"
         )
-    overhead = OverheadEstimate((0.0,) * len(gpus))  # the GPUs are what is free beside driver and context
+    overhead = OverheadEstimate((0.0,) * len(gpus))  # their memory is already net of driver and context
     if config.train.batch_size:
         planned, _ = plan_memory(config, gpus, mode=devices.mode, overhead=overhead, with_advice=False)
         saved_plan = SavedMemoryPlan.of_plan(planned, config.train.accumulate)
@@ -104,7 +104,7 @@ def _load_or_make_plan(
 def planned_advice(
     config: RunConfig, devices: DevicePlan, device_infos: Sequence[DeviceInfo], saved_plan: SavedMemoryPlan | None
 ) -> Sequence[str]:
-    """The planner's advice on a training, the best first; simulates where no plan was made. Empty: nothing is known."""
+    """Return the planner's advice, best first, by simulation if there is no plan; empty if the memory is unknown."""
     if saved_plan is not None and saved_plan.advice:
         return saved_plan.advice
     gpus = known_gpus(device_infos, has_budgets=config.parallel.memory_budget_mib is not None)
@@ -115,7 +115,7 @@ def planned_advice(
 
 
 def known_gpus(device_infos: Sequence[DeviceInfo], *, has_budgets: bool) -> tuple[GpuSpec, ...] | None:
-    """The devices as GPUs, with what they have for this run; None where a device shares its memory with others."""
+    """Return the devices with the memory they have for this run; None if one shares its memory with other processes."""
     if not has_budgets and any(info.uuid is None for info in device_infos):
         return None
     usable = DeviceMemoryTracker(device_infos).usable_mib()
@@ -127,7 +127,7 @@ def known_gpus(device_infos: Sequence[DeviceInfo], *, has_budgets: bool) -> tupl
 def _largest(
     config: RunConfig, gpus: Sequence[GpuSpec], devices: DevicePlan, overhead: OverheadEstimate
 ) -> SavedMemoryPlan:
-    """The largest batch that is safe for training and evaluation: planned, then tried for real."""
+    """Return the plan of the largest batch for training and evaluation, confirmed by a trial step in single and dp."""
     limit = _num_training_images(config)
     allowed = allowed_batches(config.train.effective_batch_size, limit)
     fewer: int | None = None
@@ -138,15 +138,15 @@ def _largest(
         saved_plan = SavedMemoryPlan.of_plan(planned, accumulation(config, planned.batch_size), notes)
         if devices.mode not in ("single", "dp"):
             return saved_plan
-        settled = with_train(config, batch_size=saved_plan.batch_size, accumulate=saved_plan.accumulate)
+        resolved = with_train(config, batch_size=saved_plan.batch_size, accumulate=saved_plan.accumulate)
         try:
-            trial_step(settled, devices, saved_plan)
+            trial_step(resolved, devices, saved_plan)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             text = str(error).partition("\n")[0]
             logger.info("batch of %d images: %s", saved_plan.batch_size, text)
-            notes.append(f"a batch of {saved_plan.batch_size} was planned and ran out of memory when tried")
+            notes.append(f"a batch of {saved_plan.batch_size} was planned and ran out of memory in a trial step")
             fewer = min(saved_plan.batch_size - 1, saved_plan.batch_size * _FEWER[0] // _FEWER[1])
             if fewer < 1:
                 raise ConfigError(
@@ -156,17 +156,17 @@ def _largest(
         finally:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-        return replace(saved_plan, notes=(*notes, f"a batch of {saved_plan.batch_size} was tried for real"))
+        return replace(saved_plan, notes=(*notes, f"a batch of {saved_plan.batch_size} was confirmed by a trial step"))
 
 
 def accumulation(config: RunConfig, batch_size: int) -> int:
-    """Micro-batches a step with a batch of this size."""
+    """Return the number of micro-batches per step with a batch of this size."""
     total = config.train.effective_batch_size
     return config.train.accumulate if total is None else total // batch_size
 
 
 def allowed_batches(effective_batch_size: int | None, num_images: int) -> list[int]:
-    """Batches that may be chosen: no more than the images, and divisors of what a step is to see.
+    """Return the possible batches: at most the number of images, and divisors of `train.effective_batch_size`.
 
     >>> allowed_batches(12, 100), allowed_batches(None, 3)
     ([1, 2, 3, 4, 6, 12], [1, 2, 3])

@@ -1,4 +1,4 @@
-"""The memory plan of a config, from simulations in other processes. No torch here."""
+"""Memory plan of a config, from simulations in other processes. No torch here."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ from segapp.train.planning.simulation_pool import NUM_PROCESSES, SimulationPool
 
 
 def choose_mode(config: RunConfig, num_gpus: int) -> Mode:
-    """How so many GPUs would work together.
+    """Return the parallel mode of a config on a number of GPUs.
 
     Raises:
         ConfigError: the config's mode, shares or batch do not suit the number of GPUs.
     """
-    section, wish = config.parallel, config.parallel.mode
-    if wish == "single" and num_gpus > 1:
+    section, mode = config.parallel, config.parallel.mode
+    if mode == "single" and num_gpus > 1:
         raise ConfigError(f"parallel.mode = single uses one GPU and --gpus names {num_gpus}: use dp, or name one")
-    if wish == "model" and num_gpus < 2:
+    if mode == "model" and num_gpus < 2:
         raise ConfigError("parallel.mode = model needs two GPUs or more and --gpus names 1: name them all")
-    if wish == "ddp" and 0 < config.train.batch_size < num_gpus:
+    if mode == "ddp" and 0 < config.train.batch_size < num_gpus:
         raise ConfigError(
             f"parallel.mode = ddp: {num_gpus} ranks cannot share train.batch_size = {config.train.batch_size}: "
             f"use {num_gpus} or more"
         )
-    if section.shares is not None and len(section.shares) != num_gpus and wish in ("auto", "dp"):
+    if section.shares is not None and len(section.shares) != num_gpus and mode in ("auto", "dp"):
         raise ConfigError(
             f"parallel.shares = {section.shares} is for {len(section.shares)} GPUs and --gpus names {num_gpus}: "
             "make them equal"
         )
-    if wish == "auto" or (wish == "dp" and num_gpus == 1):
+    if mode == "auto" or (mode == "dp" and num_gpus == 1):
         return "dp" if num_gpus > 1 else "single"
-    return wish
+    return mode
 
 
 def plan_memory(
@@ -69,15 +69,15 @@ def plan_memory(
     overhead: OverheadEstimate | None = None,
     with_advice: bool = True,
 ) -> tuple[MemoryPlan, list[PeakError]]:
-    """The plan of a config on some GPUs, and how far the prediction lay from what a run has measured.
+    """Return the plan of a config on given GPUs, and the errors of the prediction against a measured run.
 
     Args:
         config: the complete config; with `train.batch_size: auto` the plan is for the largest batch that fits.
         gpus: the GPUs.
         measurement: of a run of this config.
-        mode: how the GPUs work together; by default as the config says.
-        overhead: what comes on top of tensors.
-        with_advice: simulate too what would need less, which takes longer than all the rest.
+        mode: parallel mode; None: that of the config.
+        overhead: memory on top of the tensors.
+        with_advice: also simulate changes that reduce memory, which takes longer than the plan itself.
 
     Raises:
         ConfigError: the config does not suit the GPUs, or cannot be built.
@@ -103,15 +103,15 @@ def plan_largest(
     overhead: OverheadEstimate | None = None,
     with_advice: bool = True,
 ) -> MemoryPlan:
-    """The plan of the largest batch that fits, in training and in evaluation.
+    """Return the plan of the largest batch that fits, in training and in evaluation.
 
     Args:
-        config: the complete config; its batch does not count, but its split does.
+        config: the complete config; its batch is ignored, its split is not.
         gpus: the GPUs.
-        batches: those to choose from, ascending; None: any.
-        mode: how the GPUs work together; by default as the config says.
-        overhead: what comes on top of tensors.
-        with_advice: simulate too what would need less.
+        batches: batches to choose from, ascending; None: any.
+        mode: parallel mode; None: that of the config.
+        overhead: memory on top of the tensors.
+        with_advice: also simulate changes that reduce memory.
 
     Raises:
         ConfigError: none fits.
@@ -132,16 +132,16 @@ def plan_largest(
 
     count = bisect_left(allowed, True, key=lambda batch: not fits(batch))
     if not count:
-        tried = f"{allowed[0]} images" if allowed else "no batch that is allowed"
+        tried = f"{allowed[0]} images" if allowed else "no allowed batch"
         raise ConfigError(
             f"train.batch_size = auto: {tried} would not fit {', '.join(f'{c.total_mib:.0f}' for c in gpus)} MiB: "
-            "lower data.crop_px, or take a smaller network or train.precision=amp-bf16"
+            "lower data.crop_px, use a smaller network, or set train.precision=amp-bf16"
         )
     return _assembled(with_batch(config, allowed[count - 1]), planner, found)
 
 
 def with_batch(config: RunConfig, batch_size: int) -> RunConfig:
-    """The config with another batch; what a step is to see is left to whoever settles it."""
+    """Return the config with another `train.batch_size` and without `train.effective_batch_size`."""
     train = config.train.model_copy(update={"batch_size": batch_size, "effective_batch_size": None})
     return config.model_copy(update={"train": train})
 
@@ -157,24 +157,25 @@ def _least_batch(config: RunConfig, facts: Mapping[str, Any], mode: Mode, num_gp
 
 @dataclass(frozen=True)
 class _Simulated:
-    """What the simulations of a config have shown.
+    """Results of the simulations of a config.
 
     Attributes:
-        model: the peaks under any split.
-        facts: of the network and the evaluation.
-        tried: changes that were simulated.
-        probes: peaks of one device as it is, with the large loss, with each change, as a rank of ddp.
+        model: predicts the peaks under any split.
+        facts: sizes of the network and the evaluation.
+        variants: simulated changes.
+        peaks_mib: peaks of one device: as configured, with the loss at full resolution, with each change, as a rank of
+            ddp; empty without advice.
     """
 
     model: MemoryModel
     facts: Mapping[str, Any]
-    tried: Sequence[Variant]
-    probes: Sequence[float]
+    variants: Sequence[Variant]
+    peaks_mib: Sequence[float]
 
 
 def _simulated(config: RunConfig, gpus: Sequence[GpuSpec], mode: Mode, *, with_advice: bool) -> _Simulated:
     with SimulationPool(config) as pool:
-        facts = pool.ask([{"ask": "facts"}] * NUM_PROCESSES)[0]  # every process builds its model now
+        facts = pool.ask([{"ask": "facts"}] * NUM_PROCESSES)[0]  # every process builds its model at the same time
         job = SimulationJob(
             mode,
             (),
@@ -182,26 +183,26 @@ def _simulated(config: RunConfig, gpus: Sequence[GpuSpec], mode: Mode, *, with_a
             accumulate=config.train.accumulate,
             eval_px=tuple(facts["eval_px"]),
         )
-        tried = variants(config.train.precision, config.data.crop_px, _smaller(facts["smaller_crop_px"]))
+        changes = variants(config.train.precision, config.data.crop_px, _smaller(facts["smaller_crop_px"]))
         splits = splits_to_simulate(mode, len(gpus))
-        probes = _probe_jobs(config, config.train.batch_size, len(gpus), tried) if with_advice else []
-        results = pool.simulate([*(replace(job, split=split) for split in splits), *probes])
+        jobs = _advice_jobs(config, config.train.batch_size, len(gpus), changes) if with_advice else []
+        results = pool.simulate([*(replace(job, split=split) for split in splits), *jobs])
     model = fit_model(mode, results[: len(splits)])
-    return _Simulated(model, facts, tried, [result.peak_mib()[0] for result in results[len(splits) :]])
+    return _Simulated(model, facts, changes, [result.peak_mib()[0] for result in results[len(splits) :]])
 
 
 def _smaller(size: Sequence[int] | None) -> tuple[int, int] | None:
     return None if size is None else (size[0], size[1])
 
 
-def _probe_jobs(config: RunConfig, batch_size: int, num_gpus: int, tried: Sequence[Variant]) -> list[SimulationJob]:
-    """One device with its share: as it is, with the loss at full resolution, with each change, as a rank of ddp."""
+def _advice_jobs(config: RunConfig, batch_size: int, num_gpus: int, changes: Sequence[Variant]) -> list[SimulationJob]:
+    """Return the jobs of one device with its share of the batch; see `_Simulated.peaks_mib` for their order."""
     samples = max(2, math.ceil(batch_size / num_gpus))
     alone = SimulationJob("single", (samples,), accumulate=config.train.accumulate)
     return [
         alone,
         replace(alone, loss="upsampled"),
-        *(replace(alone, changes=dict(variant.changes)) for variant in tried),
+        *(replace(alone, changes=dict(variant.changes)) for variant in changes),
         replace(alone, mode="ddp", num_ranks=max(2, num_gpus)),
     ]
 
@@ -230,13 +231,13 @@ def _assembled(config: RunConfig, planner: Planner, found: _Simulated) -> Memory
         notes=_notes(config, planner, facts),
         facts={key: facts[key] for key in ("num_params", "eval_px", "eval_px_from", "smallest_chunk")},
     )
-    if not found.probes:
+    if not found.peaks_mib:
         return plan
-    return replace(plan, advice=ranked(_advice(config, plan, planner, found.tried, found.probes)))
+    return replace(plan, advice=ranked(_advice(config, plan, planner, found.variants, found.peaks_mib)))
 
 
 def _current_row(config: RunConfig, planner: Planner) -> PlanRow | None:
-    """The split that the config asks for; None where no split can honour it."""
+    """Return the split of the config; None if it is automatic or not possible."""
     section = config.parallel
     is_dp = planner.model.mode == "dp"
     gpu0_bsz = section.gpu0_bsz
@@ -251,14 +252,14 @@ def _current_row(config: RunConfig, planner: Planner) -> PlanRow | None:
 
 
 def _advice(
-    config: RunConfig, plan: MemoryPlan, planner: Planner, tried: Sequence[Variant], peaks: Sequence[float]
+    config: RunConfig, plan: MemoryPlan, planner: Planner, changes: Sequence[Variant], peaks_mib: Sequence[float]
 ) -> list[Advice]:
     row = plan.current or plan.best
-    reference, upsampled, *varied = peaks
+    reference, upsampled, *varied = peaks_mib
     found = split_advice(row, plan.best, planner)
     small_loss = Variant("loss", "the loss from low-resolution logits", "the same loss", {}, in_use=True)
     found.append(variant_advice(small_loss, reference, upsampled, plan.best, planner))
-    for variant, peak in zip(tried, varied, strict=False):
+    for variant, peak in zip(changes, varied, strict=False):
         found.append(variant_advice(variant, reference, peak, plan.best, planner))
     gradients = planner.model.first[0].get("step/gradients")
     found += accumulate_advice(
@@ -283,5 +284,5 @@ def _notes(config: RunConfig, planner: Planner, facts: Mapping[str, Any]) -> tup
         f"({facts['eval_px_from']})"
     ]
     if planner.model.mode == "ddp":
-        notes.append("ddp: its reducer's buckets are modelled, all else is the real step of one rank")
+        notes.append("ddp: the reducer's buckets are modelled, the rest is the real step of one rank")
     return tuple(notes)

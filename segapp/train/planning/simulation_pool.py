@@ -1,4 +1,4 @@
-"""Processes that simulate one config, several at a time. No torch here."""
+"""Pool of processes that simulate one config. No torch here."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ NUM_PROCESSES = 2
 
 _TIMEOUT_S = 600.0
 
-_KINDS_OF_ERROR = {2: ConfigError}
+_ERROR_OF_CODE = {2: ConfigError}
 
 
 class SimulationPool:
-    """Processes that simulate one config; each is `python -m segapp.train.planning.simulate`.
+    """Processes that simulate one config; each runs `python -m segapp.train.planning.simulate`.
 
     Args:
         config: the complete config.
-        num_processes: how many at a time.
+        num_processes: size of the pool.
     """
 
     def __init__(self, config: RunConfig, num_processes: int = NUM_PROCESSES) -> None:
@@ -64,11 +64,14 @@ class SimulationPool:
                         pipe.close()
 
     def ask(self, requests: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """The answers, in the order of the requests.
+        """Send requests to the processes and return the answers in the same order.
+
+        Args:
+            requests: as `segapp.train.planning.simulate` reads them.
 
         Raises:
-            SegappError: what a simulation says of the config.
-            RunError: a simulation failed.
+            ConfigError: the config cannot be built.
+            RunError: a simulation failed or exceeded the timeout.
         """
         jobs: queue.SimpleQueue[tuple[int, Mapping[str, Any]]] = queue.SimpleQueue()
         for item in enumerate(requests):
@@ -93,7 +96,7 @@ class SimulationPool:
         return [_checked(replies[number]) for number in range(len(requests))]
 
     def simulate(self, jobs: Sequence[SimulationJob]) -> list[SimulationResult]:
-        """The results, in the order of the jobs."""
+        """Run jobs and return the results in the same order."""
         answers = self.ask([{"ask": "job", "job": job.to_json()} for job in jobs])
         return [SimulationResult.from_json(answer) for answer in answers]
 
@@ -110,7 +113,7 @@ class SimulationPool:
     @staticmethod
     def _send(process: subprocess.Popen[str], line: str) -> None:
         assert process.stdin is not None
-        with suppress(BrokenPipeError):  # the reader tells why it ended
+        with suppress(BrokenPipeError):  # `_exchange` reports why the process ended
             process.stdin.write(line + "\n")
             process.stdin.flush()
 
@@ -118,4 +121,4 @@ class SimulationPool:
 def _checked(reply: Mapping[str, Any]) -> Any:
     if "ok" in reply:
         return reply["ok"]
-    raise _KINDS_OF_ERROR.get(reply["code"], RunError)(reply["error"])
+    raise _ERROR_OF_CODE.get(reply["code"], RunError)(reply["error"])
