@@ -91,7 +91,7 @@ def test_run_without_gpu_measurements_is_one_clear_error(tmp_path):
                 writer.write(Memory(devices=[DeviceMemory(device=device, peak_mib=100.0)]))
         return folder
 
-    with pytest.raises(ConfigError, match="measured no peak"):
+    with pytest.raises(ConfigError, match="no measured peak"):
         read_measurement(folder_with("a", "cuda:0", False))
     with pytest.raises(ConfigError, match="CPU"):
         read_measurement(folder_with("b", "cpu", True))
