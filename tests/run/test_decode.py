@@ -1,4 +1,4 @@
-"""Skimming against the full parser: the same steps, the same other events, in the same order, on good and bad bytes."""
+"""Skimming against the full parser: the same events in the same order, also from damaged files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from segapp.run.events import Alert, EventReader, EventWriter, Heartbeat, Step, 
 
 
 def flattened(items: list[Any]) -> list[tuple[Any, ...]]:
-    """Steps as their curve, everything else whole."""
+    """Return steps reduced to their curve, and all other events in full."""
     flat: list[tuple[Any, ...]] = []
     for item in items:
         if isinstance(item, StepRun):

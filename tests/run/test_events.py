@@ -161,7 +161,7 @@ def test_several_threads_write_whole_lines(tmp_path):
     assert [raw["seq"] for raw in lines(path)] == list(range(1, 801))
 
 
-# -- a disk that does not take it ---------------------------------------------------------------------------------
+# -- a full disk --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -232,11 +232,11 @@ def test_unwritable_folder_is_a_storage_error(tmp_path):
         EventWriter(tmp_path / "file" / "e.jsonl")
 
 
-# -- going back ---------------------------------------------------------------------------------------------------
+# -- rewinding ---------------------------------------------------------------------------------------------------
 
 
 def interrupted_run(path: Path) -> list[dict]:
-    """Two epochs of three steps, a checkpoint after each epoch and its evaluation, killed at step 8."""
+    """Write two epochs of three steps, with evaluation and checkpoint after each; killed at step 8."""
     with EventWriter(path) as writer:
         writer.write(EXAMPLES[0])
         for number in range(1, 9):

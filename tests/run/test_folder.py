@@ -46,7 +46,7 @@ def test_given_folder_is_used_unless_files_would_be_lost(tmp_path):
     folder = RunFolder.create(path=tmp_path / "here")
     with folder:
         folder.write_info()
-    # It never made a step: a start that failed does not stand in the way of the next.
+    # A run without a step, after a failed start, does not block the next one.
     RunFolder.create(path=tmp_path / "here")
     with EventWriter(folder.events) as writer:
         writer.write(Step(epoch=1, step=1, loss=1.0, lr=0.1))
@@ -167,7 +167,7 @@ def test_is_alive_distinguishes_processes_of_equal_pid():
     zombie.wait()
 
 
-# -- state words --------------------------------------------------------------------------------------------------
+# -- states -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_damaged_run_folder_is_summarized_without_traceback(tmp_path):
     assert list_runs(tmp_path / "missing") == []
 
 
-# -- which run ----------------------------------------------------------------------------------------------------
+# -- find_run ----------------------------------------------------------------------------------------------------
 
 
 def test_runs_are_found_by_name_path_inner_file_and_age(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Runs for the screen to show, written by the real `EventWriter` into real run folders, on a clock of their own."""
+"""Recorded runs for tests of the screen: real run folders, written by `EventWriter` with a simulated clock."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FINAL_IOU = (0.918, 0.781, 0.287, 0.934, 0.744, 0.738, 0.331, 0.402, 0.762, 0.47
 
 
 class Clock:
-    """Stands in for `time.time` while events are written."""
+    """Replaces `time.time` while events are written."""
 
     def __init__(self, now_s: float) -> None:
         self.now_s = now_s
@@ -51,15 +51,19 @@ def written_at(clock: Clock) -> Iterator[None]:
 
 
 class RecordedRun:
-    """Writes a plausible training, an epoch at a time.
+    """Writes a plausible training, epoch by epoch.
 
     Args:
-        path: of the run folder.
-        classes: their names.
-        num_devices: of 22 GiB each; with "cpu" they are logical devices without memory numbers.
-        steps_per_epoch: updates of an epoch.
-        epochs: of the whole run.
-        ends_s: the time at which the last event of `epoch(...)` shall have been written; the clock starts earlier.
+        path: The run folder.
+        classes: Class names.
+        num_devices: Devices of 22 GiB each.
+        device: "cuda", or "cpu" for logical devices without memory numbers.
+        batch_size: Samples in a full batch.
+        steps_per_epoch: Updates per epoch.
+        epochs: Epochs of the run.
+        gpu0_bsz: Samples on device 0.
+        starts_s: Time of the first event, Unix seconds.
+        step_s: Time of a step.
     """
 
     def __init__(
@@ -121,7 +125,7 @@ class RecordedRun:
         return abs(2.3 * math.exp(-step / (self.steps_per_epoch * 2.5)) + 0.32 + noise)
 
     def train(self, num_steps: int, *, loss: float | None = None, memory_every: int = 5) -> None:
-        """Some steps of the present epoch."""
+        """Write some steps of the current epoch."""
         for _ in range(num_steps):
             self.step += 1
             epoch = (self.step - 1) // self.steps_per_epoch + 1
@@ -172,7 +176,7 @@ class RecordedRun:
         self.write(Memory(devices=devices, step=self.step))
 
     def epoch(self, *, val: bool = True, loss: float | None = None) -> None:
-        """A whole epoch with its evaluation and checkpoint."""
+        """Write an epoch with its evaluation and checkpoint."""
         number = self.step // self.steps_per_epoch + 1
         self.write(EpochStart(epoch=number, lr=0.01, split=list(self.split), step=self.step))
         self.train(self.steps_per_epoch, loss=loss)
@@ -198,7 +202,7 @@ class RecordedRun:
         )  # fmt: skip
 
     def change_gpu0(self, new: int, *, apply: bool = True, command_id: str = "0123456789ab") -> None:
-        """Somebody wishes another share; applied at once, or left pending."""
+        """Write a command that changes gpu0_bsz; applied at once, or left pending."""
         old, command = self.gpu0_bsz, f"set gpu0_bsz={new}"
         number = self.step // self.steps_per_epoch + 1
         split = plan_chunks(self.batch_size, self.num_devices, new, full_batch=self.batch_size)
@@ -221,7 +225,7 @@ class RecordedRun:
         self.writer.close()
 
     def shift_to_now(self, age_s: float = 0.4) -> None:
-        """Moves every time in the file so that the last event is that old; the writer can go on afterwards."""
+        """Shift all times in the file so that the last event has this age; more events can be written afterwards."""
         import json
 
         self.writer.close()
@@ -234,7 +238,7 @@ class RecordedRun:
 
 
 def live_run(path: Path, **keywords: object) -> RecordedRun:
-    """A run in the middle of its 13th epoch, with a pending wish; this process holds its lock."""
+    """Return a run in its 13th epoch, with a pending change; this process holds its lock."""
     run = RecordedRun(path, **keywords)  # type: ignore[arg-type]
     for _ in range(6):
         run.epoch()

@@ -1,4 +1,4 @@
-"""The small parts: layouts, keys, settings, words for numbers, the editor's keys; by tables."""
+"""Layouts, keys, settings, numbers as text, and the editor's keys, by tables."""
 
 from __future__ import annotations
 

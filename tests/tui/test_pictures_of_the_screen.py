@@ -1,6 +1,6 @@
-"""Whole screens as pictures: every cell, colour and border, against SVGs that were looked at and kept.
+"""Whole screens as pictures: every cell, colour and border, against stored SVGs.
 
-After a change that is meant: `SEGAPP_UPDATE_SNAPSHOTS=1 uv run pytest -n 0 tests/tui/test_pictures_of_the_screen.py`,
+After an intended change: `SEGAPP_UPDATE_SNAPSHOTS=1 uv run pytest -n 0 tests/tui/test_pictures_of_the_screen.py`,
 and look at the files that changed. (pytest-textual-snapshot would do it, but holds pytest below 9.)
 """
 
@@ -46,6 +46,8 @@ def live(path: Path) -> RecordedRun:
 def crashed(path: Path) -> RecordedRun:
     run = train(RecordedRun(path), 3)
     run.train(7)
+    info = run.folder.run_json
+    info.write_text(re.sub(r'("pid"\s*:\s*)\d+', r"\g<1>4194000", info.read_text()))  # no such process
     return run
 
 
@@ -77,7 +79,7 @@ def not_finite(path: Path) -> RecordedRun:
 
 @pytest.fixture(autouse=True)
 def _same_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Local time, and settings of whoever runs this."""
+    """Remove the influence of the local time zone and of NO_COLOR."""
     monkeypatch.setenv("TZ", "UTC")
     monkeypatch.delenv("NO_COLOR", raising=False)
     time.tzset()
@@ -100,7 +102,7 @@ def picture(run: RecordedRun, size: tuple[int, int]) -> str:
 
 
 def words(svg: str) -> list[str]:
-    """What the picture says, for a readable difference."""
+    """Return the texts of the picture, for a readable difference."""
     return [re.sub(r"<[^>]*>", "", text).replace("&#160;", " ") for text in re.findall(r"<text.*?</text>", svg)]
 
 

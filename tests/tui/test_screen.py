@@ -1,4 +1,4 @@
-"""The whole screen in Textual's test driver: what it says at every size, and what its keys do to a real run folder."""
+"""The whole screen in Textual's test driver: its texts at every size, and the effect of its keys on a run folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def screen_text(app: MonitorApp) -> str:
 
 
 def check_regions(app: MonitorApp) -> None:
-    """Every visible widget lies inside the screen, and no two panes overlap."""
+    """Check that every visible widget lies inside the screen, and that no two panes overlap."""
     width, height = app.size
     panes = []
     for widget in app.screen.walk_children():
@@ -54,7 +54,7 @@ def run_screen(
     size: tuple[int, int] = (120, 36),
     **keywords: Any,
 ) -> None:
-    """Shows a run and acts on it."""
+    """Show a run and act on the screen."""
 
     async def go() -> None:
         app = MonitorApp(source_of(source) if isinstance(source, RecordedRun) else source, **keywords)
@@ -66,7 +66,7 @@ def run_screen(
 
 
 def source_of(run: RecordedRun) -> LiveSource:
-    """Looks at a run on its own clock, just after its last event."""
+    """Return a source of a run with the run's clock, just after its last event."""
     return LiveSource(run.folder, clock=lambda: run.clock.now_s + 0.4)
 
 
@@ -98,7 +98,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 def fresh(tmp_path: Path) -> Any:
-    """A short live run that a test may change."""
+    """Return a short live run that a test may change."""
     run = RecordedRun(tmp_path / "run", steps_per_epoch=20, epochs=8)
     run.epoch()
     run.train(5)
@@ -112,7 +112,7 @@ def sent(run: RecordedRun) -> list[str]:
     return [received.text for received in drain_commands(run.folder.path)]
 
 
-# --- what it says -----------------------------------------------------------------------------------------------------
+# --- its texts --------------------------------------------------------------------------------------------------------
 
 
 def test_wide_screen_shows_every_key_value(live: RecordedRun) -> None:
@@ -361,7 +361,7 @@ def test_reverted_change_stays_on_screen_until_seen(fresh: RecordedRun) -> None:
     run_screen(fresh, act)
 
 
-# --- what its keys do -------------------------------------------------------------------------------------------------
+# --- its keys ---------------------------------------------------------------------------------------------------------
 
 
 def test_gpu0_bsz_is_changed_with_two_keys_and_undone_with_one(fresh: RecordedRun) -> None:

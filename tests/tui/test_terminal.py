@@ -1,4 +1,4 @@
-"""`run_ui` at a real pseudo-terminal: who is let in, how it leaves, and that it never outlives its terminal."""
+"""`run_ui` at a real pseudo-terminal: start, exit, and end with its terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHOW = "import sys\nfrom segapp.tui.app import run_ui\nsys.exit(run_ui(sys.argv[
 
 
 class Terminal:
-    """A child at a pseudo-terminal."""
+    """A child process at a pseudo-terminal."""
 
     def __init__(self, run: RecordedRun, home: Path, *, ignores_hangup: bool = False) -> None:
         self.output = b""

@@ -1,4 +1,4 @@
-"""The plain lines: throttled, complete, and inert whatever stands in a name."""
+"""The printed lines: throttled, complete, and free of control codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The monitor against fakes that are independent of it: counters that are set by hand, and an nvidia-smi of our own."""
+"""The memory sampler against independent fakes: counters set by the test, and a fake nvidia-smi."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SMI = """\
 
 
 class Counters:
-    """An allocator whose numbers the test sets."""
+    """An allocator whose numbers are set by the test."""
 
     def __init__(self) -> None:
         self.now, self.peak = 0.0, 0.0
@@ -55,7 +55,7 @@ class Counters:
 
 
 def gpu_infos() -> list[DeviceInfo]:
-    """As torch numbers them: not in nvidia-smi's order."""
+    """Return devices in torch's order, which is not nvidia-smi's."""
     uuids = ("cccc", "aaaa", "bbbb")
     return [DeviceInfo(f"cuda:{i}", uuid, 1000.0, name=f"card {uuid}") for i, uuid in enumerate(uuids)]
 
@@ -179,11 +179,11 @@ def test_failing_or_hanging_nvidia_smi_loses_only_its_numbers(
         while len(samples(run)) < 5:
             assert time.monotonic() - began < 30
             time.sleep(0.05)
-    assert time.monotonic() - began < 20  # leaving did not wait for it either
+    assert time.monotonic() - began < 20  # leaving did not wait for it
     devices = samples(run)[-1]["devices"]
     assert [device["used_mib"] for device in devices] == [None] * 3
     assert [device["reserved_mib"] for device in devices] == [1.0] * 3
-    assert (tmp_path / "calls").read_text().count("x") == 1  # no second one beside a hanging one, no storm of failures
+    assert (tmp_path / "calls").read_text().count("x") == 1  # no second call beside a hanging one, no repeated failures
 
 
 def test_monitor_error_ends_neither_monitor_nor_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

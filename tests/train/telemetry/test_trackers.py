@@ -1,4 +1,4 @@
-"""Trackers for real, on this machine: what TensorBoard, Weights & Biases and MLflow have is what the events say."""
+"""Real trackers on this machine: the data in TensorBoard, Weights & Biases and MLflow equal the events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.runs import events, merged, train
 
 
 class Notes:
-    """A tracker that writes down what it is told."""
+    """A tracker that records its calls."""
 
     def __init__(self, fails: bool = False) -> None:
         self.told: list[Any] = []
@@ -89,7 +89,7 @@ def test_tensorboard_has_scalars_images_memory_and_settings(tiny: dict[str, Any]
 
 
 def level_db_records(log: bytes) -> Iterator[bytes]:
-    """Records of a LevelDB log: blocks of 32 KiB, the first 7 bytes short here; each part has crc, length, kind."""
+    """Yield the records of a LevelDB log in blocks of 32 KiB, the first 7 bytes short; parts have crc, length, kind."""
     at, waiting = 0, b""
     while at + 7 <= len(log):
         room = 32768 - (at + 7) % 32768
@@ -105,7 +105,7 @@ def level_db_records(log: bytes) -> Iterator[bytes]:
 
 
 def finished_history(file: Path) -> list[dict[str, str]]:
-    """The history of an offline run, by key; wandb's own process writes the end of the file when it comes to it."""
+    """Return the history of an offline run, by key, once wandb's own process has written the end of the file."""
     from wandb.proto import wandb_internal_pb2
 
     for _ in range(300):
@@ -139,7 +139,6 @@ def test_mlflow_logs_the_whole_run_and_continues_on_resume(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("mlflow")
-    monkeypatch.chdir(tmp_path)  # MLflow writes artifacts to ./mlruns
     from mlflow.tracking import MlflowClient
 
     uri, run, working_directory = f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "run", tmp_path / "elsewhere"

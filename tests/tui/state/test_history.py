@@ -1,4 +1,4 @@
-"""The curve in bounded memory against plain loops over every step."""
+"""History (bounded memory) against plain loops over every step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a viewer is told of a run's state, with real folders and locks: alive, dead, torn, replaced, gone, skewed."""
+"""Status of a run from real folders and locks: live, crashed, damaged, replaced, removed, with clock skew."""
 
 from __future__ import annotations
 

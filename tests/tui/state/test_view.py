@@ -1,4 +1,4 @@
-"""The fold of events: the same in any pieces, skimmed or not; what a resume takes back; no content that breaks it."""
+"""The fold of events: equal in any pieces, skimmed or not; what a resume removes; robust to any content."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.recorded_runs import RecordedRun
 
 
 def summary(view: View) -> dict[str, Any]:
-    """Everything in a view that a picture is made from."""
+    """Return all fields of a view that the screen shows."""
     history = view.history
     curves = (history.step, history.low, history.average(0.9))
     return {
@@ -203,7 +203,7 @@ def test_any_changed_field_of_a_good_run_is_folded(
 
 
 def test_old_evaluations_take_little_memory() -> None:
-    """An evaluation every few seconds, for hours: a soak found a kilobyte for each."""
+    """Evaluations every few seconds for hours must not grow memory; they once took a kilobyte each."""
     vals = [
         {
             "v": 1,
