@@ -292,7 +292,7 @@ def check(
 def doctor(json_out: JsonFlag = False) -> None:
     """Show what this machine offers for training, what is missing, and the command that installs it.
 
-    Exit code 1 if something that every training requires is missing.
+    Exit code 1 if something is missing without which training with default settings fails.
     """
     from segapp.commands.doctor import print_doctor
 

@@ -1,4 +1,4 @@
-"""The program as a person meets it: help, errors, exit codes, signals, what it prints."""
+"""The command line in processes of its own: help, errors, exit codes, signals, output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Completion as the shells themselves do it."""
+"""Completion in bash, zsh and fish."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ COMP_LINE={line!r}; COMP_POINT=${{#COMP_LINE}}; _segapp segapp; printf '%s\\n' "
     [
         ("segapp tr", ["train"]),
         ("segapp train optim.nest", ["optim.nesterov="]),
-        ("segapp train optim.nesterov=t", ["true"]),  # bash has broken the word at the sign
+        ("segapp train optim.nesterov=t", ["true"]),  # bash splits the word at the sign
         ("segapp status dem", ["demo-7"]),
         ("segapp status my", [RUN]),
         ("segapp train --config mi", ["mine.yaml"]),
@@ -125,8 +125,8 @@ def test_tab_key_in_bash_completes(here: Path) -> None:
         os.write(terminal, b"train.acc\t")
         said = _until(terminal, b"train.accumulate=")
         assert not said.endswith(b" ")
-        os.write(terminal, b"\x15segapp predict demo-7 conf\t")  # ^U: the line is put away
-        _until(terminal, b"configs/")  # a file: bash's own
+        os.write(terminal, b"\x15segapp predict demo-7 conf\t")  # ^U clears the line
+        _until(terminal, b"configs/")  # a file, completed by bash
     finally:
         os.close(terminal)
         os.waitpid(pid, 0)

@@ -1,4 +1,4 @@
-"""The config: what is accepted, what is refused, and how it is said."""
+"""The config: accepted values, refused values, and the error messages."""
 
 import json
 import time

@@ -134,8 +134,8 @@ def test_a_complete_machine_has_nothing_to_do() -> None:
          "--gpus all", True),
         (replace(FACTS, nvidia_smi=NvidiaSmi("hung", "no answer within 10 s", ())), "nvidia-smi", "missing",
          "no answer", "restart", True),
-        (replace(FACTS, compiler=None), "c compiler", "missing", "none", "sudo apt-get install -y gcc", False),
-        (replace(with_cuda(devices=[]), compiler=None), "c compiler", "missing", "none", "gcc", True),
+        (replace(FACTS, compiler=None), "c compiler", "missing", "no C compiler", "sudo apt-get install -y gcc", False),
+        (replace(with_cuda(devices=[]), compiler=None), "c compiler", "missing", "no C compiler", "gcc", True),
         (with_machine(usable_cores=1.5), "cpu", "warning", "1.5 usable of 16", "data.workers", True),
         (with_machine(available_bytes=GIB), "memory", "warning", "1.0 GiB free", "batch_size", True),
         (with_machine(run_disk=replace(DISK, free_bytes=GIB)), "run disk", "warning", "1.0 GiB free", "--run", True),
@@ -411,6 +411,13 @@ def test_system_texts_are_read() -> None:
     assert parse_meminfo("") == (None, None)
     assert [cpu_quota(text) for text in ("", "max 100000", "50000 100000", "1 0")] == [None, None, 0.5, None]
     assert num_colors({"TERM": "xterm-256color", "NO_COLOR": "1"}) == 0
+
+
+def test_doctor_imports_the_standard_library_only() -> None:
+    code = "import sys; before = set(sys.modules); import segapp.commands.doctor; print(*set(sys.modules) - before)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    roots = {name.partition(".")[0] for name in done.stdout.split()}
+    assert roots <= {"segapp", *sys.stdlib_module_names}
 
 
 def test_the_least_terminal_is_that_of_the_screen() -> None:

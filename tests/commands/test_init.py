@@ -1,4 +1,4 @@
-"""`segapp init`: what it finds in folders of many kinds, and that training accepts what it writes."""
+"""`segapp init` on folders of many layouts; training accepts the configs that it writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The smoke run: its estimates against a whole run, and that it leaves nothing behind."""
+"""`segapp train --smoke`: its estimates against a whole run; it leaves no files."""
 
 from __future__ import annotations
 

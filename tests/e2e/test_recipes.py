@@ -1,4 +1,4 @@
-"""Every shipped config runs: 20 steps on drawn data in the layout that it names, smaller only in sizes."""
+"""Every shipped config runs 20 steps on synthetic data in its layout, with smaller sizes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_recipe_header_cites_published_result_and_source(path: Path) -> None:
 
 
 def scenes(count: int, ids: tuple[int, ...], seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Pictures and masks whose three classes have these values in the files; 255 is not used."""
+    """Return images, and masks with these three values in the files."""
     rng = np.random.default_rng(seed)
     drawn = []
     for _ in range(count):
@@ -94,7 +94,7 @@ DRAW: dict[str, Callable[[Path, str, int], None]] = {
 
 
 def small(path: Path, root: Path, *more: str) -> RunConfig:
-    """The config with only that changed which must be small here, or has another place."""
+    """Return the config with smaller sizes and other paths."""
     overrides = [
         f"data.root={root}", "data.crop_px=[32,32]", "data.workers=0", "train.epochs=4", "train.batch_size=2",
         "model.weights_backbone=null", "eval.every_epochs=4", "checkpoint.every_epochs=null", "log.every_steps=1",
@@ -112,7 +112,7 @@ def test_every_recipe_trains_twenty_steps(path: Path, tmp_path: Path) -> None:
         config = small(path, tmp_path / "data", f"distill.teacher={tmp_path / 'teacher'}")
     for split, count in (("train", 10), ("val", 2)):
         DRAW[config.data.format](tmp_path / "data", split, count)
-    if config.distill is not None:  # by the recipe that its header names
+    if config.distill is not None:  # trained by the recipe in its header
         assert train(small(TEACHER, tmp_path / "data", "train.epochs=1"), tmp_path / "teacher") == 0
     assert train(config, tmp_path / "run") == 0
     steps = events(tmp_path / "run", "step")

@@ -1,4 +1,4 @@
-"""The whole program in a real terminal: tmux types the keys and reads the screen."""
+"""The whole program in a terminal: tmux sends the keys and captures the screen."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Terminal:
 
     def start(self, command: str, **env: str) -> None:
         self.tmux("kill-server")
-        self._num_servers += 1  # another socket: a server that is dying still accepts, and then drops, a new session
+        self._num_servers += 1  # another socket: a terminating server accepts a new session and then drops it
         words = [f"{name}={value}" for name, value in {"OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8", **env}.items()]
         line = (
             " ".join(["env", "-u", "RANK", "-u", "NO_COLOR", "-u", "COLUMNS", "-u", "LINES", *words, command])
@@ -97,7 +97,7 @@ def test_run_survives_a_lost_terminal_and_is_controlled_again(
     )
     (tmp_path / "tiny.yaml").write_text(dump_config(config))
     run = tmp_path / "runs" / "tiny"
-    # A step takes a second, so that what waits for the next epoch can be seen to wait.
+    # A step takes a second, so that a change that is pending until the next epoch can be observed.
     terminal.start(f"{SEGAPP} train --config tiny.yaml", SEGAPP_FAILPOINTS="train.step=sleep:1")
     terminal.wait_for("tiny", "LIVE", "Loss")
     holder = RunFolder(run).read_holder()

@@ -48,7 +48,7 @@ def as_plain_values(facts: Facts, findings: Sequence[Finding]) -> dict[str, Any]
 def report_lines(findings: Sequence[Finding]) -> list[str]:
     """The report for a person: a line for each finding, then what to do, then the result."""
     width = max(len(finding.name) for finding in findings)
-    lines = [printable(f"{each.name:<{width}}  {each.state:<7}  {each.found}") for each in findings]
+    lines = [printable(f"{each.name:<{width}}  {each.state:<7}  {each.found}{_affected(each)}") for each in findings]
     to_do = [finding for finding in findings if finding.fix]
     if to_do:
         lines += ["", "to do:"]
@@ -57,6 +57,11 @@ def report_lines(findings: Sequence[Finding]) -> list[str]:
         lines += [printable(f"  {finding.name} ({label}):"), printable(f"    {finding.fix}")]
     lines += ["", _result(findings)]
     return lines
+
+
+def _affected(finding: Finding) -> str:
+    """Return the affected feature where there is nothing to do; else it stands with the command."""
+    return f" (affects {finding.needed_for})" if finding.needed_for and not finding.fix else ""
 
 
 def _result(findings: Sequence[Finding]) -> str:

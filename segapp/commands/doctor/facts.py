@@ -1,4 +1,4 @@
-"""What `segapp doctor` knows of a machine, as plain values that become JSON. Standard library only."""
+"""Facts about a machine, as plain values that `segapp doctor --json` prints. Standard library only."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class NvidiaSmi:
 
 @dataclass(frozen=True)
 class Disk:
-    """A file system, or why it cannot be used.
+    """A file system.
 
     Attributes:
         path: the folder that was asked about, or the nearest one above it that exists.

@@ -1,6 +1,7 @@
-"""What the facts of a machine mean for training on it: pure functions from facts to findings.
+"""Pure functions from the facts of a machine to findings about training on it.
 
-A finding is ok, a warning (it works, with less), or missing; if it is also required, no training runs without it.
+A finding is ok, a warning (it works, with less), or missing; if it is also required, training with default settings
+fails without it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Finding:
         name: of the thing.
         state: ok, warning or missing.
         found: what is there, or what is wrong with it.
-        is_required: True if no training runs without it.
+        is_required: True if training with default settings fails without it.
         needed_for: the feature that is affected; empty where nothing is.
         fix: what to do: a command, or a sentence; empty where nothing is to be done.
     """
@@ -123,7 +124,7 @@ def _software(facts: Facts) -> Iterator[Finding]:
     yield _torchvision(facts)
     trainer = facts.imports["trainer"]
     if trainer.status != "skipped":
-        yield _imported(trainer, "trainer", "all its modules can be imported", fix="install what is missing above")
+        yield _imported(trainer, "trainer", "all its modules can be imported", fix="install what this error names")
 
 
 def _torch(facts: Facts) -> Finding:
@@ -214,7 +215,7 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
         yield Finding("nvidia-smi", "missing", "not on PATH", False, use, fix)
     else:
         state: State = "missing" if smi.status == "hung" else "warning"
-        fix = "restart the machine: the driver does not answer" if smi.status == "hung" else "see nvidia-smi -q"
+        fix = "restart the machine to reset the driver" if smi.status == "hung" else "see nvidia-smi -q"
         yield Finding("nvidia-smi", state, smi.error, False, use, fix)
     yield _cuda(facts)
     by_uuid = {gpu.uuid: gpu for gpu in smi.gpus}
@@ -265,7 +266,7 @@ def _device(name: str, found: str, error: str, capability: str, kernels: Sequenc
         found = f"{found}; this torch has no kernels for it ({' '.join(kernels)})"
         return Finding(name, "missing", found, False, "training on this GPU", fix)
     if error:
-        fix = "nvidia-smi shows who uses it and in which compute mode"
+        fix = "nvidia-smi shows the processes on it and its compute mode"
         return Finding(name, "warning", f"{found}; {error}", False, "training on this GPU", fix)
     if int(capability.partition(".")[0]) < 8:
         return Finding(name, "ok", f"{found}; no bfloat16 in hardware: use train.precision: amp-fp16")
@@ -303,8 +304,9 @@ def _triton(facts: Facts) -> Iterator[Finding]:
     manager, sudo = facts.machine.package_manager, "" if facts.machine.is_root else "sudo "
     command = _COMPILER_PACKAGES.get(manager or "")
     fix = f"{'' if manager == 'brew' else sudo}{command}" if command else "install gcc, or set CC to a C compiler"
-    found = "none: CC is not set, and neither gcc nor clang is on PATH"
-    needed = has_gpu and result.status == "ok"  # the loss takes Triton where it is installed
+    found = "no C compiler in CC, and neither gcc nor clang on PATH"
+    needed = has_gpu and result.status == "ok"  # loss.implementation: auto takes Triton then
+    fix += "; without one: loss.implementation: reference" if needed else ""
     yield Finding("c compiler", "missing", found, needed, "Triton: the loss on GPUs", fix)
 
 
@@ -366,7 +368,7 @@ def _terminal(facts: Facts) -> Finding:
     inside = [name for name, is_in in (("tmux or screen", terminal.is_tmux), ("ssh", terminal.is_ssh)) if is_in]
     where = f" in {' over '.join(inside)}" if inside else ""
     if not terminal.is_terminal:
-        found = f"none{where}: input or output leads elsewhere; training prints lines"
+        found = f"none{where}: stdin or stderr is redirected; training prints lines"
         return Finding("terminal", "warning", found, False, use, "")
     colors = {0: "no colours", 1 << 24: "true colour"}.get(terminal.num_colors, f"{terminal.num_colors} colours")
     found = (
