@@ -30,8 +30,10 @@ from segapp.memory.report import aligned
 from segapp.memory.simulation.jobs import PHASES, PhasePeak
 from segapp.memory.simulation.recorder import PhaseMarks, Recorder
 from segapp.train.build import seed_everything
-from segapp.train.planning.simulate import Simulator, phase_peaks, watch_modules
-from segapp.train.planning.trial_step import build_real_engine
+from segapp.train.planning.blank_data import blank_batch
+from segapp.train.planning.simulate import phase_peaks, watch_modules
+from segapp.train.planning.trial_step import build_trial_engine
+from segapp.train.step.assemble import build_layout
 from segapp.train.step.engine import StepEngine
 
 WAIT = "data"
@@ -94,12 +96,13 @@ def profile_steps(config: RunConfig, num_steps: int = 3) -> StepProfile:
     devices = [str(device) for device in plan.devices]
     batches, source = _batches(config)
     recorder = Recorder()
-    split = Simulator(config).split_on(len(devices))
-    engine, _ = build_real_engine(config, devices, split, recorder)
+    gpu0_bsz = None if config.parallel.gpu0_bsz == "auto" else config.parallel.gpu0_bsz
+    engine = build_trial_engine(config, build_layout(config, plan, gpu0_bsz), recorder.tag)
     engine.network.train()
     phase_s, module_s = _time_steps(engine, batches, num_steps)
-    peaks, module_mib = _record_step(engine, next(batches), recorder, devices)
-    return StepProfile(tuple(devices), split, source, phase_s, module_s, peaks, module_mib)
+    last = next(batches)
+    peaks, module_mib = _record_step(engine, last, recorder, devices)
+    return StepProfile(tuple(devices), tuple(engine.split_of(last)), source, phase_s, module_s, peaks, module_mib)
 
 
 def _batches(config: RunConfig) -> tuple[Iterator[Batch], str]:
@@ -108,7 +111,8 @@ def _batches(config: RunConfig) -> tuple[Iterator[Batch], str]:
         scheme = build_scheme(config.data)
         train_set = build_dataset(config.data, scheme, split_names(config.data)[0], is_training=True, seed=config.seed)
     except (DataError, OSError):
-        return itertools.repeat(Simulator(config).batch(config.train.batch_size)), "black images: no data set found"
+        blank = blank_batch(build_scheme(config.data), config.train.batch_size, config.data.crop_px)
+        return itertools.repeat(blank), "black images: no data set found"
     loader = TrainLoader(train_set, config.train.batch_size, seed=config.seed, options=LoadOptions(config.data.workers))
     epochs = (loader.epoch(number) for number in itertools.count(1))
     return itertools.chain.from_iterable(epochs), f"{len(train_set)} training images"

@@ -1,78 +1,54 @@
-"""The one place where the sections of a config become objects; every class gets plain arguments."""
+"""Build the trainer of a config: sections become plain arguments and objects here, and in `segapp.build`."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from segapp.build.class_weights import cached_frequencies, class_weights
+from segapp.build.data import build_dataset, build_scheme, split_names
 from segapp.build.devices import DevicePlan
-from segapp.build.optimizer import build_optimizer, build_parameter_groups
-from segapp.checkpoint.training_state import CheckpointStore
-from segapp.config import LiveSettings, RunConfig
+from segapp.build.network import build_inference
+from segapp.build.optimizer import build_schedule
+from segapp.build.trained import read_trained
+from segapp.checkpoint.training_state import CheckpointStore, LoadedCheckpoint
+from segapp.config import LiveSettings, RunConfig, config_hash
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.frequencies import ClassFrequencies, compute_class_frequencies
-from segapp.datasets.layouts.formats import ClassScheme
+from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import EvalLoader, LoadOptions, TrainLoader
 from segapp.errors import ConfigError
-from segapp.inference.normalize import NormalizedInput, Normalizer
 from segapp.memory.saved_plan import SavedMemoryPlan
-from segapp.models import SegmentationModel
-from segapp.optim import WeightAverage
-from segapp.parallel import (
-    DataParallelModel,
-    balance_stages,
-    check_batchnorm,
-    convert_sync_batchnorm,
-    place_stages,
-    smallest_chunk,
-    wrap_ddp,
-)
+from segapp.optim import lr_at
 from segapp.parallel.ranks import Ranks
-from segapp.precision import Precision
-from segapp.run.folder import RunFolder
 from segapp.train.control.batch_split import BatchSplitController
 from segapp.train.control.commands import CommandController
-from segapp.train.control.inbox import Inbox
-from segapp.train.control.signals import StopSignals
-from segapp.train.recovery.memory_limit import build_budget
+from segapp.train.control.inbox import applied_after
+from segapp.train.planning.auto_settings import planned_advice
+from segapp.train.process.context import RunContext
+from segapp.train.recovery.fallbacks import fallbacks_after
+from segapp.train.recovery.memory_limit import build_memory_limit
 from segapp.train.recovery.out_of_memory import OomHandler
+from segapp.train.recovery.policy import BatchSizes, OomPolicy
+from segapp.train.reporting import TrainerParts
 from segapp.train.request import ImageLimit
-from segapp.train.step.build_distill import (
-    build_critic,
-    build_distillation,
-    build_distilled_input,
-    build_teacher,
-    check_teacher,
-    distilled_criterion,
-    needs_sync_batchnorm,
-)
+from segapp.train.saving.saver import SaveRules
+from segapp.train.settings import RunFacts, TrainerSettings
+from segapp.train.step.assemble import StepAssembler, build_layout
 from segapp.train.step.engine import StepEngine
-from segapp.train.telemetry.device_memory import DeviceMemoryTracker
-from segapp.train.telemetry.event_log import EventLog
+from segapp.train.step.precise_bn import PreciseBatchNorm
 from segapp.train.telemetry.sample_images import SamplePictures
 from segapp.train.trainer import Trainer
-
-if TYPE_CHECKING:
-    from segapp.build.trained import TrainedState
-from segapp.build.criterion import build_criterion
-from segapp.build.data import build_dataset, build_scheme, split_names
-from segapp.build.network import (
-    build_inference,
-    build_network,
-    check_sizes,
-    set_batchnorm_momentum,
-)
+from segapp.train.validation import Validation
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds Python's, numpy's and torch's global generators (weights, dropout)."""
+    """Seed Python's, numpy's and torch's global generators (weights, dropout)."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -80,223 +56,181 @@ def seed_everything(seed: int) -> None:
 
 def build_trainer(
     config: RunConfig,
-    *,
-    store: CheckpointStore,
-    event_log: EventLog,
-    signals: StopSignals,
+    context: RunContext,
     devices: DevicePlan,
-    ranks: Ranks | None = None,
-    with_weights: bool = True,
-    inbox: Inbox | None = None,
-    watch: DeviceMemoryTracker | None = None,
-    folder: RunFolder | None = None,
+    *,
+    checkpoint: LoadedCheckpoint | None = None,
     saved_plan: SavedMemoryPlan | None = None,
-    advise: Callable[[], Sequence[str]] = tuple,
     limit: ImageLimit | None = None,
-    teacher: TrainedState | None = None,
 ) -> Trainer:
-    """Everything a training needs, from its config.
+    """Build everything that a training needs.
 
     Args:
         config: the complete config.
-        store: of the run folder.
-        event_log: of the run folder.
-        signals: asks for a stop.
+        context: of the run.
         devices: which devices, in which mode; in ddp this rank's own.
-        ranks: the processes that train together.
-        with_weights: load pretrained weights; not needed where a checkpoint follows.
-        inbox: where commands come from; None: from nowhere.
-        watch: is told what the training does.
-        folder: for sample pictures and reports; None: there are none.
+        checkpoint: that the training continues from; it is not loaded here, but pretrained weights are then not read.
         saved_plan: the memory plan that the run began with.
-        advise: says what would need less memory, the best first.
         limit: use only so many images; None: all.
-        teacher: of `distill`; needed where the config has that section.
 
     Raises:
         ConfigError: a section does not fit the data, the model or this machine.
         DataError: the data cannot be used.
         CheckpointError: a weights file cannot be used.
     """
-    ranks, device, watch = ranks or Ranks(), devices.devices[0], watch or DeviceMemoryTracker()
+    ranks = context.ranks
     seed_everything(config.seed)
     torch.backends.cudnn.benchmark = config.train.cudnn_benchmark
-    data, train = config.data, config.train
-    scheme = build_scheme(data)
-    train_split, val_split = split_names(data)
-    num_train = None if limit is None else limit.num_batches * train.batch_size
-    num_val = None if limit is None else limit.num_val
-    train_set = build_dataset(data, scheme, train_split, is_training=True, seed=config.seed, most=num_train)
-    if len(train_set) < ranks.world_size:
-        raise ConfigError(
-            f"parallel: {ranks.world_size} ranks cannot share {len(train_set)} training images: use one each"
-        )
-    val_set = build_dataset(data, scheme, val_split, is_training=False, seed=config.seed, most=num_val)
-    signals.check()
-
-    model = build_network(config.model, scheme.num_classes, with_weights=with_weights)
-    check_sizes(config, model)
-    set_batchnorm_momentum(model, train.bn_momentum)
-    if needs_sync_batchnorm(config, devices):
-        convert_sync_batchnorm(model)
-    precision = Precision(train.precision, device)
-    precision.prepare(model.to(device))
-    if train.channels_last:
-        model.to(memory_format=torch.channels_last)
-    normalizer = Normalizer(data.mean, data.std, precision.input_dtype).to(device)
-    gpu0_bsz = first_gpu0_bsz(config, saved_plan)
-    wrapped = NormalizedInput(model, normalizer, channels_last=train.channels_last)
-    taught = None
-    if teacher is not None:
-        check_teacher(config, teacher, scheme)
-        precision.prepare(teacher.model)
-        critic = build_critic(config, scheme.num_classes, device, is_synced=needs_sync_batchnorm(config, devices))
-        taught = build_distilled_input(
-            config,
-            model,
-            normalizer,
-            build_teacher(teacher, devices.devices, precision.input_dtype),
-            critic,
-            device,
-        )
-    network = build_parallel(config, devices, ranks, model, taught or wrapped, gpu0_bsz)
-    task = build_criterion(
-        config.loss,
-        scheme.num_classes,
-        scheme.ignore_index,
-        lambda rule: class_weights(rule, _frequencies(train_set, scheme)),
-    )
-    criterion = distilled_criterion(config, task).to(device)
-    engine = StepEngine(
-        model,
-        network,
-        criterion,
-        build_optimizer(config.optim, build_parameter_groups(config.optim, model, precision)),
-        precision,
-        average=None if train.ema is None else WeightAverage(model, train.ema),
-        device=device,
-        clip_grad_norm=config.optim.clip_grad_norm,
-        ranks=ranks,
-        watch=watch,
-        distillation=None if taught is None else build_distillation(config, network, taught, device, ranks),
-    )
-    if isinstance(network, DataParallelModel) and not config.parallel.sync_bn:
-        engine.smallest_chunk = smallest_chunk(wrapped, torch.zeros(1, 3, *data.crop_px, dtype=torch.uint8))
-    controller = build_steering(config, devices, engine, inbox or Inbox(None, event_log), event_log, watch, saved_plan)
-    inference = build_inference(data, config.eval, model, precision, config.loss.align_corners)
+    scheme = build_scheme(config.data)
+    train_set, val_set = _build_datasets(config, scheme, ranks, limit)
+    context.signals.check()
+    engine = _build_engine(config, context, devices, train_set, first_gpu0_bsz(config, saved_plan), checkpoint)
+    controller = build_controller(config, context, devices, engine, saved_plan)
+    step = 0 if checkpoint is None else checkpoint.step
+    controller.schedule_replay(ranks.from_main(applied_after(context.folder.events, step) if ranks.is_main else None))
+    inference = build_inference(config.data, config.eval, engine.model, engine.precision, config.loss.align_corners)
     torch.manual_seed(config.seed + ranks.rank)  # every rank drops out other pixels
-    return Trainer(
-        config,
+    train_loader, val_loader = _build_loaders(config, ranks, train_set, val_set, engine.device)
+    samples = SamplePictures(context.folder.samples, val_set, inference, engine.device) if ranks.is_main else None
+    precise_bn = PreciseBatchNorm(train_loader, config.train.precise_bn) if config.train.precise_bn else None
+    oom_policy = OomPolicy(
+        OomHandler(context, lambda: planned_advice(config, devices, context.device_memory.devices, saved_plan)),
         engine,
-        TrainLoader(
-            train_set,
-            train.batch_size,
-            seed=config.seed,
-            options=LoadOptions(data.workers, data.timeout_s, pin_memory=device.type == "cuda"),
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-        ),
-        EvalLoader(
-            val_set,
-            options=LoadOptions(data.workers, data.timeout_s),
-            batch_size=config.eval.batch_size,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-        ),
+        controller,
         inference,
-        num_classes=scheme.num_classes,
-        ignore_index=scheme.ignore_index,
-        description={
-            "classes": list(scheme.names),
-            "num_params": sum(p.numel() for p in model.parameters()),
-            "devices": [
-                {"device": each.device, "name": each.name, "uuid": each.uuid, "total_mib": each.total_mib}
-                for each in watch.devices
-            ]
-            or [str(device) for theirs in ranks.gather(devices.devices) for device in theirs],
-            "num_train": len(train_set),
-            "num_val": len(val_set),
-        },
-        store=store,
-        event_log=event_log,
-        signals=signals,
-        controller=controller,
-        rescue=OomHandler(event_log, watch, None if folder is None else folder.reports, advise, rank=ranks.rank),
-        samples=None
-        if folder is None or not ranks.is_main
-        else SamplePictures(folder.samples, val_set, inference, device),
-        budget=build_budget(config.parallel, devices.devices, engine, watch),
+        BatchSizes(config.train.batch_size, config.train.accumulate, config.eval.batch_size, config.data.crop_px),
+        limit=build_memory_limit(config.parallel.memory_budget_mib, devices.devices, engine, context.device_memory),
+        later=ranks.from_main(fallbacks_after(context.folder, step) if ranks.is_main else None),
+    )
+    parts = TrainerParts(
+        engine,
+        train_loader,
+        Validation(engine, val_loader, inference, scheme, precise_bn=precise_bn, samples=samples),
+        controller,
+        oom_policy,
+        CheckpointStore(context.folder.checkpoints, keep=config.checkpoint.keep, config_hash=config_hash(config)),
+    )
+    facts = RunFacts(
+        classes=list(scheme.names),
+        num_params=sum(p.numel() for p in engine.model.parameters()),
+        devices=_device_facts(context, devices),
+        num_train=len(train_set),
+        num_val=len(val_set),
+        config=config.model_dump(mode="json"),
+    )
+    return Trainer(context, build_settings(config, len(train_loader)), parts, facts)
+
+
+def build_settings(config: RunConfig, num_batches: int) -> TrainerSettings:
+    """Return the fixed numbers of a training with `num_batches` micro-batches an epoch."""
+    train, optim, checkpoint = config.train, config.optim, config.checkpoint
+    steps_per_epoch = math.ceil(num_batches / train.accumulate)
+    schedule = build_schedule(config.schedule)
+
+    def learning_rate(step: int) -> float:
+        total = train.epochs * steps_per_epoch
+        return lr_at(step, schedule, lr=optim.lr, total_steps=total, steps_per_epoch=steps_per_epoch)
+
+    return TrainerSettings(
+        epochs=train.epochs,
+        batch_size=train.batch_size,
+        accumulate=train.accumulate,
+        base_lr=optim.lr,
+        learning_rate=learning_rate,
+        save_rules=SaveRules(checkpoint.every_steps, checkpoint.every_minutes, checkpoint.grace_s),
+        save_every_epochs=checkpoint.every_epochs,
+        monitor=checkpoint.monitor,
+        eval_every_epochs=config.eval.every_epochs,
+        early_stop=train.early_stop,
+        max_bad_steps=train.max_bad_steps,
+        log_every_steps=config.log.every_steps,
     )
 
 
 def first_gpu0_bsz(config: RunConfig, saved_plan: SavedMemoryPlan | None) -> int | None:
-    """`gpu0_bsz` of the first epoch: as the config says, or where it says `auto`, of the plan."""
-    wish = config.parallel.gpu0_bsz
-    if wish == "auto":
+    """Return `gpu0_bsz` of the first epoch: as the config says, or of the plan where it says `auto`."""
+    wanted = config.parallel.gpu0_bsz
+    if wanted == "auto":
         return None if saved_plan is None else saved_plan.gpu0_bsz
-    return wish
+    return wanted
 
 
-def build_steering(
-    config: RunConfig,
-    devices: DevicePlan,
-    engine: StepEngine,
-    inbox: Inbox,
-    event_log: EventLog,
-    watch: DeviceMemoryTracker,
-    saved_plan: SavedMemoryPlan | None,
+def build_controller(
+    config: RunConfig, context: RunContext, devices: DevicePlan, engine: StepEngine, saved_plan: SavedMemoryPlan | None
 ) -> CommandController:
-    """What takes commands, with the settings that the config begins with."""
+    """Build what handles commands, with the settings that the config begins with."""
     parallel = config.parallel
     batch_split = BatchSplitController(
         engine.network, config.train.batch_size, devices.mode, engine.smallest_chunk, saved_plan
     )
     gpu0_bsz = first_gpu0_bsz(config, saved_plan)
     settings = LiveSettings(gpu0_bsz=gpu0_bsz, gpu0_bsz_auto=parallel.gpu0_bsz == "auto", shares=parallel.shares)
-    return CommandController(inbox, event_log, batch_split, watch, settings)
+    return CommandController(context.inbox, context.event_log, batch_split, context.device_memory, settings)
 
 
-def build_parallel(
-    config: RunConfig,
-    devices: DevicePlan,
-    ranks: Ranks,
-    model: SegmentationModel,
-    network: NormalizedInput,
-    gpu0_bsz: int | None,
-) -> nn.Module:
-    """Puts the network on its devices, in the way the mode asks for.
-
-    Raises:
-        ConfigError: the split, the batch or a stage does not fit the model or the devices.
-    """
-    parallel, batch_size = config.parallel, config.train.batch_size
-    plain = NormalizedInput(model, network.normalizer)
-    example = torch.zeros(1, 3, *config.data.crop_px, dtype=torch.uint8)
-    try:
-        if devices.mode == "ddp":
-            if batch_size < ranks.world_size:
-                raise ValueError(f"{ranks.world_size} ranks cannot share train.batch_size = {batch_size}: use one each")
-            check_batchnorm(plain, [batch_size // ranks.world_size], example)
-            return wrap_ddp(network, devices.devices[0], gradient_as_bucket_view=parallel.gradient_as_bucket_view)
-        if devices.mode == "model":
-            stages = parallel.stages or balance_stages(model, devices.devices, example.float().expand(2, -1, -1, -1))
-            named = {f"model.{name}": device for name, device in stages.items()}
-            place_stages(network, named, devices.devices[0], devices.devices[0])
-            return network
-        # Logical devices share one random generator: one replica at a time keeps dropout reproducible.
-        is_distinct = len(set(devices.devices)) == len(devices.devices)
-        wrapped = DataParallelModel(
-            network,
-            devices.devices,
-            gpu0_bsz,
-            shares=parallel.shares,
-            full_batch=batch_size if parallel.shares is None else None,
-            mode="threads" if is_distinct else "lockstep",
+def _build_datasets(
+    config: RunConfig, scheme: ClassScheme, ranks: Ranks, limit: ImageLimit | None
+) -> tuple[SegmentationDataset, SegmentationDataset]:
+    """Build the training and the validation set."""
+    train_split, val_split = split_names(config.data)
+    num_train = None if limit is None else limit.num_batches * config.train.batch_size
+    num_val = None if limit is None else limit.num_val
+    train_set = build_dataset(config.data, scheme, train_split, is_training=True, seed=config.seed, most=num_train)
+    if len(train_set) < ranks.world_size:
+        raise ConfigError(
+            f"parallel: {ranks.world_size} ranks cannot share {len(train_set)} training images: use one each"
         )
-        check_batchnorm(plain, wrapped.plan(batch_size), example)
-        return wrapped
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"parallel: {error}") from None
+    val_set = build_dataset(config.data, scheme, val_split, is_training=False, seed=config.seed, most=num_val)
+    return train_set, val_set
+
+
+def _build_engine(
+    config: RunConfig,
+    context: RunContext,
+    devices: DevicePlan,
+    train_set: SegmentationDataset,
+    gpu0_bsz: int | None,
+    checkpoint: LoadedCheckpoint | None,
+) -> StepEngine:
+    scheme, ranks = train_set.scheme, context.ranks
+    teacher = None if config.distill is None else read_trained(config.distill.teacher)
+    assembler = StepAssembler(config, scheme, teacher)
+    layout = build_layout(config, devices, gpu0_bsz, ranks.world_size)
+    parts = assembler.build_parts(
+        layout, lambda rule: class_weights(rule, _frequencies(train_set, scheme)), with_weights=checkpoint is None
+    )
+    return assembler.assemble(parts, layout, ranks=ranks, device_memory=context.device_memory)
+
+
+def _build_loaders(
+    config: RunConfig, ranks: Ranks, train_set: SegmentationDataset, val_set: SegmentationDataset, device: torch.device
+) -> tuple[TrainLoader, EvalLoader]:
+    data, rank, world_size = config.data, ranks.rank, ranks.world_size
+    train_loader = TrainLoader(
+        train_set,
+        config.train.batch_size,
+        seed=config.seed,
+        options=LoadOptions(data.workers, data.timeout_s, pin_memory=device.type == "cuda"),
+        rank=rank,
+        world_size=world_size,
+    )
+    val_loader = EvalLoader(
+        val_set,
+        options=LoadOptions(data.workers, data.timeout_s),
+        batch_size=config.eval.batch_size,
+        rank=rank,
+        world_size=world_size,
+    )
+    return train_loader, val_loader
+
+
+def _device_facts(context: RunContext, devices: DevicePlan) -> list[Any]:
+    known = context.device_memory.devices
+    if known:
+        return [
+            {"device": each.device, "name": each.name, "uuid": each.uuid, "total_mib": each.total_mib} for each in known
+        ]
+    return [str(device) for theirs in context.ranks.gather(devices.devices) for device in theirs]
 
 
 def _frequencies(dataset: SegmentationDataset, scheme: ClassScheme) -> ClassFrequencies:

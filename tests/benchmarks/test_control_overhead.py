@@ -13,16 +13,20 @@ from typing import Any
 
 import pytest
 
+from segapp.checkpoint.training_state import CheckpointStore
 from segapp.config import LiveSettings
 from segapp.parallel.ranks import Ranks
 from segapp.run.events import EventWriter, Step
 from segapp.run.folder import RunFolder
 from segapp.train.control.batch_split import BatchSplitController
-from segapp.train.control.commands import CommandController, TrainingPosition
+from segapp.train.control.commands import CommandController
 from segapp.train.control.inbox import Inbox
+from segapp.train.control.progress import TrainingProgress
 from segapp.train.control.safe_point import SafePoint
 from segapp.train.control.signals import StopSignals
-from segapp.train.saving.position import Clock
+from segapp.train.process.context import RunContext
+from segapp.train.saving.position import Position
+from segapp.train.saving.saver import Captured, CheckpointSaver, SaveRules
 from segapp.train.telemetry.device_memory import DeviceMemoryTracker, device_info_of
 from segapp.train.telemetry.event_log import EventLog
 from segapp.train.telemetry.sampler import HEARTBEAT_S, MEMORY_S, MemorySampler
@@ -58,20 +62,22 @@ def test_control_overhead(tiny: dict[str, Any], tmp_path: Path) -> None:
     folder = RunFolder.create(path=tmp_path / "desk")
     event_log = EventLog(EventWriter(folder.events))
     watch = DeviceMemoryTracker([device_info_of(torch.device("cpu"))])
+    inbox = Inbox(folder, event_log)
+    context = RunContext(folder, event_log, Ranks(), StopSignals(), watch, inbox)
     controller = CommandController(
-        Inbox(folder, event_log),
+        inbox,
         event_log,
         BatchSplitController(torch.nn.Linear(1, 1), 2, "single"),
         watch,
         LiveSettings(),
     )
-    attention = SafePoint(
-        StopSignals(), controller, Ranks(), Clock(), watch, event_log,
-        standing=lambda: TrainingPosition(1, 1, 2, 9), save=lambda: None,
-    )  # fmt: skip
+    saver = CheckpointSaver(
+        CheckpointStore(folder.checkpoints), SaveRules(), context, lambda: Captured({}, Position(), None)
+    )
+    safe_point = SafePoint(context, controller, saver, TrainingProgress(epochs=9))
     monitor = MemorySampler(event_log, watch)
     parts_us = {
-        "a look (no poll due)": median_us(attention.check),
+        "a look (no poll due)": median_us(safe_point.check),
         "five marks": median_us(lambda: [watch.mark(phase) for phase in PHASES]),
         "step event": median_us(lambda: event_log.emit(Step(epoch=1, step=1, loss=0.5, lr=0.1, split=[2, 3, 3]))),
         "poll of the inbox, 4 a second": median_us(lambda: controller.inbox.take(is_last=True)) * 4 * step_us / 1e6,

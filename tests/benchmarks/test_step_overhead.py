@@ -15,13 +15,16 @@ import torch
 
 from segapp.build.devices import DevicePlan
 from segapp.build.network import build_network
-from segapp.checkpoint.training_state import CheckpointStore
 from segapp.losses import CriterionCE
+from segapp.parallel.ranks import Ranks
 from segapp.run.events import EventWriter
 from segapp.run.folder import RunFolder
 from segapp.train.build import build_trainer, seed_everything
+from segapp.train.control.inbox import Inbox
 from segapp.train.control.signals import StopSignals
-from segapp.train.saving.position import Position
+from segapp.train.process.context import RunContext
+from segapp.train.saving.position import Best, Position
+from segapp.train.telemetry.device_memory import DeviceMemoryTracker
 from segapp.train.telemetry.event_log import EventLog
 from segapp.train.trainer import Trainer
 from tests.support.runs import merged
@@ -32,8 +35,8 @@ ROUNDS = 12
 def plain_loop(trainer: Trainer, model: torch.nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> None:
     """What a person writes by hand: no checks, no events, no averages."""
     criterion = CriterionCE()
-    mean = torch.tensor(trainer.config.data.mean).view(1, 3, 1, 1) * 255
-    std = torch.tensor(trainer.config.data.std).view(1, 3, 1, 1) * 255
+    mean = torch.tensor(trainer.facts.config["data"]["mean"]).view(1, 3, 1, 1) * 255
+    std = torch.tensor(trainer.facts.config["data"]["std"]).view(1, 3, 1, 1) * 255
     model.train()
     for batch in trainer.train_loader.epoch(epoch):
         images = (batch.images.float() - mean) / std
@@ -58,19 +61,15 @@ def test_time_of_a_step_against_a_plain_loop(tiny: dict[str, Any], tmp_path: Pat
     )
     folder = RunFolder.create("bench", path=tmp_path / "run")
     event_log = EventLog(EventWriter(folder.events))
-    trainer = build_trainer(
-        config,
-        store=CheckpointStore(folder.checkpoints),
-        event_log=event_log,
-        signals=StopSignals(),
-        devices=DevicePlan("single", (torch.device("cpu"),), ""),
-    )
+    ranks, memory = Ranks(), DeviceMemoryTracker()
+    context = RunContext(folder, event_log, ranks, StopSignals(), memory, Inbox(folder, event_log))
+    trainer = build_trainer(config, context, DevicePlan("single", (torch.device("cpu"),), ""))
     seed_everything(config.seed)
     model = build_network(config.model, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=0.0005)
 
     def ours(epoch: int) -> None:
-        trainer.position = Position(epoch, 0, trainer.position.step)
+        trainer.progress.restore(Position(epoch, 0, trainer.position.step), Best())
         trainer.train_epoch()
 
     times: dict[str, list[float]] = {"segapp": [], "plain": []}
@@ -84,7 +83,7 @@ def test_time_of_a_step_against_a_plain_loop(tiny: dict[str, Any], tmp_path: Pat
     event_log.close()
     trainer.train_loader.close()
     ratios = sorted(p / s for s, p in zip(times["segapp"], times["plain"], strict=True))
-    images = trainer.batches_per_epoch * config.train.batch_size
+    images = len(trainer.train_loader) * config.train.batch_size
     print(
         f"\nworkers {workers}: segapp {images / statistics.median(times['segapp']):.2f} images/s, "
         f"plain {images / statistics.median(times['plain']):.2f} images/s, "

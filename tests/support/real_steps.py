@@ -12,12 +12,12 @@ import warnings
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from segapp.build.network import build_network
 from segapp.config import validate_config
 from segapp.memory.simulation.jobs import SimulationJob
 from segapp.memory.simulation.recorder import Recorder
 from segapp.parallel import data_parallel
-from segapp.train.planning.simulate import Simulator, run_step
+from segapp.train.planning.simulate import build_simulator, run_step
+from segapp.train.step.assemble import StepLayout, StepParts
 
 MODELS = {
     "lraspp": {"library": "torchvision", "name": "lraspp_mobilenet_v3_large"},
@@ -65,10 +65,13 @@ def run_in_this_thread(modules, inputs, kwargs=None, **_):
 def measured_mib(simulator, split):
     """Highest sum of what lives before the step and what the profiler sees allocated and freed within it, MiB."""
     torch.manual_seed(0)
-    model = build_network(simulator.config.model, 19, with_weights=False).train()
-    job = SimulationJob("dp" if len(split) > 1 else "single", split, loss="full")
-    devices = ["cpu"] * len(split)
-    engine, _ = simulator.build_engine(job, model, devices, {}, Recorder())
+    mode = "dp" if len(split) > 1 else "single"
+    devices = (torch.device("cpu"),) * len(split)
+    layout = StepLayout(mode, devices, shares=split if mode == "dp" else None, loss="full")
+    assembler = simulator.assembler
+    model = assembler.prepare(assembler.build_model(with_weights=False), layout).train()
+    criterion = assembler.build_criterion(lambda _: [1.0] * 19, layout.loss)
+    engine = assembler.assemble(StepParts(model, criterion), layout)
     batch = simulator.batch(sum(split))
     run_step(engine, [batch], Recorder())
     before = static_bytes(engine) + batch.images.nbytes + batch.target.nbytes
@@ -91,7 +94,7 @@ def simulated_mib(simulator, split):
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    simulator = Simulator(config_of(sys.argv[1]))
+    simulator = build_simulator(config_of(sys.argv[1]))
     splits = [tuple(map(int, word.split("+"))) for word in sys.argv[2:]]
     data_parallel.run_replicas = run_in_this_thread
     simulated = [simulated_mib(simulator, split) for split in splits]

@@ -1,53 +1,50 @@
-"""A batch tried for real: one step and one evaluation of black images, with the trainer's own engine and devices."""
+"""Try a batch: two steps and one evaluation of black images, with the engine and the devices of the training."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+from collections.abc import Callable, Iterable
 
 import torch
+from torch import Tensor
 
+from segapp.build.data import build_scheme
 from segapp.build.devices import DevicePlan
-from segapp.build.network import build_network
+from segapp.build.trained import read_trained
 from segapp.config import RunConfig
 from segapp.memory.saved_plan import SavedMemoryPlan
-from segapp.memory.simulation.jobs import SimulationJob
-from segapp.memory.simulation.recorder import Recorder
-from segapp.parallel import convert_sync_batchnorm
-from segapp.precision import Precision
-from segapp.train.planning.simulate import Simulator, eval_size
-from segapp.train.recovery.memory_limit import build_budget
+from segapp.train.planning.blank_data import blank_batch, evaluate_blank, evaluation_size
+from segapp.train.recovery.memory_limit import build_memory_limit
+from segapp.train.step.assemble import RealDevices, StepAssembler, StepLayout
 from segapp.train.step.engine import StepEngine
 from segapp.train.telemetry.device_memory import DeviceMemoryTracker
 
 
-def build_real_engine(
-    config: RunConfig, devices: list[str], split: tuple[int, ...], recorder: Recorder | None = None
-) -> tuple[StepEngine, Simulator]:
-    """The engine of a config on devices of this machine, without its weights or its data.
+def build_trial_engine(
+    config: RunConfig,
+    layout: StepLayout,
+    tag: Callable[[Iterable[Tensor], str], None] = lambda tensors, kind: None,
+) -> StepEngine:
+    """Build the training's engine on devices of this machine, without its weights and its data.
 
     Args:
         config: the complete config; mode single or dp.
-        devices: as torch calls them.
-        split: samples on each.
-        recorder: is told what the tensors are for.
+        layout: devices and split.
+        tag: is told what tensors are for.
     """
-    recorder, simulator = recorder or Recorder(), Simulator(config)
-    model = build_network(config.model, simulator.scheme.num_classes, with_weights=False).train()
-    if config.parallel.sync_bn and len(devices) > 1:
-        convert_sync_batchnorm(model)
-    Precision(config.train.precision, torch.device(devices[0])).prepare(model.to(devices[0]))
-    if config.train.channels_last:
-        model.to(memory_format=torch.channels_last)
-    recorder.tag(model.parameters(), "weights")
-    recorder.tag(model.buffers(), "buffers")
-    job = SimulationJob("dp" if len(devices) > 1 else "single", split)
-    engine, _ = simulator.build_engine(job, model, devices, {}, recorder)
-    return engine, simulator
+    teacher = None if config.distill is None else read_trained(config.distill.teacher)
+    assembler = StepAssembler(config, build_scheme(config.data), teacher)
+    num_classes = assembler.scheme.num_classes
+    parts = assembler.build_parts(layout, lambda _: [1.0] * num_classes, with_weights=False)
+    parts.model.train()
+    tag(parts.model.parameters(), "weights")
+    tag(parts.model.buffers(), "buffers")
+    return assembler.assemble(parts, layout, RealDevices(tag=tag))
 
 
 def trial_step(config: RunConfig, devices: DevicePlan, saved_plan: SavedMemoryPlan) -> None:
-    """Makes two steps of a full batch, and an evaluation of the largest image.
+    """Make two steps of a full batch, and an evaluation of the largest image.
 
     Args:
         config: with the batch to try.
@@ -57,18 +54,19 @@ def trial_step(config: RunConfig, devices: DevicePlan, saved_plan: SavedMemoryPl
     Raises:
         torch.OutOfMemoryError: it does not fit.
     """
-    split = saved_plan.best_split
-    engine, simulator = build_real_engine(config, [str(device) for device in devices.devices], split)
-    budget = build_budget(config.parallel, devices.devices, engine, DeviceMemoryTracker())
+    scheme = build_scheme(config.data)
+    shares = saved_plan.best_split if devices.mode == "dp" else None
+    engine = build_trial_engine(config, StepLayout(devices.mode, devices.devices, shares=shares))
+    limit = build_memory_limit(config.parallel.memory_budget_mib, devices.devices, engine, DeviceMemoryTracker())
     try:
-        with contextlib.nullcontext() if budget is None else budget.enforced():
+        with contextlib.nullcontext() if limit is None else limit.enforced():
             engine.network.train()
-            batches = [simulator.batch(config.train.batch_size)] * min(2, config.train.accumulate)
+            batch = blank_batch(scheme, config.train.batch_size, config.data.crop_px)
             for _ in range(2):  # the second meets what the first leaves
-                engine.step(batches)
-            simulator.evaluate_black(engine, eval_size(config)[0])
+                engine.step([batch] * min(2, config.train.accumulate))
+            evaluate_blank(engine, config, scheme, evaluation_size(config)[0])
         for device in {device for device in devices.devices if device.type == "cuda"}:
             torch.cuda.synchronize(device)
     finally:
-        del engine, budget
+        del engine, limit
         gc.collect()

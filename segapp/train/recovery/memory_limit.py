@@ -1,6 +1,6 @@
 """Memory budgets: devices that refuse more bytes of tensors than they were given, for real, on the CPU too.
 
-`MemoryBudget` follows every storage that a step makes, as torch's allocator would count it, and knows which logical
+`MemoryLimit` follows every storage that a step makes, as torch's allocator would count it, and knows which logical
 device it belongs to: in a replica's thread that replica's; in backward that of the tensors it was made from; else the
 first. The operation that takes a device over its budget raises `torch.OutOfMemoryError` where it is: in the forward
 pass of that replica, in the loss, in backward, in the update, in an evaluation.
@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from segapp.config import ParallelConfig
 from segapp.errors import ConfigError
 from segapp.memory.oom_report import LiveTensor, OomSnapshot
 from segapp.parallel import DataParallelModel, current_replica
@@ -35,7 +34,7 @@ _LARGEST = 8
 _HELD = "held"
 
 
-class MemoryBudget(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class MemoryLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of tensors on each device of a training, and the limit of each.
 
     Enter it around steps and evaluations; what is alive between them stays counted. A replica's weights are charged to
@@ -44,19 +43,23 @@ class MemoryBudget(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         limits_mib: for each device.
         names: of the devices.
-        busy: gives the devices that work in the present forward pass, in replica order.
+        busy: returns the devices that work in the present forward pass, in replica order.
+        phase: returns the present phase of the training, for error reports.
     """
 
     def __init__(
-        self, limits_mib: Sequence[float], names: Sequence[str], busy: Callable[[], Sequence[int]] = lambda: (0,)
+        self,
+        limits_mib: Sequence[float],
+        names: Sequence[str],
+        busy: Callable[[], Sequence[int]] = lambda: (0,),
+        phase: Callable[[], str] = lambda: "",
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.limits_bytes = [int(mib * MIB) for mib in limits_mib]
         self.names = tuple(names)
-        self.busy = busy
+        self.busy, self.phase = busy, phase
         self.live = [0] * len(limits_mib)
         self.peaks = [0] * len(limits_mib)
-        self.phase: Callable[[], str] = lambda: ""
         self._alive: dict[int, tuple[int, int, str, weakref.ref[Any]]] = {}
         self._replica_bytes = 0
         self._charged: set[int] = set()
@@ -169,15 +172,15 @@ class MemoryBudget(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return error
 
 
-class BudgetCounters:
-    """The counters of one device of a `MemoryBudget`, as `DeviceMemoryTracker` asks for them.
+class LimitCounters:
+    """The counters of one device of a `MemoryLimit`, as `DeviceMemoryTracker` asks for them.
 
     Args:
         budget: counts.
         device: its number.
     """
 
-    def __init__(self, budget: MemoryBudget, device: int) -> None:
+    def __init__(self, budget: MemoryLimit, device: int) -> None:
         self._budget, self._device = budget, device
 
     def used_mib(self) -> float | None:
@@ -203,20 +206,29 @@ class BudgetCounters:
         return None
 
 
-def build_budget(
-    section: ParallelConfig, devices: Sequence[torch.device], engine: StepEngine, watch: DeviceMemoryTracker
-) -> MemoryBudget | None:
-    """The budgets of `parallel.memory_budget_mib`, counted from now on; None where torch itself keeps to them.
+def build_memory_limit(
+    limits_mib: Sequence[float] | None, devices: Sequence[torch.device], engine: StepEngine, memory: DeviceMemoryTracker
+) -> MemoryLimit | None:
+    """Build the limits of `parallel.memory_budget_mib`, counted from now on; None where torch itself keeps to them.
 
     GPUs that are not shared by logical devices are limited by their own allocator.
+
+    Args:
+        limits_mib: of the devices of all ranks; None: no limits.
+        devices: of this process.
+        engine: of the training; what it holds between two steps is counted on the first device.
+        memory: shows the counters; it is told to ask the limit for them.
+
+    Raises:
+        ConfigError: a device has no limit.
     """
-    if section.memory_budget_mib is None:
+    if limits_mib is None:
         return None
     first = engine.ranks.rank
-    limits = section.memory_budget_mib[first : first + len(devices)]
+    limits = limits_mib[first : first + len(devices)]
     if len(limits) < len(devices):
         raise ConfigError(
-            f"parallel.memory_budget_mib names {len(section.memory_budget_mib)} budgets: device "
+            f"parallel.memory_budget_mib names {len(limits_mib)} budgets: device "
             f"{first + len(limits)} has none: give one a device"
         )
     if all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices):
@@ -230,13 +242,11 @@ def build_budget(
         split = network.last_split if isinstance(network, DataParallelModel) else (1,)
         return [i for i, size in enumerate(split) if size] or [0]
 
-    budget = MemoryBudget(limits, [str(device) for device in devices], busy)
-    budget.phase = lambda: watch.phase
-    taught = 0 if engine.distillation is None else engine.distillation.replicated_bytes()
-    budget.hold(engine.held_tensors(), replicated_bytes=sum(p.nbytes for p in model.parameters()) + taught)
+    limit = MemoryLimit(limits, [str(device) for device in devices], busy, phase=lambda: memory.phase)
+    limit.hold(engine.held_tensors(), replicated_bytes=engine.replicated_bytes())
     for parameter in model.parameters():
         if parameter.requires_grad:
             hook: Any = parameter.register_post_accumulate_grad_hook
-            hook(lambda p: budget.place([p.grad], 0))
-    watch.use_counters({first + i: BudgetCounters(budget, i) for i in range(len(devices))})
-    return budget
+            hook(lambda p: limit.place([p.grad], 0))
+    memory.use_counters({first + i: LimitCounters(limit, i) for i in range(len(devices))})
+    return limit

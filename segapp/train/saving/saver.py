@@ -1,10 +1,9 @@
-"""When a checkpoint is saved, and how: copied at a step boundary, written while training goes on.
+"""When a checkpoint is saved, and how: copied at a step boundary, written while training continues.
 
-A save is a copy of the state in memory, which training waits for, and its writing (check, serialise, hash, fsync, read
-back, rename), which one thread does. There is never a second writer: a save that falls due by steps or by time while
-the last one is still being written is put off until that one is done, and one that belongs to a place (the end of an
-epoch, a command, a stop) waits. A save that fails leaves the older checkpoints as they are, says so in an alert, and is
-tried again with the then present state.
+Training waits for the copy of the state in memory. One thread then writes it: check, serialise, hash, fsync, read back,
+rename. There is never a second writer: a save that falls due by steps or by time while the last one is still being
+written is postponed until that one is done; a save at the end of an epoch, for a command or for a stop waits for it.
+A save that fails leaves the older checkpoints as they are, emits an alert, and is tried again with the present state.
 """
 
 from __future__ import annotations
@@ -17,14 +16,11 @@ from typing import Any
 
 from segapp.checkpoint.snapshot import snapshot
 from segapp.checkpoint.training_state import CheckpointStore, SavedCheckpoint
-from segapp.config.sections import CheckpointConfig
 from segapp.errors import NonFiniteError, StorageError
 from segapp.failpoints import failpoint
-from segapp.parallel.ranks import Ranks
 from segapp.run.events import Alert, Checkpoint
+from segapp.train.process.context import RunContext
 from segapp.train.saving.position import Position
-from segapp.train.telemetry.device_memory import DeviceMemoryTracker
-from segapp.train.telemetry.event_log import EventLog
 
 RETRY_S = 30.0
 """A save that failed is tried again after so many seconds, then after twice as many, up to `MAX_RETRY_S`."""
@@ -50,32 +46,43 @@ class Captured:
     metric: float | None
 
 
+@dataclass(frozen=True)
+class SaveRules:
+    """When saves are due beside those at the end of an epoch.
+
+    Attributes:
+        every_steps: a save every so many steps; None: none.
+        every_minutes: a save every so many minutes; None: none.
+        grace_s: seconds between a scheduler's SIGTERM and SIGKILL; a save that takes longer is an alert.
+    """
+
+    every_steps: int | None = None
+    every_minutes: float | None = None
+    grace_s: float = 30.0
+
+
 class CheckpointSaver:
-    """The saves of one training; every rank has one, the main rank writes.
+    """Saves checkpoints; every rank has one, the main rank writes.
 
     Args:
         store: where the main rank writes to.
-        section: when saves are due.
-        event_log: takes `checkpoint` and `alert` events, also from the thread.
-        ranks: the state is gathered from all of them.
-        watch: is told of the phase.
-        capture: gives the state; every rank must ask.
+        rules: when saves are due.
+        context: of the run; the thread that writes emits events too.
+        capture: returns the state; every rank must call it at the same time.
         retry_s: seconds before a failed save is tried again.
     """
 
     def __init__(
         self,
         store: CheckpointStore,
-        section: CheckpointConfig,
-        event_log: EventLog,
-        ranks: Ranks,
-        watch: DeviceMemoryTracker,
+        rules: SaveRules,
+        context: RunContext,
         capture: Callable[[], Captured],
         *,
         retry_s: float = RETRY_S,
     ) -> None:
-        self._store, self._section, self._event_log = store, section, event_log
-        self._ranks, self._watch, self._capture = ranks, watch, capture
+        self._store, self._rules, self._capture = store, rules, capture
+        self._event_log, self._ranks, self._memory = context.event_log, context.ranks, context.device_memory
         self._begun: Position | None = None
         """The position of the last save that was begun and is not known to have failed; the same on every rank."""
         self._begun_s = time.monotonic()
@@ -90,37 +97,37 @@ class CheckpointSaver:
     # --- when ------------------------------------------------------------------------------------------------------
 
     def is_due(self, step: int) -> bool:
-        """Whether the config wants a save at this step; the same on every rank."""
-        return self._section.every_steps is not None and step % self._section.every_steps == 0
+        """Return True if a save is due at this step; the same on every rank."""
+        return self._rules.every_steps is not None and step % self._rules.every_steps == 0
 
     def is_overdue(self) -> bool:
-        """Whether a save that was put off, that failed, or that is due by time can begin now; the main rank knows."""
+        """Return True if a postponed, failed or timed save can begin now; decided by the main rank."""
         if not self._ranks.is_main or self.written_for_s() is not None:
             return False
-        now_s, every = time.monotonic(), self._section.every_minutes
+        now_s, every = time.monotonic(), self._rules.every_minutes
         is_time = every is not None and now_s - self._begun_s >= 60 * every
         return self._is_put_off or is_time or (self._retry_at_s is not None and now_s >= self._retry_at_s)
 
     def is_fresh(self, age_s: float) -> bool:
-        """Whether the last save is younger than so many seconds."""
+        """Return True if the last save began at most `age_s` seconds ago."""
         return self._begun is not None and time.monotonic() - self._begun_s <= age_s
 
     def written_for_s(self) -> float | None:
-        """For how long a checkpoint has been being written; None while none is. Safe in any thread."""
+        """Return the seconds since the running write began; None while none runs. Safe in any thread."""
         since_s = self._written_since_s
         return None if since_s is None else time.monotonic() - since_s
 
     # --- how -------------------------------------------------------------------------------------------------------
 
     def begin_or_put_off(self) -> None:
-        """Begins a save, or puts it off while the last one is still being written; every rank must call it."""
+        """Begin a save, or postpone it while the last one is still being written; every rank must call it."""
         if self._ranks.from_main(self.written_for_s() is not None):
             self._is_put_off = True
         else:
             self.begin()
 
     def begin(self, *, finished_epoch: int | None = None, is_best: bool = False) -> None:
-        """Begins a save: training waits for the copy, and for the writer where that is still busy.
+        """Begin a save: training waits for the copy, and for the writer if it is busy.
 
         Every rank must call it.
 
@@ -131,7 +138,7 @@ class CheckpointSaver:
         self._save(finished_epoch, is_best, is_last=False)
 
     def finish(self, position: Position, *, is_required: bool) -> None:
-        """Waits for the writer, and saves what is not saved yet; every rank must call it.
+        """Wait for the writer, and save what is not saved yet; every rank must call it.
 
         Args:
             position: where the training stands.
@@ -147,44 +154,44 @@ class CheckpointSaver:
                 raise self._problem
 
     def is_saved(self, position: Position) -> bool:
-        """Whether this very state is committed, after a wait for the writer; every rank must ask."""
-        return self.settle() and self._begun == position
+        """Wait for the writer; return True if the state at `position` is committed. Every rank must call it."""
+        return self.wait() and self._begun == position
 
-    def settle(self) -> bool:
-        """Waits for the writer; every rank must call it.
+    def wait(self) -> bool:
+        """Wait for the writer; every rank must call it.
 
         Returns:
-            Whether the last save that was begun is committed.
+            True if the last save that was begun is committed.
         """
-        while not self._ranks.from_main(self._wait(_EXCHANGE_S)):
+        while not self._ranks.from_main(self._join_writer(_EXCHANGE_S)):
             pass
         if self._ranks.from_main(self._problem is not None):
             self._begun = None
         return self._begun is not None
 
     def wait_for_writer(self) -> None:
-        """Waits for this rank's writer alone: a training that breaks off closes its journal next."""
-        while not self._wait(_EXCHANGE_S):
+        """Wait for this rank's writer alone: a training that fails closes its event log next."""
+        while not self._join_writer(_EXCHANGE_S):
             pass
 
     def begin_asked(self, position: Position) -> None:
-        """Begins a save that somebody asked for, unless this very state is saved; every rank must call it."""
-        if not (self._begun == position and self.settle()):
+        """Begin a requested save, unless the state at `position` is saved; every rank must call it."""
+        if not (self._begun == position and self.wait()):
             self.begin()
 
     def outcome(self) -> tuple[bool, str | None]:
-        """Whether the last save is done, and why it failed; as the main rank sees it."""
+        """Return whether the last save is done, and why it failed; as the main rank sees it."""
         return (
             self.written_for_s() is None,
             None if self._problem is None else f"it could not be saved: {self._problem}",
         )
 
     def save_last_boundary(self, captured: Captured, is_still: Callable[[], bool]) -> str | None:
-        """Saves a state from another thread than the training's, which does not move any more.
+        """Save a state from another thread while the training thread hangs.
 
         Args:
             captured: tensors may still be those of the model.
-            is_still: whether the training thread has not moved meanwhile: if it has, the copy may be torn.
+            is_still: returns True while the training thread has not moved; if it has, the copy may be torn.
 
         Returns:
             Why it could not be saved; None where it is, or was already.
@@ -192,7 +199,7 @@ class CheckpointSaver:
         state = snapshot(captured.state)
         if not is_still():
             return "the training moved on"
-        if not self._wait(_EXCHANGE_S):
+        if not self._join_writer(_EXCHANGE_S):
             return "another checkpoint is still being written"
         if self._begun == captured.position and self._problem is None:
             return None
@@ -201,9 +208,9 @@ class CheckpointSaver:
         return None if self._problem is None else str(self._problem)
 
     def _save(self, finished_epoch: int | None, is_best: bool, *, is_last: bool) -> None:
-        phase = self._watch.phase
-        self._watch.mark("save")
-        self.settle()
+        phase = self._memory.phase
+        self._memory.mark("save")
+        self.wait()
         began_s = time.perf_counter()
         captured = self._capture()
         self._begun, self._begun_s = replace(captured.position), time.monotonic()
@@ -215,8 +222,8 @@ class CheckpointSaver:
             captured = Captured(state, self._begun, captured.metric)
             self._start_writer(captured, finished_epoch, is_best, time.perf_counter() - began_s)
         if is_last or failpoint("ckpt.background") == "sync":
-            self.settle()
-        self._watch.mark(phase)
+            self.wait()
+        self._memory.mark(phase)
 
     # --- the writer ------------------------------------------------------------------------------------------------
 
@@ -227,11 +234,11 @@ class CheckpointSaver:
         try:
             writer.start()
             self._writer = writer
-        except RuntimeError:  # no memory for another thread: what ends for want of memory is saved all the same
+        except RuntimeError:  # no memory for another thread: write in this one
             self._write(*arguments)
 
-    def _wait(self, timeout_s: float) -> bool:
-        """Whether the writer is done, after at most so many seconds; signals are heard meanwhile."""
+    def _join_writer(self, timeout_s: float) -> bool:
+        """Wait at most `timeout_s`, in which signals are handled; return True if the writer is done."""
         if self._writer is not None:
             self._writer.join(timeout_s)
             if self._writer.is_alive():
@@ -283,7 +290,7 @@ class CheckpointSaver:
                 copy_s=copy_s,
             )
         )
-        grace_s = self._section.grace_s
+        grace_s = self._rules.grace_s
         if saved.save_s + copy_s > grace_s and not self._has_warned_of_grace:
             self._has_warned_of_grace = True
             message = (

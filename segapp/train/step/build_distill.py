@@ -19,13 +19,14 @@ from segapp.models import Critic, SegmentationModel, critic_size
 from segapp.parallel import DataParallelModel, convert_sync_batchnorm
 from segapp.parallel.ranks import Ranks
 from segapp.precision import Precision
+from segapp.train.step.critic import CriticTrainer, PenaltySettings
 from segapp.train.step.distill import (
     HOLISTIC,
     PAIR_WISE,
     PIXEL_WISE,
-    CriticTrainer,
     Distillation,
     DistilledInput,
+    HolisticDistillation,
     Teacher,
     TermSettings,
 )
@@ -155,7 +156,7 @@ def _critic_precision(config: RunConfig, device: torch.device) -> Precision:
 def build_distillation(
     config: RunConfig, network: nn.Module, inner: DistilledInput, device: torch.device, ranks: Ranks
 ) -> Distillation:
-    """What the step engine needs to know; trains the critic on the devices of the student's network.
+    """Build the distillation's part in every step; a critic is trained on the devices of the student's network.
 
     Args:
         config: with a `distill` section.
@@ -167,7 +168,7 @@ def build_distillation(
     assert config.distill is not None
     section, critic = config.distill.critic, inner.critic
     if critic is None:
-        return Distillation(inner.teacher, None)
+        return Distillation(inner.teacher)
     own: nn.Module = critic
     if isinstance(network, DataParallelModel):
         own = DataParallelModel(
@@ -183,12 +184,10 @@ def build_distillation(
         own,
         _build_optimizer(section, critic, lr_factor=section.lr / config.optim.lr),
         _critic_precision(config, device),
-        kind=section.penalty,
-        penalty_factor=section.penalty_weight,
-        seed=config.seed,
-        ranks=ranks,
+        PenaltySettings(section.penalty, section.penalty_weight, config.seed),
+        ranks,
     )
-    return Distillation(inner.teacher, trainer)
+    return HolisticDistillation(inner.teacher, trainer)
 
 
 def _build_optimizer(section: CriticConfig, critic: Critic, lr_factor: float) -> torch.optim.Optimizer:

@@ -1,31 +1,26 @@
-"""Learning from a teacher: what a training step has more of, and the critic that learns beside the student.
+"""Distillation from a teacher: the network that runs student, teacher and critic, and its part in a step.
 
 `DistilledInput` is the network that the devices run: the student, beside it the teacher of that device and the critic.
-It gives the terms' values per image, so that `CriterionDistilled` can add them at any split. The critic's own update
-(`CriticTrainer`) needs the gradient of a gradient over the whole batch, which `DistributedDataParallel` cannot make: it
-runs as a bare module, over replicas by `DataParallelModel` and over ranks with `all_reduce_gradients`.
+It returns the terms' values per image, so that `CriterionDistilled` can add them at any split. `Distillation` and
+`HolisticDistillation` are the step's participants: the teacher's identity, and the update of the critic.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from segapp.datasets.sampling import mix_seed
 from segapp.errors import CheckpointError
 from segapp.inference.normalize import NormalizedInput, Normalizer
 from segapp.losses import node_features, pair_wise_difference, pixel_wise_divergence
 from segapp.models import Critic, critic_input
-from segapp.parallel import DataParallelModel, all_reduce_gradients, gradient_penalty
-from segapp.parallel.penalties import PenaltyKind
-from segapp.parallel.ranks import Ranks
-from segapp.precision import Precision
-from segapp.train.step.rollback import BufferGuard
+from segapp.optim import set_lr
+from segapp.train.step.critic import CriticTrainer
+from segapp.train.step.participant import StepParticipant
 
 if TYPE_CHECKING:
     from segapp.datasets.loader import Batch
@@ -142,231 +137,115 @@ class DistilledInput(NormalizedInput):
         return heads, torch.stack(values, 1), maps
 
 
-class CriticTrainer:
-    """Makes the critic's share of every step: Wasserstein distance and gradient penalty, exact at any split.
-
-    The critic wants low scores for the student's maps and high ones for the teacher's, Liu et al., equation 5 with the
-    penalty of Gulrajani et al. 2017; the student, by `DistilledInput`, wants high scores for its own. Both see the
-    other as it was before the step. Random numbers depend on (seed, step, image) alone.
+class Distillation(StepParticipant):
+    """A teacher's part in every step: its outputs come with the student's (`DistilledInput`), so only its state counts.
 
     Args:
-        critic: the bare module, on its first device.
-        network: runs it: a `DataParallelModel` around it, or the module itself.
-        optimizer: over its parameters, with `lr_factor` in its groups.
-        precision: of the critic.
-        kind: which gradient penalty.
-        penalty_factor: its weight.
-        seed: of the training.
-        ranks: the processes that share every step.
-
-    Attributes:
-        num_steps: steps made.
-        terms: of the last step, on the device: `critic`, how far it tells the two apart, and `penalty`, not weighted.
-        bad_in_row: steps in a row that left the critic as it was, because its gradient was not finite.
+        teacher: of the student.
     """
 
-    def __init__(
-        self,
-        critic: Critic,
-        network: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        precision: Precision,
-        *,
-        kind: PenaltyKind,
-        penalty_factor: float,
-        seed: int,
-        ranks: Ranks,
-    ) -> None:
-        self.critic, self.network, self.optimizer, self.precision = critic, network, optimizer, precision
-        self.kind, self.penalty_factor, self.seed, self.ranks = kind, penalty_factor, seed, ranks
-        self.device = precision.device
-        self.num_steps = 0
-        self.terms: dict[str, Tensor] = {}
-        self.bad_in_row = torch.zeros((), dtype=torch.int64, device=self.device)
-        self._guard = BufferGuard(critic)
-        self._seen: list[tuple[Tensor, Tensor]] = []
-        critic.requires_grad_(False)  # but in its own turn: the student's backward pass goes through it
+    name = "distillation"
 
-    def begin(self) -> None:
-        """Remembers what a step may have to take back."""
-        self._guard.remember()
-        self.forget()
-
-    def forget(self) -> None:
-        """Lets go of the maps that were taken."""
-        self._seen.clear()
-
-    def take(self, outputs: Any) -> None:
-        """Keeps the maps of a micro-batch for the critic's turn.
-
-        Args:
-            outputs: of a network around `DistilledInput`.
-        """
-        parts = outputs if isinstance(outputs, list) else [outputs]
-        real, fake = (torch.cat([part[2][i].to(self.device) for part in parts]) for i in range(2))
-        self._seen.append((real, fake))
-
-    def follow(self, network: nn.Module) -> None:
-        """Divides batches over the devices as the student's network does."""
-        if isinstance(self.network, DataParallelModel) and isinstance(network, DataParallelModel):
-            self.network.shares = network.shares
-            self.network.gpu0_bsz = network.gpu0_bsz
-
-    def backward(self, batches: Sequence[Batch]) -> None:
-        """The gradient of the critic's loss over all micro-batches of the step and all ranks.
-
-        Args:
-            batches: whose maps were taken, in this order.
-        """
-        own = torch.tensor([len(batch.indices) for batch in batches], dtype=torch.float64, device=self.device)
-        (counts,) = self.ranks.sums((own,))
-        per_image, shares = self.ranks.world_size / counts.sum(), counts / counts.sum()
-        distances, penalties = [], []
-        with self._learning():
-            for batch, (real, fake), share in zip(batches, self._seen, shares, strict=True):
-                gap = self._scores(fake).sum() - self._scores(real).sum()
-                gap = gap * per_image.to(gap.dtype)
-                part = self._penalty(batch, real, fake)
-                part = part * share.to(part.dtype)
-                self.precision.scale(gap + self.penalty_factor * part).backward()  # type: ignore[no-untyped-call]
-                distances.append(-gap.detach() / self.ranks.world_size)
-                penalties.append(part.detach())
-            all_reduce_gradients(self.critic.parameters())
-        self.forget()
-        (distance,) = self.ranks.sums((torch.stack(distances).sum(),))
-        self.terms = {"critic": distance, "penalty": torch.stack(penalties).sum()}
-
-    def _penalty(self, batch: Batch, real: Tensor, fake: Tensor) -> Tensor:
-        noise = alpha = None
-        if self.kind == "dragan":
-            noise = self._uniform(batch, real.shape[1:]).to(real)
-        else:
-            alpha = self._uniform(batch, ()).to(real)
-        return gradient_penalty(self._run, real, fake, self.kind, alpha=alpha, noise=noise)
-
-    def _uniform(self, batch: Batch, shape: Sequence[int]) -> Tensor:
-        """(N, *shape) numbers in 0..1, of each image its own."""
-        rows = []
-        for index in batch.indices:
-            generator = torch.Generator().manual_seed(mix_seed("critic", self.seed, self.num_steps, index))
-            rows.append(torch.rand(tuple(shape), generator=generator))
-        return torch.stack(rows)
-
-    def _run(self, maps: Tensor) -> Any:
-        with self.precision.autocast():
-            return self.network(maps)
-
-    def _scores(self, maps: Tensor) -> Tensor:
-        scores = self._run(maps)
-        gathered: Tensor = scores.gather(self.device) if isinstance(self.network, DataParallelModel) else scores
-        return gathered.float()
-
-    @contextlib.contextmanager
-    def _learning(self) -> Iterator[None]:
-        self.critic.requires_grad_(True)
-        try:
-            yield
-        finally:
-            self.critic.requires_grad_(False)
-
-    @torch.no_grad()
-    def finish_gradients(self) -> Tensor:
-        """Unscales the gradients; gives whether they are bad."""
-        gradients = [p.grad for p in self.critic.parameters() if p.grad is not None]
-        self.precision.unscale(gradients)
-        norm = torch.nn.utils.get_total_norm(gradients).to(self.device)
-        return (~(torch.isfinite(norm) & torch.isfinite(self.terms["critic"]))).float()
-
-    @torch.no_grad()
-    def apply(self, is_bad: Tensor, is_step_bad: Tensor) -> None:
-        """Changes the critic.
-
-        Args:
-            is_bad: its own gradients are not finite.
-            is_step_bad: the student's step is not made either.
-        """
-        is_left_out = torch.maximum(is_bad, is_step_bad)
-        self.optimizer.found_inf = is_left_out  # type: ignore[attr-defined]
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.precision.update(is_bad)
-        self._guard.restore_where(is_left_out)
-        self.bad_in_row = (self.bad_in_row + 1) * is_bad.long()
-        self.num_steps += 1
-
-    def undo(self) -> None:
-        """Leaves the critic as it was before the step."""
-        self._guard.restore()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.forget()
-
-    def has_diverged(self, max_bad_steps: int) -> bool:
-        """Whether it learns no more: its loss scale fell below 1, or without one too many bad steps came in a row."""
-        if self.precision.scaler is not None:
-            return float(self.precision.scaler.scale) < 1.0
-        return int(self.bad_in_row) >= max_bad_steps
+    def __init__(self, teacher: Teacher) -> None:
+        self.teacher = teacher
 
     def held_tensors(self) -> list[Tensor]:
-        """What lies in memory between two steps."""
-        states = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-        return [*self.critic.parameters(), *self.critic.buffers(), *self._guard.kept, *states]
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a continuation needs."""
-        return {
-            "critic": self.critic.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "precision": self.precision.state_dict(),
-            "num_steps": self.num_steps,
-            "bad_in_row": self.bad_in_row,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` gave."""
-        self.critic.load_state_dict(state["critic"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.precision.load_state_dict(state["precision"])
-        self.num_steps = int(state["num_steps"])
-        self.bad_in_row.copy_(state["bad_in_row"])
-
-
-class Distillation:
-    """What a step engine needs to know of a distillation.
-
-    Args:
-        teacher: whom the student learns from.
-        critic: of the holistic term; None without it.
-    """
-
-    def __init__(self, teacher: Teacher, critic: CriticTrainer | None) -> None:
-        self.teacher, self.critic = teacher, critic
-
-    def held_tensors(self) -> list[Tensor]:
-        """What lies on the first device between two steps."""
-        return [*self.teacher.tensors(), *([] if self.critic is None else self.critic.held_tensors())]
+        """Return the teacher's tensors on the first device."""
+        return self.teacher.tensors()
 
     def replicated_bytes(self) -> int:
-        """What every other device holds of it."""
-        critic = [] if self.critic is None else list(self.critic.critic.parameters())
-        return sum(t.nbytes for t in (*self.teacher.tensors(), *critic))
+        """Return the size of the teacher's copy on every other device."""
+        return sum(tensor.nbytes for tensor in self.teacher.tensors())
 
     def state_dict(self) -> dict[str, Any]:
-        """What a continuation needs; the teacher only so far that another one is noticed."""
-        return {
-            "teacher_sha256": self.teacher.sha256,
-            "critic": None if self.critic is None else self.critic.state_dict(),
-        }
+        """Return the hash of the teacher's checkpoint: a resume refuses another teacher."""
+        return {"teacher_sha256": self.teacher.sha256, "critic": None}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Takes over what `state_dict` gave.
+        """Check that the saved training had this teacher.
 
         Raises:
-            CheckpointError: it is of a training with another teacher.
+            CheckpointError: it had another one, or none.
         """
         if state is None or state["teacher_sha256"] != self.teacher.sha256:
             raise CheckpointError(
                 "distill.teacher is another checkpoint than the one that this training learned from: "
                 "put that one back, or start a new run"
             )
-        if self.critic is not None:
-            self.critic.load_state_dict(state["critic"])
+
+
+class HolisticDistillation(Distillation):
+    """A teacher, and a critic that takes part in every step with an update of its own.
+
+    Args:
+        teacher: of the student.
+        critic: of the holistic term.
+    """
+
+    def __init__(self, teacher: Teacher, critic: CriticTrainer) -> None:
+        super().__init__(teacher)
+        self.critic = critic
+
+    def begin(self, network: nn.Module) -> None:
+        """Store the critic's buffers."""
+        self.critic.begin(network)
+
+    def take(self, outputs: Any) -> None:
+        """Keep the maps of a micro-batch for the critic's update."""
+        self.critic.take(outputs)
+
+    def backward(self, batches: Sequence[Batch]) -> None:
+        """Compute the gradients of the critic's loss."""
+        self.critic.backward(batches)
+
+    def finish_gradients(self) -> None:
+        """Unscale the critic's gradients."""
+        self.critic.finish_gradients()
+
+    def apply(self, is_step_bad: Tensor) -> None:
+        """Update the critic."""
+        self.critic.apply(is_step_bad)
+
+    def rollback(self) -> None:
+        """Restore the critic."""
+        self.critic.rollback()
+
+    def set_lr(self, lr: float) -> None:
+        """Set the critic's learning rate, in proportion to the student's."""
+        set_lr(self.critic.optimizer, lr)
+
+    def terms(self) -> dict[str, Tensor]:
+        """Return the critic's loss and its gradient penalty, not weighted."""
+        return self.critic.values
+
+    def divergence(self, max_bad_steps: int) -> str | None:
+        """Return a message if the critic cannot learn any more."""
+        if self.critic.has_diverged(max_bad_steps):
+            return "the gradient of the distillation's critic not finite for too many steps in a row"
+        return None
+
+    def held_tensors(self) -> list[Tensor]:
+        """Return the tensors of teacher and critic on the first device."""
+        return [*super().held_tensors(), *self.critic.held_tensors()]
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the critic's optimizer."""
+        return [self.critic.optimizer]
+
+    def replicated_bytes(self) -> int:
+        """Return the size of the copies of teacher and critic on every other device."""
+        return super().replicated_bytes() + sum(p.nbytes for p in self.critic.critic.parameters())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the teacher's hash and the state of critic, optimizer and loss scale."""
+        return {**super().state_dict(), "critic": self.critic.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            CheckpointError: the training had another teacher.
+        """
+        super().load_state_dict(state)
+        assert state is not None
+        self.critic.load_state_dict(state["critic"])

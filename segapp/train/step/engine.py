@@ -1,7 +1,7 @@
-"""How one step reaches the weights: normalise, forward, sums of the loss, backward, optimizer; exact for any division.
+"""One optimizer step: forward, additive loss statistics, backward, update; exact for any division of the batch.
 
-A criterion gives additive statistics (sums). The engine adds them over chunks, micro-batches and ranks before the one
-division, so loss and gradient are those of the whole step on one big device.
+A criterion returns additive statistics (sums). The engine adds them over chunks, micro-batches and ranks before the one
+division, so loss and gradient are those of the whole step on one large device.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from segapp.optim import WeightAverage, set_lr
 from segapp.parallel import DataParallelCriterion, DataParallelModel
 from segapp.parallel.ranks import Ranks
 from segapp.precision import Precision
+from segapp.train.step.participant import StepParticipant
 from segapp.train.step.rollback import BufferGuard, TorchRng, capture_torch_rng, restore_torch_rng
 from segapp.train.telemetry.device_memory import IDLE, DeviceMemoryTracker
 
 if TYPE_CHECKING:
     from segapp.datasets.loader import Batch
     from segapp.models import SegmentationModel
-    from segapp.train.step.distill import Distillation
 
 
 @dataclass
@@ -44,57 +44,71 @@ class StepResult:
     """Parts of the loss that are shown, by name."""
 
 
+@dataclass(frozen=True)
+class StepModules:
+    """The modules of a step.
+
+    Attributes:
+        model: the bare model, on its device and cast by the step's `Precision`.
+        network: takes uint8 images (N, 3, H, W) and wraps `model`: a `DataParallelModel` (one device or several), a
+            `DistributedDataParallel` (one device per rank), or a module whose stages lie on several devices.
+        criterion: additive statistics of the network's outputs.
+        average: moving average of the weights, or None.
+        smallest_chunk: samples that every busy device needs; more than 1 where BatchNorm is not synchronised.
+    """
+
+    model: SegmentationModel
+    network: nn.Module
+    criterion: AdditiveCriterion
+    average: WeightAverage[SegmentationModel] | None = None
+    smallest_chunk: int = 1
+
+
 class StepEngine:
     """Makes optimizer steps.
 
     Args:
-        model: the bare model, already on its device and cast by `precision`.
-        network: takes uint8 images and wraps `model`: a `DataParallelModel` (one device or several), a
-            `DistributedDataParallel` (one device a rank), or a module whose stages lie on several devices.
-        criterion: additive statistics of the model's outputs.
+        modules: model, network, criterion and average.
         optimizer: its groups hold `precision`'s master weights.
-        precision: the precision mode.
-        average: moving average of the weights, or None.
-        device: the first device: it holds the weights, and sums are made there.
+        precision: the precision mode; its device is the first one, which holds the weights and where sums are made.
         clip_grad_norm: largest norm of the whole gradient, or None.
+        participants: take part in every step beside the model.
         ranks: the processes that share every step.
-        watch: is told of the phases of a step.
-        distillation: what the network and the criterion learn from a teacher; None: nothing.
+        device_memory: is told of the phases of a step.
+
+    Attributes:
+        bad_steps: steps that left the weights as they were because a value was not finite; 0-dim, on the device.
+        bad_in_row: the same, in a row up to the last step.
+        is_whole: True if the state is that of a step boundary; False only where an update broke off in the middle.
     """
 
     def __init__(
         self,
-        model: SegmentationModel,
-        network: nn.Module,
-        criterion: AdditiveCriterion,
+        modules: StepModules,
         optimizer: torch.optim.Optimizer,
         precision: Precision,
         *,
-        average: WeightAverage[SegmentationModel] | None,
-        device: torch.device,
-        clip_grad_norm: float | None,
+        clip_grad_norm: float | None = None,
+        participants: Sequence[StepParticipant] = (),
         ranks: Ranks | None = None,
-        watch: DeviceMemoryTracker | None = None,
-        distillation: Distillation | None = None,
+        device_memory: DeviceMemoryTracker | None = None,
     ) -> None:
-        self.model, self.network, self.criterion = model, network, criterion
-        self.distillation = distillation
-        self.critic = None if distillation is None else distillation.critic
-        self.optimizer, self.precision, self.average = optimizer, precision, average
-        self.device, self.clip_grad_norm = device, clip_grad_norm
+        self.model, self.network, self.criterion = modules.model, modules.network, modules.criterion
+        self.average, self.smallest_chunk = modules.average, modules.smallest_chunk
+        self.optimizer, self.precision, self.clip_grad_norm = optimizer, precision, clip_grad_norm
+        self.participants = tuple(participants)
         self.ranks = ranks or Ranks()
-        self.watch = watch or DeviceMemoryTracker()
-        devices = [device, *(parameter.device for parameter in model.parameters())]
-        devices += network.devices if isinstance(network, DataParallelModel) else ()
+        self.device_memory = device_memory or DeviceMemoryTracker()
+        self.device = device = precision.device
+        devices = [device, *(parameter.device for parameter in self.model.parameters())]
+        devices += self.network.devices if isinstance(self.network, DataParallelModel) else ()
         self._rng_devices = tuple(dict.fromkeys(each for each in devices if each.type == "cuda"))
         self.bad_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.bad_in_row = torch.zeros((), dtype=torch.int64, device=device)
-        self._summed = DataParallelCriterion(criterion) if isinstance(network, DataParallelModel) else criterion
-        self.guard = BufferGuard(model)
-        self.smallest_chunk = 1
-        """Samples that a busy device needs; more than 1 where BatchNorm is not synchronised."""
+        is_replicated = isinstance(self.network, DataParallelModel)
+        self._summed = DataParallelCriterion(self.criterion) if is_replicated else self.criterion
+        self.guard = BufferGuard(self.model)
         self.is_whole = True
-        """Whether the state is that of a step's boundary; False only where an update broke off in the middle."""
         self._rng_before_step: TorchRng | None = None
 
     def step(
@@ -106,28 +120,26 @@ class StepEngine:
 
         Args:
             batches: this rank's micro-batches of the step; every rank has as many.
-            check: called before each micro-batch; it may raise to leave.
+            check: called before each micro-batch but the first; it may raise to leave.
             num_pieces: cut every micro-batch into so many; the same mean, in less memory.
         """
         split = self.split_of(batches[0])
         if num_pieces > 1:
             batches = [piece for batch in batches for piece in self._cut(batch, num_pieces)]
-        self.guard.remember()
-        if self.critic is not None:
-            self.critic.follow(self.network)
-            self.critic.begin()
-        with self._undone_if_left():
+        self._begin()
+        with self._rolled_back_if_left():
             totals = self._totals(batches) if len(batches) > 1 else None
             sums: Statistics | None = None
             for number, batch in enumerate(batches, start=1):
-                check()
+                if number > 1:
+                    check()
                 with self._reduced_later(number < len(batches)):
                     statistics = self._backward(batch, totals)
                 sums = statistics if sums is None else _added(sums, statistics)
             assert sums is not None
-            if self.critic is not None:
-                self.critic.backward(batches)
-            self.watch.mark("step")
+            for participant in self.participants:
+                participant.backward(batches)
+            self.device_memory.mark("step")
             oom_failpoint("train.optimizer")
             with torch.no_grad():
                 sums = self.ranks.sums(sums)
@@ -136,10 +148,12 @@ class StepEngine:
             if failpoint("train.value") == "inf":
                 loss = torch.full_like(loss, torch.inf)
             grad_norm, is_bad = self._finish_gradients(loss)
-            is_critic_bad = None if self.critic is None else self.critic.finish_gradients()
-        self._apply(is_bad, is_critic_bad)
-        self.watch.mark(IDLE)
-        terms |= {} if self.critic is None else self.critic.terms
+            for participant in self.participants:
+                participant.finish_gradients()
+        self._apply(is_bad)
+        self.device_memory.mark(IDLE)
+        for participant in self.participants:
+            terms |= participant.terms()
         return StepResult(loss.detach(), grad_norm, is_bad, split, terms)
 
     def _cut(self, batch: Batch, num_pieces: int) -> list[Batch]:
@@ -164,8 +178,13 @@ class StepEngine:
         if self.average is not None:
             averaged = [*self.average.module.parameters(), *self.average.module.buffers()]
         own = [*self.model.parameters(), *self.model.buffers(), *self.guard.kept, *self.criterion.buffers()]
-        taught = [] if self.distillation is None else self.distillation.held_tensors()
-        return [*own, *masters, *states, *averaged, *taught]
+        others = [tensor for participant in self.participants for tensor in participant.held_tensors()]
+        return [*own, *masters, *states, *averaged, *others]
+
+    def replicated_bytes(self) -> int:
+        """Return the bytes that every device but the first holds while it works: weights and participants."""
+        own = sum(parameter.nbytes for parameter in self.model.parameters())
+        return own + sum(participant.replicated_bytes() for participant in self.participants)
 
     def can_train_on(self, num_samples: int) -> bool:
         """Whether BatchNorm has values enough in a micro-batch of so many samples."""
@@ -176,10 +195,10 @@ class StepEngine:
         return all(size == 0 or size >= self.smallest_chunk for size in self.network.plan(num_samples))
 
     def set_lr(self, lr: float) -> None:
-        """Sets the learning rate of the next steps, the critic's in proportion."""
+        """Set the learning rate of the next steps; participants scale their own with it."""
         set_lr(self.optimizer, lr)
-        if self.critic is not None:
-            set_lr(self.critic.optimizer, lr)
+        for participant in self.participants:
+            participant.set_lr(lr)
 
     def split_of(self, batch: Batch) -> list[int]:
         """Samples of a batch on each device of this process."""
@@ -191,7 +210,7 @@ class StepEngine:
         with self.precision.autocast():
             statistics = self._statistics(batch)
         failpoint("train.device")
-        self.watch.mark("backward")
+        self.device_memory.mark("backward")
         oom_failpoint("train.backward")
         own = tuple(s.detach() for s in statistics)
         if totals is None and self.ranks.world_size == 1:
@@ -214,15 +233,15 @@ class StepEngine:
         return contextlib.nullcontext()
 
     def _statistics(self, batch: Batch) -> Statistics:
-        self.watch.mark("forward")
+        self.device_memory.mark("forward")
         if isinstance(self.network, DataParallelModel):
             outputs, target = self.network(batch.images), batch.target
         else:
             target = batch.target.to(self.device, non_blocking=True)
             outputs = self.network(batch.images.to(self.device, non_blocking=True))
-        if self.critic is not None:
-            self.critic.take(outputs)
-        self.watch.mark("loss")
+        for participant in self.participants:
+            participant.take(outputs)
+        self.device_memory.mark("loss")
         oom_failpoint("train.loss")
         return self._summed.statistics(outputs, target)
 
@@ -245,8 +264,7 @@ class StepEngine:
         if rng is not None:
             restore_torch_rng(rng)
             self.guard.restore()
-            if self.critic is not None:
-                self.critic.undo()
+            self._roll_back_participants()
         assert sums is not None
         return self.ranks.sums(sums)
 
@@ -257,8 +275,9 @@ class StepEngine:
             batch: a micro-batch of the last step.
             max_bad_steps: so many in a row are too many.
         """
-        if self.critic is not None and self.critic.has_diverged(max_bad_steps):
-            return "the gradient of the distillation's critic not finite for too many steps in a row", ""
+        for participant in self.participants:
+            if problem := participant.divergence(max_bad_steps):
+                return problem, ""
         in_row, scaler = int(self.bad_in_row), self.precision.scaler
         is_collapsed = scaler is not None and float(scaler.scale) < 1.0
         # A scale that is still falling explains bad steps by itself.
@@ -280,7 +299,7 @@ class StepEngine:
             "criterion": self.criterion.state_dict(),
             "bad_steps": self.bad_steps,
             "bad_in_row": self.bad_in_row,
-            "distillation": None if self.distillation is None else self.distillation.state_dict(),
+            **{participant.name: participant.state_dict() for participant in self.participants},
         }
 
     def state_before_step(self) -> tuple[dict[str, Any], TorchRng | None]:
@@ -303,8 +322,8 @@ class StepEngine:
         self.criterion.load_state_dict(state["criterion"])
         self.bad_steps.copy_(state["bad_steps"])
         self.bad_in_row.copy_(state["bad_in_row"])
-        if self.distillation is not None:
-            self.distillation.load_state_dict(state.get("distillation"))
+        for participant in self.participants:
+            participant.load_state_dict(state.get(participant.name))
 
     def first_non_finite_layer(self, batch: Batch) -> str | None:
         """The layer of the model whose output, or whose gradient, is the first not to be finite; None if all are.
@@ -325,9 +344,7 @@ class StepEngine:
 
         named = [(name, m) for name, m in self.model.named_modules() if not list(m.children())]
         handles = [module.register_forward_hook(watch(name)) for name, module in named]
-        self.guard.remember()
-        if self.critic is not None:
-            self.critic.begin()
+        self._begin()
         rng = capture_torch_rng(self._rng_devices)
         try:
             with self.precision.autocast():
@@ -344,8 +361,7 @@ class StepEngine:
             self.guard.restore()
             restore_torch_rng(rng)
             self.model.zero_grad(set_to_none=True)
-            if self.critic is not None:
-                self.critic.undo()
+            self._roll_back_participants()
         return found[0] if found else None
 
     @torch.no_grad()
@@ -361,8 +377,8 @@ class StepEngine:
         return grad_norm, is_bad
 
     @torch.no_grad()
-    def _apply(self, is_bad: Tensor, is_critic_bad: Tensor | None) -> None:
-        """Changes weights, average, critic and counters; in place, so that nothing here needs memory to speak of."""
+    def _apply(self, is_bad: Tensor) -> None:
+        """Update weights, average, participants and counters in place: nothing here needs memory to speak of."""
         self.is_whole = False
         # torch's fused optimizers leave everything as it is when found_inf is set, without asking the host.
         self.optimizer.found_inf = is_bad  # type: ignore[attr-defined]
@@ -373,16 +389,16 @@ class StepEngine:
         self.guard.restore_where(is_bad)
         if self.average is not None:
             self.average.update(is_bad)
-        if self.critic is not None and is_critic_bad is not None:
-            self.critic.apply(is_critic_bad, is_bad)
+        for participant in self.participants:
+            participant.apply(is_bad)
         bad = is_bad.long()
         self.bad_steps += bad
         self.bad_in_row = (self.bad_in_row + 1) * bad
         self.is_whole = True
 
     @contextlib.contextmanager
-    def _undone_if_left(self) -> Iterator[None]:
-        """Undoes a step that is left half way: buffers, random numbers, gradients."""
+    def _rolled_back_if_left(self) -> Iterator[None]:
+        """Roll back a step that is left before its update: buffers, random numbers, gradients."""
         rng = self._rng_before_step = capture_torch_rng(self._rng_devices)
         try:
             yield
@@ -391,11 +407,19 @@ class StepEngine:
             restore_torch_rng(rng)
             self.model.zero_grad(set_to_none=True)
             self.optimizer.zero_grad(set_to_none=True)
-            if self.critic is not None:
-                self.critic.undo()
+            self._roll_back_participants()
             raise
         finally:
             self._rng_before_step = None
+
+    def _begin(self) -> None:
+        self.guard.remember()
+        for participant in self.participants:
+            participant.begin(self.network)
+
+    def _roll_back_participants(self) -> None:
+        for participant in self.participants:
+            participant.rollback()
 
 
 def _added(a: Statistics, b: Statistics) -> Statistics:

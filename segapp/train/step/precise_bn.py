@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from segapp.inference.sliding import Inference
 from segapp.train.step.rollback import BufferGuard
+
+if TYPE_CHECKING:
+    from segapp.datasets.loader import TrainLoader
 
 
 class BatchNormMemoryError(torch.OutOfMemoryError):
-    """There was not memory enough to recompute BatchNorm's statistics."""
+    """Memory does not suffice to recompute BatchNorm's statistics."""
 
 
 def recompute_batchnorm(model: nn.Module, inputs: Iterable[Tensor], device: torch.device) -> None:
-    """Replaces BatchNorm's running statistics by those of the inputs; dropout's random numbers are put back.
+    """Replace BatchNorm's running statistics by those of the inputs; random states are restored afterwards.
 
     Args:
         model: on `device`.
@@ -23,7 +28,7 @@ def recompute_batchnorm(model: nn.Module, inputs: Iterable[Tensor], device: torc
         device: where they are.
 
     Raises:
-        BatchNormMemoryError: there was not memory enough; the statistics are as they were.
+        BatchNormMemoryError: memory does not suffice; the statistics are as they were.
     """
     guard = BufferGuard(model)
     momenta = {m: m.momentum for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
@@ -37,3 +42,36 @@ def recompute_batchnorm(model: nn.Module, inputs: Iterable[Tensor], device: torc
         if isinstance(error, torch.OutOfMemoryError):
             raise BatchNormMemoryError(str(error)) from error
         raise
+
+
+class PreciseBatchNorm:
+    """Recomputes lagging running statistics from fixed training batches under the present weights.
+
+    Args:
+        loader: of the training; epoch 0 never trains, so its batches are the same at every call.
+        num_batches: so many of them, at most an epoch.
+    """
+
+    def __init__(self, loader: TrainLoader, num_batches: int) -> None:
+        self._loader, self._num_batches = loader, min(num_batches, len(loader))
+
+    def recompute(self, model: nn.Module, inference: Inference, device: torch.device, num_pieces: int) -> None:
+        """Replace the running statistics of a model on `device`.
+
+        Args:
+            model: takes normalised images (N, 3, H, W).
+            inference: its normaliser and autocast are used.
+            device: of the model.
+            num_pieces: every batch is cut into so many.
+
+        Raises:
+            BatchNormMemoryError: memory does not suffice; the statistics are as they were.
+        """
+        batches = iter(self._loader.epoch(0))
+        pieces = (
+            piece.to(device)
+            for _ in range(self._num_batches)
+            for piece in next(batches).images.tensor_split(num_pieces)
+        )
+        with inference.autocast():
+            recompute_batchnorm(model, map(inference.normalizer, pieces), device)

@@ -48,9 +48,9 @@ class MemorySampler:
     ) -> None:
         self.event_log, self.watch = event_log, watch
         self.step: Callable[[], int | None] = lambda: None
-        """Gives the number of steps so far."""
+        """Returns the steps done; None before `follow`."""
         self.saving_s: Callable[[], float | None] = lambda: None
-        """Gives for how long a checkpoint has been being written; None while none is."""
+        """Returns the seconds since the running checkpoint write began; None while none runs."""
         has_gpus = any(place.uuid for place in watch.devices)
         self._gpus = gpus or (GpuPoller() if has_gpus else None)
         self._memory_s, self._heartbeat_s, self._blocked_s = memory_s, heartbeat_s, blocked_s
@@ -65,6 +65,15 @@ class MemorySampler:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
+
+    def follow(self, step: Callable[[], int | None], saving_s: Callable[[], float | None]) -> None:
+        """Report a training from now on.
+
+        Args:
+            step: returns the steps done.
+            saving_s: returns the seconds since the running checkpoint write began; None while none runs.
+        """
+        self.step, self.saving_s = step, saving_s
 
     def beat(self) -> None:
         """Emit a heartbeat."""

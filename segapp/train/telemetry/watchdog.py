@@ -72,11 +72,8 @@ class Watchdog:
         end: Callable[[int], None] = os._exit,
     ) -> None:
         self.step: Callable[[], int | None] = lambda: None
-        """Gives the number of steps so far."""
-        self.first_step: int | None = None
-        """Steps that were made before this process began; told by whoever begins, as a look may come too late."""
-        self.save_last_boundary: Callable[[Callable[[], bool]], str | None] = lambda _: "nothing was there to save yet"
-        """Saves the state of the last step boundary; gives why it could not."""
+        self._first_step: int | None = None
+        self._save_last_boundary: Callable[[Callable[[], bool]], str | None] = lambda _: "nothing was there to save yet"
         self._path = folder / "stacks.log"
         self._folder, self._event_log, self._watch, self._end = folder, event_log, watch, end
         self._timeout_s, self._data_timeout_s, self._num_workers = timeout_s, data_timeout_s, num_workers
@@ -104,6 +101,18 @@ class Watchdog:
                 if self._path.stat().st_size == 0:
                     self._path.unlink()
 
+    def follow(
+        self, step: Callable[[], int | None], save_last_boundary: Callable[[Callable[[], bool]], str | None]
+    ) -> None:
+        """Watch a training from now on.
+
+        Args:
+            step: returns the steps done; its present value is where this process began.
+            save_last_boundary: saves the state of the last step boundary; returns why it could not.
+        """
+        self._first_step = step()
+        self.step, self._save_last_boundary = step, save_last_boundary
+
     def limit_s(self, place: str, *, has_stepped: bool) -> float:
         """Return the seconds without progress that are allowed in an activity.
 
@@ -127,7 +136,7 @@ class Watchdog:
             if self._watch.last_progress_s != seen_s:
                 seen_s, silent_s = self._watch.last_progress_s, 0.0
             place = self._watch.activity
-            if silent_s >= self.limit_s(place, has_stepped=self.step() not in (None, self.first_step)):
+            if silent_s >= self.limit_s(place, has_stepped=self.step() not in (None, self._first_step)):
                 if self._report_hang(place, silent_s, lambda seen_s=seen_s: self._watch.last_progress_s == seen_s):  # type: ignore[misc]
                     return
                 silent_s = 0.0
@@ -190,7 +199,7 @@ class Watchdog:
                 place, "nothing to save yet"
             )
         answers: list[str | None] = []
-        _within(_RESCUE_S, lambda: answers.append(self.save_last_boundary(is_still)))
+        _within(_RESCUE_S, lambda: answers.append(self._save_last_boundary(is_still)))
         return answers[0] if answers else f"the state could not be read within {_RESCUE_S:g} s"
 
     def _emit(self, message: str, code: int) -> None:

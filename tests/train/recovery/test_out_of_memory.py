@@ -20,9 +20,9 @@ from segapp.models import SegmentationModel
 from segapp.run.commands import parse_command, send_command
 from segapp.run.folder import RunFolder
 from segapp.run.state import summarize
-from segapp.train import build
 from segapp.train.request import TrainRequest
 from segapp.train.session import run_session
+from segapp.train.step import assemble
 from tests.support.fault_table import case
 from tests.support.live_runs import small, three_devices
 from tests.support.runs import differing, events, merged, train
@@ -49,7 +49,7 @@ def plain(tiny_root: Path) -> dict[str, Any]:
 @pytest.fixture
 def _without_batchnorm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Group instead of batch statistics: then smaller pieces are the same step to the last digits."""
-    original = build.build_network
+    original = assemble.build_network
 
     def grouped(*args: Any, **kwargs: Any) -> SegmentationModel:
         model = original(*args, **kwargs)
@@ -59,7 +59,7 @@ def _without_batchnorm(monkeypatch: pytest.MonkeyPatch) -> None:
                     setattr(module, name, nn.GroupNorm(1, child.num_features))
         return model
 
-    monkeypatch.setattr(build, "build_network", grouped)
+    monkeypatch.setattr(assemble, "build_network", grouped)
 
 
 def losses(folder: Path) -> list[float]:

@@ -1,0 +1,87 @@
+"""Black images in the place of a data set, for steps and evaluations that are planned or tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from segapp.build.data import build_pairs, split_names
+from segapp.build.network import build_inference
+from segapp.config import RunConfig
+from segapp.datasets.dataset import image_sizes
+from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.datasets.loader import Batch
+from segapp.errors import DataError
+from segapp.inference.evaluate import EvaluationSettings, evaluate
+from segapp.train.step.engine import StepEngine
+
+MAX_HEADERS = 500
+KNOWN_SIZES = {"cityscapes": (1024, 2048), "camvid": (720, 960), "voc": (500, 500), "ade20k": (768, 1024)}
+"""Height and width of the largest usual image of a format, pixels."""
+
+_NUM_EVALUATED = 2
+
+
+class _EnoughSeen(Exception):  # noqa: N818 - control flow, not an error
+    """Ends an evaluation after its first batches: the scores would need numbers."""
+
+
+def blank_batch(scheme: ClassScheme, num_samples: int, size: tuple[int, int], *, device: str = "cpu") -> Batch:
+    """Return a batch of black images (N, 3, H, W) with targets (N, H, W) of class 0.
+
+    Args:
+        scheme: its class ids decide about the target's dtype.
+        num_samples: N.
+        size: H and W.
+        device: where it lies.
+    """
+    top = max(scheme.num_classes - 1, scheme.ignore_index)
+    dtype = torch.uint8 if scheme.ignore_index >= 0 and top < 256 else torch.int16
+    images = torch.zeros(num_samples, 3, *size, dtype=torch.uint8, device=device)
+    return Batch(images, torch.zeros(num_samples, *size, dtype=dtype, device=device), tuple(range(num_samples)))
+
+
+def evaluate_blank(engine: StepEngine, config: RunConfig, scheme: ClassScheme, size: tuple[int, int]) -> None:
+    """Evaluate two batches of black images, as a training evaluates, without scores.
+
+    Args:
+        engine: whose model, or average, is evaluated.
+        config: of the training.
+        scheme: of the classes.
+        size: height and width of the images.
+    """
+    inference = build_inference(config.data, config.eval, engine.model, engine.precision, config.loss.align_corners)
+
+    def batches() -> Iterator[Batch]:
+        for _ in range(_NUM_EVALUATED):
+            yield blank_batch(scheme, config.eval.batch_size, size)
+        raise _EnoughSeen
+
+    try:
+        model = engine.model if engine.average is None else engine.average.module
+        settings = EvaluationSettings(
+            inference, scheme.num_classes, scheme.ignore_index, engine.device, engine.criterion.task
+        )
+        evaluate(model, batches(), settings)
+    except _EnoughSeen:
+        return
+
+
+def evaluation_size(config: RunConfig) -> tuple[tuple[int, int], str]:
+    """Return height and width of the largest image that evaluation meets, and where that is known from.
+
+    The headers of the validation images are read where they are on this machine; else it is the format's usual size.
+    """
+    data = config.data
+    if data.resize_px is not None:
+        return data.resize_px, "data.resize_px"
+    try:
+        sizes = image_sizes(build_pairs(data, split_names(data)[1])[:MAX_HEADERS])
+    except (DataError, OSError):
+        sizes = []
+    if sizes:
+        return max(sizes, key=lambda size: size[0] * size[1]), f"the largest of {len(sizes)} validation images"
+    if data.format in KNOWN_SIZES:
+        return KNOWN_SIZES[data.format], f"usual for {data.format}: its images are not here"
+    return data.crop_px, "data.crop_px: the images are not here"

@@ -1,0 +1,34 @@
+"""Any failure of a training as one of segapp's errors."""
+
+from __future__ import annotations
+
+import re
+
+import torch.distributed as dist
+
+from segapp.errors import DistributedError, OutOfMemoryError, RunError, SegappError, StorageError
+from segapp.parallel import ReplicaError
+from segapp.train.recovery.out_of_memory import is_out_of_memory
+
+_OF_A_COLLECTIVE = re.compile(
+    r"gloo|nccl|ProcessGroup|Connection closed by peer|Connection reset by peer", re.IGNORECASE
+)
+
+
+def as_segapp_error(error: Exception) -> SegappError:
+    """Return the error that tells a user what failed; an unforeseen one becomes a RunError that names its type."""
+    if isinstance(error, SegappError):
+        return error
+    text = str(error).strip().splitlines()
+    first = text[0] if text else ""
+    if is_out_of_memory(error):
+        return OutOfMemoryError(f"out of memory: {first}: lower train.batch_size or data.crop_px")
+    if isinstance(error, OSError) and error.errno is not None:
+        return StorageError(
+            f"{error.filename or 'the run folder'}: {error.strerror}: free space or choose another folder"
+        )
+    if isinstance(error, ReplicaError):
+        return DistributedError(first)
+    if isinstance(error, (dist.DistError, ConnectionError)) or _OF_A_COLLECTIVE.search(str(error)):
+        return DistributedError(f"another rank does not answer ({first}): look at its lines, and at stacks.log")
+    return RunError(f"unexpected {type(error).__name__}: {first}")

@@ -1,0 +1,145 @@
+"""The events of a training's course: start, epochs, steps, evaluations."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from segapp.checkpoint.training_state import CheckpointStore
+from segapp.inference.evaluate import Evaluation
+from segapp.run.events import EpochStart, RunStart, Step, Val
+from segapp.train.control.commands import CommandController
+from segapp.train.control.progress import TrainingProgress
+from segapp.train.recovery.policy import OomPolicy
+from segapp.train.settings import RunFacts, TrainerSettings
+from segapp.train.step.engine import StepEngine, StepResult
+from segapp.train.telemetry.event_log import EventLog
+from segapp.train.validation import Validation
+
+if TYPE_CHECKING:
+    from segapp.datasets.loader import TrainLoader
+
+
+@dataclass(frozen=True)
+class TrainerParts:
+    """The objects that a trainer puts to work.
+
+    Attributes:
+        engine: makes steps.
+        train_loader: micro-batches of an epoch, from any position.
+        validation: evaluates.
+        controller: handles commands; holds the settings in force.
+        oom_policy: makes steps and evaluations with the memory there is.
+        store: writes checkpoints.
+    """
+
+    engine: StepEngine
+    train_loader: TrainLoader
+    validation: Validation
+    controller: CommandController
+    oom_policy: OomPolicy
+    store: CheckpointStore
+
+
+class TrainingReporter:
+    """Emits the events of a training's course.
+
+    Args:
+        event_log: takes them.
+        settings: fixed numbers.
+        parts: of the trainer.
+        progress: of the training.
+    """
+
+    def __init__(
+        self, event_log: EventLog, settings: TrainerSettings, parts: TrainerParts, progress: TrainingProgress
+    ) -> None:
+        self._event_log, self._settings, self._progress = event_log, settings, progress
+        self._engine, self._controller = parts.engine, parts.controller
+        self._num_batches = len(parts.train_loader)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of an epoch; the last one may have fewer micro-batches."""
+        return math.ceil(self._num_batches / self._settings.accumulate)
+
+    def run_start(self, facts: RunFacts, resumed_from_step: int | None) -> None:
+        """Emit `run_start`, and `weights` for every file of pretrained weights."""
+        live = self._controller.settings
+        described = {name: value for name, value in vars(facts).items() if name != "config"}
+        self._event_log.emit(
+            RunStart(
+                **described,
+                batch_size=self._settings.batch_size,
+                epochs=self._settings.epochs,
+                steps_per_epoch=self.steps_per_epoch,
+                resumed_from_step=resumed_from_step,
+                gpu0_bsz=live.gpu0_bsz,
+                is_auto=live.gpu0_bsz_auto,
+                split=self._split(),
+            )
+        )
+        for report in self._engine.model.load_reports:
+            self._event_log.emit(report.as_event())
+
+    def epoch_start(self, lr: float) -> None:
+        """Emit `epoch_start` with the learning rate of the first step."""
+        at = self._progress.position
+        self._event_log.emit(EpochStart(epoch=at.epoch, step=at.step, lr=lr, split=self._split()))
+
+    def step(self, result: StepResult, lr: float) -> None:
+        """Emit `step` and begin a new interval; reading the tensors is the only place that waits for the device."""
+        loss, norm = float(result.loss), float(result.grad_norm)
+        at, clock, scaler = self._progress.position, self._progress.clock, self._engine.precision.scaler
+        elapsed_s = time.perf_counter() - clock.began
+        step_s = elapsed_s / max(clock.num_steps, 1)
+        eta_epoch_s, eta_run_s = self._etas(step_s)
+        self._event_log.emit(
+            Step(
+                epoch=at.epoch,
+                step=at.step,
+                loss=loss,
+                lr=lr,
+                images_per_s=clock.num_images / elapsed_s,
+                data_wait_frac=clock.wait_s / elapsed_s,
+                grad_norm=norm,
+                split=result.split,
+                skipped=int(self._engine.bad_steps),
+                loss_scale=None if scaler is None else float(scaler.scale),
+                step_s=step_s,
+                eta_epoch_s=eta_epoch_s,
+                eta_run_s=eta_run_s,
+                terms={name: float(value) for name, value in result.terms.items()} or None,
+            )
+        )
+        clock.restart()
+
+    def validation(self, found: Evaluation) -> None:
+        """Emit `val`."""
+        at = self._progress.position
+        self._event_log.emit(
+            Val(
+                epoch=at.epoch,
+                step=at.step,
+                loss=found.loss,
+                miou=found.scores.miou,
+                iou=list(found.scores.iou),
+                pixel_accuracy=found.scores.pixel_accuracy,
+                num_images=found.num_images,
+                val_s=self._progress.clock.evaluation_s,
+            )
+        )
+
+    def _split(self) -> list[int] | None:
+        split = self._controller.batch_split.current
+        return None if split is None else list(split)
+
+    def _etas(self, step_s: float) -> tuple[float, float]:
+        """Return the seconds to the end of the epoch's training, and of the run with its evaluations."""
+        at, settings = self._progress.position, self._settings
+        left = math.ceil((self._num_batches - at.batch) / settings.accumulate)
+        later = settings.epochs - at.epoch
+        evaluations_s = (1 + later // settings.eval_every_epochs) * self._progress.clock.evaluation_s
+        return left * step_s, (left + later * self.steps_per_epoch) * step_s + evaluations_s

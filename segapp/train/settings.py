@@ -1,0 +1,63 @@
+"""The fixed numbers and facts of one training, as plain values: here the config ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from segapp.train.saving.saver import SaveRules
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """Fixed numbers of a training.
+
+    Attributes:
+        epochs: of the whole training.
+        batch_size: images of a micro-batch, all devices and ranks together.
+        accumulate: micro-batches of a step.
+        base_lr: the configured learning rate, for messages.
+        learning_rate: returns the learning rate of a step (from 1), before the live factor.
+        save_rules: when checkpoints are due within an epoch.
+        save_every_epochs: epochs from one checkpoint to the next; None: none at the end of an epoch.
+        monitor: the score that decides which checkpoint is best.
+        eval_every_epochs: epochs from one evaluation to the next.
+        early_stop: evaluations without a better score that end the training; None: never.
+        max_bad_steps: steps in a row without a finite loss or gradient that end the training.
+        log_every_steps: steps from one `step` event to the next.
+    """
+
+    epochs: int
+    batch_size: int
+    accumulate: int
+    base_lr: float
+    learning_rate: Callable[[int], float]
+    save_rules: SaveRules
+    save_every_epochs: int | None
+    monitor: str
+    eval_every_epochs: int
+    early_stop: int | None
+    max_bad_steps: int
+    log_every_steps: int
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What `run_start` and the checkpoint say about a training.
+
+    Attributes:
+        classes: names, in the order of their ids.
+        num_params: of the model.
+        devices: of all ranks.
+        num_train: training images.
+        num_val: validation images.
+        config: the complete config as plain values.
+    """
+
+    classes: list[str]
+    num_params: int
+    devices: list[Any]
+    num_train: int
+    num_val: int
+    config: dict[str, Any]

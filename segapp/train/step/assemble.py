@@ -1,0 +1,374 @@
+"""Assemble a training step from a config: model, criterion, optimizer, parallel wrapper and engine.
+
+Training, the memory planner, `segapp profile`, the smoke run and the automatic batch all build their engine here, so
+that what is planned is what is trained. A `DeviceBackend` says what differs between real devices and the planner's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from segapp.build.criterion import build_criterion
+from segapp.build.devices import DevicePlan, Mode
+from segapp.build.network import build_network, check_sizes, set_batchnorm_momentum
+from segapp.build.optimizer import build_optimizer, build_parameter_groups
+from segapp.build.trained import TrainedState
+from segapp.config import RunConfig
+from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.errors import ConfigError
+from segapp.inference.normalize import NormalizedInput, Normalizer
+from segapp.losses import AdditiveCriterion
+from segapp.memory.simulation.jobs import LossStyle
+from segapp.models import Critic, SegmentationModel
+from segapp.optim import WeightAverage
+from segapp.parallel import (
+    BalancedDataParallel,
+    DataParallelModel,
+    balance_stages,
+    check_batchnorm,
+    convert_sync_batchnorm,
+    place_stages,
+    smallest_chunk,
+    wrap_ddp,
+)
+from segapp.parallel.ranks import Ranks
+from segapp.precision import Precision
+from segapp.train.step.build_distill import (
+    build_critic,
+    build_distillation,
+    build_distilled_input,
+    build_teacher,
+    check_teacher,
+    distilled_criterion,
+)
+from segapp.train.step.distill import DistilledInput
+from segapp.train.step.engine import StepEngine, StepModules
+from segapp.train.telemetry.device_memory import DeviceMemoryTracker
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """How a step is divided over devices.
+
+    Attributes:
+        mode: how the devices work together.
+        devices: of this process; the first one holds the weights.
+        gpu0_bsz: samples of a full batch on the first device, in dp; None: an even split.
+        shares: samples of a full batch on each device, in dp; None: as `gpu0_bsz` says.
+        num_ranks: processes that share the step, in ddp.
+        loss: style of the loss; the planner compares segapp's with others.
+    """
+
+    mode: Mode
+    devices: tuple[torch.device, ...]
+    gpu0_bsz: int | None = None
+    shares: tuple[int, ...] | None = None
+    num_ranks: int = 1
+    loss: LossStyle = "small"
+
+    @property
+    def is_batch_divided(self) -> bool:
+        """True if BatchNorm sees only a part of the batch on each device."""
+        return self.mode == "ddp" or (self.mode == "dp" and len(self.devices) > 1)
+
+
+def build_layout(config: RunConfig, devices: DevicePlan, gpu0_bsz: int | None, num_ranks: int = 1) -> StepLayout:
+    """Return the layout that a config asks for on the devices of this process.
+
+    Args:
+        config: its `parallel.shares` hold before `gpu0_bsz`.
+        devices: devices and mode.
+        gpu0_bsz: samples of a full batch on the first device, `auto` resolved.
+        num_ranks: processes that share the step.
+    """
+    shares = None if config.parallel.shares is None else tuple(config.parallel.shares)
+    return StepLayout(devices.mode, devices.devices, gpu0_bsz, shares, num_ranks)
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """The modules that an engine is assembled from.
+
+    Attributes:
+        model: prepared by `StepAssembler.prepare`, on its device.
+        criterion: of the task, without distillation.
+        critic: of the holistic term, on the first device; None without it.
+    """
+
+    model: SegmentationModel
+    criterion: AdditiveCriterion
+    critic: Critic | None = None
+
+
+class DeviceBackend(Protocol):
+    """What real and simulated devices do differently."""
+
+    has_values: bool
+    """False where tensors have no storage: nothing can be decided by running a module."""
+
+    def copy_to(self, module: nn.Module, device: torch.device) -> Any:
+        """Return a copy of the module on a device."""
+
+    def tag(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Note what tensors are for (a kind of `segapp.memory.simulation.jobs.KINDS`)."""
+
+    def stages(self, model: nn.Module, layout: StepLayout, example: Tensor) -> Mapping[str, Any]:
+        """Return the device of each part of the model, in mode model."""
+
+    def replica_mode(self, devices: Sequence[torch.device]) -> Any:
+        """Return the `mode` of `DataParallelModel`."""
+
+    def wrap_ddp(self, network: nn.Module, device: torch.device) -> nn.Module:
+        """Return the network of one rank, whose gradients are reduced over the ranks."""
+
+
+class RealDevices:
+    """The devices of this machine.
+
+    Args:
+        stages: part of the model -> device, in mode model; None: balanced by memory.
+        gradient_as_bucket_view: of `DistributedDataParallel`.
+        tag: is told what tensors are for.
+    """
+
+    has_values = True
+
+    def __init__(
+        self,
+        stages: Mapping[str, Any] | None = None,
+        *,
+        gradient_as_bucket_view: bool = True,
+        tag: Callable[[Iterable[Tensor], str], None] = lambda tensors, kind: None,
+    ) -> None:
+        self._stages, self._as_views, self.tag = stages, gradient_as_bucket_view, tag
+
+    def copy_to(self, module: nn.Module, device: torch.device) -> Any:
+        """Return a deep copy on a device."""
+        return copy.deepcopy(module).to(device)
+
+    def stages(self, model: nn.Module, layout: StepLayout, example: Tensor) -> Mapping[str, Any]:
+        """Return `parallel.stages`, or stages balanced by the memory of one forward pass."""
+        return self._stages or balance_stages(model, layout.devices, example.float().expand(2, -1, -1, -1))
+
+    def replica_mode(self, devices: Sequence[torch.device]) -> Any:
+        """Return "threads"; logical devices share one random generator: one replica at a time keeps dropout exact."""
+        return "threads" if len(set(devices)) == len(devices) else "lockstep"
+
+    def wrap_ddp(self, network: nn.Module, device: torch.device) -> nn.Module:
+        """Return the network in `DistributedDataParallel`."""
+        return wrap_ddp(network, device, gradient_as_bucket_view=self._as_views)
+
+
+class Upsampled(nn.Module):
+    """A model whose outputs are upsampled to the images' size, as torchvision's own models do it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        """Return (N, C, H, W) logits, the auxiliary ones after the main ones."""
+        size = images.shape[-2:]
+        return tuple(F.interpolate(logits, size, mode="bilinear", align_corners=False) for logits in self.model(images))
+
+
+class StepAssembler:
+    """Builds the step of one config, on any devices.
+
+    Args:
+        config: the complete config.
+        scheme: of the classes.
+        teacher: of `distill`; needed where the config has that section. Its model is cast in place.
+
+    Raises:
+        ConfigError: the teacher does not suit the student.
+    """
+
+    def __init__(self, config: RunConfig, scheme: ClassScheme, teacher: TrainedState | None = None) -> None:
+        self.config, self.scheme, self.teacher = config, scheme, teacher
+        if teacher is not None:
+            check_teacher(config, teacher, scheme)
+            Precision(config.train.precision, torch.device("cpu")).prepare(teacher.model)
+
+    # --- parts -----------------------------------------------------------------------------------------------------
+
+    def build_model(self, *, with_weights: bool) -> SegmentationModel:
+        """Build the model in fp32 on the CPU.
+
+        Args:
+            with_weights: load its pretrained weights; not needed where a checkpoint follows.
+
+        Raises:
+            ConfigError: the crop or the batch does not suit it.
+        """
+        model = build_network(self.config.model, self.scheme.num_classes, with_weights=with_weights)
+        check_sizes(self.config, model)
+        set_batchnorm_momentum(model, self.config.train.bn_momentum)
+        return model
+
+    def prepare(self, model: SegmentationModel, layout: StepLayout) -> SegmentationModel:
+        """Convert the model as the step needs it, in place: SyncBatchNorm, precision, memory format."""
+        if self._is_synced(layout):
+            convert_sync_batchnorm(model)
+        Precision(self.config.train.precision, torch.device("cpu")).prepare(model)
+        if self.config.train.channels_last:
+            model.to(memory_format=torch.channels_last)
+        return model
+
+    def build_criterion(self, class_weights: Callable[[str], list[float]], style: LossStyle = "small") -> Any:
+        """Build the criterion of the task.
+
+        Args:
+            class_weights: returns the weights (C) of a rule by its name.
+            style: any but "small" computes the loss from upsampled logits.
+        """
+        criterion = build_criterion(self.config.loss, self.scheme.num_classes, self.scheme.ignore_index, class_weights)
+        if style != "small":
+            for part in criterion.modules():
+                if hasattr(part, "implementation"):
+                    part.implementation = "reference"  # type: ignore[assignment]
+        return criterion
+
+    def build_critic(self, layout: StepLayout, device: torch.device) -> Critic | None:
+        """Build the critic of holistic distillation on a device; None where the config has none."""
+        if self.config.distill is None:
+            return None
+        return build_critic(self.config, self.scheme.num_classes, device, is_synced=self._is_synced(layout))
+
+    def build_parts(
+        self, layout: StepLayout, class_weights: Callable[[str], list[float]], *, with_weights: bool
+    ) -> StepParts:
+        """Build all modules of a step on the first of real devices."""
+        device = layout.devices[0]
+        model = self.prepare(self.build_model(with_weights=with_weights), layout).to(device)
+        critic = self.build_critic(layout, device)
+        return StepParts(model, self.build_criterion(class_weights), critic)
+
+    def _is_synced(self, layout: StepLayout) -> bool:
+        return self.config.parallel.sync_bn and layout.is_batch_divided
+
+    # --- the engine ------------------------------------------------------------------------------------------------
+
+    def assemble(
+        self,
+        parts: StepParts,
+        layout: StepLayout,
+        backend: DeviceBackend | None = None,
+        *,
+        ranks: Ranks | None = None,
+        device_memory: DeviceMemoryTracker | None = None,
+    ) -> StepEngine:
+        """Assemble the engine.
+
+        Args:
+            parts: the modules, on their devices.
+            layout: how a step is divided.
+            backend: of the devices; None: those of this machine, as the config says.
+            ranks: the processes that share every step.
+            device_memory: is told of the phases of a step.
+
+        Raises:
+            ConfigError: the split, the batch or a stage does not suit the model or the devices.
+        """
+        config, device, model = self.config, layout.devices[0], parts.model
+        ranks = ranks or Ranks()
+        if backend is None:
+            views = config.parallel.gradient_as_bucket_view
+            backend = RealDevices(config.parallel.stages, gradient_as_bucket_view=views)
+        precision = Precision(config.train.precision, device)
+        normalizer = Normalizer(config.data.mean, config.data.std, precision.input_dtype).to(device)
+        bare = NormalizedInput(model, normalizer)
+        inner = self._inner(parts, layout, backend, normalizer)
+        network = self._wrapped(inner, bare, layout, backend, ranks)
+        optimizer = build_optimizer(config.optim, build_parameter_groups(config.optim, model, precision))
+        average = None if config.train.ema is None else WeightAverage(model, config.train.ema)
+        participants = []
+        if isinstance(inner, DistilledInput):
+            participants.append(build_distillation(config, network, inner, device, ranks))
+        criterion = distilled_criterion(config, parts.criterion) if participants else parts.criterion
+        least = 1
+        if backend.has_values and isinstance(network, DataParallelModel) and not config.parallel.sync_bn:
+            least = smallest_chunk(bare, self._example())
+        engine = StepEngine(
+            StepModules(model, network, criterion.to(device), average, least),
+            optimizer,
+            precision,
+            clip_grad_norm=config.optim.clip_grad_norm,
+            participants=participants,
+            ranks=ranks,
+            device_memory=device_memory,
+        )
+        _tag_state(engine, backend)
+        return engine
+
+    def _inner(
+        self, parts: StepParts, layout: StepLayout, backend: DeviceBackend, normalizer: Normalizer
+    ) -> NormalizedInput:
+        """Return the network of one device, which takes uint8 images (N, 3, H, W)."""
+        config, model, device = self.config, parts.model, layout.devices[0]
+        if self.teacher is None or layout.loss != "small":
+            whole: Any = model if layout.loss in ("small", "full") else Upsampled(model)
+            return NormalizedInput(whole, normalizer, channels_last=config.train.channels_last)
+        teacher = build_teacher(self.teacher, layout.devices, normalizer.dtype, backend.copy_to)
+        return build_distilled_input(config, model, normalizer, teacher, parts.critic, device)
+
+    def _wrapped(
+        self, inner: NormalizedInput, bare: NormalizedInput, layout: StepLayout, backend: DeviceBackend, ranks: Ranks
+    ) -> nn.Module:
+        """Return `inner` on its devices, in the way that the mode asks for."""
+        batch_size = self.config.train.batch_size
+        try:
+            if layout.mode == "ddp":
+                if batch_size < ranks.world_size:
+                    raise ValueError(
+                        f"{ranks.world_size} ranks cannot share train.batch_size = {batch_size}: use one each"
+                    )
+                if backend.has_values:
+                    check_batchnorm(bare, [batch_size // ranks.world_size], self._example())
+                return backend.wrap_ddp(inner, layout.devices[0])
+            if layout.mode == "model":
+                stages = backend.stages(inner.model, layout, self._example())
+                named = {f"model.{name}": device for name, device in stages.items()}
+                place_stages(inner, named, layout.devices[0], layout.devices[0])
+                return inner
+            return self._replicated(inner, bare, layout, backend)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"parallel: {error}") from None
+
+    def _replicated(
+        self, inner: NormalizedInput, bare: NormalizedInput, layout: StepLayout, backend: DeviceBackend
+    ) -> nn.Module:
+        options: Any = {
+            "shares": layout.shares,
+            "full_batch": self.config.train.batch_size if layout.shares is None else None,
+            "mode": backend.replica_mode(layout.devices),
+        }
+        if layout.loss == "gathered":
+            return BalancedDataParallel(layout.gpu0_bsz, inner, list(layout.devices), **options)
+        network = DataParallelModel(inner, layout.devices, layout.gpu0_bsz, **options)
+        if backend.has_values:
+            check_batchnorm(bare, network.plan(self.config.train.batch_size), self._example())
+        return network
+
+    def _example(self) -> Tensor:
+        return torch.zeros(1, 3, *self.config.data.crop_px, dtype=torch.uint8)
+
+
+def _tag_state(engine: StepEngine, backend: DeviceBackend) -> None:
+    """Tag what an engine holds between two steps beside the weights."""
+    own = {id(parameter) for parameter in engine.model.parameters()}
+    optimizers = [engine.optimizer, *(each for p in engine.participants for each in p.optimizers())]
+    updated = [p for group in engine.optimizer.param_groups for p in group["params"]]
+    backend.tag((p for p in updated if id(p) not in own), "masters")
+    if engine.average is not None:
+        backend.tag((*engine.average.module.parameters(), *engine.average.module.buffers()), "average")
+    backend.tag(engine.guard.kept, "buffers")
+    states = [state for each in optimizers for state in each.state.values()]
+    backend.tag((tensor for state in states for tensor in state.values() if isinstance(tensor, Tensor)), "optimizer")
