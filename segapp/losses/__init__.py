@@ -1,4 +1,4 @@
-"""Losses for semantic segmentation: criteria as additive statistics, exact for any division of a step.
+"""Losses for semantic segmentation: criteria as additive statistics, exact for any split of a step.
 
 Needs torch and the standard library, nothing else of segapp.
 """
@@ -20,7 +20,7 @@ LOSSES: dict[str, type[AdditiveCriterion]] = {
     "focal": CriterionFocal,
     "lovasz": CriterionLovasz,
 }
-"""The criteria by the names that a config uses."""
+"""The criteria by their names in a config."""
 
 __all__ = [
     "LOSSES",

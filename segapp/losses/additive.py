@@ -1,7 +1,9 @@
 """Criteria as sums that may be added over chunks, replicas, ranks and micro-batches; the division happens once.
 
-A mean of means is not the mean: chunks hold different numbers of valid pixels. So a criterion gives, per chunk,
-*statistics* (sums and counts), whose totals `finalize` turns into the scalar loss of the whole step.
+A mean of means is not the mean: chunks hold different numbers of valid pixels. So a criterion returns, per chunk,
+*statistics* (sums and counts), and `finalize` computes the scalar loss of the whole step from their totals.
+
+Shapes: N images, C classes, h x w of the logits, H x W of the target.
 """
 
 from __future__ import annotations
@@ -15,17 +17,17 @@ Statistics = tuple[Tensor, ...]
 """Tensors that may be summed: differentiable sums in float32 or better, counts in float64."""
 
 Outputs = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
-"""What a model returns: logits, (logits, *auxiliary logits), or torchvision's {"out": ..., "aux": ...}."""
+"""Outputs of a model: logits, (logits, *auxiliary logits), or torchvision's {"out": ..., "aux": ...}."""
 
 
 def heads_of(outputs: Outputs) -> tuple[Tensor, ...]:
-    """The main logits first, then the auxiliary ones.
+    """Return the main logits, then the auxiliary ones, each (N, C, h, w).
 
     Args:
         outputs: logits (N, C, h, w), a sequence of them (main first), or a mapping with the main ones under "out".
 
     Raises:
-        TypeError: something else, or a mapping without "out".
+        TypeError: another type, or a mapping without "out".
         ValueError: an empty sequence.
     """
     if isinstance(outputs, Tensor):
@@ -44,13 +46,13 @@ def heads_of(outputs: Outputs) -> tuple[Tensor, ...]:
 
 
 class AdditiveCriterion(nn.Module):
-    """A loss that is a function of sums over pixels or images.
+    """Loss that is a function of sums over pixels or images.
 
     `forward` is `finalize(statistics(...))`: on one device a criterion is used like any other loss module.
 
     Attributes:
         is_linear: `finalize` is linear in the differentiable entries, and the others are fixed by the target alone.
-            Then `target_statistics` tells the denominators of a step before any logits exist.
+            Then `target_statistics` gives the denominators of a step before any logits exist.
         num_statistics: number of entries of `statistics`.
     """
 
@@ -58,7 +60,7 @@ class AdditiveCriterion(nn.Module):
     num_statistics: int = 0
 
     def statistics(self, outputs: Outputs, target: Tensor) -> Statistics:
-        """The sums of a chunk; equal shapes for every chunk of a step.
+        """Return the sums of a chunk, with the same shapes for every chunk of a step.
 
         Args:
             outputs: logits (N, C, h, w) at any resolution, alone, in a sequence or in a mapping (see `heads_of`).
@@ -68,15 +70,15 @@ class AdditiveCriterion(nn.Module):
 
     @property
     def task(self) -> AdditiveCriterion:
-        """The part that needs a target and the model's outputs alone: what an evaluation reports."""
+        """The criterion that needs only the model's outputs and a target; its loss is reported by evaluations."""
         return self
 
     def terms(self, totals: Statistics) -> dict[str, Tensor]:
-        """Parts of the loss that are worth being shown, by name; not weighted."""
+        """Return the parts of the loss to be shown, by name, not weighted."""
         return {}
 
     def target_statistics(self, target: Tensor) -> Statistics:
-        """`statistics` with the numerators 0, from the target alone.
+        """Return `statistics` with numerators 0, from the target (N, H, W) alone.
 
         Raises:
             TypeError: the criterion is not linear.
@@ -84,16 +86,18 @@ class AdditiveCriterion(nn.Module):
         raise TypeError(f"{type(self).__name__} is not linear: its statistics need the logits")
 
     def finalize(self, totals: Statistics) -> Tensor:
-        """The scalar loss of the summed statistics; 0 with zero gradient where no pixel was valid."""
+        """Return the scalar loss of the summed statistics; 0 with zero gradient where no pixel was valid."""
         raise NotImplementedError
 
     def forward(self, outputs: Outputs, target: Tensor) -> Tensor:
-        """The scalar loss of one chunk that is the whole step."""
+        """Return the scalar loss of a step of one chunk; see `statistics` for the arguments."""
         return self.finalize(self.statistics(outputs, target))
 
 
 class MeanCriterion(AdditiveCriterion):
-    """A numerator over a denominator that the target fixes: (sum, count), the heads already added together.
+    """Criterion of the form sum / count, where the count depends on the target alone.
+
+    Statistics: (loss sum over all heads, count).
 
     Args:
         aux_weight: factor of each auxiliary head's loss.
@@ -107,15 +111,15 @@ class MeanCriterion(AdditiveCriterion):
         self.aux_weight = float(aux_weight)
 
     def head_sums(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """(numerator, denominator) of one head."""
+        """Return the scalar (numerator, denominator) of one head's logits (N, C, h, w)."""
         raise NotImplementedError
 
     def denominator(self, target: Tensor) -> Tensor:
-        """The denominator of `head_sums`, float64, without logits."""
+        """Return the denominator of `head_sums`, a float64 scalar, from the target (N, H, W) alone."""
         raise NotImplementedError
 
     def statistics(self, outputs: Outputs, target: Tensor) -> Statistics:
-        """(loss sum, denominator); see the base class."""
+        """Return (loss sum, denominator); see the base class."""
         main, *auxiliary = heads_of(outputs)
         total, count = self.head_sums(main, target)
         for logits in auxiliary:
@@ -123,17 +127,17 @@ class MeanCriterion(AdditiveCriterion):
         return total, count
 
     def target_statistics(self, target: Tensor) -> Statistics:
-        """(0, denominator); see the base class."""
+        """Return (0, denominator); see the base class."""
         return torch.zeros((), device=target.device), self.denominator(target)
 
     def finalize(self, totals: Statistics) -> Tensor:
-        """Loss sum over denominator, in the loss sum's dtype; 0 where the denominator is."""
+        """Return loss sum / denominator in the loss sum's dtype; 0 where the denominator is 0."""
         total, count = totals
         return (total * reciprocal_or_zero(count)).to(total.dtype)
 
 
 class HeadCriterion(AdditiveCriterion):
-    """A criterion whose statistics are vectors of each head: every entry is (heads, ...), row 0 the main one.
+    """Criterion with statistics of their own for each head: every entry is (heads, ...), row 0 the main head.
 
     Args:
         aux_weight: factor of each auxiliary head's loss.
@@ -144,20 +148,20 @@ class HeadCriterion(AdditiveCriterion):
         self.aux_weight = float(aux_weight)
 
     def head_statistics(self, logits: Tensor, target: Tensor) -> Statistics:
-        """The sums of one head."""
+        """Return the sums of one head's logits (N, C, h, w)."""
         raise NotImplementedError
 
     def finalize_head(self, totals: Statistics) -> Tensor:
-        """The scalar loss of one head."""
+        """Return the scalar loss of one head."""
         raise NotImplementedError
 
     def statistics(self, outputs: Outputs, target: Tensor) -> Statistics:
-        """Per-head rows; see the base class."""
+        """Return the heads' sums, stacked; see the base class."""
         rows = [self.head_statistics(logits, target) for logits in heads_of(outputs)]
         return tuple(torch.stack(entry) for entry in zip(*rows, strict=True))
 
     def finalize(self, totals: Statistics) -> Tensor:
-        """Main loss + aux_weight x each auxiliary loss."""
+        """Return main loss + aux_weight x each auxiliary loss."""
         main, *auxiliary = (self.finalize_head(row) for row in zip(*(entry.unbind(0) for entry in totals), strict=True))
         for loss in auxiliary:
             main = main + self.aux_weight * loss
@@ -165,7 +169,7 @@ class HeadCriterion(AdditiveCriterion):
 
 
 class CriterionSum(AdditiveCriterion):
-    """A weighted sum of criteria; its statistics are theirs, one after the other.
+    """Weighted sum of criteria; its statistics are theirs, concatenated.
 
     Args:
         terms: (factor, criterion) pairs.
@@ -187,15 +191,15 @@ class CriterionSum(AdditiveCriterion):
         return [criterion for criterion in self.criteria if isinstance(criterion, AdditiveCriterion)]
 
     def statistics(self, outputs: Outputs, target: Tensor) -> Statistics:
-        """The terms' statistics, concatenated."""
+        """Return the terms' statistics, concatenated."""
         return tuple(entry for criterion in self._terms() for entry in criterion.statistics(outputs, target))
 
     def target_statistics(self, target: Tensor) -> Statistics:
-        """The terms' target statistics, concatenated; TypeError unless all are linear."""
+        """Return the terms' target statistics, concatenated; TypeError unless all are linear."""
         return tuple(entry for criterion in self._terms() for entry in criterion.target_statistics(target))
 
     def finalize(self, totals: Statistics) -> Tensor:
-        """Sum of factor x the term's loss."""
+        """Return the sum of factor x the term's loss."""
         losses, start = [], 0
         for factor, criterion in zip(self.factors, self._terms(), strict=True):
             stop = start + criterion.num_statistics
@@ -249,5 +253,5 @@ def surrogate(criterion: AdditiveCriterion, statistics: Statistics, totals: Stat
 
 
 def reciprocal_or_zero(count: Tensor) -> Tensor:
-    """1 / count, and 0 where the count is 0: no valid pixel gives loss 0 and gradient 0, never NaN."""
+    """Return 1 / count, and 0 where the count is 0: without a valid pixel the loss and its gradient are 0, not NaN."""
     return torch.where(count > 0, 1 / torch.where(count > 0, count, 1.0), 0.0)

@@ -1,7 +1,7 @@
 """Cross-entropy of low-resolution logits against a full-resolution target, without the upsampled logits.
 
 The loss and its gradient to the low-resolution logits are computed together, band by band, in the forward pass; the
-backward pass only scales the gradient. What is kept is one low-resolution tensor.
+backward pass only scales the gradient. One low-resolution tensor is kept for it.
 
 Shapes: N images, C classes, h x w of the logits, H x W of the target.
 """
@@ -34,18 +34,18 @@ from segapp.losses.fused.reference import (
 )
 
 Implementation = Literal["auto", "reference", "bands", "compiled", "triton", "sums"]
-"""How the loss is computed; "auto" is right unless a measurement says otherwise."""
+"""How the loss is computed; "auto" chooses by device, sizes and number of classes."""
 
 SMALL_BYTES = 8 << 20
-"""Upsampled float32 logits of this size or less are made whole: bands have nothing to save there and cost time."""
+"""Upsampled float32 logits up to this size are computed whole: bands would save nothing and cost time."""
 SMALL_BYTES_PER_THREAD = 6 << 20
-"""The same for every thread that the processor gives to operators at full resolution."""
+"""The same limit on the CPU, per thread of torch."""
 MIN_CLASSES = 4
-"""With fewer classes the passes over (N, H, W) dominate, of which bands have more."""
+"""With fewer classes the passes over (N, H, W) dominate the time, and bands take more of them."""
 MIN_PIXELS_PER_LOGIT = 9.0
-"""H W / (h w) below which the kernel's partial results are as large as what it saves (a scale of 3)."""
+"""H W / (h w) below which the kernel's partial results take as much memory as it saves (a scale of 3)."""
 LARGE_BYTES = 64 << 20
-"""Upsampled logits above this are never made whole for speed alone."""
+"""Upsampled logits above this size are never computed whole for speed alone."""
 
 
 def upsample_cross_entropy(
@@ -58,17 +58,17 @@ def upsample_cross_entropy(
     label_smoothing: float = 0.0,
     implementation: Implementation = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of bilinearly upsampled logits, as two sums.
+    """Return the cross-entropy of bilinearly upsampled logits, as two sums.
 
     `loss_sum / weight_sum` is `F.cross_entropy(F.interpolate(logits, size=(H, W), mode="bilinear"), target)` with
     `reduction="mean"`, the same weights, smoothing and ignored pixels. Sums may be added over chunks of a batch.
-    Nothing of size (N, C, H, W) is made, except where `plain_reason` says so. Second derivatives are exact; they are
-    computed at full resolution. The result is the same every time.
+    No tensor of size (N, C, H, W) is allocated, except where `plain_reason` returns a reason. Second derivatives are
+    exact; they are computed at full resolution. The result is deterministic.
 
     Args:
         logits: (N, C, h, w), any floating dtype and memory layout; half precision is accumulated in float32.
         target: (N, H, W) class ids, uint8 or a signed integer type; or (N, C, H, W) probabilities.
-        align_corners: where the corner samples of the interpolation lie.
+        align_corners: as in `F.interpolate`.
         ignore_index: id that counts nowhere.
         weight: (C,) factor of each class, or None.
         label_smoothing: share of the target spread evenly over the classes, 0 to 1.
@@ -82,8 +82,8 @@ def upsample_cross_entropy(
 
     Raises:
         TypeError: dtypes other than the above.
-        ValueError: shapes that do not fit, ids that are no class. On a CUDA device ids are not waited for: the loss is
-            NaN and the error comes with a later call.
+        ValueError: shapes that do not fit, ids that are no class. On a CUDA device ids are checked asynchronously: the
+            loss is NaN and a later call raises the error.
 
     Example:
         >>> import torch
@@ -111,23 +111,26 @@ def upsample_cross_entropy(
 
 
 def choose_implementation(logits: Tensor, target: Tensor) -> Implementation:
-    """What "auto" means for these tensors; a simulated accelerator counts as CUDA, for the sake of memory planning."""
+    """Return the implementation that "auto" uses for logits (N, C, h, w) and a target (N, H, W).
+
+    A simulated accelerator counts as CUDA, so that memory plans hold.
+    """
     if plain_reason(logits, target) is not None:
         return "reference"
     if logits.device.type == "cpu":
         return "bands"
     has_kernel = (logits.device.type == "cuda" and has_triton()) or is_simulated(logits)
-    fits_kernel = logits.shape[1] <= MAX_TRITON_CLASSES and not _is_hardly_smaller(logits, target)
+    fits_kernel = logits.shape[1] <= MAX_TRITON_CLASSES and not _has_small_scale(logits, target)
     return "triton" if has_kernel and fits_kernel else "sums"
 
 
-def _is_hardly_smaller(logits: Tensor, target: Tensor) -> bool:
+def _has_small_scale(logits: Tensor, target: Tensor) -> bool:
     pixels = target.shape[-2] * target.shape[-1]
     return MIN_PIXELS_PER_LOGIT * logits.shape[-2] * logits.shape[-1] > pixels
 
 
 def plain_reason(logits: Tensor, target: Tensor) -> str | None:
-    """Why interpolate + cross-entropy at full resolution is used for these tensors; None if it is not.
+    """Return why interpolate + cross-entropy at full resolution is used for these tensors; None if it is not.
 
     Args:
         logits: (N, C, h, w).
@@ -150,7 +153,7 @@ def plain_reason(logits: Tensor, target: Tensor) -> str | None:
 
 
 def _small_bytes(logits: Tensor) -> int:
-    """More processors make the full resolution faster, but not small bands."""
+    """Return the size up to which full resolution is faster; it gains from more threads, small bands do not."""
     if logits.device.type != "cpu":
         return SMALL_BYTES
     return min(LARGE_BYTES, max(SMALL_BYTES, SMALL_BYTES_PER_THREAD * torch.get_num_threads()))
@@ -162,7 +165,7 @@ MAX_TRITON_CLASSES = 256
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether Triton is installed; it is not imported for that."""
+    """Return True if Triton is installed, without importing it."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -229,7 +232,10 @@ def _operator(
     with_gradient: bool,
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss sum, weight sum, gradient of the loss sum), all from one pass; the gradient is empty unless asked for."""
+    """Return (loss sum, weight sum, gradient of the loss sum) from one pass; the gradient may be empty.
+
+    Its parameters are flat because a custom operator takes tensors and plain values only.
+    """
     options = CrossEntropyOptions(align_corners, ignore_index, label_smoothing)
     if implementation == "triton":
         from segapp.losses.fused.triton_cross_entropy import cross_entropy_by_triton as compute
@@ -239,7 +245,7 @@ def _operator(
         compute = cross_entropy_on_bands
     else:
         raise ValueError(
-            f'implementation={implementation!r}: give "auto", "reference", "bands", "compiled" or "triton"'
+            f'implementation={implementation!r}: give "auto", "reference", "bands", "compiled", "triton" or "sums"'
         )
     loss_sum, weight_sum, gradient = compute(logits, target, weight, options, with_gradient=with_gradient)
     dtype = compute_dtype(logits)
@@ -260,7 +266,7 @@ def _(
     dtype = compute_dtype(logits)
     gradient = logits.new_empty(logits.shape if with_gradient else (0,), dtype=dtype)
     if with_gradient and implementation == "triton" and is_simulated(logits):
-        # What the kernel needs beside its result, for those who count memory: about 4 low-resolution tensors.
+        # The kernel's temporary memory, about 4 low-resolution tensors, so that memory plans include it.
         logits.new_empty((4, *logits.shape), dtype=dtype)
     return logits.new_empty((), dtype=dtype), logits.new_empty((), dtype=torch.float64), gradient
 
@@ -278,11 +284,12 @@ def _backward(ctx: Any, slope: Tensor | None, *_: Tensor | None) -> tuple[Tensor
     if slope is None:
         return None, *others
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        # The kept gradient is a number to autograd; a second derivative needs the graph that led to it.
+        # The saved gradient has no graph; a second derivative needs the one that computes it.
         loss_sum = _reference(logits, target, weight, ctx.options)[0]
         (exact,) = torch.autograd.grad(loss_sum, logits, slope, create_graph=True)
         return exact, *others
-    # Out of place: the graph may be kept for another backward pass. In float32: 1 / count underflows in half precision.
+    # Out of place, because the graph may be kept for another backward pass; in float32, because 1 / count underflows in
+    # half precision.
     return (gradient * slope).to(logits.dtype), *others
 
 
@@ -290,14 +297,14 @@ _operator.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
 class CriterionCE(MeanCriterion):
-    """Cross-entropy on bilinearly upsampled logits: the mean over all valid pixels of a step, weighted by class.
+    """Cross-entropy on bilinearly upsampled logits: the class-weighted mean over all valid pixels of a step.
 
     Statistics: (loss sum, weight sum). Auxiliary heads share the denominator.
 
     Args:
         ignore_index: target id that counts nowhere.
         weight: one factor for each class, (C,), or None; a buffer.
-        align_corners: of the upsampling.
+        align_corners: as in `F.interpolate`.
         label_smoothing: share of the target spread evenly over the classes, 0 to 1.
         aux_weight: factor of each auxiliary head's loss.
         implementation: see `upsample_cross_entropy`.
@@ -325,7 +332,7 @@ class CriterionCE(MeanCriterion):
         self.register_buffer("weight", as_class_weight(weight))
 
     def head_sums(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """(loss sum, weight sum) of one head."""
+        """Return (loss sum, weight sum) of one head."""
         return upsample_cross_entropy(
             logits,
             target,
@@ -337,7 +344,7 @@ class CriterionCE(MeanCriterion):
         )
 
     def denominator(self, target: Tensor) -> Tensor:
-        """The weight sum; the number of pixels for a target of probabilities."""
+        """Return the weight sum; for a target of probabilities (N, C, H, W) the number of pixels."""
         if target.is_floating_point():
             return torch.tensor(float(target[:, 0].numel()), dtype=torch.float64, device=target.device)
         return target_weight_sum(target, self.ignore_index, self.weight)

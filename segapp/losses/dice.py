@@ -1,4 +1,7 @@
-"""Soft Dice loss (Milletari et al., V-Net, 3DV 2016) over the classes of a whole step."""
+"""Soft Dice loss (Milletari et al., V-Net, 3DV 2016) over the classes of a whole step.
+
+Shapes: N images, C classes, h x w of the logits, H x W of the target.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from segapp.losses.fused.pixel_sums import upsampled_sums
 
 @dataclass(frozen=True)
 class DiceSums:
-    """Per class, over valid pixels: probability on the class's own pixels, probability on all, number of pixels."""
+    """Per class over valid pixels: probability sum on the class's pixels, probability sum on all, number of pixels."""
 
     num_differentiable: int = 2
 
@@ -27,15 +30,15 @@ class DiceSums:
 
 
 class CriterionDice(HeadCriterion):
-    """1 - mean over classes of (2 intersection + smooth) / (cardinality + smooth), once for the whole step.
+    """Dice loss: 1 - mean over classes of (2 intersection + smooth) / (cardinality + smooth), for the whole step.
 
     Statistics, each (heads, C): intersection, probability mass, pixel count; cardinality is the sum of the last two.
 
     Args:
         smooth: added to numerator and denominator, at least 0.
-        classes: "present": the mean is over classes that occur in the step's target; "all": over every class.
+        classes: "present": mean over the classes in the step's target; "all": over every class.
         ignore_index: target id that counts nowhere.
-        align_corners: of the upsampling.
+        align_corners: as in `F.interpolate`.
         aux_weight: factor of each auxiliary head's loss.
 
     Raises:
@@ -61,11 +64,11 @@ class CriterionDice(HeadCriterion):
         self.ignore_index, self.align_corners = ignore_index, align_corners
 
     def head_statistics(self, logits: Tensor, target: Tensor) -> Statistics:
-        """(intersection, probability mass, pixel count) of one head, each (C,)."""
+        """Return (intersection, probability mass, pixel count) of one head, each (C,)."""
         return upsampled_sums(DiceSums(), logits, target, self.align_corners, self.ignore_index)
 
     def finalize_head(self, totals: Statistics) -> Tensor:
-        """The Dice loss of one head; 0 where no pixel was valid."""
+        """Return the Dice loss of one head; 0 where no pixel was valid."""
         intersection, mass, count = totals
         counted = count > 0 if self.classes == "present" else (count.sum() > 0).expand_as(count)
         dice = (2 * intersection + self.smooth) * reciprocal_or_zero(mass + count + self.smooth)
@@ -74,6 +77,6 @@ class CriterionDice(HeadCriterion):
 
 
 def check_classes(classes: str) -> None:
-    """Raises ValueError unless "present" or "all"."""
+    """Raise ValueError unless classes is "present" or "all"."""
     if classes not in ("present", "all"):
         raise ValueError(f'classes={classes!r}: give "present" or "all"')

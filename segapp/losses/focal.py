@@ -1,4 +1,7 @@
-"""Focal loss (Lin et al., Focal Loss for Dense Object Detection, ICCV 2017, eq. 5), softmax form."""
+"""Focal loss (Lin et al., Focal Loss for Dense Object Detection, ICCV 2017, eq. 5), softmax form.
+
+Shapes: N images, C classes, h x w of the logits, H x W of the target.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from segapp.losses.fused.reference import target_weight_sum
 
 @dataclass(frozen=True)
 class FocalSum:
-    """Sum over valid pixels of alpha_t (1 - p_t)^gamma (-log p_t)."""
+    """Sum over valid pixels of alpha_t (1 - p_t)^gamma (-log p_t), with p_t the target's probability."""
 
     gamma: float
     alpha: Tensor | None
@@ -25,15 +28,15 @@ class FocalSum:
     def __call__(self, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
         """See `PixelSums`."""
         nll = pixel_cross_entropy(values, ids)
-        doubt = (-torch.expm1(-nll)).clamp_min(torch.finfo(nll.dtype).tiny)
-        loss = torch.where(valid, doubt**self.gamma * nll, 0.0)
+        one_minus_p = (-torch.expm1(-nll)).clamp_min(torch.finfo(nll.dtype).tiny)
+        loss = torch.where(valid, one_minus_p**self.gamma * nll, 0.0)
         if self.alpha is not None:
             loss = loss * self.alpha.to(loss.device, loss.dtype)[ids]
         return (loss.sum(),)
 
 
 class CriterionFocal(MeanCriterion):
-    """Focal loss: cross-entropy that counts a pixel the less the surer the model already is of it.
+    """Focal loss: cross-entropy weighted by (1 - p_t)^gamma, so that well-classified pixels count less.
 
     Statistics: (loss sum, sum of alpha over valid pixels). With gamma = 0 it is `CriterionCE`.
 
@@ -41,7 +44,7 @@ class CriterionFocal(MeanCriterion):
         gamma: focusing exponent, at least 0.
         alpha: one factor for each class, (C,), or None; a buffer.
         ignore_index: target id that counts nowhere.
-        align_corners: of the upsampling.
+        align_corners: as in `F.interpolate`.
         aux_weight: factor of each auxiliary head's loss.
 
     Raises:
@@ -66,11 +69,11 @@ class CriterionFocal(MeanCriterion):
         self.register_buffer("alpha", as_class_weight(alpha, "alpha"))
 
     def head_sums(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """(loss sum, sum of alpha) of one head."""
+        """Return (loss sum, sum of alpha) of one head."""
         function = FocalSum(self.gamma, self.alpha)
         (total,) = upsampled_sums(function, logits, target, self.align_corners, self.ignore_index)
         return total, self.denominator(target)
 
     def denominator(self, target: Tensor) -> Tensor:
-        """Sum of alpha over the valid pixels."""
+        """Return the sum of alpha over the valid pixels."""
         return target_weight_sum(target, self.ignore_index, self.alpha)

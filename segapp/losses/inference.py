@@ -1,14 +1,14 @@
 """Predictions, probabilities and scores from low-resolution logits, without the upsampled logits.
 
-Everywhere `logits` may be one tensor (N, C, h, w) or a sequence of views of the same images (see `views`): flipped
-back, from other scales or other models, in tiles. The probabilities of several views are averaged.
+`logits` is one tensor (N, C, h, w) or a sequence of views of the same images (see `fused.views`): from flipped or
+resized images (flipped back), from other models, in tiles. The probabilities of several views are averaged.
 
 Shapes: N images, C classes, h x w of the logits, H x W of the output, R rows of a band.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,11 +23,11 @@ from segapp.losses.fused.views import View, check_views, first_logits, logit_ban
 
 
 class Scores(NamedTuple):
-    """What one pass over the upsampled logits gives; all of it may be summed over batches.
+    """Confusion matrix and loss sums of one pass over the upsampled logits; all may be summed over batches.
 
     Attributes:
-        confusion: (C, C) int64 pixel counts: row the target's class, column the predicted one.
-        loss_sum: scalar float64, sum of the cross-entropies.
+        confusion: (C, C) int64 pixel counts: row is the target's class, column the predicted one.
+        loss_sum: scalar float64, sum of the pixels' cross-entropies.
         weight_sum: scalar float64; the mean loss is loss_sum / weight_sum.
     """
 
@@ -38,12 +38,12 @@ class Scores(NamedTuple):
 
 @torch.no_grad()
 def upsample_argmax(logits: Tensor | Sequence[View], size: tuple[int, int], *, align_corners: bool = True) -> Tensor:
-    """The class with the largest upsampled logit; of equal ones the first.
+    """Return the class with the largest upsampled logit; of equal ones the first.
 
     Args:
         logits: (N, C, h, w), or views.
         size: (H, W).
-        align_corners: of the bilinear upsampling.
+        align_corners: as in `F.interpolate`.
 
     Returns:
         (N, H, W) class ids, uint8 (int64 for more than 256 classes).
@@ -64,36 +64,42 @@ def upsample_argmax(logits: Tensor | Sequence[View], size: tuple[int, int], *, a
 def upsample_probabilities(
     logits: Tensor | Sequence[View], size: tuple[int, int], *, align_corners: bool = True
 ) -> Tensor:
-    """Softmax of the upsampled logits: (N, C, H, W) in float32 (float64 for float64 logits), and nothing else as large.
+    """Return the softmax of the upsampled logits, (N, C, H, W) in float32 (float64 for float64 logits).
+
+    No other tensor of that size is allocated.
 
     Args:
         logits: (N, C, h, w), or views.
         size: (H, W).
-        align_corners: of the bilinear upsampling.
+        align_corners: as in `F.interpolate`.
     """
-    views = check_views(logits)
-    like = first_logits(views)
-    result = torch.empty((*like.shape[:2], *size), dtype=compute_dtype(like), device=like.device)
-    for images, rows, probabilities in probability_bands(views, size, align_corners):
-        result[images, :, rows] = probabilities
-    return result
+    return _join_bands(probability_bands, check_views(logits), size, align_corners)
 
 
 @torch.no_grad()
 def upsample_logits(logits: Tensor | Sequence[View], size: tuple[int, int], *, align_corners: bool = True) -> Tensor:
-    """Upsampled logits, up to a shift of all classes of a pixel, which softmax does not see; (N, C, H, W).
+    """Return upsampled logits (N, C, H, W), up to an additive constant per pixel, to which softmax is invariant.
 
-    Log-probabilities where there are several views. For criteria that have no form on bands.
+    For several views, log-probabilities. For criteria that need all pixels at once.
 
     Args:
         logits: (N, C, h, w), or views.
         size: (H, W).
-        align_corners: of the bilinear upsampling.
+        align_corners: as in `F.interpolate`.
     """
-    views = check_views(logits)
+    return _join_bands(logit_bands, check_views(logits), size, align_corners)
+
+
+def _join_bands(
+    bands: Callable[[Sequence[View], tuple[int, int], bool], Iterator[tuple[slice, slice, Tensor]]],
+    views: Sequence[View],
+    size: tuple[int, int],
+    align_corners: bool,
+) -> Tensor:
+    """Return all bands as one tensor (N, C, H, W)."""
     like = first_logits(views)
     result = torch.empty((*like.shape[:2], *size), dtype=compute_dtype(like), device=like.device)
-    for images, rows, values in logit_bands(views, size, align_corners):
+    for images, rows, values in bands(views, size, align_corners):
         result[images, :, rows] = values
     return result
 
@@ -109,16 +115,16 @@ def upsample_confusion(
     label_smoothing: float = 0.0,
     with_loss: bool = True,
 ) -> Scores:
-    """Confusion matrix and cross-entropy of the upsampled logits in one pass.
+    """Return the confusion matrix and the cross-entropy of the upsampled logits, from one pass.
 
     Args:
         logits: (N, C, h, w), any floating dtype, or views.
         target: (N, H, W) class ids, uint8 or a signed integer type.
-        align_corners: of the bilinear upsampling.
+        align_corners: as in `F.interpolate`.
         ignore_index: id that counts nowhere.
         weight: (C,) factor of each class in the loss, or None.
-        label_smoothing: of the loss.
-        with_loss: False saves the loss's part of the work; the loss sums are 0 then.
+        label_smoothing: of the loss, 0 to 1.
+        with_loss: False skips the loss; its sums are 0.
 
     Raises:
         TypeError: wrong dtypes.
@@ -146,11 +152,11 @@ def upsample_confusion(
 
 
 PartSums = tuple[Tensor, Tensor, Tensor]
-"""Counts of ((C + 1) * C,) (target, prediction) pairs, loss sum, weight sum."""
+"""Counts of (target, prediction) pairs, ((C + 1) * C,); loss sum; weight sum."""
 
 
 class _Counter:
-    """Counts pairs and sums losses band by band; pixels that do not count go to a row of their own."""
+    """Counts of pairs and sums of losses, band by band; pixels that are not valid are counted in an extra row."""
 
     def __init__(self, like: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropyOptions) -> None:
         self._target, self._options, self._num_classes = target, options, like.shape[1]
@@ -160,12 +166,12 @@ class _Counter:
         self.sums: PartSums = counts, loss_sum, weight_sum
 
     def add(self, images: slice, rows: slice, values: Tensor, with_loss: bool) -> Tensor:
-        """Takes in a band (m, C, R, W); gives its labels (m, 1, R, W)."""
+        """Add a band of logits (m, C, R, W); return its target (m, 1, R, W)."""
         labels = self._target[images, None, rows]
         ids, valid = class_ids(labels, self._num_classes, self._options.ignore_index)
-        place = torch.where(valid, ids, self._num_classes)[:, 0] * self._num_classes + class_of_largest(values)
+        index = torch.where(valid, ids, self._num_classes)[:, 0] * self._num_classes + class_of_largest(values)
         counts, loss_sum, weight_sum = self.sums
-        _count(counts, place.flatten())
+        _count(counts, index.flatten())
         if with_loss:
             loss, pixels = self._losses(values, ids, valid)
             self.sums = counts, loss_sum + loss, weight_sum + pixels
@@ -195,9 +201,9 @@ def _count_part(
 
 
 def class_of_largest(values: Tensor) -> Tensor:
-    """The first class of the largest value: (m, C, R, W) -> (m, R, W), uint8 for up to 256 classes, else int64.
+    """Return the first class of the largest value: (m, C, R, W) -> (m, R, W), uint8 for up to 256 classes, else int64.
 
-    On the CPU by comparing with the maximum: torch's argmax over a dimension that is not the last is 20 times slower.
+    On the CPU by comparison with the maximum: torch's argmax over a dimension that is not the last is 20 times slower.
     """
     C = values.shape[1]
     if values.device.type != "cpu" or C > 256:
@@ -208,12 +214,12 @@ def class_of_largest(values: Tensor) -> Tensor:
     return (C - 1) - is_largest.mul_(from_the_end).amax(1)
 
 
-def _count(counts: Tensor, places: Tensor) -> None:
-    """Adds 1 at each place; on a device without waiting for it, which bincount does."""
+def _count(counts: Tensor, indices: Tensor) -> None:
+    """Add 1 at each index; on a device without bincount, which would wait for it."""
     if counts.is_cpu:
-        counts += torch.bincount(places, minlength=counts.numel())
+        counts += torch.bincount(indices, minlength=counts.numel())
     else:
-        counts.index_add_(0, places, torch.ones_like(places))
+        counts.index_add_(0, indices, torch.ones_like(indices))
 
 
 def _empty_prediction(logits: Tensor, size: tuple[int, int]) -> Tensor:

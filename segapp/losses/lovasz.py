@@ -1,4 +1,7 @@
-"""Lovász-softmax loss (Berman et al., CVPR 2018): a convex surrogate of the mean IoU, image by image."""
+"""Lovász-softmax loss (Berman et al., CVPR 2018): a convex surrogate of the mean IoU, image by image.
+
+Shapes: N images, C classes, P = H W pixels of an image, h x w of the logits, H x W of the target.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,17 @@ from segapp.losses.fused.reference import compute_dtype, upsample
 
 
 def jaccard_slopes(own_sorted: Tensor, valid_sorted: Tensor) -> Tensor:
-    """Gradient of the Jaccard loss's Lovász extension with respect to the sorted errors (Berman et al., alg. 1).
+    """Return the gradient of the Jaccard loss's Lovász extension in the sorted errors (Berman et al., alg. 1).
 
     The differences of successive Jaccard losses, in closed form: 1 / union where the pixel is of the class, and
-    intersection / (union before x union after) where it is not; subtracting the losses would cancel their digits.
+    intersection / (union before x union after) where it is not; subtracting the losses would lose digits.
 
     Args:
-        own_sorted: (P,) bool, the pixel is of the class; sorted by falling error, pixels that are not valid last.
+        own_sorted: (P,) bool, the pixel is of the class; sorted by descending error, invalid pixels last.
         valid_sorted: (P,) bool in the same order.
 
     Returns:
-        (P,) float64; 0 for pixels that are not valid.
+        (P,) float64; 0 for invalid pixels.
     """
     own = own_sorted & valid_sorted
     other = ~own_sorted & valid_sorted
@@ -42,7 +45,7 @@ def jaccard_slopes(own_sorted: Tensor, valid_sorted: Tensor) -> Tensor:
 
 
 def sorted_slopes(probability: Tensor, own: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss of one class of one image, and its slope in each pixel's error |own - probability|.
+    """Return the loss of one class of one image, and its derivative in each pixel's error |own - probability|.
 
     Args:
         probability: (P,) of the class.
@@ -50,7 +53,7 @@ def sorted_slopes(probability: Tensor, own: Tensor, valid: Tensor) -> tuple[Tens
         valid: (P,) bool.
 
     Returns:
-        The loss, a scalar, and the slopes (P,), both constants in the probability's dtype.
+        The loss, a scalar, and the derivatives (P,), both without gradient, in the probability's dtype.
     """
     error = torch.where(valid, (own.to(probability.dtype) - probability.detach()).abs(), -1.0)
     ranked, order = error.sort(descending=True, stable=True)
@@ -60,7 +63,14 @@ def sorted_slopes(probability: Tensor, own: Tensor, valid: Tensor) -> tuple[Tens
 
 
 def class_shares(ids: Tensor, valid: Tensor, num_classes: int, classes: str) -> Tensor:
-    """The factor of each class in the image's mean, (C,) float64: 0, or 1 over the number of classes that count."""
+    """Return each class's factor in the image's mean, (C,) float64: 1 / number of counted classes, 0 for the others.
+
+    Args:
+        ids: (P,) int64 class ids.
+        valid: (P,) bool.
+        num_classes: C.
+        classes: "present" or "all".
+    """
     if classes == "all":
         counted = valid.any().expand(num_classes)
     else:
@@ -69,12 +79,12 @@ def class_shares(ids: Tensor, valid: Tensor, num_classes: int, classes: str) -> 
 
 
 def lovasz_of_image(logits: Tensor, target: Tensor, align_corners: bool, ignore_index: int, classes: str) -> Tensor:
-    """The loss of one image with torch's operators at full resolution; differentiable any number of times.
+    """Return the loss of one image, with torch's operators at full resolution; differentiable any number of times.
 
     Args:
         logits: (1, C, h, w).
         target: (H, W).
-        align_corners: of the upsampling.
+        align_corners: as in `F.interpolate`.
         ignore_index: id that counts nowhere.
         classes: "present" or "all".
     """
@@ -90,7 +100,7 @@ def lovasz_of_image(logits: Tensor, target: Tensor, align_corners: bool, ignore_
 
 
 class _LovaszOfBatch(torch.autograd.Function):
-    """Sum of the images' losses, with the gradient computed beside them; holds one image's probabilities at a time."""
+    """Sum of the images' losses and its gradient in one pass; holds one image's probabilities at a time."""
 
     @staticmethod
     def forward(
@@ -124,16 +134,16 @@ class _LovaszOfBatch(torch.autograd.Function):
 def _loss_and_gradient(
     logits: Tensor, target: Tensor, align_corners: bool, ignore_index: int, classes: str, with_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Loss of one image and its gradient (1, C, h, w), empty unless asked for."""
+    """Return the loss of one image and its gradient (1, C, h, w); the gradient is empty unless `with_gradient`."""
     C, size = logits.shape[1], (target.shape[0], target.shape[1])
     dtype = compute_dtype(logits)
     held = torch.empty((C, *size), dtype=dtype, device=logits.device)
 
-    def show(bands: Iterator[Band]) -> None:
+    def store_probabilities(bands: Iterator[Band]) -> None:
         for band in bands:
             held[:, band.rows] = torch.softmax(band.values, 1)[0]
 
-    sweep_bands(show, logits, size, align_corners)
+    sweep_bands(store_probabilities, logits, size, align_corners)
     ids, valid = class_ids(target.flatten(), C, ignore_index)
     total = torch.zeros((), dtype=dtype, device=logits.device)
     mean_slope = torch.zeros_like(held[0])
@@ -150,7 +160,7 @@ def _loss_and_gradient(
         return total, logits.new_empty(0)
 
     def collect(bands: Iterator[Band]) -> None:
-        # held is p_c g_c now; the softmax's derivative is p_c (g_c - sum_k p_k g_k).
+        # held is p_c g_c here; the softmax's derivative is p_c (g_c - sum_k p_k g_k).
         for band in bands:
             band.add_gradient(held[:, band.rows] - torch.softmax(band.values, 1) * mean_slope[band.rows])
 
@@ -160,18 +170,18 @@ def _loss_and_gradient(
 
 
 class CriterionLovasz(MeanCriterion):
-    """Lovász-softmax, averaged over the images that hold a valid pixel.
+    """Lovász-softmax, averaged over the images with a valid pixel.
 
     Statistics: (sum of the images' losses, number of images with a valid pixel).
 
     Args:
         classes: "present": an image's loss is the mean over the classes in its target; "all": over every class.
         ignore_index: target id that counts nowhere.
-        align_corners: of the upsampling.
+        align_corners: as in `F.interpolate`.
         aux_weight: factor of each auxiliary head's loss.
 
     Raises:
-        ValueError: classes is something else.
+        ValueError: classes has another value.
     """
 
     def __init__(
@@ -187,7 +197,7 @@ class CriterionLovasz(MeanCriterion):
         self.classes, self.ignore_index, self.align_corners = classes, ignore_index, align_corners
 
     def head_sums(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """(sum of the images' losses, number of images) of one head."""
+        """Return (sum of the images' losses, number of images with a valid pixel) of one head."""
         check_inputs(logits, target)
         poison = check_target_range(target, logits.shape[1], self.ignore_index)
         options = self.align_corners, self.ignore_index, self.classes
@@ -200,5 +210,5 @@ class CriterionLovasz(MeanCriterion):
         return (total if poison is None else total + poison), self.denominator(target)
 
     def denominator(self, target: Tensor) -> Tensor:
-        """Number of images with a valid pixel."""
+        """Return the number of images with a valid pixel."""
         return valid_pixels(target, self.ignore_index).flatten(1).any(1).sum().to(torch.float64)

@@ -1,7 +1,9 @@
 """Cross-entropy over the hard pixels of a whole step (online hard example mining, Shrivastava et al., CVPR 2016).
 
-The rule of the field (HRNet, mmsegmentation): keep the pixels whose target probability is below `threshold`; if they
-are fewer than `min_kept`, keep the `min_kept` hardest. A sorted list does not add up over chunks; a histogram does.
+The usual rule (HRNet, mmsegmentation): keep the pixels whose target probability is below `threshold`; if they are fewer
+than `min_kept`, keep the `min_kept` hardest. A sorted list cannot be added over chunks; a histogram can.
+
+Shapes: N images, C classes, h x w of the logits, H x W of the target.
 """
 
 from __future__ import annotations
@@ -18,19 +20,19 @@ from segapp.losses.fused.checks import as_class_weight
 from segapp.losses.fused.pixel_sums import pixel_cross_entropy, upsampled_sums
 
 DROPPED_BITS = 15
-"""Of a float32 loss's 23 mantissa bits: 256 bins an octave, 0.4 % wide. Finer bins only cost memory."""
+"""Mantissa bits of a float32 loss, of 23, that a bin ignores: 256 bins an octave, 0.4 % wide."""
 SMALLEST_LOSS = 2.0**-24
-"""Losses below this (float32's resolution at 1) share the last bin."""
+"""Losses below this (float32's resolution at 1) fall into the last bin."""
 
 
 def _bin_of(loss: float) -> int:
-    """Position of a positive float32 on the histogram's axis: its leading bits, which grow with the value."""
+    """Return the bin of a positive float32: its leading bits, which increase with the value."""
     return int(torch.tensor(loss, dtype=torch.float32).view(torch.int32)) >> DROPPED_BITS
 
 
 @dataclass(frozen=True)
 class HardnessHistogram:
-    """Loss, weight and count of the valid pixels by hardness: bin 0 all hard ones, then ever easier ones.
+    """Loss, weight and count of the valid pixels by hardness: bin 0 holds all hard ones, later bins easier ones.
 
     Attributes:
         limit: loss above which a pixel is hard, -log(threshold).
@@ -43,11 +45,11 @@ class HardnessHistogram:
 
     @property
     def num_bins(self) -> int:
-        """Bin 0 and those from the limit down to `SMALLEST_LOSS`."""
+        """Number of bins: bin 0 and those from the limit down to `SMALLEST_LOSS`."""
         return 2 + max(0, _bin_of(self.limit) - _bin_of(SMALLEST_LOSS))
 
     def bins(self, nll: Tensor) -> Tensor:
-        """The bin of each loss, int64."""
+        """Return the bin of each loss, int64, in the shape of nll."""
         bits = nll.detach().float().clamp_min(SMALLEST_LOSS).view(torch.int32)
         easy = (_bin_of(max(self.limit, SMALLEST_LOSS)) + 1 - (bits >> DROPPED_BITS)).clamp(1, self.num_bins - 1)
         return torch.where(nll.detach() > self.limit, 0, easy).long()
@@ -71,16 +73,16 @@ class CriterionOHEM(HeadCriterion):
     """Cross-entropy averaged over the hard pixels of the step, by class weight.
 
     Statistics, each (heads, bins): loss, weight and count by hardness. Pixels in one bin (losses that agree to 0.4 %)
-    are ties: kept or left together, so the kept set is the same for every division of the step, and holds at least
-    `min_kept` pixels where there are as many.
+    are kept or dropped together, so the kept set is the same for every split of the step, and holds at least `min_kept`
+    pixels where there are as many.
 
     Args:
         threshold: pixels whose target probability is below this are hard, in (0, 1].
         min_kept: at least this many valid pixels of the *step* are kept.
         weight: one factor for each class, (C,), or None; a buffer.
         ignore_index: target id that counts nowhere.
-        align_corners: of the upsampling.
-        aux_weight: factor of each auxiliary head's loss; each head has its own hard pixels.
+        align_corners: as in `F.interpolate`.
+        aux_weight: factor of each auxiliary head's loss; each head selects its own hard pixels.
 
     Raises:
         ValueError: threshold, min_kept or weight out of range.
@@ -109,12 +111,12 @@ class CriterionOHEM(HeadCriterion):
         self.register_buffer("weight", as_class_weight(weight))
 
     def head_statistics(self, logits: Tensor, target: Tensor) -> Statistics:
-        """(loss, weight, count) of one head, each (bins,)."""
+        """Return (loss, weight, count) of one head, each (bins,)."""
         histogram = HardnessHistogram(-math.log(self.threshold), self.weight)
         return upsampled_sums(histogram, logits, target, self.align_corners, self.ignore_index)
 
     def finalize_head(self, totals: Statistics) -> Tensor:
-        """Mean loss over the kept bins: the first, and each that fewer than `min_kept` pixels come before."""
+        """Return the mean loss over the kept bins: bin 0, and each bin with fewer than `min_kept` pixels before it."""
         loss, weight, count = totals
         kept = count.cumsum(0) - count < self.min_kept
         kept = kept | (torch.arange(kept.numel(), device=kept.device) == 0)

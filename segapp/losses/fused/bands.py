@@ -1,16 +1,15 @@
-"""A batch of upsampled logits, one band of output rows at a time; nothing of size (N, C, H, W) ever exists.
+"""A batch of upsampled logits, one band of output rows at a time; no tensor of size (N, C, H, W) exists.
 
-A band lies between few source rows, which are widened to W once. The gradient of a band goes the same way back:
-weighted sums over its rows, and one transposed horizontal pass for each source row.
+A band lies between few source rows, which are interpolated horizontally (*widened*) once. The gradient of a band is
+transposed likewise: weighted sums over its rows, and one transposed horizontal pass for each source row.
 
-The largest logit over the classes is subtracted *at low resolution*: softmax and argmax are blind to a shift of all
+The largest logit over the classes is subtracted *at low resolution*: softmax and argmax are invariant to a shift of all
 classes, and interpolation is linear, so exp() stays at most 1 without a pass over the full resolution, and a large
 common offset costs no digits.
 
-On the CPU the output rows are cut into as many parts as torch has threads, and each part is swept by one thread on its
-own. A band is too small to share: two threads that meet after every operation wait for each other most of the time as
-soon as anything else runs on the machine (measured 2 to 3.5 times slower with data-loading workers beside it). Rows are
-cut, not images, so that small images still fill a band together.
+On the CPU the output rows are cut into as many parts as torch has threads, and one thread processes each part. A band
+is too small for several threads: synchronising after every operation takes 2 to 3.5 times as long when data-loading
+workers run on the same machine (measured). Rows are cut, not images, so that small images share a band.
 
 Shapes: N images, m of them in a band, C classes, R rows of a band, h x w of the logits, H x W of the output.
 """
@@ -32,31 +31,31 @@ from segapp.losses.fused.grid import Grid, grid_of
 from segapp.losses.fused.reference import compute_dtype
 
 CPU_BAND_BYTES = 1600 << 10
-"""A thread's band, which stays in the second-level cache: 1.2 to 2.4 MB are equally fast, 0.4 MB cost 1.6 x."""
+"""Bytes of a thread's band, which fits the second-level cache: 1.2 to 2.4 MB are equally fast, 0.4 MB take 1.6 x."""
 DEVICE_BAND_BYTES = 32 << 20
-"""Elsewhere launches cost more than memory traffic, so bands are larger."""
+"""Bytes of a band elsewhere: larger, because launches cost more than memory traffic."""
 WINDOW_ROWS = 8
-"""Source rows that are widened together, if they fit into `WINDOW_BYTES`."""
+"""Source rows widened together, if they fit into `WINDOW_BYTES`."""
 WINDOW_BYTES = 800 << 10
 """Half a band."""
 MIN_ROWS_OF_A_CELL = 3
-"""With fewer output rows to a source row, a band takes in several source rows."""
+"""With fewer output rows per source row, a band covers several source rows."""
 MIN_CELL_BYTES = 200 << 10
-"""So it does where a cell of all images is smaller than this: an operation on it would cost less than the call."""
+"""The same where a cell of all images is smaller than this: calls would take longer than their work."""
 MIN_SHARED_BYTES = 400 << 10
-"""Smaller bands are swept by one thread: two would wait for each other's calls most of the time (2 x slower)."""
+"""Smaller bands are processed by one thread: two contend for the interpreter and take 2 x as long."""
 MIN_PART_BYTES = 1 << 20
-"""Full-resolution bytes below which a part is not worth a thread."""
+"""Full-resolution bytes below which a part gets no thread of its own."""
 
 Result = TypeVar("Result")
 
 
 class Band(Protocol):
-    """Some output rows of some images; valid until the next one is asked for.
+    """Some output rows of some images; valid until the next band is requested.
 
     Attributes:
-        images: which of the batch.
-        rows: which output rows.
+        images: their indices in the batch.
+        rows: the output rows.
         values: (m, C, R, W) upsampled logits less the widened maximum, in a buffer that may be overwritten.
     """
 
@@ -65,11 +64,11 @@ class Band(Protocol):
     values: Tensor
 
     def refill(self) -> Tensor:
-        """Computes `values` once more, after they were overwritten."""
+        """Compute `values` again, after they were overwritten, and return them."""
         ...
 
     def add_gradient(self, gradient: Tensor) -> None:
-        """Adds the transposed interpolation of (m, C, R, W) to the gradient of the logits."""
+        """Add the transposed interpolation of a gradient (m, C, R, W) to the gradient of the logits."""
         ...
 
 
@@ -82,20 +81,20 @@ def sweep_bands(
     with_gradient: bool = False,
     band_bytes: int | None = None,
 ) -> tuple[list[Result], Tensor | None]:
-    """Shows all bands of the upsampled logits to `work`, part by part.
+    """Call `work` with the bands of the upsampled logits, once for each part.
 
     Args:
-        work: consumes the bands of a part, which is some of the output rows of all images; called once for each part,
-            perhaps in another thread, without grad mode.
+        work: consumes the bands of a part, which is some of the output rows of all images; called without grad mode,
+            possibly in another thread.
         logits: (N, C, h, w), any floating dtype and layout.
         size: (H, W).
-        align_corners: of the interpolation.
-        with_gradient: whether the bands' `add_gradient` will be called.
+        align_corners: as in `F.interpolate`.
+        with_gradient: allocate a gradient for the bands' `add_gradient`.
         band_bytes: size of a band, or None for the device's default.
 
     Returns:
-        What `work` returned, in the order of the parts, which depends on shapes and torch's number of threads alone;
-        and the gradient (N, C, h, w) in the compute dtype, or None.
+        The results of `work` in the order of the parts, which depends on shapes and torch's number of threads alone;
+        the gradient (N, C, h, w) in the compute dtype, or None.
     """
     grid = grid_of((logits.shape[2], logits.shape[3]), size, align_corners, compute_dtype(logits), logits.device)
     on_cpu = logits.device.type == "cpu"
@@ -116,16 +115,16 @@ def sweep_bands(
     else:
         done = list(_single_threads(torch.get_num_threads(), os.getpid()).map(run, parts))
     for _, sweep in done:
-        sweep.hand_over()
+        sweep.add_edge()
     return [result for result, _ in done], gradient
 
 
 def plan_sweep(shape: tuple[int, ...], grid: Grid, full_bytes: int) -> tuple[type[_Sweep], int]:
-    """How a processor sweeps a batch: the kind of bands, and into how many parts, one a thread, it is cut.
+    """Return the kind of bands and the number of parts, one per thread, for a batch on the CPU.
 
     Args:
         shape: (N, C, h, w) of the logits.
-        grid: of the resampling.
+        grid: tables of the resampling.
         full_bytes: bytes of (N, C, H, W).
     """
     N, C, h = shape[:3]
@@ -137,11 +136,11 @@ def plan_sweep(shape: tuple[int, ...], grid: Grid, full_bytes: int) -> tuple[typ
 
 
 def plan_parts(cells: list[tuple[int, int, int]], num_parts: int) -> list[slice]:
-    """Cuts the output rows between cells, into parts of nearly equal size.
+    """Cut the output rows between cells into parts of nearly equal size.
 
     Args:
         cells: (source row, first output row, last + 1).
-        num_parts: number of parts wanted; there are no more than cells.
+        num_parts: number of parts; at most one per cell is returned.
     """
     num_parts = max(1, min(num_parts, len(cells)))
     edges = [len(cells) * k // num_parts for k in range(num_parts + 1)]
@@ -150,21 +149,22 @@ def plan_parts(cells: list[tuple[int, int, int]], num_parts: int) -> list[slice]
 
 @functools.lru_cache(maxsize=1)
 def _single_threads(num_threads: int, process: int) -> ThreadPoolExecutor:
-    """Threads whose own operations do not fork; made anew after a fork of the process."""
+    """Return a pool of threads whose torch operators use one thread each; a forked process gets its own."""
     del process
     pool = ThreadPoolExecutor(num_threads, "band", initializer=torch.set_num_threads, initargs=(1,))
     all_started = threading.Barrier(num_threads + 1)
     for _ in range(num_threads):
         pool.submit(all_started.wait)
     all_started.wait()
-    torch.set_num_threads(num_threads)  # what a thread sets is what threads born later start with
+    torch.set_num_threads(num_threads)  # set_num_threads in a thread also sets the default of threads started later
     return pool
 
 
 class _Sweep:
-    """What both ways of sweeping some output rows share: their source rows, and the gradient of those.
+    """Base of the two kinds of sweeps over the output rows of a part: its source rows and their gradient.
 
-    Neighbouring parts share a source row. It belongs to the lower part; the upper one keeps what it adds to it.
+    Neighbouring parts share a source row. Its gradient belongs to the lower part; the upper part collects its
+    contribution in `edge`, so that no two threads write to one row.
     """
 
     def __init__(self, logits: Tensor, grid: Grid, rows: slice, total: Tensor | None, budget: int) -> None:
@@ -179,18 +179,18 @@ class _Sweep:
     def __iter__(self) -> Iterator[Band]:
         raise NotImplementedError
 
-    def hand_over(self) -> None:
-        """Adds what was kept to the gradient; for one part after the other."""
+    def add_edge(self) -> None:
+        """Add the shared row's contribution to the gradient; called for one part after the other."""
         if self.edge is not None and self.gradient is not None:
             self.gradient[:, :, self.last_source] += self.edge
 
     def wide_rows(self, images: slice, start: int, stop: int) -> Tensor:
-        """Source rows start..stop - 1 less their maximum over the classes, widened: (m, C, k, W)."""
+        """Return source rows start..stop - 1 less their maximum over the classes, widened: (m, C, k, W)."""
         rows = self.logits[images, :, start:stop].to(self.grid.dtype)
         return self.grid.widen(rows - rows.amax(1, keepdim=True))
 
     def add_wide_gradient(self, gradient: Tensor, images: slice, start: int) -> None:
-        """Adds the gradient of widened source rows, the first of which is `start`."""
+        """Add the gradient (m, C, k, W) of widened source rows from `start` on."""
         assert self.gradient is not None
         rows, stop = self.grid.narrow(gradient), start + gradient.shape[2]
         if self.edge is not None and stop > self.last_source:
@@ -199,7 +199,7 @@ class _Sweep:
         self.gradient[images, :, start:stop] += rows
 
     def image_groups(self, rows: int) -> Iterator[slice]:
-        """Images that fit into one band of that many rows."""
+        """Yield the groups of images that fit into a band of that many rows."""
         count = self.logits.shape[0]
         step = max(1, min(count, self.budget // (self.row_bytes * rows)))
         for first in range(0, count, step):
@@ -207,7 +207,7 @@ class _Sweep:
 
 
 class _CellSweep(_Sweep):
-    """Bands that lie between two neighbouring source rows, which slide through a window of widened rows."""
+    """Sweep with bands between two neighbouring source rows, taken from a sliding window of widened rows."""
 
     def __iter__(self) -> Iterator[Band]:
         rows_per_band = max(1, min(self.grid.tallest_cell, self.budget // self.row_bytes))
@@ -228,7 +228,7 @@ class _CellSweep(_Sweep):
 
 
 class _Window:
-    """A few widened source rows of some images, and the gradient of them that bands have added."""
+    """A few widened source rows of some images, and their gradient so far."""
 
     def __init__(self, sweep: _CellSweep, images: slice) -> None:
         self.sweep, self.images, self.wide_images = sweep, images, images.stop - images.start
@@ -236,7 +236,7 @@ class _Window:
         self.base = self.end = sweep.first_source
 
     def slide(self, source: int) -> None:
-        """Makes the window hold `source` and the row below it."""
+        """Move the window so that it holds `source` and the row below it."""
         if min(source + 1, self.sweep.last_source) < self.end:
             return
         self.flush(source)
@@ -251,13 +251,13 @@ class _Window:
         self.base, self.end = source, end
 
     def flush(self, source: int) -> None:
-        """Hands over the gradient of the rows above `source`: no later band touches them."""
+        """Add the gradient of the rows above `source`, which no later band uses, to the total."""
         if self.sweep.gradient is not None and source > self.base:
             self.sweep.add_wide_gradient(self.wide_gradient[:, :, : source - self.base], self.images, self.base)
 
 
 class _CellBand:
-    """See `Band`; between `source` and the row below it."""
+    """`Band` between `source` and the row below it."""
 
     def __init__(self, window: _Window, buffer: Tensor, rows: slice, source: int) -> None:
         self._window = window
@@ -282,7 +282,7 @@ class _CellBand:
 
 
 class BlockSweep(_Sweep):
-    """Bands over many source rows: few launches on a device, few operations at small scales."""
+    """Sweep with bands over many source rows: few launches on a device, few operations at small scales."""
 
     def __iter__(self) -> Iterator[Band]:
         rows_per_band = max(1, min(self.rows.stop - self.rows.start, self.budget // self.row_bytes))
@@ -292,7 +292,7 @@ class BlockSweep(_Sweep):
 
 
 class BlockBand:
-    """See `Band`."""
+    """`Band` over many source rows."""
 
     def __init__(self, sweep: BlockSweep, images: slice, rows: slice) -> None:
         self._sweep, self.images, self.rows = sweep, images, rows

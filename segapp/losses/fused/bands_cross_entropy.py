@@ -3,6 +3,8 @@
 With y the upsampled logits of a pixel, t its target, w its class weights, W their sum and eps the smoothing:
 loss = (1 - eps) w_t (lse(y) - y_t) + eps / C (W lse(y) - sum_c w_c y_c), and its derivative with respect to y_c is
 ((1 - eps) w_t + eps / C W) softmax(y)_c - (1 - eps) w_t [c = t] - eps / C w_c.
+
+Shapes: N images, m of them in a band, C classes, R rows of a band, h x w of the logits, H x W of the target.
 """
 
 from __future__ import annotations
@@ -18,15 +20,15 @@ from segapp.losses.fused.checks import check_target_range, valid_pixels
 from segapp.losses.fused.reference import compute_dtype
 
 UNDERFLOW = 1e-30
-"""A sum of exponentials below this: neighbouring pixels disagree by 70 or more, and the exact maximum is needed."""
+"""Sum of exponentials below which each pixel's own maximum is subtracted: neighbouring logits differ by 70 or more."""
 
 
 @dataclass(frozen=True)
 class CrossEntropyOptions:
-    """What the loss is, besides logits and target.
+    """Options of the cross-entropy.
 
     Attributes:
-        align_corners: of the interpolation.
+        align_corners: as in `F.interpolate`.
         ignore_index: id that counts nowhere.
         label_smoothing: eps above.
     """
@@ -45,14 +47,14 @@ def cross_entropy_on_bands(
     with_gradient: bool,
     band_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Loss sum, weight sum and the loss sum's gradient.
+    """Return the loss sum, the weight sum and the loss sum's gradient.
 
     Args:
         logits: (N, C, h, w) on the CPU.
         target: (N, H, W) integers.
         weight: (C,) or None.
-        options: the loss.
-        with_gradient: whether the gradient is wanted.
+        options: options of the loss.
+        with_gradient: compute the gradient.
         band_bytes: size of a band, or None for the default.
 
     Returns:
@@ -81,7 +83,7 @@ def cross_entropy_on_bands(
 
 
 class CrossEntropyTerms:
-    """The running sums, and the constants that every band needs."""
+    """Running sums of loss and weight, and the constants that all bands share."""
 
     def __init__(
         self, weight: Tensor | None, num_classes: int, dtype: torch.dtype, options: CrossEntropyOptions
@@ -95,7 +97,7 @@ class CrossEntropyTerms:
         self.loss_sum = self.weight_sum = 0.0
 
     def add(self, band: Band, target: Tensor, with_gradient: bool) -> None:
-        """Adds a band's loss, and its gradient; a band without valid pixels is not computed."""
+        """Add a band's loss, and its gradient; a band without valid pixels is skipped."""
         valid = valid_pixels(target, self.options.ignore_index)
         num_valid = int(torch.count_nonzero(valid))
         if num_valid == 0:
@@ -136,7 +138,7 @@ class CrossEntropyTerms:
     def _gradient(
         self, exponentials: Tensor, total: Tensor, ids: Tensor, pixel_weight: Tensor | None, mask: Tensor | None
     ) -> Tensor:
-        """The derivative with respect to the band's values, in their buffer."""
+        """Return the derivative with respect to the band's values (m, C, R, W), written into their buffer."""
         if pixel_weight is None:
             own = torch.full_like(total, 1.0) if mask is None else mask.to(self.dtype)
             scale = _masked(total.reciprocal_(), mask)

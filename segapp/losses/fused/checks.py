@@ -1,4 +1,7 @@
-"""What the losses accept: shapes, dtypes and class ids, with errors that name the value and the next move."""
+"""Checks of the losses' inputs: shapes, dtypes and class ids, with errors that name the value and the next move.
+
+Shapes: N images, C classes, h x w of the logits, H x W of the target.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,16 @@ TARGET_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def check_inputs(logits: Tensor, target: Tensor, weight: Tensor | None = None) -> None:
-    """Shapes and dtypes; no values, so nothing is synchronised.
+    """Check shapes, dtypes and devices; no values, so the host never waits for the device.
 
     Args:
         logits: (N, C, h, w), floating point.
         target: (N, H, W), integers.
-        weight: one per class, (C,), or None.
+        weight: class weights (C,), or None.
 
     Raises:
-        TypeError: logits not floating point, target not integer.
-        ValueError: shapes that do not fit together.
+        TypeError: the logits are not floating point, or the target is not integer.
+        ValueError: the shapes or devices do not fit together.
     """
     if logits.dim() != 4 or 0 in logits.shape[1:]:
         raise ValueError(f"logits have shape {tuple(logits.shape)}: give (N, C, h, w) with C, h, w of at least 1")
@@ -43,13 +46,13 @@ def check_inputs(logits: Tensor, target: Tensor, weight: Tensor | None = None) -
 
 
 def check_label_smoothing(label_smoothing: float) -> None:
-    """Raises ValueError outside [0, 1]."""
+    """Raise ValueError if label_smoothing is outside [0, 1]."""
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing={label_smoothing}: give a number from 0 to 1")
 
 
 def valid_pixels(target: Tensor, ignore_index: int) -> Tensor:
-    """Where the target is not `ignore_index`, as bool; an index that the dtype cannot hold ignores nothing."""
+    """Return the mask target != ignore_index; an ignore_index outside the dtype's range ignores nothing."""
     bounds = torch.iinfo(target.dtype)
     if not bounds.min <= ignore_index <= bounds.max:
         return torch.ones_like(target, dtype=torch.bool)
@@ -57,9 +60,9 @@ def valid_pixels(target: Tensor, ignore_index: int) -> Tensor:
 
 
 def class_ids(target: Tensor, num_classes: int, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """(ids, valid): int64 ids that are safe to index with, and where they count.
+    """Return int64 ids that are safe to index with, and the bool mask of valid pixels, in the target's shape.
 
-    An id that is no class becomes 0 and does not count; `check_target_range` is what reports it.
+    An id that is no class becomes 0 and is not valid; `check_target_range` reports it.
     """
     valid = valid_pixels(target, ignore_index) & (target >= 0)
     if num_classes <= torch.iinfo(target.dtype).max:
@@ -68,11 +71,11 @@ def class_ids(target: Tensor, num_classes: int, ignore_index: int) -> tuple[Tens
 
 
 def check_target_range(target: Tensor, num_classes: int, ignore_index: int) -> Tensor | None:
-    """Every valid id is a class: an error at once on the CPU, and soon on a device, without waiting for it.
+    """Check that every valid id is a class: at once on the CPU, asynchronously on a device.
 
     On a device the offending ids are copied to the host asynchronously. The error is raised by the first later call
-    that finds the copy done; until then the returned scalar makes the loss NaN, so that nothing learns from it.
-    While a graph is captured or traced, and under a functional transform, there is only the NaN, on the CPU nothing.
+    that finds the copy done; until then the returned scalar makes the loss NaN, so that the step is skipped. While a
+    graph is captured or traced, and under a functional transform, there is only the NaN; on the CPU no check.
 
     Returns:
         None, or a scalar to add to the loss: 0, or NaN where an id is no class.
@@ -100,7 +103,7 @@ def check_target_range(target: Tensor, num_classes: int, ignore_index: int) -> T
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether the numbers can be looked at: not a fake, traced, transformed or captured tensor."""
+    """Return True if the values can be read: the tensor is not fake, traced, transformed or being captured."""
     if torch.compiler.is_compiling() or needs_plain_operators():
         return False
     if is_simulated(tensor):
@@ -109,14 +112,14 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def is_simulated(tensor: Tensor) -> bool:
-    """Whether the tensor is fake or meta: a shape on a device, without numbers; not one that is being compiled."""
+    """Return True if the tensor is fake or meta, without values; False for one that is being compiled."""
     return not torch.compiler.is_compiling() and (
         tensor.is_meta or (type(tensor) not in (Tensor, torch.nn.Parameter) and not needs_plain_operators())
     )
 
 
 def needs_plain_operators() -> bool:
-    """Whether a functional transform or a trace is active, which sees through torch's own operators only."""
+    """Return True if a functional transform or a trace is active, which supports torch's own operators only."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None
@@ -127,12 +130,12 @@ def _is_bad(target: Tensor, num_classes: int, ignore_index: int) -> Tensor:
 
 
 _NO_ID = 1 << 62
-"""Above every id: the smallest of no bad ids."""
+"""Larger than every id: the minimum over no bad ids."""
 
 
 @dataclass(frozen=True)
 class _Report:
-    """Smallest and largest bad id on their way to the host, and whether they have arrived."""
+    """Smallest and largest bad id, being copied to the host."""
 
     bounds: Tensor
     has_arrived: Callable[[], bool]
@@ -141,14 +144,14 @@ class _Report:
 
 
 _reports: deque[_Report] = deque(maxlen=64)
-"""Checks under way, oldest first; the only state of the library, because a device answers later than it is asked."""
+"""Pending checks, oldest first; the only global state of the library, needed because devices run asynchronously."""
 
 
 def report_range(bounds: Tensor, num_classes: int, ignore_index: int) -> Tensor:
-    """Sends the bounds of the bad ids to the host.
+    """Start the copy of the bad ids' bounds to the host.
 
     Args:
-        bounds: (2,) int64 smallest and largest bad id; the smallest above the largest where there is none.
+        bounds: (2,) int64 smallest and largest bad id; smallest > largest where there is none.
         num_classes: C.
         ignore_index: id that counts nowhere.
 
@@ -166,12 +169,12 @@ def report_range(bounds: Tensor, num_classes: int, ignore_index: int) -> Tensor:
 
 
 def poison_of(bounds: Tensor) -> Tensor:
-    """Scalar 0, or NaN where the bounds of the bad ids say that there is one."""
+    """Return scalar 0, or NaN if `bounds`, as for `report_range`, holds a bad id."""
     return torch.where(bounds[0] <= bounds[1], torch.nan, 0.0)
 
 
 def raise_reported() -> None:
-    """Raises ValueError for a bad id that an earlier call met on a device."""
+    """Raise ValueError for a bad id that an earlier call found on a device."""
     while _reports and _reports[0].has_arrived():
         report = _reports.popleft()
         low, high = report.bounds.tolist()
@@ -181,7 +184,7 @@ def raise_reported() -> None:
 
 
 def out_of_range_message(ids: Sequence[int], num_classes: int, ignore_index: int) -> str:
-    """The error for ids that are no classes."""
+    """Return the error message for ids that are no classes."""
     named = ", ".join(map(str, ids[:10])) + (", ..." if len(ids) > 10 else "")
     return (
         f"target holds the ids {named}: classes are 0 to {num_classes - 1} and {ignore_index} is ignored; "
@@ -190,10 +193,10 @@ def out_of_range_message(ids: Sequence[int], num_classes: int, ignore_index: int
 
 
 def as_class_weight(weight: Tensor | Sequence[float] | None, name: str = "weight") -> Tensor | None:
-    """Class weights as a float tensor (C,) of their own.
+    """Return a copy of class weights as a float tensor (C,).
 
     Raises:
-        ValueError: not one-dimensional, negative or not finite.
+        ValueError: they are not one-dimensional, negative or not finite.
     """
     if weight is None:
         return None

@@ -1,7 +1,7 @@
-"""The loss on bands as one tensor program for torch.compile: three loop nests instead of twenty operations.
+"""Upsampling cross-entropy on bands as one program for torch.compile: three loop nests instead of twenty operations.
 
 Output rows are grouped into *cells*, the rows between two source rows; a chunk is K cells of m images, each padded to R
-rows, the last chunk padded to K cells, so that one program serves a whole batch. Of full resolution only the
+rows, the last chunk padded to K cells, so that one program serves a whole batch. At full resolution only the
 exponentials of a chunk are stored. The formulae are those of `bands_cross_entropy`.
 
 Shapes: m images of a chunk, C classes, K cells, R rows of a cell, W output columns; h source rows.
@@ -24,7 +24,7 @@ from segapp.losses.fused.grid import Grid, grid_of
 from segapp.losses.fused.reference import compute_dtype
 
 CHUNK_BYTES = 4 << 20
-"""2 to 4 MB are the optimum of the compiled program; 8 MB cost 15 to 45 % more."""
+"""Bytes of a chunk: the compiled program is fastest with 2 to 4 MB; 8 MB take 15 to 45 % longer."""
 
 ChunkSums = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """Loss sum, weight sum, smallest sum of exponentials, gradient of the rows above and of the rows below."""
@@ -43,7 +43,7 @@ def chunk_sums(
     exact_maximum: bool,
     with_gradient: bool,
 ) -> ChunkSums:
-    """The loss of a chunk and its gradient to the widened source rows.
+    """Return the loss of a chunk and its gradient to the widened source rows.
 
     Args:
         wide: (m, C, K + 1, W) widened source rows less their maximum over the classes.
@@ -51,8 +51,8 @@ def chunk_sums(
         fraction: (K, R) vertical fractions.
         weight: (C,) class weights, or None.
         smoothing: label smoothing.
-        exact_maximum: subtract each pixel's own maximum too.
-        with_gradient: whether the last two entries are wanted; empty otherwise.
+        exact_maximum: also subtract each pixel's own maximum.
+        with_gradient: compute the last two entries; empty otherwise.
     """
     C = wide.shape[1]
     lam = fraction[None, None, :, :, None]
@@ -103,16 +103,16 @@ def cross_entropy_on_cells(
     with_gradient: bool,
     compiled: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Loss sum, weight sum and the loss sum's gradient; see `cross_entropy_on_bands`, which takes over on failure.
+    """Return loss sum, weight sum and the loss sum's gradient; falls back to `cross_entropy_on_bands`.
 
-    The program of a shape is compiled on its first use (20 s at first, 2 s for another shape) and kept on disk.
+    The program of a shape is compiled on its first use (20 s for the first, 2 s for another shape) and cached on disk.
 
     Args:
         logits: (N, C, h, w).
         target: (N, H, W) integers.
         weight: (C,) or None.
-        options: the loss.
-        with_gradient: whether the gradient is wanted.
+        options: options of the loss.
+        with_gradient: compute the gradient.
         compiled: False runs the same program without a compiler, for tests.
 
     Raises:
@@ -149,9 +149,9 @@ def _warn_once(message: str) -> None:
 
 
 _compile_lock = threading.Lock()
-"""torch.compile is not safe in several threads, and replicas run in threads."""
+"""torch.compile is not thread-safe, and replicas run in threads."""
 _failures: list[str] = []
-"""Why compiling failed in this process; it is not tried again."""
+"""The reason why compiling failed in this process; it is not tried again."""
 
 
 def _compiler_failure() -> str | None:
@@ -174,7 +174,7 @@ def _compiled_program(*arguments: Any) -> ChunkSums:
 
 
 class _Chunks:
-    """One batch, cut into chunks of equal shape."""
+    """A batch cut into chunks of equal shape."""
 
     def __init__(
         self, logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropyOptions, with_gradient: bool
@@ -201,7 +201,7 @@ class _Chunks:
         self.fraction = fraction.to(self.dtype)
 
     def run(self, program: Callable[..., ChunkSums]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Loss sum, weight sum, gradient."""
+        """Return loss sum, weight sum and gradient."""
         loss_sum = weight_sum = 0.0
         gradient = torch.zeros(self.logits.shape, dtype=self.dtype) if self.with_gradient else None
         for first in range(0, self.logits.shape[0], self.images):
@@ -240,7 +240,7 @@ class _Chunks:
     def _collect(
         self, gradient: Tensor, images: slice, start: int, above: Tensor, below: Tensor, carried: Tensor | None
     ) -> Tensor:
-        """Adds the chunk's gradient; what belongs to the source row after the chunk is carried into the next one."""
+        """Add the chunk's gradient; return that of the source row after the chunk, for the next chunk."""
         h = self.logits.shape[2]
         above[:, :, 1:] += below[:, :, :-1]
         if carried is not None:

@@ -1,9 +1,10 @@
-"""Bilinear interpolation as small tables: which source samples an output sample lies between, and how far.
+"""Bilinear interpolation from small tables: for each output sample, its source samples and the fraction between them.
 
 The fractions are computed in float64 and rounded once; `F.interpolate` computes them in the logits' precision, which
-costs 1e-5 of the gradient in float32. Nothing here uses atomics, so sums come out the same every time.
+costs 1e-5 of the gradient in float32. No atomics are used, so sums are deterministic.
 
-Shapes: h x w of the source, H x W of the output; U (out, in) is an axis's interpolation matrix.
+Shapes: m images, C classes, R rows of a band, h x w of the source, H x W of the output; U (out, in) is an axis's
+interpolation matrix.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 BLOCK_COLUMNS = 16
-"""Source columns that a block of the horizontal matrix spans: wide enough to be fast, narrow enough for few zeros."""
+"""Source columns per block of the horizontal matrix: a trade-off between large products and few zeros."""
 
 
 class Axis:
@@ -26,12 +27,12 @@ class Axis:
     Args:
         size_in: number of source samples.
         size_out: number of output samples.
-        align_corners: True: first and last samples of both coincide; False: the areas' edges do.
+        align_corners: as in `F.interpolate`.
 
     Attributes:
-        lower: (size_out,) int64, never decreasing.
+        lower: (size_out,) int64, non-decreasing.
         fraction: (size_out,) float64 in [0, 1].
-        starts: (size_in + 1) output samples whose lower is at least each source sample; the last is size_out.
+        starts: for each source sample the first output sample whose `lower` is at least it; then size_out.
     """
 
     def __init__(self, size_in: int, size_out: int, align_corners: bool) -> None:
@@ -42,7 +43,7 @@ class Axis:
         else:
             source = (sample + 0.5) * (size_in / size_out) - 0.5
         source = source.clamp(0.0, float(size_in - 1))
-        # 7.999999... for an exact multiple belongs to 8: without the nudge a row would be a cell of its own.
+        # 1e-9, because an exact multiple may come out as 7.999...: its row would become a separate cell.
         lower = torch.floor(source + 1e-9).clamp(max=size_in - 1)
         self.lower, self.fraction = lower.long(), (source - lower).clamp(0.0, 1.0)
         edges = torch.arange(size_in + 1, dtype=torch.int64, device="cpu")
@@ -50,11 +51,11 @@ class Axis:
 
     @property
     def upper(self) -> Tensor:
-        """(size_out,) int64: the source sample above `lower`, the last one twice."""
+        """The source sample after `lower`, at most the last one; (size_out,) int64."""
         return (self.lower + 1).clamp(max=self.size_in - 1)
 
     def matrix(self) -> Tensor:
-        """U, (size_out, size_in) float64."""
+        """Return U, (size_out, size_in) float64."""
         weights = torch.zeros(self.size_out, self.size_in, dtype=torch.float64, device="cpu")
         rows = torch.arange(self.size_out, device="cpu")
         weights[rows, self.lower] += 1 - self.fraction
@@ -62,10 +63,10 @@ class Axis:
         return weights
 
     def adjoint_table(self, first: int, last: int, low: int, high: int) -> tuple[Tensor, Tensor]:
-        """Which of the output samples first..last-1 touch each source sample low..high-1, and with what weight.
+        """Return which output samples of first..last-1 use each source sample of low..high-1, with their weights.
 
         Returns:
-            samples: (high - low, S) int64, counted from `first`; padded with 0.
+            samples: (high - low, S) int64, relative to `first`; padded with 0.
             weights: (high - low, S) float64; padded with 0.
         """
         begins = [max(first, self.starts[max(s - 1, 0)]) for s in range(low, high)]
@@ -81,19 +82,20 @@ class Axis:
 
 
 class Grid:
-    """The tables of one resampling in one dtype on one device; made by `grid_of`, which remembers them.
+    """Tables of one resampling in one dtype on one device; built by `grid_of`, which caches them.
 
     Args:
         low: (h, w).
         high: (H, W).
         align_corners: see `Axis`.
-        dtype: float32 or float64, of the weights.
-        device: where the tables are.
+        dtype: of the weights, float32 or float64.
+        device: of the tables.
 
     Attributes:
         rows: the vertical axis.
         columns: the horizontal axis.
-        cells: (source row, first output row, last + 1) of the output rows that lie below one source row.
+        cells: (source row, first output row, last + 1) of the output rows between a source row and the next one.
+        tallest_cell: the largest number of output rows in a cell.
         fractions: (H, 1) vertical fractions.
         pair_weights: (2, H): 1 - fraction and fraction.
         lower_rows: (H,) int64, the source row above each output row.
@@ -124,13 +126,13 @@ class Grid:
         return values.to(self.device, self.dtype)
 
     def gather_rows(self, gradient: Tensor, first: int, low: int, high: int) -> Tensor:
-        """The transposed vertical interpolation of some output rows.
+        """Return the transposed vertical interpolation of some output rows.
 
         Args:
             gradient: (m, C, R, W) of the output rows from `first` on.
             first: the first output row.
-            low: the first source row that they touch.
-            high: one past the last.
+            low: the first source row that they depend on.
+            high: the last one + 1.
 
         Returns:
             (m, C, high - low, W).
@@ -144,13 +146,13 @@ class Grid:
         return torch.sum(picked * weights, 3)
 
     def widen(self, values: Tensor) -> Tensor:
-        """Horizontal interpolation, (..., w) -> (..., W)."""
+        """Return the horizontal interpolation, (..., w) -> (..., W)."""
         if self._blocks is not None and products_are_exact():
             return self._blocks.widen(values)
         return torch.lerp(values.index_select(-1, self._lower), values.index_select(-1, self._upper), self._fraction)
 
     def narrow(self, gradient: Tensor) -> Tensor:
-        """The transpose of `widen`, (..., W) -> (..., w)."""
+        """Return the transpose of `widen`, (..., W) -> (..., w)."""
         if self._blocks is not None and products_are_exact():
             return self._blocks.narrow(gradient)
         picked = gradient.index_select(-1, self._samples.flatten())
@@ -158,7 +160,7 @@ class Grid:
 
 
 class _BlockedMatrix:
-    """The horizontal matrix as a batch of narrow blocks: about as fast as a copy, a tenth of the dense product."""
+    """The horizontal matrix as a batch of narrow blocks: about as fast as a copy, ten times a dense product."""
 
     def __init__(self, axis: Axis, dtype: torch.dtype) -> None:
         w, W = axis.size_in, axis.size_out
@@ -195,20 +197,20 @@ class _BlockedMatrix:
 
 
 def products_are_exact() -> bool:
-    """Matrix products may be asked to run in TF32 or bfloat16 process-wide; interpolation must not."""
+    """Return True unless float32 matrix products run in TF32 or bfloat16, too coarse for interpolation."""
     return torch.get_float32_matmul_precision() == "highest"
 
 
 def dense_matrices(
     low: tuple[int, int], high: tuple[int, int], align_corners: bool, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """U of the rows (H, h) and the transpose of U of the columns (w, W); remembered for the shapes in use."""
+    """Return U of the rows (H, h) and the transpose of U of the columns (w, W); cached."""
     with torch.inference_mode(False), torch.no_grad():
-        return _remembered_matrices(low, high, align_corners, dtype, device)
+        return _cached_matrices(low, high, align_corners, dtype, device)
 
 
 @functools.lru_cache(maxsize=64)
-def _remembered_matrices(
+def _cached_matrices(
     low: tuple[int, int], high: tuple[int, int], align_corners: bool, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     rows, columns = Axis(low[0], high[0], align_corners), Axis(low[1], high[1], align_corners)
@@ -218,18 +220,18 @@ def _remembered_matrices(
 def grid_of(
     low: tuple[int, int], high: tuple[int, int], align_corners: bool, dtype: torch.dtype, device: torch.device
 ) -> Grid:
-    """The tables of a resampling, remembered for the shapes in use.
+    """Return the tables of a resampling, cached.
 
-    Under a fake-tensor mode they are made anew, so that no fake table outlives the mode.
+    Under a fake-tensor mode they are not cached, so that no fake table outlives the mode.
     """
     with torch.inference_mode(False), torch.no_grad():
         if type(torch.empty(0, device="cpu")) is not Tensor:
             return Grid(low, high, align_corners, dtype, device)
-        return _remembered_grid(low, high, align_corners, dtype, device)
+        return _cached_grid(low, high, align_corners, dtype, device)
 
 
 @functools.lru_cache(maxsize=64)
-def _remembered_grid(
+def _cached_grid(
     low: tuple[int, int], high: tuple[int, int], align_corners: bool, dtype: torch.dtype, device: torch.device
 ) -> Grid:
     return Grid(low, high, align_corners, dtype, device)

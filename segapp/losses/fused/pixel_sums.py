@@ -1,7 +1,7 @@
-"""Sums over the pixels of upsampled logits, for criteria that are made of them, without the upsampled logits.
+"""Sums over the pixels of upsampled logits, for criteria that are functions of such sums, without those logits.
 
-The forward pass adds band after band and keeps nothing. The backward pass computes each band once more, now knowing
-the slope of the loss in every sum, and hands its gradient down to the low resolution.
+The forward pass adds up the bands and saves nothing of full resolution. The backward pass recomputes each band, with
+the derivative of the loss in every sum known, and transposes the interpolation of its gradient.
 
 Shapes: N images, C classes, h x w of the logits, H x W of the target, R rows of a band.
 """
@@ -21,32 +21,38 @@ from segapp.losses.fused.checks import check_inputs, check_target_range, class_i
 from segapp.losses.fused.reference import compute_dtype, upsample
 
 FULL_BYTES = 4 << 20
-"""Upsampled logits smaller than this are made whole: fewer operations, and nothing worth saving."""
+"""Upsampled logits smaller than this are computed whole: fewer operations, and little memory to save."""
 
 
 class PixelSums(Protocol):
-    """Sums over pixels, each a vector or a scalar; pixels that are not valid count nowhere."""
+    """Function that returns sums over the valid pixels, each a vector or a scalar."""
 
     @property
     def num_differentiable(self) -> int:
-        """How many of the sums, the first ones, depend on the logits smoothly; the others are counts."""
+        """Number of sums, the first ones, that are differentiable in the logits; the others are counts."""
         ...
 
     def __call__(self, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
-        """From values (N, C, R, W), ids (N, 1, R, W) int64 and valid (N, 1, R, W) bool; all classes may be shifted."""
+        """Return the sums.
+
+        Args:
+            values: (N, C, R, W) logits, up to an additive constant per pixel.
+            ids: (N, 1, R, W) int64 class ids.
+            valid: (N, 1, R, W) bool.
+        """
         ...
 
 
 def upsampled_sums(
     function: PixelSums, logits: Tensor, target: Tensor, align_corners: bool, ignore_index: int
 ) -> tuple[Tensor, ...]:
-    """`function` of the upsampled logits, summed over all pixels.
+    """Return the sums of `function` over all pixels of the upsampled logits.
 
     Args:
         function: additive over pixels.
         logits: (N, C, h, w).
         target: (N, H, W) class ids.
-        align_corners: of the upsampling.
+        align_corners: as in `F.interpolate`.
         ignore_index: id that counts nowhere.
 
     Returns:
@@ -67,7 +73,7 @@ def upsampled_sums(
 
 
 def pixel_cross_entropy(values: Tensor, ids: Tensor) -> Tensor:
-    """-log of the target's softmax probability, (N, 1, R, W)."""
+    """Return -log of the target's softmax probability, (N, 1, R, W), from values (N, C, R, W) and ids (N, 1, R, W)."""
     return -F.log_softmax(values, 1).gather(1, ids)
 
 
@@ -80,7 +86,7 @@ def _at_full_resolution(
 
 
 class _BandedSums(torch.autograd.Function):
-    """The sums in one pass over bands, their gradient in another; twice differentiable through the full resolution."""
+    """The sums in one pass over bands, their gradient in another; second derivatives at full resolution."""
 
     @staticmethod
     def forward(
@@ -152,7 +158,7 @@ class CrossEntropySums:
 
     @property
     def num_differentiable(self) -> int:
-        """The loss sum."""
+        """1: the loss sum."""
         return 1
 
     def __call__(self, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""The losses spelled out with torch's own operators at full resolution: the oracle of the tests and the fall-back.
+"""The losses with torch's own operators at full resolution: the reference of the tests and the fallback.
 
 Shapes: N images, C classes, h x w of the logits, H x W of the target.
 """
@@ -17,14 +17,19 @@ DENSE_SIDE = 32
 
 
 def compute_dtype(logits: Tensor) -> torch.dtype:
-    """float64 for float64 logits, float32 for all others: half precision is too short for a sum over pixels."""
+    """Return float64 for float64 logits, else float32: half precision is too coarse for a sum over pixels."""
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
 def upsample(logits: Tensor, size: tuple[int, int], align_corners: bool) -> Tensor:
-    """Bilinear resampling to (N, C, H, W) in `compute_dtype`.
+    """Return logits (N, C, h, w) resampled bilinearly to (N, C, H, W) in `compute_dtype`.
 
-    Small logits go through two matrix products: in half the time of `F.interpolate`, and exact to the last digit.
+    Small logits take two matrix products: half the time of `F.interpolate`, and more exact.
+
+    Args:
+        logits: (N, C, h, w).
+        size: (H, W).
+        align_corners: as in `F.interpolate`.
     """
     values = logits.to(compute_dtype(logits))
     low = (values.shape[-2], values.shape[-1])
@@ -39,7 +44,13 @@ def upsample(logits: Tensor, size: tuple[int, int], align_corners: bool) -> Tens
 
 
 def target_weight_sum(target: Tensor, ignore_index: int, weight: Tensor | None) -> Tensor:
-    """Sum over valid pixels of the target's class weight, float64 scalar: the denominator of the mean."""
+    """Return the sum over valid pixels of the target's class weight, a float64 scalar: the denominator of the mean.
+
+    Args:
+        target: (N, H, W) class ids.
+        ignore_index: id that counts nowhere.
+        weight: (C,), or None for 1.
+    """
     if weight is None:
         return valid_pixels(target, ignore_index).sum().to(torch.float64)
     ids, valid = class_ids(target, weight.numel(), ignore_index)
@@ -58,12 +69,12 @@ def cross_entropy_sums(
     weight: Tensor | None,
     label_smoothing: float,
 ) -> tuple[Tensor, Tensor]:
-    """(loss sum, weight sum) of cross-entropy on upsampled logits, with three full-resolution tensors at its peak.
+    """Return (loss sum, weight sum) of cross-entropy on upsampled logits; peak: three full-resolution tensors.
 
-    `F.cross_entropy(..., reduction="mean")` is the first over the second.
+    `F.cross_entropy(..., reduction="mean")` is their quotient. See `upsample_cross_entropy` for the arguments.
     """
     values = upsample(logits, (target.shape[-2], target.shape[-1]), align_corners)
-    if target.is_cpu:  # torch names an id that is no class itself here; on a device it would stop the process
+    if target.is_cpu:  # torch raises an error for an id that is no class; on a device it would abort the process
         ids, ignored = target.long(), ignore_index
     else:
         ids, valid = class_ids(target, logits.shape[1], ignore_index)
@@ -79,7 +90,7 @@ def cross_entropy_sums(
 def soft_cross_entropy_sums(
     logits: Tensor, target: Tensor, *, align_corners: bool, weight: Tensor | None, label_smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """(loss sum, number of pixels) for a target of class probabilities (N, C, H, W); torch divides by the pixels."""
+    """Return (loss sum, number of pixels) for a target of class probabilities (N, C, H, W)."""
     values = upsample(logits, (target.shape[-2], target.shape[-1]), align_corners)
     if weight is not None:
         weight = weight.to(values.device, values.dtype)

@@ -29,7 +29,7 @@ NO_ID = 1 << 62
 
 @dataclass(frozen=True)
 class Shape:
-    """How the loss kernel is cut; chosen so that no register spills (checked by compiling ahead of time).
+    """Block sizes of the loss kernel, chosen so that no register spills (tested by compiling ahead of time).
 
     Attributes:
         BC: classes of a program, a power of two of at least 16.
@@ -43,7 +43,7 @@ class Shape:
 
 
 def shape_of(num_classes: int, dtype: torch.dtype) -> Shape:
-    """The cut for a number of classes."""
+    """Return the block sizes for a number of classes."""
     BC = max(16, triton.next_power_of_2(num_classes))
     if dtype == torch.float64:
         return Shape(BC, 32 if BC <= 64 else 16, 4 if BC <= 32 else 8)
@@ -56,7 +56,7 @@ def shape_of(num_classes: int, dtype: torch.dtype) -> Shape:
 
 @dataclass(frozen=True)
 class _Tables:
-    """The interpolation and the blocks of columns, on the device."""
+    """Tables of the interpolation and of the blocks of columns, on the device."""
 
     starts: Tensor
     row_fraction: Tensor
@@ -107,7 +107,7 @@ def _tables(
 
 
 _launch_lock = threading.Lock()
-"""Replicas run in threads, and Triton compiles on the first launch of a shape."""
+"""Replicas run in threads, and Triton compiles at the first launch of a shape."""
 
 
 def cross_entropy_by_triton(
@@ -118,20 +118,20 @@ def cross_entropy_by_triton(
     *,
     with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Loss sum, weight sum and the loss sum's gradient; nothing is waited for.
+    """Return the loss sum, the weight sum and the loss sum's gradient, without a host synchronisation.
 
     Args:
         logits: (N, C, h, w), C up to 256, any floating dtype and strides.
         target: (N, H, W) integers, any strides.
         weight: (C,) or None.
-        options: the loss.
-        with_gradient: whether the gradient is wanted.
+        options: options of the loss.
+        with_gradient: compute the gradient.
 
     Returns:
         loss_sum and weight_sum, float64 scalars, and the gradient (N, C, h, w) in float32 (float64 for float64 logits).
 
     Raises:
-        ValueError: an id that is no class, in an earlier call; in this one it makes the loss NaN.
+        ValueError: an earlier call had an id that is no class; in this call such an id makes the loss NaN.
     """
     raise_reported()
     N, C, h, w = logits.shape
@@ -196,7 +196,7 @@ def cross_entropy_by_triton(
 def loss_constants(
     options: CrossEntropyOptions, num_classes: int, has_weight: bool, with_gradient: bool, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """The loss kernel's compile-time constants."""
+    """Return the loss kernel's compile-time constants."""
     return {
         "KEEP": 1.0 - options.label_smoothing,
         "SHARE": options.label_smoothing / num_classes,
@@ -208,7 +208,7 @@ def loss_constants(
 
 
 def _bounds_of_bad_ids(bad: Tensor, target: Tensor, num_classes: int, ignore_index: int) -> Tensor:
-    """(2,) int64: smallest and largest id that is no class."""
+    """Return the smallest and the largest id that is no class, (2,) int64."""
     N, H, W = target.shape
     low, high = torch.empty(2, N * H, dtype=torch.int64, device=target.device)
     bad_ids_kernel[(N * H,)](

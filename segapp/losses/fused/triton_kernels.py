@@ -1,12 +1,13 @@
-"""Upsampling cross-entropy on CUDA: loss and gradient in one pass, without a full-resolution tensor or atomics.
+"""Triton kernels of upsampling cross-entropy: loss and gradient in one pass, no full-resolution tensor, no atomics.
 
-One program takes the output rows between two source rows (a cell) of one image, and a block of output columns. It holds
-the two source rows, widened to its columns, in registers; for each output row it makes the logits, their softmax and
-the loss, and adds the gradient into two accumulators. Those leave through the transposed horizontal interpolation, a
-small product, as the program's own partial result; a second kernel gathers the partial results of each logit. Every sum
-has a fixed order, so the result is the same every time.
+One program computes the output rows between two source rows (a cell) of one image, for a block of output columns. It
+holds the two source rows, interpolated to its columns, in registers; for each output row it computes the logits, their
+softmax and the loss, and adds the gradient to two accumulators. The transposed horizontal interpolation of these, a
+small matrix product, is the program's partial result; a second kernel sums the partial results of each logit. Every sum
+has a fixed order, so the result is deterministic.
 
-The formulae are those of `bands_cross_entropy`. Runs in Triton's interpreter (TRITON_INTERPRET=1) on the CPU too.
+The formulae are those of `bands_cross_entropy`. The kernels also run in Triton's interpreter (TRITON_INTERPRET=1). They
+have many parameters because a kernel takes pointers, sizes, strides and constants only.
 
 Shapes: N images, C classes, h x w of the logits, H x W of the target; BC classes, BX columns, BJ source columns of a
 program, C and the numbers of columns rounded up.
@@ -22,7 +23,7 @@ import triton.language as tl
 
 @triton.jit
 def source_values(pointer, offset, mask, ACC: tl.constexpr):
-    """Source logits (BC, BX) less their maximum over the classes; 0 for classes that do not exist."""
+    """Return source logits (BC, BX) less their maximum over the classes; 0 for padded classes."""
     values = tl.load(pointer + offset, mask=mask, other=-float("inf")).to(ACC)
     largest = tl.max(values, axis=0)
     largest = tl.where(largest == -float("inf"), 0.0, largest)
@@ -68,7 +69,7 @@ def loss_kernel(
     ACC: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Loss, weight sum and number of bad ids of a cell x block, and its share of the gradient, (2, C, BJ)."""
+    """Store the loss, weight sum and number of bad ids of a cell x block, and its partial gradient (2, C, BJ)."""
     cell = tl.program_id(0)
     block = tl.program_id(1)
     n = (cell // h).to(tl.int64)
@@ -115,9 +116,9 @@ def loss_kernel(
         ids = ids.to(tl.int32)
         valid = (labelled & in_range).to(ACC)
         values = above + down * slope
-        shown = tl.where(is_class[:, None], values, -float("inf"))
-        largest = tl.max(shown, axis=0)
-        exponentials = tl.exp(shown - largest[None, :])
+        masked = tl.where(is_class[:, None], values, -float("inf"))
+        largest = tl.max(masked, axis=0)
+        exponentials = tl.exp(masked - largest[None, :])
         total = tl.sum(exponentials, axis=0)
         log_total = largest + tl.log(total)
         own = classes[:, None] == ids[None, :]
@@ -191,7 +192,7 @@ def gather_kernel(
     MAX_BLOCKS: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """Adds the partial gradients of one source row, BW of its columns: from its own cell and from the one above."""
+    """Sum the partial gradients of BW columns of a source row: from its own cell and from the cell above."""
     cell = tl.program_id(0)
     i = cell % h
     classes = tl.arange(0, BC)
@@ -213,7 +214,7 @@ def gather_kernel(
         total += tl.load(own_ptr, mask=mask, other=0.0)
         above_ptr = own_ptr - (num_blocks * 2 - 1).to(tl.int64) * C * BJ
         total += tl.load(above_ptr, mask=mask & (rows > 0)[None, :], other=0.0)
-        # Below the last source row lies itself.
+        # The row below the last source row is the last one itself.
         total += tl.load(own_ptr + C * BJ, mask=mask & (rows == h - 1)[None, :], other=0.0)
     n = (cell // h).to(tl.int64)
     out_ptr = gradient_ptr + ((n * C + classes[:, None]) * h + i) * w + columns[None, :]
@@ -236,7 +237,7 @@ def bad_ids_kernel(
     NO_BAD_ID: tl.constexpr,
     BX: tl.constexpr,
 ):
-    """Smallest and largest bad id of one target row; looks only where the count says that there are any."""
+    """Store the smallest and largest bad id of a target row; reads the row only if there are bad ids at all."""
     row = tl.program_id(0)
     low = tl.full((BX,), NO_BAD_ID, dtype=tl.int64)
     high = tl.full((BX,), -NO_BAD_ID, dtype=tl.int64)

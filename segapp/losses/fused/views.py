@@ -1,7 +1,7 @@
-"""Logits of the same images seen several ways: other scales, mirrored, in overlapping tiles; joined band by band.
+"""Several logits of the same images (other scales, flipped, overlapping tiles), joined band by band.
 
 A view is a tensor of logits for the whole image, of any resolution, or a sequence of tiles whose logits are averaged
-where they overlap. Of several views the probabilities are averaged. Only a band of full resolution exists at a time.
+where they overlap. The probabilities of several views are averaged. Full resolution exists for one band at a time.
 
 Shapes: N images, m of them in a band, C classes, R rows of a band, h x w of logits, H x W of the output.
 """
@@ -28,10 +28,10 @@ class Tile:
         top: first output row.
         left: first output column.
         size: height and width in output pixels.
-        frame: height and width that the logits stand for, at least `size`: what lies beyond is padding.
-        skip: columns of padding at the left of the frame; the rest of it is at the right and at the bottom.
-        weights: (height,) and (width,) of `size`, whose products weight the tile's pixels where tiles overlap; None:
-            all alike.
+        frame: height and width that the logits cover, at least `size`; the remainder is padding.
+        skip: columns of padding at the left of the frame; the other padding is at the right and at the bottom.
+        weights: (height,) and (width,) of `size`; their products weight the pixels where tiles overlap. None: equal
+            weights.
     """
 
     logits: Tensor
@@ -47,10 +47,10 @@ View = Tensor | Sequence[Tile]
 
 
 def check_views(views: Tensor | Sequence[View]) -> list[View]:
-    """The views as a list.
+    """Return the views as a list.
 
     Raises:
-        ValueError: no views, a view without tiles, or views of different images or classes.
+        ValueError: no views, a view without tiles, or views with different N or C.
     """
     found: list[View] = [views] if isinstance(views, Tensor) else list(views)
     if not found or not all(_tensors(view) for view in found):
@@ -62,7 +62,7 @@ def check_views(views: Tensor | Sequence[View]) -> list[View]:
 
 
 def first_logits(views: Sequence[View]) -> Tensor:
-    """One of the views' tensors: it tells N, C, dtype and device."""
+    """Return a tensor of the views, for N, C, dtype and device."""
     return _tensors(views[0])[0]
 
 
@@ -73,7 +73,7 @@ def _tensors(view: View) -> list[Tensor]:
 def probability_bands(
     views: Sequence[View], size: tuple[int, int], align_corners: bool
 ) -> Iterator[tuple[slice, slice, Tensor]]:
-    """(images, rows, mean probability (m, C, R, W) of the views), band by band."""
+    """Yield (images, rows, mean probability (m, C, R, W) of the views), band by band."""
     for images, rows, values in _bands(views, size, align_corners):
         mean = torch.softmax(next(values), 1)
         for value in values:
@@ -84,7 +84,10 @@ def probability_bands(
 def logit_bands(
     views: Sequence[View], size: tuple[int, int], align_corners: bool
 ) -> Iterator[tuple[slice, slice, Tensor]]:
-    """(images, rows, logits (m, C, R, W) up to a shift of all classes), band by band; log-probabilities of several."""
+    """Yield (images, rows, logits (m, C, R, W) up to an additive constant per pixel), band by band.
+
+    For several views, log-probabilities.
+    """
     if len(views) > 1:
         for images, rows, mean in probability_bands(views, size, align_corners):
             yield images, rows, mean.clamp_min_(torch.finfo(mean.dtype).tiny).log_()
@@ -96,7 +99,7 @@ def logit_bands(
 def _bands(
     views: Sequence[View], size: tuple[int, int], align_corners: bool
 ) -> Iterator[tuple[slice, slice, Iterator[Tensor]]]:
-    """Images, rows, and the views' values one after the other."""
+    """Yield images, rows, and an iterator over the views' values (m, C, R, W)."""
     logits = first_logits(views)
     budget = CPU_BAND_BYTES if logits.device.type == "cpu" else DEVICE_BAND_BYTES
     sources = [
@@ -127,11 +130,11 @@ class _Tile:
         self.sweep = BlockSweep(logits, grid, slice(0, tile.frame[0]), None, budget)
 
     def values(self, images: slice, rows: slice) -> Tensor:
-        """(m, C, R, width) of the tile's own rows."""
+        """Return logits (m, C, R, width); `rows` are relative to the tile."""
         return BlockBand(self.sweep, images, rows).values[..., self._columns]
 
     def wide(self, images: slice) -> Tensor:
-        """(m, C, h, width): every source row, widened."""
+        """Return all source rows, widened: (m, C, h, width)."""
         return self.sweep.wide_rows(images, 0, self.tile.logits.shape[2])[..., self._columns]
 
     @property
@@ -140,7 +143,7 @@ class _Tile:
 
 
 class _Row:
-    """Tiles side by side, with the same rows: they are joined once, before their rows are interpolated."""
+    """Tiles with the same rows, side by side; joined once, before the rows are interpolated."""
 
     def __init__(self, sources: Sequence[_Tile], width: int) -> None:
         self._sources, self._width = sources, width
@@ -150,7 +153,7 @@ class _Row:
         self._count = torch.stack([self._placed(source, self._weight(source)) for source in sources]).sum(0)
 
     def add(self, images: slice, rows: slice, total: Tensor, count: Tensor) -> None:
-        """Adds the row's part of some output rows to sums (m, C, R, W) of logits and (R, W) of weights."""
+        """Add the tiles' contribution to the sums (m, C, R, W) of logits and (R, W) of weights."""
         start, stop = max(rows.start, self.top), min(rows.stop, self.bottom)
         own, place = slice(start - self.top, stop - self.top), slice(start - rows.start, stop - rows.start)
         wide, grid = self._joined(images), self._grid
@@ -166,15 +169,15 @@ class _Row:
 
     @property
     def logits(self) -> Tensor:
-        """Of one of its tiles: it tells C, dtype and device."""
+        """Logits of one tile, for C, dtype and device."""
         return self._first.logits
 
-    def forget(self) -> None:
-        """Lets the joined tiles go."""
+    def clear(self) -> None:
+        """Free the joined tiles."""
         self._wide = None
 
     def _joined(self, images: slice) -> Tensor:
-        """(m, C, h, W): the weighted sum of the tiles' widened source rows."""
+        """Return the weighted sum of the tiles' widened source rows, (m, C, h, W)."""
         if self._wide is None or self._wide[0] != images:
             logits = self._first.logits
             shape = (images.stop - images.start, *logits.shape[1:3], self._width)
@@ -193,14 +196,14 @@ class _Row:
         return weights[1]
 
     def _placed(self, source: _Tile, weight: Tensor) -> Tensor:
-        """A tile's weights along the whole width."""
+        """Return a tile's weights along the whole width, (W,)."""
         placed = weight.new_zeros(self._width)
         placed[source.tile.left : source.tile.left + source.tile.size[1]] = weight
         return placed
 
 
 class _Tiles:
-    """Overlapping tiles as a source of bands: the mean of their logits, weighted where they say so."""
+    """Overlapping tiles as a source of bands: the mean of their logits, weighted by their `weights`."""
 
     def __init__(self, tiles: Sequence[Tile], size: tuple[int, int], align_corners: bool, budget: int) -> None:
         self._width = size[1]
@@ -211,10 +214,10 @@ class _Tiles:
         self._rows = [_Row(sources, size[1]) for sources in rows.values()]
 
     def values(self, images: slice, rows: slice) -> Tensor:
-        """(m, C, R, W); NaN where no tile is. Asked from top to bottom, it holds few tiles at full width."""
+        """Return logits (m, C, R, W); NaN where no tile is. Called from top to bottom, it holds few joined tiles."""
         for row in self._rows:
             if row.bottom <= rows.start or row.top >= rows.stop:
-                row.forget()
+                row.clear()
         covering = [row for row in self._rows if row.top < rows.stop and row.bottom > rows.start]
         if not covering:
             raise ValueError(f"no tile covers the output rows {rows.start} to {rows.stop - 1}: cover the whole output")
