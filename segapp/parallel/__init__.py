@@ -1,7 +1,7 @@
-"""Exact parallel training: loss and gradients of one big device at any split of the batch.
+"""Exact parallel training: the loss and gradients of a single device at any split of the batch.
 
-A library of its own: torch and the standard library, nothing else of segapp. The face is lazy, so that
-`from segapp.parallel import plan_chunks` costs a viewer no torch.
+A library of its own: torch and the standard library, nothing else of segapp. Names are imported lazily, so that
+`from segapp.parallel import plan_chunks` does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a split leaves a BatchNorm layer with a single value per channel, found before a device is touched.
+"""Find BatchNorm layers that a split leaves with a single value per channel, before a device is used.
 
 BatchNorm cannot train on one value: a chunk of one sample behind image-wide pooling (1 x 1 pixels, as in DeepLab's
 ASPP) has no variance. Synchronised over the batch it has.
@@ -20,21 +20,21 @@ from segapp.parallel.sync_batchnorm import SyncBatchNorm
 
 
 def smallest_chunk(module: nn.Module, *inputs: Any) -> int:
-    """Samples that every device needs, if it has any: 2 where a plain BatchNorm layer gets one value per sample, or 1.
+    """Return the least samples of a device that has any: 2 if a BatchNorm layer gets one value per sample, else 1.
 
     Args:
-        module: the model, as it is about to train: layers in evaluation mode do not count.
-        *inputs: an example of its inputs with any number of samples; only shapes and dtypes matter, nothing is
-            computed and no memory taken.
+        module: the model in the mode it will be trained in: layers in evaluation mode do not count.
+        *inputs: example inputs with any number of samples; only shapes and dtypes are used, nothing is computed and no
+            memory allocated.
     """
     return 2 if _starved_layers(module, inputs) else 1
 
 
 def batchnorm_single_value_problem(module: nn.Module, split: Sequence[int], *inputs: Any) -> str | None:
-    """Why a split cannot train this module, with the next move; None where it can.
+    """Return why a split cannot train this module, and what to do; None if it can.
 
     Args:
-        module: the model, as it is about to train.
+        module: the model in the mode it will be trained in.
         split: samples per device.
         *inputs: as for `smallest_chunk`.
 
@@ -56,10 +56,10 @@ def batchnorm_single_value_problem(module: nn.Module, split: Sequence[int], *inp
 
 
 def check_batchnorm(module: nn.Module, split: Sequence[int], *inputs: Any) -> None:
-    """Refuses a split that leaves a BatchNorm layer a single value; see `batchnorm_single_value_problem`.
+    """Check that a split leaves no BatchNorm layer a single value; see `batchnorm_single_value_problem`.
 
     Raises:
-        ValueError: it does.
+        ValueError: it leaves one a single value per channel.
     """
     problem = batchnorm_single_value_problem(module, split, *inputs)
     if problem is not None:
@@ -67,9 +67,9 @@ def check_batchnorm(module: nn.Module, split: Sequence[int], *inputs: Any) -> No
 
 
 def _starved_layers(module: nn.Module, inputs: Sequence[Any]) -> list[str]:
-    """Names of the plain BatchNorm layers that get one value per channel and sample.
+    """Return the names of the plain BatchNorm layers that get one value per channel and sample.
 
-    Where the module cannot run on shapes alone, all that it has: rather a split too few than a crash in the last batch.
+    If the module cannot run on the meta device, all of them: a split refused without need is better than a crash.
     """
     plain = {
         name: layer

@@ -1,7 +1,7 @@
 """One batch over several devices in one process, exact at any split.
 
-`DataParallelModel` leaves each chunk's output on its device and `DataParallelCriterion` takes the loss there, so that
-device 0 never holds the whole batch's logits. `BalancedDataParallel` gathers, as `torch.nn.DataParallel` does.
+`DataParallelModel` leaves each chunk's output on its device and `DataParallelCriterion` computes the loss there, so
+that device 0 never holds the whole batch's logits. `BalancedDataParallel` gathers, as `torch.nn.DataParallel` does.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from segapp.parallel.scatter_gather import (
 
 
 class ReplicaOutputs(list[Any]):
-    """The replicas' outputs in replica order, each on its device, with the split that made them.
+    """The replicas' outputs in replica order, each on its device, with their split.
 
     Attributes:
         sizes: samples per output, as many as there are outputs.
         devices: the device of each output.
-        main_device: device 0 of the model, where sums belong, with or without samples of its own.
+        main_device: device 0 of the model, where sums are computed, with or without samples of its own.
         dim: the dimension of the samples.
         mode: how the replicas ran.
     """
@@ -58,31 +58,32 @@ class ReplicaOutputs(list[Any]):
         return type(self), (list(self), self.sizes, self.devices, self.main_device, self.dim, self.mode)
 
     def gather(self, device: DeviceLike | None = None) -> Any:
-        """All outputs joined on one device, by default device 0."""
+        """Return all outputs joined on one device, by default device 0."""
         return gather(self, self.main_device if device is None else resolve_devices([device])[0], self.dim)
 
 
 class DataParallelModel(nn.Module):
-    """Runs a module on several devices; each output stays on the device that computed it.
+    """Run a module on several devices; each output stays on the device that computed it.
 
-    State dicts hold the bare module's keys, in both directions.
+    State dicts have the bare module's keys, when saved and when loaded. The first four parameters are those of
+    `torch.nn.DataParallel`, with `gpu0_bsz` in place of `output_device`; the others are options by keyword.
 
     Args:
-        module: what to run; its parameters on device 0.
+        module: the module, its parameters on device 0.
         device_ids: CUDA indices, strings or `torch.device`s, repetitions allowed; None takes all CUDA devices, or the
             CPU where there is none.
         gpu0_bsz: device 0's samples of a full batch; see `plan_chunks`.
         dim: the dimension of the samples in inputs and outputs.
-        shares: every device's samples of a full batch, the long form of `gpu0_bsz`.
-        full_batch: samples of a full batch; with it a short batch scales `gpu0_bsz` down, and a larger `gpu0_bsz` is
-            refused.
+        shares: every device's samples of a full batch, instead of `gpu0_bsz`.
+        full_batch: samples of a full batch; a shorter batch scales `gpu0_bsz` down, and a larger `gpu0_bsz` is an
+            error.
         mode: "threads", or "lockstep" for one replica at a time in a fixed order.
-        timeout_s: seconds a replica may be missing while others wait for it.
+        timeout_s: seconds to wait for a missing replica.
 
     Attributes:
         module: the original module.
         devices: the resolved devices.
-        last_split: samples per device in the last forward pass, zeros included.
+        last_split: samples per device in the last forward pass, with zeros.
 
     Raises:
         TypeError: a device is of the wrong kind, or a part of the module is compiled.
@@ -120,16 +121,16 @@ class DataParallelModel(nn.Module):
         self.timeout_s = timeout_s
         self.last_split: tuple[int, ...] = (0,) * len(self.devices)
         self.gpu0_bsz = gpu0_bsz
-        plan_chunks(full_batch or 1, len(self.devices), gpu0_bsz, shares=shares)  # refuses an impossible wish now
+        plan_chunks(full_batch or 1, len(self.devices), gpu0_bsz, shares=shares)  # raises for an impossible split
 
     @property
     def device_ids(self) -> list[torch.device]:
-        """The devices, under the name that `torch.nn.DataParallel` gives them."""
+        """The devices, by the name of this attribute in `torch.nn.DataParallel`."""
         return list(self.devices)
 
     @property
     def gpu0_bsz(self) -> int | None:
-        """Device 0's samples of a full batch; a new value holds from the next forward pass."""
+        """Device 0's samples of a full batch; a new value takes effect at the next forward pass."""
         return self._gpu0_bsz
 
     @gpu0_bsz.setter
@@ -139,18 +140,18 @@ class DataParallelModel(nn.Module):
         self._gpu0_bsz = value
 
     def plan(self, num_samples: int) -> tuple[int, ...]:
-        """Samples per device for a batch of this size, zeros included."""
+        """Return the samples per device for a batch of this size, with zeros."""
         return plan_chunks(
             num_samples, len(self.devices), self.gpu0_bsz, full_batch=self.full_batch, shares=self.shares
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the chunks of a batch, positional or keyword, nested as one likes.
+        """Run the chunks of a batch given as positional or keyword arguments in any nesting.
 
-        Devices without samples are left out. A call without samples, or without tensors, is one call on device 0.
+        Devices without samples are skipped. A call without samples, or without tensors, runs once on device 0.
 
         Returns:
-            `ReplicaOutputs`: one output per device at work, also for a single device.
+            `ReplicaOutputs`: one output per device with samples, also for a single device.
         """
         return self._run(args, kwargs)
 
@@ -189,35 +190,35 @@ class DataParallelModel(nn.Module):
                     f" {self.devices[0]}: call module.to({str(self.devices[0])!r}) first"
                 )
             if len(self.devices) == 1:
-                return  # torch itself says the same of the others
+                return  # torch raises an error for the others itself
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The bare module's state dict: keys without a prefix of ours."""
+        """Return the bare module's state dict: keys without `module.`."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads the bare module's state dict."""
+        """Load the bare module's state dict."""
         return self.module.load_state_dict(state_dict, strict, assign)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Where the wrapper is itself a part of a module, whose keys lack `module.` as well."""
+        """Load from the state dict of an outer module, whose keys for this wrapper lack `module.` too."""
         for key in [key for key in state_dict if key.startswith(prefix)]:
             state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class BalancedDataParallel(DataParallelModel):
-    """`torch.nn.DataParallel` with a say over device 0's share: the outputs are gathered on one device.
+    """`torch.nn.DataParallel` with a set share for device 0: the outputs are gathered on one device.
 
-    Gathering costs `output_device` the whole batch's outputs; `DataParallelModel` with `DataParallelCriterion` does
-    not. The name and the order of the arguments are those of transformer-xl's class; unlike that one it honours every
-    `gpu0_bsz` from 0 to the batch size, short batches and keyword arguments included.
+    Gathering puts the whole batch's outputs on `output_device`; `DataParallelModel` with `DataParallelCriterion` does
+    not. The name and the order of the arguments are those of transformer-xl's class; unlike it, this class accepts
+    every `gpu0_bsz` from 0 to the batch size, short batches and keyword arguments.
 
     Args:
         gpu0_bsz: device 0's samples of a full batch, or None for an even split; see `plan_chunks`.
-        module: what to run; its parameters on device 0.
+        module: the module, its parameters on device 0.
         device_ids: as for `DataParallelModel`.
-        output_device: where the outputs are gathered; device 0 by default.
+        output_device: device of the gathered outputs; device 0 by default.
         dim: the dimension of the samples.
         **options: `shares`, `full_batch`, `mode` and `timeout_s` of `DataParallelModel`.
 
@@ -240,33 +241,33 @@ class BalancedDataParallel(DataParallelModel):
         self.output_device = self.devices[0] if output_device is None else resolve_devices([output_device])[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the chunks of a batch and joins their outputs; returns what the bare module would."""
+        """Run the chunks of a batch and return their joined outputs, as the bare module does."""
         return self._run(args, kwargs).gather(self.output_device)
 
 
 class SummableCriterion(Protocol):
-    """A loss as sums: what can be added over replicas, ranks and micro-batches, and the scalar made from the sums."""
+    """Loss as sums that may be added over replicas, ranks and micro-batches, and a scalar function of them."""
 
     def statistics(self, outputs: Any, target: Any) -> tuple[Tensor, ...]:
-        """Sums over one chunk, differentiable."""
+        """Return the sums over one chunk, differentiable."""
 
     def finalize(self, totals: tuple[Tensor, ...]) -> Tensor:
-        """The scalar loss of the summed statistics."""
+        """Return the scalar loss of the summed statistics."""
 
 
 class DataParallelCriterion(nn.Module):
-    """The loss of the whole batch from outputs that stay on their devices.
+    """Loss of the whole batch from outputs that stay on their devices.
 
-    A criterion gives sums per chunk; they are added on device 0 in replica order and divided once. So the loss does not
-    depend on the split, however unevenly ignored pixels fall. The mean of the chunks' means would.
+    The criterion returns sums per chunk; they are added on device 0 in replica order and divided once. So the loss is
+    independent of the split, however ignored pixels are distributed. The mean of the chunks' means is not.
 
     Args:
         criterion: has `statistics(outputs, target) -> tuple of tensors` and `finalize(totals) -> scalar`; where it is
             an `nn.Module` with weights of its own, every device gets a copy.
-        device_ids: the model's devices, for outputs that do not tell; the first is where the sums are added.
+        device_ids: the model's devices, for outputs that are not `ReplicaOutputs`; the sums are added on the first.
 
     Raises:
-        TypeError: the criterion gives no sums.
+        TypeError: the criterion has no `statistics` or no `finalize`.
     """
 
     def __init__(self, criterion: SummableCriterion, device_ids: Iterable[DeviceLike] | None = None) -> None:
@@ -282,21 +283,21 @@ class DataParallelCriterion(nn.Module):
         self.devices = None if device_ids is None else resolve_devices(device_ids)
 
     def forward(self, outputs: Any, target: Any) -> Tensor:
-        """The scalar loss on device 0; see `statistics` for the arguments."""
+        """Return the scalar loss on device 0; see `statistics` for the arguments."""
         return self.finalize(self.statistics(outputs, target))
 
     def finalize(self, totals: Sequence[Tensor]) -> Tensor:
-        """The scalar loss of statistics that may have been added over micro-batches and ranks too."""
+        """Return the scalar loss of statistics, which may be summed over micro-batches and ranks too."""
         return cast(Tensor, self.criterion.finalize(tuple(totals)))
 
     def statistics(self, outputs: Any, target: Any) -> tuple[Tensor, ...]:
-        """The whole batch's sums on device 0, differentiable.
+        """Return the whole batch's sums on device 0, differentiable.
 
         Args:
-            outputs: what a `DataParallelModel` returned, or a list with one output per device, or the gathered output
-                of the whole batch, a tensor or a tuple.
-            target: the whole batch's target, on any device; it is split as the outputs were. A list with one fitting
-                tensor per output is taken as already split.
+            outputs: the result of a `DataParallelModel`, a list with one output per device, or the gathered output of
+                the whole batch, a tensor or a tuple.
+            target: the whole batch's target, on any device; it is split as the outputs were. A list with one tensor per
+                output, of its number of samples, counts as already split.
 
         Raises:
             ValueError: outputs and target do not fit together.
@@ -334,7 +335,7 @@ class DataParallelCriterion(nn.Module):
         parts = outputs if isinstance(outputs, list) else [outputs]
         firsts = [next(tensors_in(part), None) for part in parts]
         if not parts or any(first is None or first.dim() == 0 for first in firsts):
-            raise ValueError("outputs hold no tensor with samples: give what the model returned")
+            raise ValueError("outputs hold no tensor with samples: pass the result of the model")
         tensors = [first for first in firsts if first is not None]
         devices = [tensor.device for tensor in tensors]
         main = devices[0] if self.devices is None else self.devices[0]
@@ -342,7 +343,7 @@ class DataParallelCriterion(nn.Module):
 
 
 def _split_target(target: Any, parts: ReplicaOutputs) -> list[Any]:
-    """The target's chunks, each on its output's device."""
+    """Return the target's chunks, each on its output's device."""
     if isinstance(target, list | tuple) and len(target) == len(parts):
         sizes = [part.size(parts.dim) if isinstance(part, Tensor) and part.dim() else None for part in target]
         if sizes == list(parts.sizes):
@@ -350,7 +351,7 @@ def _split_target(target: Any, parts: ReplicaOutputs) -> list[Any]:
     num_samples = batch_size(target, parts.dim)
     if num_samples != sum(parts.sizes):
         raise ValueError(
-            f"the target has {num_samples} samples and the outputs have {list(parts.sizes)}: give the target of the"
-            " batch that the model saw, or one part per output"
+            f"the target has {num_samples} samples and the outputs have {list(parts.sizes)}: pass the target of the"
+            " model's batch, or one part per output"
         )
     return scatter(target, parts.devices, parts.sizes, parts.dim)

@@ -1,10 +1,10 @@
-"""One process per device: ranks under torchrun, on one machine or several, with the loss of one big device.
+"""One process per device: ranks under torchrun, on one machine or several, with the loss of a single device.
 
 The exact loss of a step is `finalize(allreduce(*statistics))`: every rank gets the same scalar, and because the
-derivative of a sum over ranks is the sum of the ranks' gradients, the *mean* over ranks that `DistributedDataParallel`
-(and `all_reduce_gradients`) takes of the parameters' gradients is the gradient of that scalar. The mean of the ranks'
-own means is not. Under accumulation a rank scales its own sum instead: `world_size * loss_sum / total_weight`, with the
-weight of all micro-batches of all ranks.
+derivative of a sum over ranks is the sum of the ranks' gradients, the *mean* over ranks of the parameters' gradients,
+as `DistributedDataParallel` and `all_reduce_gradients` compute it, is the gradient of that scalar. The mean of the
+ranks' own means is not. Under accumulation a rank scales its own sum instead: `world_size * loss_sum / total_weight`,
+with the weight of all micro-batches of all ranks.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from segapp.parallel.scatter_gather import DeviceLike, resolve_devices
 from segapp.parallel.sync_batchnorm import SyncBatchNorm
 
 START_TIMEOUT_S = 600.0
-"""Until all ranks are there: imports, caches and compilers differ by minutes."""
+"""Timeout until all ranks have joined: imports, caches and compilers differ by minutes."""
 
 STEP_TIMEOUT_S = 120.0
-"""Between ranks at work: one that is later than this is lost."""
+"""Timeout of an exchange during training: a later rank counts as lost."""
 
-_WORKERS_LET_GO_S = 0.1
+_GLOO_RELEASE_S = 0.1
 _BUCKET_BYTES = 25 * 2**20
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LAUNCH = "start the program with `torchrun --nproc-per-node N ...`, or let segapp start the ranks itself"
 
 
 class DistributedSetupError(RuntimeError):
-    """The ranks cannot be brought together: a variable, an address, a device or a second process group."""
+    """The process group cannot be set up: a variable, an address, a device or an existing process group."""
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Which of the ranks this process is.
+    """Rank of this process.
 
     Attributes:
         rank: 0 to world_size - 1, over all machines.
-        world_size: ranks in all.
-        local_rank: number of this rank on its machine.
-        device: the device that it drives.
+        world_size: number of ranks.
+        local_rank: rank on this machine, from 0.
+        device: the device of this rank.
         backend: "nccl" or "gloo".
     """
 
@@ -64,15 +64,15 @@ class RankInfo:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes what is written once: events, checkpoints, lines."""
+        """True on rank 0, which writes what is written once: events, checkpoints, console lines."""
         return self.rank == 0
 
 
 def is_launched(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether torchrun, or something like it, started this process as a rank.
+    """Return True if torchrun, or a similar launcher, started this process as a rank.
 
     Args:
-        environ: the environment to look at; that of the process by default.
+        environ: environment variables; by default those of the process.
     """
     environ = os.environ if environ is None else environ
     return "RANK" in environ and "WORLD_SIZE" in environ
@@ -85,17 +85,17 @@ def init_from_env(
     start_timeout_s: float = START_TIMEOUT_S,
     parent_poll_s: float = 1.0,
 ) -> RankInfo:
-    """Joins the ranks that torchrun started, and ends this process when its launcher dies.
+    """Join the process group of torchrun's ranks, and end this process when its launcher dies.
 
     Args:
-        device: the device to drive; by default CUDA device LOCAL_RANK, or the CPU where there is none.
+        device: the device of this rank; by default CUDA device LOCAL_RANK, or the CPU where there is none.
         backend: "nccl" or "gloo"; by default nccl on CUDA.
         start_timeout_s: seconds to wait for the other ranks, and for any exchange until `tighten_timeout`.
-        parent_poll_s: seconds between looks at the launcher.
+        parent_poll_s: seconds between checks of the launcher.
 
     Raises:
         DistributedSetupError: a variable is missing or wrong, a process group exists, the device does not, or the
-            other ranks were not found in time.
+            other ranks did not join in time.
     """
     rank, world_size, local_rank = _read_rank(os.environ)
     if dist.is_initialized():
@@ -119,19 +119,19 @@ def init_from_env(
     except (dist.DistError, RuntimeError, ValueError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise DistributedSetupError(
-            f"rank {rank} of {world_size} found no common start at {address} within {start_timeout_s:g} s"
-            f" ({type(error).__name__}: {error}): look whether every rank runs and reaches that address"
+            f"rank {rank} of {world_size} could not join the others at {address} within {start_timeout_s:g} s"
+            f" ({type(error).__name__}: {error}): check that every rank runs and reaches that address"
         ) from error
     return RankInfo(rank, world_size, local_rank, own, chosen)
 
 
 def tighten_timeout(step_timeout_s: float = STEP_TIMEOUT_S) -> None:
-    """The second stage: after the first step of every rank, a rank may be late by this much and no more.
+    """Set the timeout of exchanges from now on; to be called after the first step.
 
-    Every rank must call it; it waits for them all.
+    Every rank must call it; it is a barrier.
 
     Args:
-        step_timeout_s: seconds from now on for any exchange.
+        step_timeout_s: seconds.
     """
     if not dist.is_initialized():
         return
@@ -141,15 +141,15 @@ def tighten_timeout(step_timeout_s: float = STEP_TIMEOUT_S) -> None:
 
 
 def shutdown() -> None:
-    """Leaves the process group, where there is one, so that the process can end cleanly right after."""
+    """Leave the process group, if there is one, so that the process can end cleanly."""
     if not dist.is_initialized():
         return
     dist.destroy_process_group()
-    # gloo's worker threads let go of the last exchange's tensors after it is done, and need the interpreter for that:
-    # one that comes when the interpreter is ending aborts the process. A collected group joins them; where something
-    # still holds the group, they get a moment.
+    # gloo's worker threads release the last exchange's tensors after it is done, and need the interpreter for that: if
+    # it is shutting down then, the process aborts. Collecting the group joins the threads; if something still refers to
+    # the group, the sleep gives them time.
     gc.collect()
-    time.sleep(_WORKERS_LET_GO_S)
+    time.sleep(_GLOO_RELEASE_S)
 
 
 def _read_rank(environ: Mapping[str, str]) -> tuple[int, int, int]:
@@ -174,9 +174,9 @@ def _rank_device(local_rank: int, device: DeviceLike | None) -> torch.device:
             f"LOCAL_RANK={local_rank} has no device of its own: {count} CUDA devices are visible: use"
             f" --nproc-per-node {count}, or name the device"
         )
-    wish: DeviceLike = device if device is not None else (local_rank if count else "cpu")
+    wanted: DeviceLike = device if device is not None else (local_rank if count else "cpu")
     try:
-        return resolve_devices([wish])[0]
+        return resolve_devices([wanted])[0]
     except ValueError as error:
         raise DistributedSetupError(f"rank device: {error}") from error
 
@@ -184,21 +184,21 @@ def _rank_device(local_rank: int, device: DeviceLike | None) -> torch.device:
 def wrap_ddp(
     module: nn.Module, device: torch.device | None = None, *, sync_buffers: bool | None = None, **options: Any
 ) -> DistributedDataParallel:
-    """`DistributedDataParallel` with the options that save memory where this torch has them.
+    """Return the module in `DistributedDataParallel`, with the options that save memory where this torch has them.
 
-    `gradient_as_bucket_view` leaves out the gradients' own copy, `lazy_bucket_allocation` puts off that of the buckets
-    until the first backward pass: instead of 2 parameter sizes after wrapping and 3 in backward it takes 1 and 2.
+    `gradient_as_bucket_view` saves the gradients' own copy, `lazy_bucket_allocation` delays that of the buckets until
+    the first backward pass: memory in parameter sizes is 1 after wrapping and 2 in backward, instead of 2 and 3.
 
     A module whose gradients come from `torch.autograd.grad(create_graph=True)`, such as a critic with a gradient
-    penalty, must not be wrapped: a parameter without gradient leaves its bucket unreduced, silently. Use the bare
-    module and `all_reduce_gradients`.
+    penalty, must not be wrapped: a parameter without gradient silently leaves its bucket unreduced. Use the bare module
+    and `all_reduce_gradients`.
 
     Args:
         module: the module, on its device.
         device: its CUDA device; None on the CPU.
-        sync_buffers: whether every forward pass copies rank 0's buffers; by default only where plain BatchNorm lets
-            them drift apart.
-        **options: more arguments of `DistributedDataParallel`; they win.
+        sync_buffers: copy rank 0's buffers in every forward pass; by default only with plain BatchNorm, whose running
+            statistics differ between ranks.
+        **options: other arguments of `DistributedDataParallel`, which take precedence.
 
     Raises:
         DistributedSetupError: there is no process group.
@@ -219,15 +219,15 @@ def wrap_ddp(
 
 @torch.no_grad()
 def all_reduce_gradients(parameters: Iterable[Tensor], *, average: bool = True) -> None:
-    """Gives every rank the mean (or sum) of all ranks' gradients, in place; every rank must call it.
+    """Replace every rank's gradients by their mean (or sum) over all ranks, in place; every rank must call it.
 
-    What `DistributedDataParallel` does, for modules that must stay bare; see `wrap_ddp`. A parameter that has a
-    gradient on some ranks only counts as 0 on the others; one that has none anywhere keeps none.
+    For modules that cannot be wrapped in `DistributedDataParallel`; see `wrap_ddp`. A gradient that exists on some
+    ranks only counts as 0 on the others; one that exists on none stays None.
 
     Args:
-        parameters: the same ones in the same order on every rank; frozen ones are left out.
-        average: divide by the number of ranks, as fits `finalize(allreduce(*statistics))`; False for a loss that each
-            rank has divided by the global count itself.
+        parameters: the same parameters in the same order on every rank; frozen ones are skipped.
+        average: divide by the number of ranks, for losses `finalize(allreduce(*statistics))`; False for a loss that
+            each rank has divided by the global count itself.
     """
     active = [parameter for parameter in parameters if parameter.requires_grad]
     if not active or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -248,7 +248,7 @@ def all_reduce_gradients(parameters: Iterable[Tensor], *, average: bool = True) 
 
 
 def _gradient_buckets(parameters: list[Tensor]) -> list[list[Tensor]]:
-    """Gradients of one dtype and device, together about as large as DDP's buckets."""
+    """Return lists of gradients of one dtype and device, each about as large as DDP's buckets."""
     buckets: list[list[Tensor]] = []
     kinds: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
     for parameter in parameters:
@@ -264,11 +264,11 @@ def _gradient_buckets(parameters: list[Tensor]) -> list[list[Tensor]]:
 
 
 def any_rank(flag: bool, device: torch.device | None = None) -> bool:
-    """Whether the flag is set on any rank, so that all of them act alike; every rank must call it.
+    """Return True, on every rank, if the flag is set on any rank; every rank must call it.
 
     Args:
-        flag: this rank's.
-        device: the rank's device; needed for nccl.
+        flag: this rank's flag.
+        device: the rank's device; required with nccl.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return flag

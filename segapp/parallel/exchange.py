@@ -1,4 +1,4 @@
-"""Sums over the parts of a batch, replicas or ranks, that can be differentiated as often as one likes."""
+"""Sums over the parts of a batch, replicas or ranks, that are differentiable any number of times."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from segapp.parallel.scatter_gather import reduce_add
 
 
 def allreduce(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors' sums over all replicas, or over all ranks; differentiable as often as one likes.
+    """Return the tensors' sums over all replicas, or over all ranks; differentiable any number of times.
 
-    Inside a replica of a `DataParallelModel` the sum runs over the replicas at work, in replica order. Otherwise, where
-    `torch.distributed` has a process group, it runs over its ranks. Otherwise the tensors come back as they are. All
+    Inside a replica of a `DataParallelModel` the sum is over the running replicas, in replica order. Otherwise, where
+    `torch.distributed` has a process group, it is over its ranks. Otherwise the tensors are returned unchanged. All
     parts must call it with the same number of tensors of the same shapes.
 
     Args:
@@ -28,7 +28,7 @@ def allreduce(*tensors: Tensor) -> tuple[Tensor, ...]:
 
     Raises:
         ValueError: the parts' shapes differ.
-        ReplicaDesyncError: not every replica came.
+        ReplicaDesyncError: not every replica called it.
     """
     replica = current_replica()
     if replica is not None and replica.num_replicas > 1:
@@ -48,12 +48,12 @@ def _sum_of_parts(parts: list[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
 
 
 def has_other_ranks() -> bool:
-    """Whether this process is one of several ranks."""
+    """Return True if this process is one of several ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum over ranks. Its derivative is the same sum of the gradients, and so on."""
+    """Sum over ranks; its derivative is the same sum over the gradients."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -68,7 +68,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class _StackRanks(torch.autograd.Function):
-    """(K,) on every rank -> (ranks, K) on every rank; the gradient of the own row is the sum of all ranks' for it."""
+    """(K,) on every rank -> (ranks, K) on every rank; a row's gradient is the sum of all ranks' gradients for it."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class _StackRanks(torch.autograd.Function):
 
 
 def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The sum over the ranks of a process group, differentiable as often as one likes; every rank must call it.
+    """Return the sum over the ranks of a process group, differentiable any number of times; every rank must call it.
 
     Args:
         tensor: this rank's summand, of the same shape on every rank.
@@ -92,7 +92,7 @@ def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Te
 
 
 def stack_ranks(tensor: Tensor) -> Tensor:
-    """Every rank's tensor, one row per rank; differentiable as often as one likes; every rank must call it.
+    """Return every rank's tensor, one row per rank; differentiable any number of times; every rank must call it.
 
     Args:
         tensor: this rank's row (K,), of the same length on every rank.

@@ -1,6 +1,6 @@
-"""One model over several devices: its stages lie on different ones, and tensors move at the borders.
+"""One model over several devices: stages on different devices, with tensors moved between them.
 
-For models that do not fit one device. The numbers are those of one device; so are the state dict's keys.
+For models that do not fit one device. Results and state-dict keys are those of one device.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from segapp.parallel.scatter_gather import DeviceLike, resolve_devices, to_devic
 
 @dataclass
 class StagePlacement:
-    """Where the stages of a module are.
+    """Devices of the stages of a module.
 
     Attributes:
         stages: stage name -> device, in the order of use.
-        rest: the device of everything that no stage names.
+        rest: the device of everything outside the stages.
     """
 
     stages: dict[str, torch.device]
@@ -34,17 +34,17 @@ class StagePlacement:
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """All devices in use, without repetition."""
+        """All devices in use, each once."""
         return tuple(dict.fromkeys([self.rest, *self.stages.values()]))
 
     def remove(self) -> None:
-        """Takes the moving of tensors out of the module; the parameters stay where they are."""
+        """Remove the hooks that move tensors; the parameters stay on their devices."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def device_of(self, name: str) -> torch.device:
-        """The device of a part of the module, by its dotted name: that of the innermost stage that holds it."""
+        """Return the device of a part of the module, by its dotted name: that of the innermost stage with it."""
         holders = [stage for stage in self.stages if name == stage or name.startswith(f"{stage}.")]
         return self.stages[max(holders, key=len)] if holders else self.rest
 
@@ -55,22 +55,22 @@ def place_stages(
     rest: DeviceLike | None = None,
     output_device: DeviceLike | None = None,
 ) -> StagePlacement:
-    """Puts stages of a module on devices and makes their inputs follow, in place.
+    """Move stages of a module to devices, in place, and add hooks that move their inputs.
 
-    Every part that holds parameters receives its inputs on its own device, so that any placement works whose remaining
-    code (additions, concatenations) joins tensors of one device.
+    The inputs of every part with parameters are moved to its device, so a placement works if the remaining code
+    (additions, concatenations) joins tensors of one device.
 
     Args:
-        module: the model; it is not copied.
+        module: the model, changed in place.
         stages: dotted names of sub-modules and their devices; an inner name wins over an outer one.
         rest: the device of everything else; by default that of the first stage.
-        output_device: where the module's outputs go; None leaves them where they are computed.
+        output_device: device that the module's outputs are moved to; None: they are not moved.
 
     Returns:
-        The placement; `remove()` takes it back.
+        The placement; `remove()` removes its hooks.
 
     Raises:
-        ValueError: no such sub-module or device, no stage at all, or a parameter shared between devices.
+        ValueError: an unknown sub-module or device, no stage, or a parameter shared between devices.
         TypeError: a part of the module is compiled.
     """
     if not stages:
@@ -118,14 +118,14 @@ def _check_shared(parts: Mapping[str, nn.Module], placement: StagePlacement) -> 
 
 
 def plan_stages(costs: Sequence[float], num_devices: int) -> tuple[int, ...]:
-    """Consecutive stages to consecutive devices, so that the fullest device holds as little as possible.
+    """Assign consecutive stages to consecutive devices so that the largest load of a device is least.
 
     Args:
-        costs: what each stage needs, in bytes or anything that adds up, in the order of use.
+        costs: additive cost of each stage, such as bytes, in the order of use.
         num_devices: devices, >= 1.
 
     Returns:
-        The device number of each stage, never decreasing.
+        The device number of each stage, non-decreasing.
 
     Raises:
         ValueError: no device, or a negative cost.
@@ -153,15 +153,15 @@ def plan_stages(costs: Sequence[float], num_devices: int) -> tuple[int, ...]:
 
 
 def measure_stages(module: nn.Module, names: Iterable[str], *inputs: Any) -> dict[str, int]:
-    """Bytes that each stage keeps in a training step: parameters, gradients, and what it saves for backward.
+    """Return the bytes that each stage keeps in a training step: parameters, gradients, tensors saved for backward.
 
     Args:
-        module: the model; its buffers and the random numbers are left as they were.
-        names: stages that do not hold each other; together they should be all that is heavy.
+        module: the model; its buffers and the random state are restored.
+        names: stages, none inside another; together they should hold most of the memory.
         *inputs: a small example batch, on the module's device.
 
     Returns:
-        Stage name -> bytes, in the order in which the stages run.
+        Stage name -> bytes, in the order of execution.
     """
     costs: dict[str, int] = {}
     running: list[str] = []
@@ -188,7 +188,7 @@ def measure_stages(module: nn.Module, names: Iterable[str], *inputs: Any) -> dic
         hooks.append(part.register_forward_pre_hook(enter(name)))
         hooks.append(part.register_forward_hook(lambda *_: running.pop() and None))
     try:
-        with _without_trace(module), torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        with _preserved_state(module), torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             kept = module(*inputs)  # alive until the end, so that no two tensors share an address
     finally:
         for hook in hooks:
@@ -198,8 +198,8 @@ def measure_stages(module: nn.Module, names: Iterable[str], *inputs: Any) -> dic
 
 
 @contextlib.contextmanager
-def _without_trace(module: nn.Module) -> Iterator[None]:
-    """A forward pass as in training that moves neither BatchNorm statistics nor the random numbers."""
+def _preserved_state(module: nn.Module) -> Iterator[None]:
+    """Enable gradients, and restore buffers (BatchNorm statistics) and the random state at the end."""
     kept = {name: buffer.clone() for name, buffer in module.named_buffers()}
     try:
         with torch.random.fork_rng(_cuda_devices(module)), torch.enable_grad():
@@ -217,7 +217,7 @@ def _cuda_devices(module: nn.Module) -> list[torch.device]:
 def balance_stages(
     module: nn.Module, device_ids: Iterable[DeviceLike], *inputs: Any, names: Iterable[str] | None = None
 ) -> dict[str, torch.device]:
-    """Stages and devices for `place_stages`, balanced by measured memory.
+    """Return stages and devices for `place_stages`, balanced by measured memory.
 
     Args:
         module: the model.

@@ -1,7 +1,7 @@
-"""Gradient penalties of critics, exact at any split: the second derivatives pass through replicas and ranks.
+"""Gradient penalties of critics, exact at any split: second derivatives include replicas and ranks.
 
-The penalty is taken in the caller's thread, over all replicas in one autograd call, because with synchronised BatchNorm
-a sample's gradient depends on samples of the other replicas.
+The penalty is computed in the caller's thread, over all replicas in one autograd call, because with synchronised
+BatchNorm a sample's gradient depends on samples of the other replicas.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def gradient_penalty(
     noise: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """The mean over all samples of how far the critic's gradient norm is from the wished one; not yet weighted.
+    """Return the mean over all samples of a penalty on the critic's gradient norm; not weighted.
 
     With D the critic and x a point between or near the samples:
 
@@ -41,24 +41,24 @@ def gradient_penalty(
     - "dragan": (|grad D(x)| - 1)^2 at real + 0.5 * std(real) * uniform noise; Kodali et al. 2017, "On Convergence and
       Stability of GANs", section 2.3.
 
-    On several ranks each gives its own samples; the result is the mean over all of them, the same on every rank, and
-    `all_reduce_gradients` makes its exact gradient. A critic wrapped in DistributedDataParallel gets wrong gradients
-    without an error: pass the bare module.
+    On several ranks each passes its own samples; the result is the mean over all of them, the same on every rank, and
+    `all_reduce_gradients` computes its exact gradient. A critic wrapped in DistributedDataParallel gets wrong gradients
+    without an error: pass the bare module. The parameters after `kind` are those that tests and callers may fix.
 
     Args:
-        critic: a module, a `DataParallelModel`, or any function of the batch; the sum of everything that it returns is
+        critic: a module, a `DataParallelModel`, or any function of the batch; the sum of all returned tensors is
             differentiated.
         real: (N, ...) real samples.
         fake: (N, ...) generated samples; not needed for "dragan".
         kind: which penalty.
-        target_norm: the wished norm.
-        alpha: (N,) places between fake (0) and real (1); drawn uniformly where None.
-        noise: like real, in [0, 1], for "dragan"; drawn uniformly where None.
-        generator: draws alpha and noise; on real's device.
+        target_norm: the norm without penalty.
+        alpha: (N,) interpolation between fake (0) and real (1); None: drawn uniformly.
+        noise: in [0, 1], shape of real, for "dragan"; None: drawn uniformly.
+        generator: random generator of alpha and noise, on real's device.
 
     Returns:
-        A scalar in float32 or better, differentiable with respect to the critic's parameters. A gradient of exactly 0
-        has norm 0 and passes no gradient on, where the square root alone would give NaN.
+        A scalar in float32 or better, differentiable with respect to the critic's parameters. At a gradient of exactly
+        0, where the derivative of the norm would be NaN, it is 0.
 
     Raises:
         ValueError: an unknown kind, or shapes that do not fit.
@@ -104,7 +104,7 @@ def _points(
 
 
 def _deviation(values: Tensor) -> Tensor:
-    """The standard deviation over all values of all ranks; of the sample, as `Tensor.std` gives."""
+    """Return the sample standard deviation over all values of all ranks, as `Tensor.std`."""
     wide = values.to(torch.promote_types(values.dtype, torch.float32))
     mean = wide.mean() if wide.numel() else wide.new_zeros(())
     row = torch.stack([mean, (wide - mean).square().sum(), wide.new_tensor(float(wide.numel()))])
@@ -113,7 +113,7 @@ def _deviation(values: Tensor) -> Tensor:
 
 
 def _norms(gradient: Tensor) -> Tensor:
-    """(N,) Euclidean norms, with derivative 0 where they are 0."""
+    """Return the Euclidean norms of the samples, (N,), with derivative 0 where they are 0."""
     wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
     squares = wide.flatten(1).square().sum(1)
     is_zero = squares == 0

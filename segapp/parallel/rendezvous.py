@@ -1,11 +1,11 @@
-"""Replicas at work: one thread each, meeting at exchanges, and never waiting for one that cannot come.
+"""Running replicas: one thread each, synchronised at exchanges, with an abort when a replica fails.
 
-A *group* runs one call per replica. Inside a call, `current_replica().exchange(...)` is a meeting point: every replica
-hands in a value, replica 0 combines them all, each takes its answer. Replica 0 always combines, in replica order, so
-that the autograd graph, and with it every rounding, is the same in each run. Nothing waits in the backward pass.
+A *group* runs one call per replica. Inside a call, `current_replica().exchange(...)` is a barrier with values: every
+replica passes a value, replica 0 combines all of them in replica order, each gets its result. So the autograd graph,
+and with it every rounding, is the same in each run. The backward pass has no barrier.
 
-A replica that raises, ends early, or goes to another meeting point aborts the group: the others are woken with an
-error, and the first cause surfaces with its replica and device.
+A replica that raises, ends early, or reaches another exchange aborts the group: the others get an error, and the first
+cause is raised with its replica and device.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ T = TypeVar("T")
 Mode = Literal["threads", "lockstep"]
 
 DEFAULT_TIMEOUT_S = 300.0
-"""How long replicas may be apart before the one that is missing counts as lost: more than a first step's tuning."""
+"""Seconds to wait for a missing replica; longer than the tuning of kernels in a first step."""
 
 _GRACE_S = 1.0
-"""How long the others get to end after a failure, before they are left to themselves."""
+"""Seconds to wait for the other threads after a failure; they are daemons."""
 
-
-_SAME_ROAD = "every replica must pass the same synchronised layers, whatever its samples hold"
+_SAME_LAYERS = "every replica must run the same synchronised layers, whatever its samples are"
 
 
 class ReplicaError(RuntimeError):
-    """A replica raised. `replica` and `device` say where; `__cause__` is what it raised."""
+    """A replica raised an error: `__cause__`. `replica` and `device` identify it."""
 
     def __init__(self, replica: int, device: torch.device, message: str) -> None:
         super().__init__(f"replica {replica} on {device}: {message}")
@@ -53,23 +52,23 @@ class ReplicaOutOfMemoryError(ReplicaError, torch.OutOfMemoryError):
 
 
 class ReplicaDesyncError(RuntimeError):
-    """Replicas did not meet: one ended, went elsewhere or never came while others waited for it."""
+    """A replica did not come to an exchange: it ended, reached another one, or timed out."""
 
 
 class _ReleasedError(ReplicaDesyncError):
-    """Wakes a waiting replica after the group has failed; never the reported cause."""
+    """Raised in a waiting replica after the group has failed; never the reported cause."""
 
 
 @dataclass(frozen=True)
 class ReplicaContext:
-    """Where the calling thread stands: the replica's number among those at work, and its group."""
+    """The replica that a thread runs: its group and its index among the running replicas."""
 
     group: ReplicaGroup[Any]
     index: int
 
     @property
     def num_replicas(self) -> int:
-        """Replicas at work in this call, devices without samples not counted."""
+        """Number of running replicas; devices without samples have none."""
         return len(self.group.devices)
 
     @property
@@ -78,41 +77,41 @@ class ReplicaContext:
         return self.group.devices[self.index]
 
     def exchange(self, key: str, value: T, combine: Callable[[list[T]], Sequence[Any]]) -> Any:
-        """Meets the other replicas: `combine` gets all values in replica order and returns one answer for each.
+        """Exchange values with the other replicas; every replica must call it.
 
         Args:
-            key: what the meeting is about; replicas with different keys are an error.
-            value: this replica's part.
-            combine: called once, by replica 0.
+            key: name of the exchange; different keys among the replicas are an error.
+            value: this replica's value.
+            combine: gets all values in replica order and returns one result for each; called once, by replica 0.
 
         Returns:
-            This replica's answer.
+            This replica's result.
 
         Raises:
-            ReplicaDesyncError: the replicas do not meet.
+            ReplicaDesyncError: not every replica comes to this exchange.
         """
         return self.group.exchange(self.index, key, value, combine)
 
 
-_here = threading.local()
+_thread_local = threading.local()
 
 
 def current_replica() -> ReplicaContext | None:
-    """The replica that the calling thread runs, or None outside of one."""
-    return getattr(_here, "context", None)
+    """Return the replica that the calling thread runs; None outside of replicas."""
+    return getattr(_thread_local, "context", None)
 
 
 class ReplicaGroup(Generic[T]):
     """Runs one call per replica, once.
 
-    In mode "threads" the calls run at the same time. In mode "lockstep" one runs at a time, in replica order, and the
-    turn passes on at exchanges only: random numbers come in a fixed order, and dispatch modes such as `FakeTensorMode`,
-    which are not safe between threads, hold. Where a dispatch mode is active the group runs in lockstep.
+    In mode "threads" the calls run at the same time. In mode "lockstep" one runs at a time, in replica order, switching
+    at exchanges only: random numbers are drawn in a fixed order, and dispatch modes such as `FakeTensorMode`, which are
+    not thread-safe, work. If a dispatch mode is active, the group runs in lockstep.
 
     Args:
         devices: one per replica.
         mode: "threads" or "lockstep".
-        timeout_s: seconds a replica may be missing at an exchange, or at the end, while others wait.
+        timeout_s: seconds to wait for a missing replica, at an exchange or at the end.
     """
 
     def __init__(
@@ -122,9 +121,9 @@ class ReplicaGroup(Generic[T]):
             raise ValueError(f"mode={mode!r} is unknown: use 'threads' or 'lockstep'")
         self.devices = tuple(devices)
         self.timeout_s = timeout_s
-        # A single call runs in the caller's thread, which has these states and takes turns with nobody.
-        self._surroundings = _Surroundings.capture(self.devices) if len(self.devices) > 1 else None
-        modes = () if self._surroundings is None else self._surroundings.dispatch_modes
+        # A single call runs in the caller's thread, which already has these states.
+        self._caller_state = _CallerState.capture(self.devices) if len(self.devices) > 1 else None
+        modes = () if self._caller_state is None else self._caller_state.dispatch_modes
         self._takes_turns = len(self.devices) > 1 and (mode == "lockstep" or bool(modes))
         self._changed = threading.Condition()
         self._turn = 0
@@ -136,15 +135,15 @@ class ReplicaGroup(Generic[T]):
         self._failure: tuple[int | None, BaseException] | None = None
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """Runs the calls and returns their results in replica order.
+        """Run the calls and return their results in replica order.
 
         Args:
             calls: one per device.
 
         Raises:
-            ReplicaError: a call raised; the first cause is chained.
+            ReplicaError: a call raised; the first error is the cause.
             ReplicaOutOfMemoryError: a call ran out of memory.
-            ReplicaDesyncError: replicas did not meet within the timeout, or cannot.
+            ReplicaDesyncError: a replica did not come to an exchange in time, or cannot.
         """
         if len(calls) != len(self.devices):
             raise ValueError(f"{len(calls)} calls for {len(self.devices)} devices: give one call per device")
@@ -159,7 +158,7 @@ class ReplicaGroup(Generic[T]):
                 thread.start()
             self._join(threads)
         if self._failure is not None:
-            # Stragglers still see a failure; the error itself is let go, with the tensors that its traceback holds.
+            # Late replicas still see a failure; the error is released, with the tensors that its traceback holds.
             failure, self._failure = self._failure, (None, _ReleasedError("the group has failed"))
             raise self._as_error(*failure)
         return [self._results[i] for i in range(len(calls))]
@@ -185,18 +184,18 @@ class ReplicaGroup(Generic[T]):
     def _work(self, index: int, call: Callable[[], T]) -> None:
         device = self.devices[index]
         outer = current_replica()
-        _here.context = ReplicaContext(self, index)
+        _thread_local.context = ReplicaContext(self, index)
         try:
             if self._takes_turns:
                 with self._changed:
                     self._wait(lambda: self._is_turn(index), "the start", timeout_s=None)
-            with on_device(device) if self._surroundings is None else self._surroundings.entered(device):
+            with on_device(device) if self._caller_state is None else self._caller_state.entered(device):
                 self._results[index] = call()
         except BaseException as error:
             with self._changed:
                 self._fail(index, error)
         finally:
-            _here.context = outer
+            _thread_local.context = outer
             with self._changed:
                 self._ended.add(index)
                 self._fail_if_unreachable()
@@ -204,7 +203,7 @@ class ReplicaGroup(Generic[T]):
                 self._changed.notify_all()
 
     def _join(self, threads: Sequence[threading.Thread]) -> None:
-        """Waits for all replicas; after a failure only as long as the others need to notice."""
+        """Wait for all replicas; after a failure for `_GRACE_S` only."""
         missing_since = None
         try:
             with self._changed:
@@ -215,9 +214,9 @@ class ReplicaGroup(Generic[T]):
                     if left is not None and left <= 0:
                         self._fail(None, ReplicaDesyncError(self._describe_missing("the end", self._ended)))
                         break
-                    # In short waits: a signal that another thread received does not end a long one.
+                    # Short waits, because a signal handled by another thread does not interrupt a wait.
                     self._changed.wait(_GRACE_S if left is None else min(left, _GRACE_S))
-        except BaseException as error:  # Ctrl-C in the caller's thread frees the replicas too
+        except BaseException as error:  # Ctrl-C in the caller's thread stops the replicas too
             with self._changed:
                 self._fail(None, error)
             raise
@@ -229,7 +228,7 @@ class ReplicaGroup(Generic[T]):
         keys = [self._arrived[i][0] for i in range(len(self.devices))]
         if len(set(keys)) > 1:
             where = ", ".join(f"replica {i} at {key!r}" for i, key in enumerate(keys))
-            self._fail(None, ReplicaDesyncError(f"replicas met at different places: {where}: {_SAME_ROAD}"))
+            self._fail(None, ReplicaDesyncError(f"replicas are at different exchanges: {where}: {_SAME_LAYERS}"))
             self._raise_if_failed()
         self._answers = combine([self._arrived[i][1] for i in range(len(self.devices))])
         self._arrived.clear()
@@ -248,14 +247,14 @@ class ReplicaGroup(Generic[T]):
         self._raise_if_failed()
 
     def _fail_if_unreachable(self) -> None:
-        """A replica that has ended will not come to the exchange at which others wait."""
+        """Fail if replicas wait at an exchange and another one has ended."""
         if self._arrived and self._ended:
             key = next(iter(self._arrived.values()))[0]
             self._fail(
                 None,
                 ReplicaDesyncError(
                     f"replicas {sorted(self._arrived)} wait at {key!r} and replicas {sorted(self._ended)} have ended:"
-                    f" {_SAME_ROAD}"
+                    f" {_SAME_LAYERS}"
                 ),
             )
 
@@ -287,7 +286,7 @@ class ReplicaGroup(Generic[T]):
             return error
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
         if out_of_memory:
-            traceback.clear_frames(error.__traceback__)  # its local variables are what filled the memory
+            traceback.clear_frames(error.__traceback__)  # frees the tensors in its local variables
         message = f"{type(error).__name__}: {error}"
         if "more than 1 value per channel" in message:
             message += ": use convert_sync_batchnorm(model), or a gpu0_bsz that leaves no device a single sample"
@@ -298,7 +297,7 @@ class ReplicaGroup(Generic[T]):
 
 @contextlib.contextmanager
 def on_device(device: torch.device) -> Iterator[None]:
-    """Makes a CUDA device the current one; other devices have no such state."""
+    """Make a CUDA device the current one; other devices have no current one."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             yield
@@ -307,8 +306,8 @@ def on_device(device: torch.device) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Surroundings:
-    """The caller's thread-local states, which a new thread does not inherit."""
+class _CallerState:
+    """The caller's thread-local states of torch, which a new thread does not inherit."""
 
     is_grad_enabled: bool
     is_inference: bool
@@ -321,7 +320,7 @@ class _Surroundings:
     dispatch_modes: tuple[TorchDispatchMode, ...]
 
     @classmethod
-    def capture(cls, devices: Sequence[torch.device]) -> _Surroundings:
+    def capture(cls, devices: Sequence[torch.device]) -> _CallerState:
         types = sorted({"cpu", "cuda", *(device.type for device in devices)})
         cuda_devices = sorted({device for device in devices if device.type == "cuda"}, key=str)
         return cls(
@@ -338,13 +337,13 @@ class _Surroundings:
 
     @contextlib.contextmanager
     def entered(self, device: torch.device) -> Iterator[None]:
-        """Sets the caller's states in this thread, on one replica's device."""
+        """Set the caller's states in this thread, on one replica's device."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self.is_inference))
             stack.enter_context(torch.set_grad_enabled(self.is_grad_enabled))
             for kind, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self.is_autocast_cached))
-            for stream in self.streams:  # all devices', because replica 0 combines the others' tensors
+            for stream in self.streams:  # of all devices, because replica 0 combines the others' tensors
                 stack.enter_context(torch.cuda.stream(stream))
             stack.enter_context(on_device(device))
             if self.default_device.type != "cpu":
@@ -358,6 +357,6 @@ class _Surroundings:
 
 
 def _saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The innermost pair, which is the one that acts; torch has no public way to ask for it."""
+    """Return the innermost pair of hooks, the active one; torch has no public access to it."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return None if top is None else top(False)

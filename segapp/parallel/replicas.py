@@ -26,12 +26,12 @@ _BUCKET_BYTES = 25 * 2**20
 
 # -------------------------------------------------------------------------------------------------------- replicate
 def replicate(module: nn.Module, devices: Sequence[torch.device], *, name: str = "module") -> list[nn.Module]:
-    """Copies of a module, one per device, whose parameters are differentiable copies of the module's.
+    """Return copies of a module, one per device, whose parameters are differentiable copies of the module's.
 
     The gradient of a parameter is the sum of its copies' gradients, added in device order on the parameter's device.
     Shared parameters and shared sub-modules stay shared within a replica. The first replica *owns* the buffers: on the
-    module's device it writes the module's own, elsewhere `write_back_buffers` brings them home; the other replicas
-    write to copies that nobody reads.
+    module's device it updates the module's own, elsewhere `write_back_buffers` copies them back; the updates of the
+    other replicas are discarded.
 
     Args:
         module: what to copy; its parameters on one device.
@@ -59,7 +59,7 @@ def replicate(module: nn.Module, devices: Sequence[torch.device], *, name: str =
 
 @torch.no_grad()
 def write_back_buffers(module: nn.Module, owner: nn.Module) -> None:
-    """Gives the module the buffers that its first replica has after the forward pass.
+    """Copy the first replica's buffers into the module after the forward pass.
 
     Args:
         module: the original.
@@ -71,14 +71,14 @@ def write_back_buffers(module: nn.Module, owner: nn.Module) -> None:
             if buffer is None or buffer is old:
                 continue
             if old is not None and old.shape == buffer.shape:
-                # .data: a graph that saved the old values is not to be invalidated, as batch_norm does not either
+                # .data, so that a graph that saved the old values stays valid; batch_norm does the same
                 old.data.copy_(buffer, non_blocking=old.device.type != "cpu")
             else:
                 original._buffers[key] = buffer if old is None else buffer.to(old.device)
 
 
 def check_replicable(module: nn.Module, name: str = "module") -> None:
-    """Refuses what cannot be copied without changing what it computes.
+    """Check that copies of a module compute the same as the module.
 
     Raises:
         TypeError: a part of the module is compiled; its compiled code would run the original, not the copy.
@@ -99,10 +99,10 @@ def check_replicable(module: nn.Module, name: str = "module") -> None:
 
 
 class _CopyToDevices(torch.autograd.Function):
-    """Tensors -> their copies on every device, device by device; the gradient is the copies' sum, in device order.
+    """Tensors -> their copies on every device, device by device; the gradient is the sum in device order.
 
-    Views on the tensors' own device, so that a single replica costs no memory. Twice differentiable: under
-    `create_graph` the backward pass is made of ordinary operations.
+    On the tensors' own device the copies are views, which take no memory. Twice differentiable: under `create_graph`
+    the backward pass consists of differentiable operations.
     """
 
     @staticmethod
@@ -132,7 +132,7 @@ class _CopyToDevices(torch.autograd.Function):
 
 
 def _broadcast(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
-    """One row of copies per device; on a tensor's own device a view of it."""
+    """Return one row of copies per device; on a tensor's own device a view."""
     others = [device for device in devices if device != tensors[0].device]
     copies = {}
     if others and _are_distinct_cuda(devices) and len({tensor.device for tensor in tensors}) == 1:
@@ -191,7 +191,7 @@ def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _assemble(module: nn.Module, parameters: Mapping[int, Tensor], buffers: Mapping[int, Tensor]) -> nn.Module:
-    """A tree of shallow module copies that holds the given tensors in place of the originals, found by identity."""
+    """Return shallow copies of all sub-modules that hold the given tensors, by `id` of the originals."""
     originals = list(module.modules())
     replicas: dict[int, nn.Module] = {
         id(original): original._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
@@ -208,7 +208,7 @@ def _assemble(module: nn.Module, parameters: Mapping[int, Tensor], buffers: Mapp
         for key, parameter in original._parameters.items():
             value = None if parameter is None else parameters[id(parameter)]
             if value is not None:
-                setattr(replica, key, value)  # not past __setattr__: recurrent layers refresh their flat weights there
+                setattr(replica, key, value)  # through __setattr__, where recurrent layers update their flat weights
             replica.__dict__["_parameters"][key] = (
                 value  # so that `next(self.parameters()).device` holds in a forward pass
             )
@@ -228,7 +228,7 @@ def run_replicas(
     mode: Mode = "threads",
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> list[T]:
-    """Calls every module on its own inputs, at the same time.
+    """Call every module on its own inputs, at the same time, and return their results.
 
     The threads inherit grad mode, inference mode, autocast with its dtype, the default device, CUDA streams, hooks on
     saved tensors and dispatch modes.
@@ -239,14 +239,14 @@ def run_replicas(
         kwargs: keyword arguments per module.
         devices: one per module.
         mode: "threads", or "lockstep" for one at a time in replica order.
-        timeout_s: seconds a replica may be missing while others wait for it.
+        timeout_s: seconds to wait for a missing replica.
 
     Returns:
         The results in replica order.
 
     Raises:
-        ReplicaError: a module raised; the others are freed.
-        ReplicaDesyncError: replicas did not meet.
+        ReplicaError: a module raised; the others are stopped.
+        ReplicaDesyncError: a replica did not come to an exchange.
     """
     named = kwargs if kwargs is not None else [{}] * len(modules)
 

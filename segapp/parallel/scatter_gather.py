@@ -19,15 +19,15 @@ DeviceLike: TypeAlias = int | str | torch.device
 
 # ---------------------------------------------------------------------------------------------------------- devices
 def resolve_devices(device_ids: Iterable[DeviceLike] | None = None) -> tuple[torch.device, ...]:
-    """The devices meant, each known to exist.
+    """Return the devices, each checked to exist.
 
     Args:
         device_ids: CUDA indices, strings or `torch.device`s, repetitions allowed; None takes all CUDA devices, or the
             CPU where there is none.
 
     Raises:
-        TypeError: an entry is none of these.
-        ValueError: an entry names no device of this machine, or there is no entry.
+        TypeError: an entry has another type.
+        ValueError: a device does not exist on this machine, or the list is empty.
 
     Example:
         >>> resolve_devices(["cpu", "cpu"])
@@ -65,7 +65,7 @@ def _resolve_device(device_id: DeviceLike) -> torch.device:
 
 # ------------------------------------------------------------------------------------------------------- structures
 def _children(item: Any) -> list[Any] | None:
-    """What a container holds, or None for a leaf. Tuples, lists, mappings and dataclasses are containers."""
+    """Return the elements of a tuple, list, dict or dataclass; None for anything else, a leaf."""
     if isinstance(item, list | tuple):
         return list(item)
     if isinstance(item, dict):
@@ -76,7 +76,7 @@ def _children(item: Any) -> list[Any] | None:
 
 
 def _refill(item: Any, children: Sequence[Any]) -> Any:
-    """A container of the same kind, with other contents."""
+    """Return a container of the same type with other elements."""
     if isinstance(item, tuple):
         return type(item)(*children) if hasattr(item, "_fields") else type(item)(children)
     filled = copy.copy(item)
@@ -92,7 +92,7 @@ def _refill(item: Any, children: Sequence[Any]) -> Any:
 
 
 def tensors_in(item: Any) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists, dicts and dataclasses, in order."""
+    """Yield all tensors in nested tuples, lists, dicts and dataclasses, in order."""
     if isinstance(item, Tensor):
         yield item
     else:
@@ -101,7 +101,7 @@ def tensors_in(item: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Any], item: Any) -> Any:
-    """The same structure with every tensor replaced; what is not a tensor stays."""
+    """Return the same structure with every tensor replaced; other leaves stay."""
     if isinstance(item, Tensor):
         return function(item)
     children = _children(item)
@@ -109,12 +109,12 @@ def map_tensors(function: Callable[[Tensor], Any], item: Any) -> Any:
 
 
 def to_device(item: Any, device: torch.device) -> Any:
-    """The same structure with every tensor on one device; copies to an accelerator do not wait."""
+    """Return the same structure with every tensor on one device; copies to an accelerator are asynchronous."""
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=device.type != "cpu"), item)
 
 
 def batch_size(item: Any, dim: int = 0) -> int | None:
-    """Samples in the first tensor that has a dimension `dim`; None where there is no such tensor."""
+    """Return the size of `dim` in the first tensor that has it; None if there is no such tensor."""
     return next((tensor.size(dim) for tensor in tensors_in(item) if _has_dim(tensor, dim)), None)
 
 
@@ -124,15 +124,15 @@ def _has_dim(tensor: Tensor, dim: int) -> bool:
 
 # -------------------------------------------------------------------------------------------------- scatter, gather
 def scatter(item: T, devices: Sequence[torch.device], sizes: Sequence[int], dim: int = 0) -> list[T]:
-    """Cuts a batch into chunks, one per device.
+    """Cut a batch into chunks, one per device.
 
-    Tensors are cut along `dim`; on their own device a chunk is a view. 0-d tensors and what is not a tensor go to every
-    device whole. Tuples, named tuples, lists, dicts and dataclasses keep their type.
+    Tensors are cut along `dim`; on their own device a chunk is a view. 0-d tensors and other values go to every device
+    whole. Tuples, named tuples, lists, dicts and dataclasses keep their type.
 
     Args:
-        item: the batch: tensors whose size along `dim` is `sum(sizes)`, nested as one likes.
+        item: the batch: tensors whose size along `dim` is `sum(sizes)`, in any nesting.
         devices: one per chunk.
-        sizes: samples per chunk, none of them negative.
+        sizes: samples per chunk, >= 0.
         dim: the dimension of the samples.
 
     Returns:
@@ -164,14 +164,14 @@ def scatter(item: T, devices: Sequence[torch.device], sizes: Sequence[int], dim:
 
 
 def gather(outputs: Sequence[T], device: torch.device, dim: int = 0) -> T:
-    """Puts the replicas' outputs together on one device: the inverse of `scatter`.
+    """Return the replicas' outputs joined on one device: the inverse of `scatter`.
 
-    Tensors are joined along `dim`, 0-d tensors become one value per replica. Containers keep their type. Anything else
-    must be the same from every replica.
+    Tensors are concatenated along `dim`, 0-d tensors stacked. Containers keep their type. Other values must be the same
+    from every replica.
 
     Args:
         outputs: one structure per replica, in replica order.
-        device: where the joined tensors go.
+        device: of the result.
         dim: the dimension of the samples.
 
     Raises:
@@ -206,11 +206,11 @@ def _expect_tensor(output: Any) -> Tensor:
 
 
 def reduce_add(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The tensors' sum on one device, added in the given order so that every run rounds alike.
+    """Return the tensors' sum on one device, added in the given order, so that every run rounds alike.
 
     Args:
         tensors: of one shape, on any devices; at least one.
-        device: where the sum lies.
+        device: of the sum.
     """
     total = tensors[0].to(device, non_blocking=device.type != "cpu")
     for tensor in tensors[1:]:

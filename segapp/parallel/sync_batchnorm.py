@@ -1,10 +1,12 @@
-"""BatchNorm over the whole batch, wherever its samples are: on several replicas, or on several ranks.
+"""BatchNorm over the whole batch, on several replicas or on several ranks.
 
-Each part gives its count, mean and sum of squared deviations per channel; Chan, Golub and LeVeque's formula (1983,
-"Algorithms for computing the sample variance") joins them, in float64 where there is one, without the cancellation of
-E[x^2] - E[x]^2. Replicas meet once per layer in the forward pass and build one autograd graph, so that backward has
-nothing to wait for. Ranks exchange one tensor per layer and pass. Derivatives of any order exist, so that gradient
-penalties are exact.
+Each part computes its count, mean and sum of squared deviations per channel; Chan, Golub and LeVeque's formula (1983,
+"Algorithms for computing the sample variance") joins them, in float64 where the device has it, without the cancellation
+of E[x^2] - E[x]^2. Replicas exchange once per layer in the forward pass and build one autograd graph, so the backward
+pass has no barrier. Ranks exchange one tensor per layer and pass. Derivatives of any order exist, so gradient penalties
+are exact.
+
+Shapes: N samples, C channels, P parts (replicas or ranks); x is (N, C, ...).
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ def _summed_dims(x: Tensor) -> list[int]:
 
 
 def _affine(x: Tensor, mean_C: Tensor, scale_C: Tensor, shift_C: Tensor) -> Tensor:
-    """(x - mean) * scale + shift per channel, in x's dtype; in one kernel on CUDA."""
+    """Return (x - mean) * scale + shift per channel, in x's dtype; one kernel on CUDA."""
     if x.is_cuda and not torch.is_grad_enabled() and x.numel():
         ones = torch.ones_like(mean_C)
         return torch.batch_norm_elemt(x, scale_C, shift_C, mean_C, ones, 0.0)
@@ -39,7 +41,7 @@ def _affine(x: Tensor, mean_C: Tensor, scale_C: Tensor, shift_C: Tensor) -> Tens
 
 
 def _gradient_sums(grad: Tensor, x: Tensor, mean_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Per channel: the sum of grad, and the sum of grad * (x - mean); in one kernel on CUDA."""
+    """Return, per channel, the sums of grad and of grad * (x - mean); one kernel on CUDA."""
     if x.is_cuda and not torch.is_grad_enabled() and x.numel():
         ones = torch.ones_like(mean_C)
         sums = torch.batch_norm_backward_reduce(grad, x, mean_C, ones, None, True, False, False)
@@ -52,7 +54,7 @@ def _gradient_sums(grad: Tensor, x: Tensor, mean_C: Tensor) -> tuple[Tensor, Ten
 class _Moments(torch.autograd.Function):
     """x (N, C, ...) -> per channel the mean and the sum of squared deviations from it, in float32 or better.
 
-    Saves nothing of x's size but x. Without samples both are 0.
+    Saves only x of x's size. Without samples both are 0.
     """
 
     @staticmethod
@@ -79,8 +81,8 @@ class _Moments(torch.autograd.Function):
 class _Normalize(torch.autograd.Function):
     """(x - mean) * invstd * weight + bias per channel; the backward pass is made of differentiable operations.
 
-    `moments` is the graph node of `_Moments`, which has saved x already; where there is none, x is saved here. So x is
-    kept once, as by `nn.BatchNorm2d`, also where hooks move saved tensors elsewhere.
+    `moments` is the graph node of `_Moments`, which has saved x already; without it, x is saved here. So x is saved
+    once, as in `nn.BatchNorm2d`, also with hooks that move saved tensors to other memory.
     """
 
     @staticmethod
@@ -127,28 +129,28 @@ _STATS_EPS = 1e-5
 
 
 def _count(x: Tensor) -> int:
-    """Values per channel."""
+    """Return the number of values per channel."""
     return x.numel() // x.size(1) if x.size(1) else 0
 
 
 def _as_row(count: int, mean_C: Tensor, deviation_C: Tensor) -> Tensor:
-    """One part as one tensor (2C + 1,), so that a meeting moves a single one. Filled on the device: no host sync.
+    """Return a part's moments as one tensor (2C + 1,), built on the device without a host synchronisation.
 
-    In float64 where the device has it: counts stay exact, and the joined mean is rounded once.
+    In float64 where the device has it: counts are exact, and the joined mean is rounded once.
     """
     row = torch.cat([mean_C, deviation_C, mean_C.new_full((1,), float(count))])
     return row if row.device.type == "mps" else row.double()
 
 
 def join_moments(rows_PK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Chan's formula over P parts at once.
+    """Return the moments of all parts together, by Chan's formula.
 
     Args:
-        rows_PK: one row per part: C means, C sums of squared deviations, the count of values. Parts without values
-            weigh nothing.
+        rows_PK: one row per part, K = 2C + 1: C means, C sums of squared deviations, the count of values. Parts without
+            values have weight 0.
 
     Returns:
-        Of all parts together: the means (C,), the sums of squared deviations (C,), the count (1,).
+        The means (C,), the sums of squared deviations (C,), the count (1,).
     """
     num_channels = rows_PK.size(1) // 2
     means_PC, deviations_PC, counts_P1 = torch.split(rows_PK, [num_channels, num_channels, 1], dim=1)
@@ -161,7 +163,7 @@ def join_moments(rows_PK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _join_replicas(parts: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
     main = parts[0][1].device
     if len({row.size(0) for _, row in parts}) > 1:
-        raise ValueError("replicas brought different numbers of channels to one BatchNorm layer: use the same layers")
+        raise ValueError("replicas have different numbers of channels in one BatchNorm layer: use the same layers")
     joined = torch.cat(join_moments(torch.stack([row.to(main) for _, row in parts])))
     count = sum(count for count, _ in parts)
     return [(count, joined.to(row.device)) for _, row in parts]
@@ -172,9 +174,9 @@ class SyncBatchNorm(_BatchNorm):
     """BatchNorm whose statistics are those of the whole batch.
 
     In training it equals `nn.BatchNorm1d`, `2d` or `3d` on the whole batch, in outputs, in gradients of any order and
-    in running statistics, whether the batch is spread over replicas, over ranks (gloo or nccl), or not at all; a rank
-    or a replica may have a single value per channel, and a rank none. Alone, and in evaluation, it *is* torch's
-    BatchNorm. Half inputs are normalised with float32 statistics.
+    in running statistics, whether the batch is split over replicas, over ranks (gloo or nccl), or not at all; a rank or
+    a replica may have a single value per channel, and a rank none. For an undivided batch, and in evaluation, it calls
+    torch's BatchNorm. Half inputs are normalised with float32 statistics.
 
     Takes `num_features`, `eps`, `momentum`, `affine` and `track_running_stats` like `nn.BatchNorm2d`, and inputs of
     shape (N, C) or (N, C, ...).
@@ -185,27 +187,27 @@ class SyncBatchNorm(_BatchNorm):
     """
 
     _batchnorm_class: type[nn.Module] = nn.BatchNorm2d
-    """What `revert_sync_batchnorm` makes of it."""
+    """The class that `revert_sync_batchnorm` restores."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """The normalised input, of the same shape and dtype; see `nn.BatchNorm2d`."""
+        """Return the normalised input (N, C, ...), of the same shape and dtype; see `nn.BatchNorm2d`."""
         self._check_input_dim(input)
         exchange = self._exchange() if self.training or self.running_mean is None else None
         output = super().forward(input) if exchange is None else self._normalize(input, exchange)
         return self._after(output)
 
     def _exchange(self) -> Callable[[int, Tensor], tuple[int | None, Tensor]] | None:
-        """How to meet the other parts of the batch, or None where this is all of it."""
+        """Return the exchange with the other parts of the batch; None if this is the whole batch."""
         replica = current_replica()
         if replica is None and getattr(self, "_is_replica", False):
             raise RuntimeError(
-                f"{self._name()} runs outside its replica's forward pass, where the other replicas cannot be met:"
-                " activation checkpointing must leave synchronised BatchNorm layers out, or use sync_bn: false"
+                f"{self._name()} runs outside its replica's forward pass, without the other replicas:"
+                " exclude synchronised BatchNorm layers from activation checkpointing, or use sync_bn: false"
             )
         is_spread = replica is not None and replica.num_replicas > 1
         if is_spread and has_other_ranks():
             raise RuntimeError(
-                f"{self._name()} would have to meet replicas and ranks at once: give every rank one device"
+                f"{self._name()} would synchronise over replicas and ranks at once: give every rank one device"
             )
         if replica is not None and is_spread:
             key = f"{self._name()} with {self.num_features} channels"
@@ -220,7 +222,7 @@ class SyncBatchNorm(_BatchNorm):
         host_count, joined = exchange(_count(x), _as_row(_count(x), mean_C, deviation_C))
         mean_C, deviation_C, count_1 = torch.split(joined, [self.num_features, self.num_features, 1])
         if host_count is None and _count(x) < 2:
-            host_count = int(count_1.item())  # only a rank that is short of values needs to ask the device
+            host_count = int(count_1.item())  # only a rank with fewer than two values waits for the device
         if host_count is not None and host_count < 2:
             raise ValueError(
                 f"Expected more than 1 value per channel when training, got {host_count} in the whole batch at"
@@ -238,8 +240,8 @@ class SyncBatchNorm(_BatchNorm):
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         for running_C, value_C in ((self.running_mean, mean_C), (self.running_var, unbiased_variance_C)):
-            # .data, because torch's own batch_norm saves these buffers and moves them without counting a version: an
-            # earlier micro-batch whose backward is still to come must not see them as modified.
+            # .data, as in torch's own batch_norm: the buffers' version must not change, or the backward pass of an
+            # earlier micro-batch would report them as modified.
             value_C = value_C.to(running_C.dtype)
             if self.momentum is None:  # the mean over all batches; the division stays on the device
                 running_C.data.lerp_(value_C, self.num_batches_tracked.to(running_C.dtype).reciprocal())
@@ -260,7 +262,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _SyncBatchNormAct(SyncBatchNorm):
-    """A converted layer with its activation inside, as timm's BatchNormAct2d: drops and activates after normalising."""
+    """A converted layer that contains dropout and activation, as timm's BatchNormAct2d does."""
 
     drop: nn.Module
     act: nn.Module
@@ -273,9 +275,9 @@ _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """Turns every BatchNorm layer of a module into a `SyncBatchNorm`, in place.
+    """Turn every BatchNorm layer of a module into a `SyncBatchNorm`, in place.
 
-    The layers stay the same objects: parameters, buffers, hooks, state-dict keys and references from elsewhere hold.
+    The layers stay the same objects: parameters, buffers, hooks, state-dict keys and references remain valid.
 
     Args:
         module: any module, or a BatchNorm layer itself.
@@ -284,7 +286,7 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
         The same module.
 
     Raises:
-        TypeError: a layer extends BatchNorm in a way that a synchronised layer would lose.
+        TypeError: a layer is a subclass of BatchNorm with further behaviour.
 
     Example:
         >>> type(convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)))[1]).__name__
@@ -310,7 +312,7 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
 
 
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """Turns every `SyncBatchNorm` back into the layer that it was, in place; `nn.BatchNorm2d` where it was none.
+    """Turn every `SyncBatchNorm` back into its original class, in place; `nn.BatchNorm2d` if it had none.
 
     Args:
         module: any module, or a `SyncBatchNorm` itself.
