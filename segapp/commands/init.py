@@ -21,7 +21,7 @@ from segapp.datasets.layouts.survey import (
     MaskContent,
     find_layout,
     flat_folders,
-    look_into,
+    read_samples,
     write_split_lists,
 )
 from segapp.errors import ConfigError, DataError, storage_errors
@@ -62,7 +62,7 @@ def propose_config(root: Path, out: Path | None, *, val_share: float | None, for
     if out.exists() and not force:
         raise ConfigError(f"{shown(out)} exists: choose another --out, or add --force")
     found = _find(root, val_share)
-    content = look_into(found.pairs)
+    content = read_samples(found.pairs)
     text = _text(name, root, found, content)
     with storage_errors(shown(out)):
         write_atomic(out, text)

@@ -1,8 +1,9 @@
-"""What happens to an image and its mask before the model: random crops at random scales, flips, photometric changes.
+"""Augmentation of an image and its mask: random crops at random scales, flips, photometric changes.
 
-The only file that imports albumentations. Nothing here keeps a random generator between samples: a transform is a
-function of the image, the mask and a seed. Legend: H, W height and width in pixels; images are RGB uint8 (H, W, 3),
-masks (H, W) of train ids.
+The only module that imports albumentations. No random generator is kept between samples: a transform is a function of
+the image, the mask and a seed.
+
+Shapes: H, W height and width in pixels; images are RGB uint8 (H, W, 3), masks (H, W) of train ids.
 """
 
 import math
@@ -14,7 +15,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # otherwise the import asks the network for a newer version
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # otherwise the import looks up newer versions online
 
 import albumentations as A
 
@@ -23,7 +24,7 @@ from segapp.datasets.sampling import mix_seed
 Pixels = NDArray[Any]
 
 MEAN_COLOR = (124, 116, 104)
-"""ImageNet's mean colour: padding of this colour is about zero once normalised."""
+"""ImageNet's mean colour: padding of this colour is about zero after normalisation."""
 
 _MAX_TRIES = 10
 _MAX_BRIGHTNESS = 32.0
@@ -37,22 +38,22 @@ _HUE_SIN = np.array([[-0.213, -0.715, 0.928], [0.143, 0.140, -0.283], [-0.787, 0
 
 
 class TrainTransform:
-    """Random scale, crop, flip and photometric changes, all decided by the seed.
+    """Random scale, crop, flip and photometric changes, determined by the seed.
 
-    Only the part of the image that the crop shows is resized. Crops that one class fills beyond `cat_max_ratio` of
-    their valid pixels are drawn again. Images smaller than the crop are padded at random sides, with `MEAN_COLOR` and
+    Only the cropped part of the image is resized. A crop in which one class fills more than `cat_max_ratio` of the
+    valid pixels is drawn again. Images smaller than the crop are padded at random sides, with `MEAN_COLOR` and
     `ignore_index`.
 
     Args:
-        crop_px: Height and width of what comes out.
+        crop_px: Height and width of the crop.
         scale: Range of the random scale, uniform.
         hflip: Probability of a horizontal flip.
-        cat_max_ratio: Largest share of the valid pixels that one class should fill, tried for up to ten crops; 1 takes
-            the first crop.
+        cat_max_ratio: Largest share of the valid pixels of one class, tried for up to ten crops; 1: the first crop is
+            taken.
         photometric: True, False, or the strength of the photometric changes in multiples of the usual ones
             (brightness +-32 of 255, contrast and saturation 0.5 to 1.5, hue +-18 degrees, each with probability 0.5).
         ignore_index: Mask value of padding.
-        resize_px: Height and width every image is brought to before the random scale; None: as it is.
+        resize_px: Height and width to which every image is resized before the random scale; None: not resized.
 
     Raises:
         ValueError: A size is not positive, or a range or a probability is impossible.
@@ -84,10 +85,10 @@ class TrainTransform:
         self._steps = A.Compose(steps, is_check_shapes=False)
 
     def __call__(self, image: Pixels, mask: Pixels, seed: int) -> tuple[Pixels, Pixels]:
-        """A new image (crop height, crop width, 3) and mask (crop height, crop width).
+        """Return the augmented image (H, W, 3) and mask (H, W) of the crop's size.
 
-        Each step has a seed of its own: `Compose.set_random_seed` would give all steps the same stream, so that, for
-        example, the scale decided the brightness too.
+        Each step gets its own seed: `Compose.set_random_seed` would give all steps the same random stream, so that, for
+        example, scale and brightness would be correlated.
         """
         for position, step in enumerate(self._steps.transforms):
             step.set_random_seed(mix_seed(seed, position))
@@ -96,17 +97,17 @@ class TrainTransform:
 
 
 class EvalTransform:
-    """Brings image and mask to a fixed size, or leaves both as they are.
+    """Resize of image and mask to a fixed size.
 
     Args:
-        resize_px: Height and width of what comes out; None: as on disk.
+        resize_px: Height and width of the result; None: not resized.
     """
 
     def __init__(self, resize_px: tuple[int, int] | None = None) -> None:
         self.resize_px = _check_size("resize_px", resize_px) if resize_px is not None else None
 
     def __call__(self, image: Pixels, mask: Pixels, seed: int) -> tuple[Pixels, Pixels]:
-        """The image and mask at that size; the seed plays no part."""
+        """Return the resized image (H, W, 3) and mask (H, W); the seed is not used."""
         if self.resize_px is None or self.resize_px == image.shape[:2]:
             return image, mask
         return _resize(image, self.resize_px, cv2.INTER_LINEAR), _resize(mask, self.resize_px, cv2.INTER_NEAREST_EXACT)
@@ -120,14 +121,14 @@ def _check_size(name: str, size_px: tuple[int, int]) -> tuple[int, int]:
 
 
 def _resize(pixels: Pixels, size_px: tuple[int, int], interpolation: int) -> Pixels:
-    """The pixels at (height, width); a copy even where the size is right already."""
+    """Return the pixels resized to (height, width); always a copy."""
     if pixels.shape[:2] == size_px:
         return pixels.copy()
     return np.asarray(cv2.resize(pixels, (size_px[1], size_px[0]), interpolation=interpolation))
 
 
 class AxisPlan:
-    """Along one axis: how many source pixels become how many crop pixels, and how many are padding.
+    """Numbers of source pixels, crop pixels and padding along one axis.
 
     Args:
         source_px: Length of the source.
@@ -142,16 +143,16 @@ class AxisPlan:
         self.free_px = source_px - self.window_px
 
     def draw(self, rng: Random) -> slice:
-        """A random place of the window in the source."""
+        """Return a random position of the window in the source."""
         start = rng.randint(0, self.free_px)
         return slice(start, start + self.window_px)
 
 
 class ScaledCrop(A.DualTransform):  # type: ignore[misc]  # albumentations has no types
-    """A crop of the randomly scaled image, of which only the crop is ever computed.
+    """A crop of the randomly scaled image; only the crop is computed.
 
-    The window is chosen in the source's own pixels, so its scale deviates from the drawn one by less than a pixel of
-    the window. Cropping away from single classes follows the field (mmsegmentation's `RandomCrop`), over valid pixels.
+    The window is chosen in source pixels, so its scale differs from the drawn one by less than a pixel of the window.
+    Crops dominated by one class are drawn again as in mmsegmentation's `RandomCrop`, over valid pixels.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class ScaledCrop(A.DualTransform):  # type: ignore[misc]  # albumentations has n
         self.resize_px = resize_px
 
     def get_params_dependent_on_data(self, params: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
-        """The window in the source, its size in the crop and the padding before it."""
+        """Return the window in the source, its size in the crop and the padding."""
         mask: Pixels = data["mask"]
         height, width = mask.shape[:2]
         base_height, base_width = self.resize_px or (height, width)
@@ -185,7 +186,7 @@ class ScaledCrop(A.DualTransform):  # type: ignore[misc]  # albumentations has n
         }
 
     def _draw_window(self, mask: Pixels, rows: AxisPlan, columns: AxisPlan) -> tuple[slice, slice]:
-        """The first of up to ten windows in which no class fills too much."""
+        """Return the first of up to ten windows in which no class exceeds `cat_max_ratio`; else the last."""
         window = rows.draw(self.py_random), columns.draw(self.py_random)
         if self.cat_max_ratio >= 1 or (rows.free_px == 0 and columns.free_px == 0):
             return window
@@ -203,7 +204,7 @@ class ScaledCrop(A.DualTransform):  # type: ignore[misc]  # albumentations has n
         padding: tuple[int, int, int, int],
         **params: Any,
     ) -> Pixels:
-        """The crop of the image."""
+        """Return the crop of the image (H, W, 3)."""
         return _pad(_resize(img[window], shown_px, cv2.INTER_LINEAR), padding, MEAN_COLOR)
 
     def apply_to_mask(
@@ -214,19 +215,19 @@ class ScaledCrop(A.DualTransform):  # type: ignore[misc]  # albumentations has n
         padding: tuple[int, int, int, int],
         **params: Any,
     ) -> Pixels:
-        """The crop of the mask; every pixel keeps the id of the nearest one."""
+        """Return the crop of the mask (H, W), resized by nearest neighbour."""
         return _pad(_resize(mask[window], shown_px, cv2.INTER_NEAREST_EXACT), padding, self.ignore_index)
 
 
 def _pad(pixels: Pixels, padding: tuple[int, int, int, int], value: int | tuple[int, int, int]) -> Pixels:
-    """Padding above, below, left and right."""
+    """Return the pixels padded above, below, left and right."""
     if not any(padding):
         return pixels
     return np.asarray(cv2.copyMakeBorder(pixels, *padding, borderType=cv2.BORDER_CONSTANT, value=value))
 
 
 def largest_share(ids: Pixels, ignore_index: int) -> float:
-    """The share of the valid pixels that the most frequent class fills; 1.0 where no pixel is valid.
+    """Return the most frequent class's share of the valid pixels, 0 to 1; 1.0 where no pixel is valid.
 
     Args:
         ids: Train ids, any shape.
@@ -246,11 +247,12 @@ def largest_share(ids: Pixels, ignore_index: int) -> float:
 class PhotometricChange(A.ImageOnlyTransform):  # type: ignore[misc]  # albumentations has no types
     """Brightness, contrast, saturation and hue, each with probability 0.5 (ranges of SSD, Liu et al. 2016).
 
-    All four are affine in the colour, so one matrix does them all and clips once; contrast, saturation and hue are
-    those of the W3C Filter Effects Module (contrast around middle grey, hue as a rotation that keeps the luminance).
+    All four are affine in the colour, so one matrix applies them all and values are clipped once; contrast, saturation
+    and hue are those of the W3C Filter Effects Module (contrast around middle grey, hue as a rotation that keeps the
+    luminance).
 
     Args:
-        strength: Factor on all ranges; 1 is usual.
+        strength: Factor of all ranges.
     """
 
     def __init__(self, strength: float) -> None:
@@ -258,7 +260,7 @@ class PhotometricChange(A.ImageOnlyTransform):  # type: ignore[misc]  # albument
         self.strength = strength
 
     def get_params(self) -> dict[str, Any]:
-        """The matrix for one image."""
+        """Return the colour matrix for one image."""
         brightness = self._draw(_MAX_BRIGHTNESS)
         contrast = 1 + self._draw(_MAX_FACTOR)
         saturation = 1 + self._draw(_MAX_FACTOR)
@@ -266,24 +268,24 @@ class PhotometricChange(A.ImageOnlyTransform):  # type: ignore[misc]  # albument
         return {"matrix": color_matrix(brightness, max(0.0, contrast), max(0.0, saturation), hue_deg)}
 
     def _draw(self, limit: float) -> float:
-        """A number of either sign within the limit, or zero."""
+        """Return a uniform random number in +-limit, scaled by the strength, or 0 with probability 0.5."""
         value = self.py_random.uniform(-limit, limit) * self.strength
         return float(value) if self.py_random.random() < 0.5 else 0.0
 
     def apply(self, img: Pixels, matrix: NDArray[np.float32], **params: Any) -> Pixels:
-        """The image in its new colours."""
+        """Return the image with its colours changed."""
         return np.asarray(cv2.transform(img, matrix))
 
 
 def color_matrix(
     brightness: float = 0.0, contrast: float = 1.0, saturation: float = 1.0, hue_deg: float = 0.0
 ) -> NDArray[np.float32]:
-    """The affine map of RGB colours in 0..255, shape (3, 4): rotate the hue, saturate, contrast, then brighten.
+    """Return the affine map of RGB colours in 0..255, shape (3, 4): hue, saturation, contrast, then brightness.
 
     Args:
         brightness: Added to every channel.
         contrast: Factor around 127.5.
-        saturation: 0 makes grey of the same luminance, 1 changes nothing.
+        saturation: 0: grey of the same luminance; 1: unchanged.
         hue_deg: Rotation in degrees.
     """
     angle = math.radians(hue_deg)

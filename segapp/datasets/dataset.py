@@ -1,7 +1,8 @@
-"""Samples: an image and its target as tensors, as a function of (seed, epoch, index) alone.
+"""Samples: an image and its target as tensors, a function of (seed, epoch, index) alone.
 
-Images leave as uint8 and are normalised on the device: a quarter of the bytes to move. Legend: H, W height and width in
-pixels.
+Images are uint8, a quarter of the bytes to transfer, and are normalised on the device.
+
+Shapes: H, W height and width in pixels.
 """
 
 import mmap
@@ -35,7 +36,7 @@ class Sample:
     Attributes:
         image: RGB, shape (3, H, W), uint8, not normalised.
         target: Train ids and `ignore_index`, shape (H, W), uint8 or int16.
-        index: Position in the data set.
+        index: Index in the data set.
     """
 
     image: Tensor
@@ -44,22 +45,22 @@ class Sample:
 
 
 class Transform(Protocol):
-    """What a data set applies to an image and its mask: a function of both and the seed alone."""
+    """Transform of an image and its mask; a function of both and the seed alone."""
 
     def __call__(self, image: Pixels, mask: Pixels, seed: int) -> tuple[Pixels, Pixels]:
-        """The new image and mask."""
+        """Return the transformed image (H, W, 3) and mask (H, W)."""
         ...
 
 
 class SegmentationDataset(torch.utils.data.Dataset[Sample]):
-    """Image and mask pairs as samples; `dataset[(epoch, index)]` is the same wherever and whenever it is asked for.
+    """Image and mask pairs as samples; `dataset[(epoch, index)]` is the same in every process and call.
 
     Args:
-        pairs: The files. Where a pair has no mask the whole target is `scheme.ignore_index`.
-        scheme: What the masks' ids mean.
-        transform: Applied to image, mask and a seed made of (seed, epoch, index); None: full size, as they are.
-        seed: Of the augmentation.
-        cache: "ram" keeps decoded images and masks, shared by all worker processes and filled as they are first read.
+        pairs: The files. The target of a pair without a mask is all `scheme.ignore_index`.
+        scheme: Classes and the ids of the masks.
+        transform: Applied with a seed of (seed, epoch, index); None: no transform, full size.
+        seed: Seed of the augmentation.
+        cache: "ram" keeps decoded images and masks in memory shared by all workers, filled at the first read.
 
     Raises:
         DataError: No pairs; or with "ram", a header cannot be read or the decoded data exceed the free memory.
@@ -89,10 +90,10 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
         return len(self.pairs)
 
     def __getitem__(self, key: tuple[int, int]) -> Sample:
-        """The sample of (epoch, index).
+        """Return the sample of (epoch, index).
 
         Raises:
-            DataError: The image or the mask cannot be used, or the transform fails on them; the file is named.
+            DataError: The image or the mask cannot be used, or the transform fails; the message names the file.
         """
         epoch, index = key
         image, mask = self.read(index)
@@ -108,7 +109,7 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
         return Sample(to_planes(image), torch.from_numpy(np.ascontiguousarray(target)), index)
 
     def read(self, index: int) -> tuple[Pixels, Pixels]:
-        """The decoded image (H, W, 3) and mask (H, W) of train ids, before the transform; not to be written to.
+        """Return the decoded image (H, W, 3) and mask (H, W) of train ids, before the transform; read-only.
 
         Raises:
             DataError: One of the files cannot be used, or their sizes differ.
@@ -125,7 +126,7 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
         return image, mask
 
     def read_mask(self, index: int, size_px: tuple[int, ...]) -> Pixels:
-        """The mask (H, W) of train ids; of an image without one, all ignored and of the size given."""
+        """Return the mask (H, W) of train ids; without a file, all `ignore_index`, of size `size_px`."""
         mask = self.pairs[index].mask
         if mask is None:
             return np.full(size_px, self.scheme.ignore_index, self.scheme.dtype)
@@ -133,7 +134,7 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
 
 
 def to_planes(image: Pixels) -> Tensor:
-    """An image (H, W, 3) as a tensor (3, H, W) of its own."""
+    """Return a copy of an image (H, W, 3) as a tensor (3, H, W)."""
     height, width = image.shape[:2]
     planes = np.empty((3, height, width), np.uint8)
     cv2.mixChannels([image], list(planes), [0, 0, 1, 1, 2, 2])
@@ -141,22 +142,22 @@ def to_planes(image: Pixels) -> Tensor:
 
 
 def image_sizes(pairs: Sequence[ImagePair]) -> list[tuple[int, int]]:
-    """The upright (height, width) of every image in pixels, from the headers."""
+    """Return the upright (height, width) of every image in pixels, from the headers."""
     headers = (read_header(pair.image) for pair in pairs)
     return [(header.height_px, header.width_px) for header in headers]
 
 
 class RamCache:
-    """Decoded images and masks in anonymous memory that forked workers share; pages are taken when they are filled.
+    """Decoded images and masks in anonymous memory that forked workers share; pages are allocated when filled.
 
-    A copy that was pickled (for a spawned process) starts empty.
+    A pickled copy (for a spawned process) starts empty.
 
     Args:
         sizes: Height and width of every image.
         dtype: Of the masks.
 
     Raises:
-        DataError: The memory that is free now does not hold everything.
+        DataError: The images do not fit into the free memory.
     """
 
     def __init__(self, sizes: Sequence[tuple[int, int]], dtype: np.dtype[Any]) -> None:
@@ -167,25 +168,25 @@ class RamCache:
         num_bytes = _aligned(len(sizes)) + sum(lengths)
         _check_memory(num_bytes)
         self._buffer = mmap.mmap(-1, num_bytes)
-        self._lock = multiprocessing.Lock()  # a barrier: no process may see a flag before the pixels it stands for
+        self._lock = multiprocessing.Lock()  # a memory barrier: no process may see a flag before its pixels
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RamCache, (self._sizes, self._dtype)
 
     def get(self, index: int) -> tuple[Pixels, Pixels] | None:
-        """Read-only views of the image and the mask, or None where they are not there yet."""
+        """Return read-only views of the image (H, W, 3) and the mask (H, W); None if not cached yet."""
         with self._lock:
             is_filled = self._buffer[index] != 0
         return self._views(index, is_writeable=False) if is_filled else None
 
     def put(self, index: int, image: Pixels, mask: Pixels, pair: ImagePair) -> None:
-        """Keep an image and its mask.
+        """Store an image and its mask.
 
         Raises:
-            DataError: The image is not of the size that its header gave before.
+            DataError: The image's size is not the one in its header.
         """
         if image.shape[:2] != self._sizes[index]:
-            raise DataError(f"{shown(pair.image)}: the image changed while it was used: start again")
+            raise DataError(f"{shown(pair.image)}: the image changed during the run: start the run again")
         image_view, mask_view = self._views(index, is_writeable=True)
         image_view[:] = image
         mask_view[:] = mask
@@ -206,7 +207,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _check_memory(num_bytes: int) -> None:
-    """Refuse a cache that the free memory does not hold."""
+    """Raise DataError if a cache does not fit into the free memory."""
     available = available_bytes()
     if available is not None and num_bytes > available:
         raise DataError(
@@ -216,7 +217,7 @@ def _check_memory(num_bytes: int) -> None:
 
 
 def available_bytes() -> int | None:
-    """Memory that can be had without swapping, within the container's limit; None where the system does not say."""
+    """Return the memory available without swapping, within the container's limit; None if unknown."""
     available: list[int] = []
     group = Path("/sys/fs/cgroup")
     try:
@@ -230,6 +231,6 @@ def available_bytes() -> int | None:
 
 
 def _counters(path: Path) -> dict[str, int]:
-    """The numbers of a file of "name number" lines."""
+    """Return the numbers of a file of "name number" lines."""
     words = (line.split() for line in path.read_text().splitlines())
     return {word[0]: int(word[1]) for word in words if len(word) > 1}

@@ -1,7 +1,7 @@
-"""Reading what a user's data folder holds: bytes, headers and a cheap check of every pair before training.
+"""Read files of a data set: bytes, headers, and a cheap check of every pair before training.
 
-Every failure becomes one DataError that names the file, what is wrong with it and the next move. Headers are read with
-Pillow, which does not decode pixels for that; a file of 1 MB costs tens of microseconds.
+Every failure is a DataError that names the file, the problem and what to do. Headers are read with Pillow, which does
+not decode pixels for that; a file of 1 MB takes tens of microseconds.
 """
 
 import errno
@@ -21,12 +21,12 @@ from PIL import Image
 from segapp.errors import DataError
 
 MAX_PIXELS = 178_956_970
-"""More pixels than this are taken for a decompression bomb (Pillow's own limit: 512 MiB as RGB)."""
+"""Largest number of pixels: above it a file counts as a decompression bomb (Pillow's limit: 512 MiB as RGB)."""
 
 MAX_FILE_BYTES = 2**30
-"""A larger file is not read; `MAX_PIXELS` of 24 bits, not compressed at all, take half of that."""
+"""Largest file that is read; `MAX_PIXELS` of 24 bits, uncompressed, take half of that."""
 
-# Pillow warns of what is checked here, or of damage that ends in an error of ours.
+# Pillow warns of problems that are checked here or raised as DataError.
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
 _ORIENTATION_TAG = 0x0112
@@ -52,13 +52,13 @@ class ImagePair:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says about its pixels before they are decoded.
+    """Header of an image file.
 
     Attributes:
-        format: Pillow's name of the file format, such as "PNG".
-        mode: Pillow's pixel mode, such as "RGB" or "P".
-        height_px: Height once the EXIF orientation is applied.
-        width_px: Width once the EXIF orientation is applied.
+        format: Pillow's name of the file format, e.g. "PNG".
+        mode: Pillow's pixel mode, e.g. "RGB" or "P".
+        height_px: Height after the EXIF orientation is applied.
+        width_px: Width after the EXIF orientation is applied.
     """
 
     format: str
@@ -68,7 +68,7 @@ class Header:
 
 
 def shown(path: str | os.PathLike[str]) -> str:
-    """A path as text that is safe to print: undecodable bytes and control characters escaped.
+    """Return a path as printable text: undecodable bytes and control characters are escaped.
 
     >>> shown("a" + chr(10) + "b.png") == "a" + chr(92) + "nb.png"
     True
@@ -78,11 +78,11 @@ def shown(path: str | os.PathLike[str]) -> str:
 
 
 def read_bytes(path: Path, *, tries: int = 3) -> bytes:
-    """The whole of a regular file; a transient error of the storage is tried again.
+    """Return the contents of a regular file; retry transient errors of the storage.
 
     Args:
-        path: The file, its name of any bytes.
-        tries: How often a transient error (EIO, ESTALE) is tried in all.
+        path: The file; its name may hold any bytes.
+        tries: Attempts after transient errors (EIO, ESTALE).
 
     Raises:
         DataError: The file is missing, empty, larger than `MAX_FILE_BYTES`, not a regular file or not readable.
@@ -99,19 +99,19 @@ def read_bytes(path: Path, *, tries: int = 3) -> bytes:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A regular file that holds something and fits into memory, open for reading; a pipe is never waited for.
+    """Return a regular, non-empty file of acceptable size, open for reading; never blocks on a pipe.
 
     Raises:
         DataError: It is a pipe, a device or a folder, empty, or larger than `MAX_FILE_BYTES`.
         OSError: It cannot be opened.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise DataError(f"{shown(path)}: not a regular file: replace it by the file it should be")
-    file = open(path, "rb", opener=_open_without_waiting)  # noqa: SIM115 - the caller's
+        raise DataError(f"{shown(path)}: not a regular file: replace it with an image file")
+    file = open(path, "rb", opener=_open_nonblocking)  # noqa: SIM115 - the caller's
     try:
         status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):  # became one in between
-            raise DataError(f"{shown(path)}: not a regular file: replace it by the file it should be")
+        if not stat.S_ISREG(status.st_mode):  # replaced since the first check
+            raise DataError(f"{shown(path)}: not a regular file: replace it with an image file")
         if status.st_size == 0:
             raise DataError(f"{shown(path)}: the file is empty (0 bytes): copy or download it again")
         if status.st_size > MAX_FILE_BYTES:
@@ -125,29 +125,29 @@ def open_regular(path: Path) -> BinaryIO:
     return file
 
 
-def _open_without_waiting(path: str, flags: int) -> int:
+def _open_nonblocking(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _os_reason(error: OSError) -> str:
-    """Why the system refused a file, with the next move."""
+    """Return why the system could not open or read a file, and what to do."""
     if isinstance(error, FileNotFoundError):
         return "the file does not exist: restore it, or take it out of the split"
     if isinstance(error, PermissionError):
-        return "the file may not be read: give this user read permission (chmod +r)"
+        return "no permission to read the file: give this user read permission (chmod +r)"
     return f"the file cannot be read ({error.strerror or error}): check the disk, or copy the file again"
 
 
 def open_image(file: BinaryIO, path: Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """A Pillow image whose pixels are not decoded yet, small enough to decode.
+    """Return a Pillow image whose pixels are not decoded yet, of at most `max_pixels`.
 
     Args:
-        file: The file's bytes, at their beginning.
-        path: Named in errors.
-        max_pixels: More are refused.
+        file: The open file, at its start.
+        path: Its path, for errors.
+        max_pixels: Largest number of pixels.
 
     Raises:
-        DataError: No known image format, a damaged header, or more than `max_pixels`.
+        DataError: An unknown image format, a damaged header, or more than `max_pixels`.
     """
     try:
         image = Image.open(file)
@@ -168,21 +168,21 @@ def _too_large(path: Path, what: str, max_pixels: int) -> DataError:
 
 
 def _first_line(error: BaseException) -> str:
-    """The kind and the first line of an exception, without memory addresses of the file objects it names."""
+    """Return type and first line of an exception, without memory addresses of file objects."""
     text = str(error).splitlines()[0] if str(error) else ""
     return type(error).__name__ if not text or "<_io." in text else f"{type(error).__name__}: {text}"
 
 
 def damaged(path: Path, error: BaseException | str) -> DataError:
-    """The error for a file whose pixels cannot be decoded."""
+    """Return the error for a file whose pixels cannot be decoded."""
     reason = error if isinstance(error, str) else _first_line(error)
     return DataError(f"{shown(path)}: cannot be decoded ({reason}): the file is damaged; copy or download it again")
 
 
 def is_complete_jpeg(data: bytes) -> bool:
-    """Whether a JPEG's image data is followed by its end marker; a cut file has none, and decodes without complaint.
+    """Return True if a JPEG's image data ends with its end marker; a truncated file decodes without an error.
 
-    An embedded preview has an end marker of its own, so the search begins at the picture itself (ITU T.81, B.1.1).
+    An embedded preview has its own end marker, so the search starts at the image data (ITU T.81, B.1.1).
 
     Args:
         data: The whole file.
@@ -192,7 +192,7 @@ def is_complete_jpeg(data: bytes) -> bool:
 
 
 def _start_of_scan(data: bytes) -> int | None:
-    """The offset of the first start-of-scan marker, walking the segments before it; None when there is none."""
+    """Return the offset of the first start-of-scan marker, found by walking the segments; None if there is none."""
     offset = 2
     while offset + 4 <= len(data) and data[offset] == 0xFF:
         marker = data[offset + 1]
@@ -208,21 +208,21 @@ def _start_of_scan(data: bytes) -> int | None:
 
 
 def read_header(path: Path, *, max_pixels: int = MAX_PIXELS) -> Header:
-    """A file's format, mode and upright size, and whether its end is there, at the price of a few kilobytes.
+    """Return a file's format, mode and upright size, and check its end marker; reads a few kilobytes.
 
     Args:
         path: The file.
-        max_pixels: More are refused.
+        max_pixels: Largest number of pixels.
 
     Raises:
-        DataError: The file is missing, empty, of no known format, too large, or ends before its last marker.
+        DataError: The file is missing, empty, of an unknown format, too large or truncated.
     """
     try:
         with open_regular(path) as file:
             image = open_image(file, path, max_pixels)
             height_px, width_px = _upright_size(image)
             header = Header(str(image.format), image.mode, height_px, width_px)
-            if not _ends_as_it_should(file, header.format):
+            if not _has_end_marker(file, header.format):
                 raise damaged(path, f"truncated {header.format}: its end is missing")
             return header
     except OSError as error:
@@ -230,7 +230,7 @@ def read_header(path: Path, *, max_pixels: int = MAX_PIXELS) -> Header:
 
 
 def _upright_size(image: Image.Image) -> tuple[int, int]:
-    """Height and width with the EXIF orientation applied. A damaged EXIF block counts as none."""
+    """Return height and width with the EXIF orientation applied; a damaged EXIF block is ignored."""
     height_px, width_px = image.height, image.width
     if image.format in {"PNG", "WEBP"} and "exif" not in image.info:
         return height_px, width_px  # Pillow would decode the pixels to look for a late block
@@ -238,14 +238,14 @@ def _upright_size(image: Image.Image) -> tuple[int, int]:
         turns_sideways = image.getexif().get(_ORIENTATION_TAG, 1) in {5, 6, 7, 8}
     except Exception:
         return height_px, width_px
-    if image.format == "TIFF":  # some versions of Pillow have swapped the sides of these already
+    if image.format == "TIFF":  # some versions of Pillow have swapped these sides already
         tags = getattr(image, "tag_v2", {})
         height_px, width_px = int(tags.get(257, height_px)), int(tags.get(256, width_px))
     return (width_px, height_px) if turns_sideways else (height_px, width_px)
 
 
 def is_complete(data: bytes, image_format: str) -> bool:
-    """Whether a PNG or a JPEG has its end marker; other formats are taken as complete.
+    """Return True if a PNG or JPEG has its end marker; other formats count as complete.
 
     Args:
         data: The whole file.
@@ -256,25 +256,25 @@ def is_complete(data: bytes, image_format: str) -> bool:
     return is_complete_jpeg(data) if image_format in {"JPEG", "MPO"} else True
 
 
-def _ends_as_it_should(file: BinaryIO, image_format: str) -> bool:
-    """`is_complete`, reading as little of the file as shows it."""
+def _has_end_marker(file: BinaryIO, image_format: str) -> bool:
+    """Return `is_complete` of an open file, reading only its tail where that suffices."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _TAIL_BYTES))
     if {"PNG": _PNG_END, "JPEG": b"\xff\xd9", "MPO": b"\xff\xd9"}.get(image_format, b"") in file.read():
         return True
     file.seek(0)
-    return is_complete(file.read(), image_format)  # some cameras append data of their own behind the picture
+    return is_complete(file.read(), image_format)  # some cameras append data after the image
 
 
 def check_pairs(pairs: Sequence[ImagePair], *, max_named: int = 5) -> tuple[tuple[int, int], ...]:
-    """Every image's upright (height, width) in pixels, once all headers have been read and all pairs fit.
+    """Check the headers of all pairs, and return every image's upright (height, width) in pixels.
 
-    Finds what is cheap to find before a training starts: missing and empty files, unreadable headers, missing ends,
-    JPEG masks, and masks of another size than their image. Damage inside a file shows only when it is decoded.
+    Finds missing and empty files, unreadable headers, truncated files, JPEG masks, and masks of another size than their
+    image. Damage inside a file is found only when it is decoded.
 
     Args:
         pairs: The pairs of a split.
-        max_named: How many problems are spelled out; the rest is counted.
+        max_named: Number of problems in the message; the others are counted.
 
     Raises:
         DataError: One or more pairs cannot be used; all problems in one error.
@@ -299,7 +299,7 @@ def check_pairs(pairs: Sequence[ImagePair], *, max_named: int = 5) -> tuple[tupl
 
 
 def _check_pair(pair: ImagePair) -> tuple[int, int]:
-    """One pair's (height, width) from its headers."""
+    """Check the headers of a pair, and return its (height, width)."""
     image = read_header(pair.image)
     size = (image.height_px, image.width_px)
     if pair.mask is not None:
@@ -310,17 +310,17 @@ def _check_pair(pair: ImagePair) -> tuple[int, int]:
 
 
 def check_mask_format(path: Path, image_format: str) -> None:
-    """Refuse formats that change the ids they store.
+    """Check that a mask's format stores ids unchanged.
 
     Raises:
         DataError: The mask is a JPEG.
     """
     if image_format in {"JPEG", "MPO"}:
-        raise DataError(f"{shown(path)}: a mask saved as JPEG has lost its ids: export the masks as PNG")
+        raise DataError(f"{shown(path)}: JPEG compression changes the ids of a mask: export the masks as PNG")
 
 
 def check_same_size(pair: ImagePair, image_px: tuple[int, ...], mask_px: tuple[int, ...]) -> None:
-    """Refuse a mask that does not lie on its image.
+    """Check that a mask has the size of its image.
 
     Args:
         pair: The files, for the message.
@@ -342,5 +342,5 @@ def check_same_size(pair: ImagePair, image_px: tuple[int, ...], mask_px: tuple[i
 
 
 def open_bytes(data: bytes, path: Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """`open_image` over bytes in memory."""
+    """Return `open_image` of bytes in memory."""
     return open_image(io.BytesIO(data), path, max_pixels)

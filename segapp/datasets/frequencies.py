@@ -1,4 +1,4 @@
-"""How often each class occurs in a data set: what class weights are computed from."""
+"""Class frequencies of a data set, from which class weights are computed."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,12 +16,12 @@ class ClassFrequencies:
     """Counts over all masks of a data set, before any augmentation.
 
     Attributes:
-        pixels: For each class its pixels.
-        images: For each class the images in which it occurs.
-        pixels_where_present: For each class the valid pixels of the images in which it occurs. `pixels` over these is
-            the frequency of median-frequency balancing (Eigen & Fergus 2015, section 6.3.2).
-        ignored_px: Pixels that count nowhere.
-        num_images: All images.
+        pixels: Number of pixels of each class.
+        images: Number of images with each class.
+        pixels_where_present: For each class, the valid pixels of the images with it. `pixels` over these is the
+            frequency of median-frequency balancing (Eigen & Fergus 2015, section 6.3.2).
+        ignored_px: Number of ignored pixels.
+        num_images: Number of all images.
     """
 
     pixels: tuple[int, ...]
@@ -31,7 +31,7 @@ class ClassFrequencies:
     num_images: int
 
     def warnings(self, names: Sequence[str]) -> list[str]:
-        """What looks wrong about a training set with these counts, each in a sentence.
+        """Return warnings about a training set with these counts, one sentence each.
 
         Args:
             names: The class names.
@@ -48,11 +48,11 @@ class ClassFrequencies:
 
 
 def compute_class_frequencies(dataset: SegmentationDataset, *, threads: int = 2) -> ClassFrequencies:
-    """The counts over all masks of a data set; every mask is read once, and checked by that.
+    """Return the counts over all masks of a data set; every mask is read, and so checked, once.
 
     Args:
-        dataset: Its transform plays no part.
-        threads: Masks decoded at a time.
+        dataset: The data set; its transform is not applied.
+        threads: Number of decoding threads.
 
     Raises:
         DataError: A mask cannot be used.
@@ -78,7 +78,7 @@ def compute_class_frequencies(dataset: SegmentationDataset, *, threads: int = 2)
 
 
 def _count(dataset: SegmentationDataset, index: int) -> tuple[NDArray[Any], int]:
-    """Pixels of each class in one mask, and ignored ones."""
+    """Return the pixels of each class in one mask, (C,), and the number of ignored pixels."""
     mask = dataset.read_mask(index, (0, 0))
     is_valid = mask != dataset.scheme.ignore_index
     return np.bincount(mask[is_valid], minlength=dataset.scheme.num_classes), int(mask.size - is_valid.sum())

@@ -1,8 +1,9 @@
-"""Decoding images and masks, and turning the ids of a mask file into train ids.
+"""Decode images and masks, and map the ids of a mask file to train ids.
 
-Images are decoded by OpenCV from bytes we read ourselves (its own file reading crashes on names that are not UTF-8),
-masks by Pillow, which keeps palette indices and 16-bit ids as they are. PNGs are verified first: a damaged one may
-decode without complaint. Legend: H, W the upright height and width in pixels.
+Images are decoded by OpenCV from bytes in memory (its file reading crashes on names that are not UTF-8), masks by
+Pillow, which keeps palette indices and 16-bit ids. PNGs are verified first: a damaged one may decode without an error.
+
+Shapes: H, W the upright height and width in pixels.
 """
 
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from segapp.errors import DataError
 
 Ids = NDArray[np.uint8] | NDArray[np.int16]
 
-# What OpenCV says about a damaged file would stand between our lines; it ends in an error of ours.
+# OpenCV's messages about damaged files would mix with our output; such files raise DataError.
 cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
 
 _PLAIN_MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"}
@@ -45,17 +46,17 @@ class UnknownIdsError(DataError):
 
 
 def read_image(path: Path, *, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]:
-    """An image as RGB, shape (H, W, 3), uint8, upright by its EXIF orientation.
+    """Return an image as RGB, shape (H, W, 3), uint8, with its EXIF orientation applied.
 
-    Grey becomes RGB, 16 bits become 8 (the upper ones), alpha is dropped, palettes and CMYK are converted; of an
-    animation the first frame is taken.
+    Grey, palette and CMYK images are converted to RGB, 16 bits to the upper 8; alpha is dropped; of an animation the
+    first frame is read.
 
     Args:
         path: The file.
-        max_pixels: More are refused.
+        max_pixels: Largest number of pixels.
 
     Raises:
-        DataError: The file cannot be read, is damaged, truncated or too large, or holds numbers that are no colours.
+        DataError: The file cannot be read, is damaged, truncated or too large, or has 32-bit pixels.
     """
     data = read_bytes(path)
     image = open_bytes(data, path, max_pixels)
@@ -71,7 +72,7 @@ def read_image(path: Path, *, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]
 
 
 def _decode(data: bytes, flags: int) -> NDArray[Any] | None:
-    """OpenCV's decoding, as it is in memory; None where it cannot."""
+    """Return the image as OpenCV decodes it; None if it cannot."""
     try:
         return cv2.imdecode(np.frombuffer(data, np.uint8), flags)
     except cv2.error:
@@ -79,7 +80,7 @@ def _decode(data: bytes, flags: int) -> NDArray[Any] | None:
 
 
 def _decode_rgb_with_pillow(data: bytes, path: Path, max_pixels: int) -> NDArray[np.uint8]:
-    """Pillow's decoding: for formats OpenCV does not know, and for the reason why a file cannot be decoded."""
+    """Return the image as Pillow decodes it, for formats that OpenCV does not know; raise why it cannot."""
     image = open_bytes(data, path, max_pixels)
     if image.mode not in _PLAIN_MODES:
         raise damaged(path, f"no decoder for {image.format} of mode {image.mode}")
@@ -90,7 +91,7 @@ def _decode_rgb_with_pillow(data: bytes, path: Path, max_pixels: int) -> NDArray
 
 
 def _check_complete(data: bytes, image: Image.Image, path: Path) -> None:
-    """Refuse a file without its end, and a PNG whose checksums do not fit; such an image cannot be used afterwards."""
+    """Check a file's end marker, and a PNG's checksums; `image` of a PNG cannot be used afterwards."""
     if not is_complete(data, str(image.format)):
         raise damaged(path, f"truncated {image.format}: its end is missing")
     if image.format == "PNG":
@@ -101,14 +102,14 @@ def _check_complete(data: bytes, image: Image.Image, path: Path) -> None:
 
 
 def read_mask(path: Path, scheme: ClassScheme) -> Ids:
-    """A mask as train ids, shape (H, W), of `scheme.dtype`; ignored pixels hold `scheme.ignore_index`.
+    """Return a mask as train ids, shape (H, W), of `scheme.dtype`; ignored pixels are `scheme.ignore_index`.
 
-    Read are grey (1 to 16 bits, the value is the id), palette (the index is the id), and with `scheme.rgb` any picture
-    whose colours stand in the palette.
+    Accepts grey masks (1 to 16 bits, the value is the id), palette masks (the index is the id), and with `scheme.rgb`
+    any image whose colours are in the palette.
 
     Raises:
         DataError: The file cannot be read or is damaged; its format changes ids; or it holds ids or colours that the
-            scheme does not know: the message names them, how many pixels hold them, and the likely cause.
+            scheme does not have: the message names them with their number of pixels and the likely cause.
     """
     data = read_bytes(path)
     image = open_bytes(data, path)
@@ -133,7 +134,7 @@ def read_mask(path: Path, scheme: ClassScheme) -> Ids:
 
 
 def _check_one_frame(image: Image.Image, path: Path) -> None:
-    """Refuse animations and pages. Only the second frame is looked for: counting a million takes a minute."""
+    """Check that there is one frame; frames are not counted, which takes a minute for a million."""
     try:
         has_more = bool(getattr(image, "is_animated", False))
     except Exception as error:  # a damaged directory of frames, as above
@@ -143,15 +144,15 @@ def _check_one_frame(image: Image.Image, path: Path) -> None:
 
 
 def _is_plain_grey(image: Image.Image, data: bytes) -> bool:
-    """Whether it is a grey PNG of 8 bits without rotation, which OpenCV decodes a third faster and just as exactly."""
+    """Return True for a grey 8-bit PNG without rotation, which OpenCV decodes a third faster, to the same ids."""
     return image.format == "PNG" and image.mode == "L" and data[24] == 8 and b"eXIf" not in data
 
 
 def _check_holds_ids(image: Image.Image, path: Path) -> None:
-    """Refuse pictures where ids are expected."""
+    """Check that the image's mode stores ids."""
     if image.mode in ID_MODES:
         return
-    what = "numbers with fractions" if image.mode == "F" else f"a {image.mode} picture, not one of class ids"
+    what = "numbers with fractions" if image.mode == "F" else f"{image.mode} colours, not class ids"
     raise DataError(
         f"{shown(path)}: the mask holds {what}: set data.rgb_masks and data.palette if its colours are the classes, "
         "or export grey or palette PNGs"
@@ -159,14 +160,14 @@ def _check_holds_ids(image: Image.Image, path: Path) -> None:
 
 
 def _unscaled(ids: NDArray[Any], image: Image.Image, data: bytes) -> NDArray[Any]:
-    """The ids as stored: Pillow spreads grey values of 2 and 4 bits over 0..255."""
+    """Return the ids as stored: Pillow scales grey values of 2 and 4 bits to 0..255."""
     if image.format == "PNG" and image.mode == "L" and data[24] in {2, 4}:  # bit depth in IHDR
         return ids // (85 if data[24] == 2 else 17)
     return ids
 
 
 def _train_ids(ids: NDArray[Any], path: Path, scheme: ClassScheme) -> Ids:
-    """Ids of a file -> train ids, every one of them checked."""
+    """Return the train ids (H, W) of file ids (H, W); raise UnknownIdsError for an id without one."""
     is_mapped = scheme.train_id_suffix is None or not path.name.endswith(scheme.train_id_suffix)
     table = scheme.table if is_mapped else scheme.train_id_table
     if ids.dtype == np.uint8:
@@ -184,7 +185,7 @@ def _train_ids(ids: NDArray[Any], path: Path, scheme: ClassScheme) -> Ids:
 
 
 def _as_uint16(ids: NDArray[Any], path: Path, scheme: ClassScheme) -> NDArray[np.uint16]:
-    """Wider ids narrowed; values beyond 16 bits are no class."""
+    """Return ids as uint16; raise UnknownIdsError for values beyond 16 bits."""
     outside = (ids < 0) | (ids > 65_535)
     if outside.any():
         values, counts = np.unique(ids[outside], return_counts=True)
@@ -206,18 +207,18 @@ def _unknown_ids(
 
 
 def name_ids(pixels: Mapping[int, int]) -> str:
-    """Ids with their pixels, as a person reads them: "254 (12 px), 255 (3 px)"; the first few of many."""
+    """Return ids with their pixels as text: "254 (12 px), 255 (3 px)"; the first few of many."""
     named = ", ".join(f"{value} ({count} px)" for value, count in list(pixels.items())[:_MAX_NAMED])
     return named + (f" and {len(pixels) - _MAX_NAMED} more" if len(pixels) > _MAX_NAMED else "")
 
 
 def likely_cause(scheme: ClassScheme, present: set[int], unknown: set[int]) -> str:
-    """What ids outside the classes usually mean, and the next move.
+    """Return the likely cause of ids outside the classes, and what to do.
 
     Args:
         scheme: the classes.
-        present: all ids of the masks; the more masks, the surer.
-        unknown: those that are none of the classes.
+        present: all ids of the masks; more masks give a better guess.
+        unknown: those that are no class.
     """
     last = scheme.num_classes - 1
     if scheme.label_map is not None:
@@ -225,24 +226,24 @@ def likely_cause(scheme: ClassScheme, present: set[int], unknown: set[int]) -> s
     if present <= {0, 255}:
         return "A black and white mask: set data.label_map to {255: 1}"
     if all(value % 257 == 0 for value in present):
-        return "8-bit ids were spread over 16 bits when saved: export the masks as 8-bit PNG"
+        return "8-bit ids were scaled to 16 bits when saved: export the masks as 8-bit PNG"
     if unknown == {last + 1} and 0 not in present:
         return "The ids seem to start at 1: set data.label_map to shift them ({1: 0, 2: 1, ...})"
     if unknown == {last + 1}:
-        return f"One class more than data.classes names: add it, or map {last + 1} to ignore_index in data.label_map"
+        return f"One class more than in data.classes: add it, or map {last + 1} to ignore_index in data.label_map"
     if unknown == {255}:
         return "255 usually marks ignored pixels: set data.ignore_index to 255, or map it in data.label_map"
     if max(present) <= 33 and scheme.num_classes == 19:
         return "These look like Cityscapes label ids: use format cityscapes, or map them in data.label_map"
     if max(present) <= 255 and min(unknown) > last and len(present) <= 2 * scheme.num_classes:
         return (
-            "Perhaps grey levels of colours, not ids: export the masks as palette or index PNG, or set data.label_map"
+            "Possibly grey levels of colours, not ids: export the masks as palette or index PNG, or set data.label_map"
         )
     return "Check data.classes, or map the ids in data.label_map"
 
 
 def _ids_of_colors(pixels: NDArray[np.uint8], path: Path, scheme: ClassScheme) -> Ids:
-    """Colours -> train ids by a table of all 2^24 of them, whose untouched pages take no memory."""
+    """Return the train ids (H, W) of colours (H, W, 3), by a table of all 2^24; its unused pages take no memory."""
     codes = _color_codes(pixels)
     offset = 1 - min(0, scheme.ignore_index)
     found = _code_table(tuple(scheme.color_table.items()), offset)[codes]
@@ -252,7 +253,7 @@ def _ids_of_colors(pixels: NDArray[np.uint8], path: Path, scheme: ClassScheme) -
 
 
 def _color_codes(pixels: NDArray[np.uint8]) -> NDArray[np.int32]:
-    """Red, green and blue of each pixel as one number."""
+    """Return each pixel's colour as the number 0xRRGGBB, (H, W)."""
     wide = pixels.astype(np.int32)
     codes: NDArray[np.int32] = wide[..., 0] << 16 | wide[..., 1] << 8 | wide[..., 2]
     return codes
@@ -260,7 +261,7 @@ def _color_codes(pixels: NDArray[np.uint8]) -> NDArray[np.int32]:
 
 @lru_cache(maxsize=4)
 def _code_table(color_ids: tuple[tuple[Color, int], ...], offset: int) -> NDArray[np.uint16]:
-    """Colour code -> train id + offset (which makes it positive); 0 for colours that mean nothing."""
+    """Return the table colour code -> train id + offset, which is positive; 0 for unknown colours."""
     table = np.zeros(1 << 24, np.uint16)
     for (red, green, blue), train_id in color_ids:
         table[red << 16 | green << 8 | blue] = train_id + offset
@@ -273,7 +274,7 @@ def _unknown_colors(path: Path, scheme: ClassScheme, codes: NDArray[np.int32]) -
     named = ", ".join(f"[{values[i] >> 16}, {values[i] >> 8 & 255}, {values[i] & 255}] ({counts[i]} px)" for i in order)
     more = f" and {len(values) - len(order)} more" if len(values) > len(order) else ""
     cause = (
-        "The mask seems to be smoothed or compressed with loss: export it again without"
+        "The mask seems to be smoothed or compressed with loss: export it without either"
         if len(values) > 4 * len(scheme.color_table)
         else "Add them to data.palette (after the classes: ignored)"
     )

@@ -1,7 +1,9 @@
-"""Batches from this process or from worker processes that live as long as the pool.
+"""Batches loaded in this process or in worker processes that live as long as the pool.
 
-Every failure reaches the trainer as one error that names the file: an exception of any kind, a worker that was killed,
-a worker that hangs. Nothing here draws from a global generator. Legend: N, H, W batch, height, width.
+Every failure is raised as one error that names the file: an exception of any kind, a killed worker, a worker that
+hangs. No global random generator is used.
+
+Shapes: N images of a batch, H, W height and width in pixels.
 """
 
 import signal
@@ -61,7 +63,7 @@ class Batch:
     Attributes:
         images: RGB, shape (N, 3, H, W), uint8, not normalised, contiguous.
         target: Train ids and `ignore_index`, shape (N, H, W), uint8 or int16.
-        indices: Positions in the data set, in the order of the batch.
+        indices: Indices in the data set, in the order of the batch.
     """
 
     images: Tensor
@@ -72,20 +74,20 @@ class Batch:
         return len(self.indices)
 
     def pin_memory(self) -> "Batch":
-        """The same batch in page-locked memory (called by torch's DataLoader)."""
+        """Return the batch in page-locked memory (called by torch's DataLoader)."""
         return Batch(self.images.pin_memory(), self.target.pin_memory(), self.indices)
 
 
 def collate(samples: Sequence[Sample], *, shared: bool = False) -> Batch:
-    """Samples of one size as a batch.
+    """Return samples of one size as a batch.
 
     Args:
         samples: At least one.
-        shared: Put the tensors into memory that the main process can map, so that they are not copied again.
+        shared: Allocate shared memory, so that the main process maps the tensors instead of copying them.
 
     Raises:
         DataError: The samples differ in size.
-        WorkerError: The system has not enough shared memory.
+        WorkerError: There is not enough shared memory.
     """
     first = samples[0]
     for sample in samples:
@@ -121,7 +123,7 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype, shared: bool) -> Tenso
 
 @dataclass(frozen=True)
 class _Failure:
-    """An exception on its way from a worker: strings only, so that it can always be pickled."""
+    """Exception of a worker as strings, so that it can always be pickled."""
 
     kind: Literal["data", "worker"]
     message: str
@@ -141,7 +143,7 @@ class _Failure:
 
 
 class _GuardedDataset(Dataset["Batch | _Failure"]):
-    """Loads whole batches, and says in shared memory which sample each worker is at."""
+    """Data set of whole batches that records in shared memory which sample each worker is loading."""
 
     def __init__(self, dataset: SegmentationDataset, num_slots: int) -> None:
         self.dataset = dataset
@@ -157,7 +159,7 @@ class _GuardedDataset(Dataset["Batch | _Failure"]):
                 failpoint("data.item")
                 samples.append(self.dataset[key])
             return collate(samples, shared=info is not None) if samples else self._no_samples()
-        except BaseException as error:  # whatever happens in a worker must reach the trainer in a form it can unpickle
+        except BaseException as error:  # every error of a worker must reach the trainer in a form it can unpickle
             if info is None and not isinstance(error, Exception):
                 raise
             return _Failure.of(error, shown(self.dataset.pairs[self.slots[slot] - 1].image))
@@ -165,16 +167,16 @@ class _GuardedDataset(Dataset["Batch | _Failure"]):
             self.slots[slot] = 0
 
     def _no_samples(self) -> Batch:
-        """A batch of no images, of the size the transform gives."""
+        """Return a batch of 0 images of the transform's size."""
         height, width = getattr(self.dataset.transform, "crop_px", (0, 0))
         target = np.empty((0, height, width), self.dataset.scheme.dtype)
         return Batch(torch.empty((0, 3, height, width), dtype=torch.uint8), torch.from_numpy(target), ())
 
 
 class _Plan:
-    """The batches still to load; torch's DataLoader asks it anew at the start of every pass.
+    """Batch sampler of torch's DataLoader, which iterates over it at the start of every pass.
 
-    To the DataLoader each batch is one item: the guarded data set loads it whole.
+    Each batch is one item of the guarded data set, which loads it whole.
     """
 
     def __init__(self) -> None:
@@ -188,21 +190,21 @@ class _Plan:
 
 
 def _first(items: list[Any]) -> Any:
-    """The guarded data set gives whole batches: there is nothing left to collate."""
+    """Return the only item: the guarded data set returns whole batches."""
     return items[0]
 
 
 def _start_worker(worker: int) -> None:
-    """One thread, no share in Ctrl-C (the trainer decides when workers end), and the system's answer to SIGTERM."""
+    """Set up a worker: one thread, Ctrl-C ignored (the trainer stops workers), the default action for SIGTERM."""
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal_when_parent_dies(signal.SIGKILL)  # one that hangs in a file would outlive a trainer that was killed
+    signal_when_parent_dies(signal.SIGKILL)  # a worker that hangs would outlive a killed trainer
 
 
 class BatchPool:
-    """Loads lists of batches, in order, in worker processes that stay from one list to the next.
+    """Loads lists of batches, in order, in worker processes that are reused for the next list.
 
     Args:
         dataset: The samples.
@@ -220,7 +222,7 @@ class BatchPool:
         self._pass = 0
 
     def run(self, batches: list[list[Key]]) -> Iterator[Batch]:
-        """The batches, one after the other; a later call ends this pass."""
+        """Yield the batches in order; a later call ends this pass."""
         self._pass += 1
         return self._run(batches, self._pass)
 
@@ -239,20 +241,20 @@ class BatchPool:
 
     def _check_current(self, number: int) -> None:
         if number != self._pass:
-            raise RuntimeError("this pass over the data ended when a later one began")
+            raise RuntimeError("this pass over the data ended when a later one started")
 
     def _start(self, batches: list[list[Key]]) -> Iterator[Any]:
-        """Begin a pass, with the workers of the last one where they still answer."""
+        """Start a pass, with the workers of the last one if they still respond."""
         self._plan.batches = batches
         if self._iterator is not None and self._loader is not None:
             try:
                 self._iterator = iter(self._loader)
                 return self._iterator
-            except RuntimeError:  # a worker is dead or still busy with what an abandoned pass asked for
+            except RuntimeError:  # a worker is dead, or busy with an abandoned pass
                 self._stop()
         before = signal.getsignal(signal.SIGCHLD)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores are no fault
+            warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores are allowed
             self._loader = self._build()
             self._iterator = iter(self._loader)
         _restore_child_handler(before)
@@ -269,12 +271,12 @@ class BatchPool:
             timeout=_POLL_S if many else 0,
             worker_init_fn=_start_worker if many else None,
             multiprocessing_context="fork" if many and "fork" in get_all_start_methods() else None,
-            generator=torch.Generator(),  # its seed for the workers would otherwise come from the global generator
+            generator=torch.Generator(),  # without it the workers' seed would be drawn from the global generator
             persistent_workers=many,
         )
 
     def _next(self, iterator: Iterator[Any], batch: list[Key]) -> Any:
-        """The next batch, waiting in short turns: a stopped process that goes on has waited one turn, not its pause."""
+        """Return the next batch. Waits are short, so that a suspended process does not count its pause as waiting."""
         waited_s = 0.0
         while True:
             try:
@@ -307,10 +309,10 @@ class BatchPool:
             )
         number, process = dead[0]
         name = self._name_in_slot(number)
-        place = f"while it read {name}" if name else "between two files"
+        place = f"while reading {name}" if name else "between two files"
         return WorkerError(
-            f"data worker {number} (process {process.pid}) died of {_cause_of_death(process.exitcode)} {place}: if "
-            "memory ran out lower data.workers; if it dies at the same file again, replace that file"
+            f"data worker {number} (process {process.pid}) ended by {_exit_cause(process.exitcode)} {place}: if "
+            "memory ran out, lower data.workers; if it ends at the same file again, replace that file"
         )
 
     def _name_in_slot(self, number: int) -> str | None:
@@ -322,12 +324,12 @@ class BatchPool:
         return [name for name in names if name is not None]
 
     def close(self) -> None:
-        """End the workers and the pass in progress; a later pass starts new ones."""
+        """Stop the workers and the current pass; a later pass starts new workers."""
         self._pass += 1
         self._stop()
 
     def _stop(self) -> None:
-        """End the workers: asked first, killed if they do not answer within seconds."""
+        """Stop the workers; those that do not respond within seconds are killed."""
         shut_down = getattr(self._iterator, "_shutdown_workers", None)
         if shut_down is not None:
             shut_down()
@@ -335,7 +337,7 @@ class BatchPool:
         self._loader = self._iterator = None
 
     def _kill(self, numbers: Iterable[int]) -> None:
-        """End some workers at once; they hold nothing that could be lost."""
+        """Kill some workers; they hold no state."""
         processes = getattr(self._iterator, "_workers", [])
         for process in (processes[number] for number in numbers if number < len(processes)):
             if process.is_alive():
@@ -344,17 +346,17 @@ class BatchPool:
 
 
 def _restore_child_handler(before: Any) -> None:
-    """Take back the SIGCHLD handler that torch installs with its first workers.
+    """Restore the SIGCHLD handler that torch replaces with its first workers.
 
-    It raises in the main thread wherever that is, in the middle of a checkpoint too, when a worker dies. The pool finds
-    dead workers itself, within a second of waiting for them.
+    Torch's handler raises in the main thread when a worker dies, even while a checkpoint is written. The pool finds
+    dead workers itself within a second.
     """
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGCHLD) is not before:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL if before is None else before)
 
 
-def _cause_of_death(exit_code: int | None) -> str:
-    """An exit code in words."""
+def _exit_cause(exit_code: int | None) -> str:
+    """Return an exit code or the name of the signal in it as text."""
     if exit_code is None or exit_code >= 0:
         return f"exit code {exit_code}"
     try:

@@ -1,7 +1,7 @@
-"""Which sample comes when, and with which seed: pure functions of (seed, epoch, index).
+"""Order of samples and their seeds: pure functions of (seed, epoch, index).
 
-No generator lives longer than a call, so the order depends neither on the number of workers nor on where a run was
-interrupted, and never touches a global generator.
+No generator outlives a call, so the order depends neither on the number of workers nor on where a run was interrupted.
+Global generators are not used.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def mix_seed(*parts: int | str) -> int:
-    """One seed of 63 bits from several numbers or names; every part matters, on every machine alike.
+    """Return a 63-bit seed from several numbers or names; the same on every machine.
 
     >>> mix_seed(0, 1) == mix_seed(0, 1), mix_seed(0, 1) == mix_seed(1, 0)
     (True, False)
@@ -20,13 +20,13 @@ def mix_seed(*parts: int | str) -> int:
 
 
 def sample_order(num_samples: int, seed: int, epoch: int) -> list[int]:
-    """Every index of a data set once, in the order of that epoch."""
+    """Return every index of a data set once, in the order of an epoch."""
     generator = np.random.Generator(np.random.PCG64(mix_seed("order", seed, epoch)))
     return [int(index) for index in generator.permutation(num_samples)]
 
 
 def plan_shares(num_samples: int, world_size: int) -> tuple[int, ...]:
-    """How many samples each rank takes: even, the larger shares first.
+    """Return the number of samples of each rank: an even split, the larger shares first.
 
     >>> plan_shares(7, 3)
     (3, 2, 2)
@@ -36,7 +36,7 @@ def plan_shares(num_samples: int, world_size: int) -> tuple[int, ...]:
 
 
 def share_of(samples: list[int], rank: int, world_size: int) -> list[int]:
-    """The contiguous part of the samples that one rank takes.
+    """Return the contiguous share of the samples for one rank.
 
     >>> [share_of([5, 6, 7, 8, 9], rank, 2) for rank in (0, 1)]
     [[5, 6, 7], [8, 9]]
@@ -47,7 +47,7 @@ def share_of(samples: list[int], rank: int, world_size: int) -> list[int]:
 
 
 def num_batches(num_samples: int, batch_size: int, *, drop_last: bool) -> int:
-    """Batches an epoch: at least one, even if the data set is smaller than a batch.
+    """Return the number of batches of an epoch: at least 1, even if the data set is smaller than a batch.
 
     >>> num_batches(10, 4, drop_last=True), num_batches(10, 4, drop_last=False), num_batches(3, 4, drop_last=True)
     (2, 3, 1)
@@ -57,5 +57,5 @@ def num_batches(num_samples: int, batch_size: int, *, drop_last: bool) -> int:
 
 
 def global_batch(order: list[int], batch_size: int, batch: int) -> list[int]:
-    """The samples of one batch over all ranks; the last one may be short."""
+    """Return the samples of one batch over all ranks; the last batch may be short."""
     return order[batch * batch_size : (batch + 1) * batch_size]

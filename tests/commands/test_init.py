@@ -90,7 +90,7 @@ def test_init_without_splits_divides_by_file_name(tmp_path: Path) -> None:
     assert (len(train), len(val)) == (7, 3)
     assert sorted(train + val) == list("abcdefghij")
     assert config.data.format == "folder"
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         write_split_lists(root, {"image_dir": "images", "mask_dir": "masks"}, 0.3)
 
 
@@ -118,7 +118,7 @@ def test_real_camvid_is_recognised(camvid: Path, tmp_path: Path) -> None:
 
 
 def test_folder_without_data_set_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         propose_config(tmp_path / "nothing", None, val_share=None, force=False)
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "a.jpg").write_bytes(b"x")

@@ -178,7 +178,7 @@ def test_abandoned_epoch_does_not_change_the_next(workers: int, dataset: Segment
     abandoned = loader.epoch(0)
     next(abandoned)
     assert [digest(batch) for batch in loader.epoch(1)] == expected
-    with pytest.raises(RuntimeError, match="a later one began"):
+    with pytest.raises(RuntimeError, match="a later one started"):
         next(abandoned)
     loader.close()
     assert [digest(batch) for batch in loader.epoch(1)] == expected  # closing is not for ever

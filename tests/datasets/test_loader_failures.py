@@ -152,7 +152,7 @@ def test_killed_worker_is_reported_with_its_file(misbehave: Callable[..., Segmen
     error = consume(misbehave(lambda: os.kill(os.getpid(), signal.SIGKILL)), 2)
     assert isinstance(error, WorkerError)
     assert error.exit_code == 7
-    assert "died of SIGKILL while it read" in str(error)
+    assert "ended by SIGKILL while reading" in str(error)
     assert "003.png" in str(error)
     assert time.monotonic() - start < 10
 

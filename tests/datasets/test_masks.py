@@ -356,11 +356,11 @@ def test_unknown_colours_are_named_with_their_counts(tmp_path: Path) -> None:
         ([[0, 3, 3, 254]], 3, 255, r"outside the 3 classes: 3 \(2 px\), 254 \(1 px\)"),
         ([[0, 255, 255, 0]], 2, -1, r"255 \(2 px\)\. A black and white mask: set data.label_map"),
         ([[1, 2, 3, 3]], 3, 255, r"3 \(2 px\)\. The ids seem to start at 1"),
-        ([[0, 2, 3, 3]], 3, 255, r"One class more than data.classes"),
+        ([[0, 2, 3, 3]], 3, 255, r"One class more than in data.classes"),
         ([[0, 1, 2, 255]], 3, -1, r"255 usually marks ignored pixels"),
         ([[7, 26, 33, 0]], 19, 255, r"Cityscapes label ids"),
         ([[14, 38, 52, 75]], 5, 255, r"grey levels"),
-        ([[257, 514, 0, 771]], 5, 255, r"spread over 16 bits"),
+        ([[257, 514, 0, 771]], 5, 255, r"scaled to 16 bits"),
     ],
 )
 def test_wrong_ids_are_named_with_the_likely_cause(
@@ -415,10 +415,10 @@ def test_ids_beyond_sixteen_bits_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mode", "suffix", "message"),
     [
-        ("RGB", ".png", "a RGB picture, not one of class ids: set data.rgb_masks"),
+        ("RGB", ".png", "RGB colours, not class ids: set data.rgb_masks"),
         ("RGBA", ".png", "a RGBA picture"),
         ("LA", ".png", "a LA picture"),
-        ("L", ".jpg", "saved as JPEG has lost its ids"),
+        ("L", ".jpg", "JPEG compression changes the ids"),
         ("F", ".tif", "numbers with fractions"),
     ],
 )

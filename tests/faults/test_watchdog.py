@@ -68,7 +68,7 @@ def test_continued_trainer_raises_no_false_alarm(new_run: NewRun, invariants: In
 def test_killed_data_worker_exits_7_and_is_named(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(data={"workers": 2}, checkpoint={"every_steps": None})
     done = run.train(failpoints="data.item=9:kill")
-    invariants.assert_clear(done, 7, "died of SIGKILL while it read", ".png")
+    invariants.assert_clear(done, 7, "ended by SIGKILL while reading", ".png")
     assert run.committed()[0]["step"] >= 1, "the last good step was saved"
     invariants.check(run)
 

@@ -1,7 +1,7 @@
-"""The data set formats: from a name and a folder to image and mask pairs and the meaning of the ids.
+"""Data set formats: the image and mask pairs of a folder, and the classes of their ids.
 
-All formats but `list` are rows of one table (`DATASETS`): where images and masks lie below the root, how their names
-end, and which file lists a split. One search serves them all.
+The formats are rows of one table (`DATASETS`): where images and masks are below the root, how their names end, and
+which file lists a split. One search serves all but `list`.
 """
 
 import os
@@ -72,18 +72,18 @@ class DataLocation:
 
 @dataclass(frozen=True)
 class DatasetFormat:
-    """A data set format: its layouts and, where they are published, its classes.
+    """Data set format: its layouts and, if published, its classes.
 
     Attributes:
         expected: The layout in words, for error messages.
         source: Where to get the data.
-        layouts: Tried in this order; the first whose folders exist is taken. Empty: pairs are listed in a file.
-        roots: Folders below the root in which archives unpack; tried in this order.
-        splits: The published names of the splits by their usual ones.
-        names: Class names; empty: the user's.
-        palette: One colour a class; empty: made.
+        layouts: Tried in this order; the first whose folders exist is used. Empty: pairs are listed in a file.
+        roots: Folders below the root into which archives unpack; tried in this order.
+        splits: Published names of "train" and "val", where they differ.
+        names: Class names; empty: given by the user.
+        palette: One colour a class; empty: generated.
         label_map: Id in the file -> train id, None for ignored; None: ids are train ids.
-        train_id_suffix: Ending of masks that hold train ids already.
+        train_id_suffix: Ending of mask names whose files hold train ids.
     """
 
     expected: str
@@ -162,7 +162,7 @@ DATASETS: dict[str, DatasetFormat] = {
         source="your own images and masks",
     ),
 }
-"""The formats by the name they have in a config."""
+"""The formats by their names in a config."""
 
 
 def _format(format: str) -> DatasetFormat:
@@ -180,16 +180,16 @@ def class_scheme(
     ignore_index: int | None = None,
     rgb: bool = False,
 ) -> ClassScheme:
-    """The classes of a format, with the user's own in place of the published ones where given.
+    """Return the classes of a format; the user's replace the published ones.
 
     Args:
         format: A key of `DATASETS`.
-        classes: Names in the order of their train ids; `folder` and `list` need them.
-        palette: RGB colours of 0..255, one a class. With `rgb` it may go on: the colours after the classes are ignored
-            pixels, or classes too where `label_map` gives their position a class.
+        classes: Names in the order of their train ids; required for `folder` and `list`.
+        palette: RGB colours of 0..255, one a class. With `rgb` more may follow: further colours are ignored pixels, or
+            classes if `label_map` maps their position to one.
         label_map: Id in the mask file (with `rgb`: position in the palette) -> train id or `ignore_index`.
         ignore_index: Target value of pixels that count nowhere; None: 255, or -1 with more than 255 classes.
-        rgb: Masks are pictures read by the palette.
+        rgb: Masks are RGB images with the colours of the palette.
 
     Raises:
         ConfigError: The names, colours, map and ignore_index do not fit together.
@@ -273,18 +273,18 @@ def leftovers(location: DataLocation, split: str) -> Leftovers:
 
 
 def _choose_layout(known: DatasetFormat, folder: Path, split: str, given: FolderLayout) -> tuple[Path, FolderLayout]:
-    """The first root and layout whose images or list of names are there, else the format's first; all filled in."""
+    """Return the first root and layout whose images or split file exist, else the format's first; names filled in."""
     candidates = [
         (folder / below, _fill_in(layout, given, folder / below, split))
         for below in known.roots
         for layout in known.layouts
     ]
-    there = (c for c in candidates if (c[0] / (c[1].split_file or c[1].image_dir)).exists())
-    return next(there, candidates[0])
+    existing = (c for c in candidates if (c[0] / (c[1].split_file or c[1].image_dir)).exists())
+    return next(existing, candidates[0])
 
 
 def _fill_in(layout: FolderLayout, given: FolderLayout, base: Path, split: str) -> FolderLayout:
-    """The layout with the user's parts in place of its own and the split's name in place of `{split}`."""
+    """Return the layout with the user's folders and endings, and the split's name in place of `{split}`."""
 
     def folder(own: str, users: str) -> str:
         if users and "{split}" in own and "{split}" not in users and (base / users / split).is_dir():

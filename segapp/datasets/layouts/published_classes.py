@@ -1,6 +1,6 @@
-"""Published class names, colours and file ids of the data sets that segapp knows by name.
+"""Published class names, colours and file ids of the data sets that have a format of their own.
 
-Colours are 0-255 RGB. A label map gives, for each id stored in a mask file, its train id, or None where it is ignored.
+Colours are RGB in 0..255. A label map gives, for each id in a mask file, its train id, or None if it is ignored.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ Color = tuple[int, int, int]
 
 
 def parse_colors(text: str) -> tuple[Color, ...]:
-    """Colours from six hexadecimal digits each, separated by white space.
+    """Return colours from six hexadecimal digits each, separated by white space.
 
     >>> parse_colors("804080 f423e8")
     ((128, 64, 128), (244, 35, 232))
@@ -18,7 +18,7 @@ def parse_colors(text: str) -> tuple[Color, ...]:
 
 
 def parse_names(text: str) -> tuple[str, ...]:
-    """Names separated by a comma, over any number of lines.
+    """Return names separated by commas, over any number of lines.
 
     >>> parse_names("road, traffic light")
     ('road', 'traffic light')
@@ -27,11 +27,11 @@ def parse_names(text: str) -> tuple[str, ...]:
 
 
 def bit_palette(num_colors: int, *, first: int = 0) -> tuple[Color, ...]:
-    """Distinct colours by the rule of PASCAL VOC: the bits of the index, dealt to red, green and blue from the top.
+    """Return distinct colours by the rule of PASCAL VOC: bits of the index go in turn to red, green and blue.
 
     Args:
-        num_colors: How many.
-        first: Index of the first; 0 is black, which published palettes keep for background or ignored pixels.
+        num_colors: Number of colours.
+        first: Index of the first; 0 is black, which published palettes use for background or ignored pixels.
 
     >>> bit_palette(4)
     ((0, 0, 0), (128, 0, 0), (0, 128, 0), (128, 128, 0))
@@ -42,12 +42,12 @@ def bit_palette(num_colors: int, *, first: int = 0) -> tuple[Color, ...]:
 
 
 def _spread(index: int) -> int:
-    """Every third bit of the index, from bit 7 downwards."""
+    """Return every third bit of the index, placed from bit 7 downwards."""
     return sum((index >> 3 * bit & 1) << 7 - bit for bit in range(8))
 
 
 # Cityscapes: 19 of 34 ids are trained and evaluated (cityscapesscripts, helpers/labels.py). Where a name is missing
-# here the id is void for the benchmark: 0-6, 9, 10, 14-16, 18, 29, 30.
+# here the benchmark ignores the id: 0-6, 9, 10, 14-16, 18, 29, 30.
 CITYSCAPES_NAMES = parse_names(
     """road, sidewalk, building, wall, fence, pole, traffic light, traffic sign, vegetation, terrain, sky, person,
     rider, car, truck, bus, train, motorcycle, bicycle"""

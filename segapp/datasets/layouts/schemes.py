@@ -1,4 +1,4 @@
-"""What the ids in a mask file mean: `ClassScheme`, and the checks that its parts fit together."""
+"""Classes of a data set and the ids of its mask files: `ClassScheme`, and checks that its parts fit together."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,22 +13,22 @@ from segapp.errors import ConfigError
 
 MAX_CLASSES = 32_767
 UNKNOWN_ID = -32_768
-"""Entry of `ClassScheme.table` for ids that mean nothing."""
+"""Entry of `ClassScheme.table` for unknown ids."""
 
 
 @dataclass(frozen=True)
 class ClassScheme:
-    """The classes of a data set and how its mask files spell them.
+    """The classes of a data set and their ids or colours in its mask files.
 
     Attributes:
         names: Class names in the order of their train ids.
         palette: One RGB colour a class, for pictures.
-        label_map: Id in the mask file -> train id or `ignore_index`; ids not listed stand for themselves.
+        label_map: Id in the mask file -> train id or `ignore_index`; ids not listed are train ids.
         ignore_index: Target value of pixels that count nowhere.
-        rgb: Masks are pictures whose colours stand in `mask_colors`; their position there is the id in the file.
+        rgb: Masks are RGB images with the colours of `mask_colors`; a colour's position there is the id in the file.
         mask_colors: Colours of RGB masks; empty: the palette. Positions beyond the classes need a `label_map` entry,
             otherwise they are ignored.
-        train_id_suffix: Masks whose name ends so hold train ids already.
+        train_id_suffix: Ending of mask names whose files hold train ids.
     """
 
     names: tuple[str, ...]
@@ -41,27 +41,27 @@ class ClassScheme:
 
     @property
     def num_classes(self) -> int:
-        """How many classes there are."""
+        """Number of classes."""
         return len(self.names)
 
     @property
     def dtype(self) -> np.dtype[np.uint8] | np.dtype[np.int16]:
-        """The type of a target: uint8 where all ids, `ignore_index` and one value to spare fit, else int16."""
+        """Dtype of a target: uint8 if all ids, `ignore_index` and one unused value fit, else int16."""
         fits = self.num_classes <= 254 and 0 <= self.ignore_index <= 255
         return np.dtype(np.uint8) if fits else np.dtype(np.int16)
 
     @property
     def unused_id(self) -> int:
-        """A value of the target's type that is neither a class nor `ignore_index`."""
+        """A value of the target's dtype that is neither a class nor `ignore_index`."""
         if self.dtype == np.int16:
             return UNKNOWN_ID
         return self.num_classes + (self.ignore_index == self.num_classes)
 
     @cached_property
     def file_ids(self) -> tuple[int, ...]:
-        """For every train id the id that stands for it in a mask file; the lowest where several do.
+        """The file id of every train id; the lowest where there are several.
 
-        Train ids that no file id maps to stand for themselves.
+        A train id that no file id maps to is its own file id.
         """
         inverse = {train_id: train_id for train_id in range(self.num_classes)}
         inverse |= {train_id: file_id for file_id, train_id in sorted((self.label_map or {}).items(), reverse=True)}
@@ -95,7 +95,7 @@ class ClassScheme:
 
 
 def check_names(format: str, names: tuple[str, ...]) -> None:
-    """Refuse no names, a name used twice, and more than fit a target (ConfigError)."""
+    """Raise ConfigError for no names, a name used twice, or more names than a target can hold."""
     if not names:
         raise ConfigError(f"format {format} needs classes: list the class names in the order of their ids")
     twice = [name for name, count in Counter(names).items() if count > 1]
@@ -106,7 +106,7 @@ def check_names(format: str, names: tuple[str, ...]) -> None:
 
 
 def check_label_map(label_map: Mapping[int, int] | None, num_classes: int, ignore_index: int) -> None:
-    """Refuse entries to anything but a class or `ignore_index`, and from ids no file can hold (ConfigError)."""
+    """Raise ConfigError for an entry to neither a class nor `ignore_index`, or from an id that no file can hold."""
     for file_id, train_id in (label_map or {}).items():
         if not 0 <= train_id < num_classes and train_id != ignore_index:
             raise ConfigError(
@@ -118,7 +118,7 @@ def check_label_map(label_map: Mapping[int, int] | None, num_classes: int, ignor
 
 
 def parse_palette(palette: Sequence[Sequence[int]]) -> tuple[Color, ...]:
-    """The user's colours, each checked."""
+    """Return the user's colours, checked to be in 0..255."""
     colors = tuple(tuple(int(value) for value in color) for color in palette)
     for position, color in enumerate(colors):
         if len(color) != 3 or not all(0 <= value <= 255 for value in color):
@@ -127,7 +127,7 @@ def parse_palette(palette: Sequence[Sequence[int]]) -> tuple[Color, ...]:
 
 
 def check_colors(colors: tuple[Color, ...], num_classes: int, *, rgb: bool, declared: bool) -> None:
-    """Refuse a wrong number of colours, and RGB masks whose colours are unknown or ambiguous (ConfigError)."""
+    """Raise ConfigError for a wrong number of colours, or RGB masks whose colours are unknown or ambiguous."""
     if rgb and not declared:
         raise ConfigError("RGB masks need a palette: list one colour a class, in the order of the classes")
     if len(colors) < num_classes or (len(colors) > num_classes and not rgb):

@@ -1,4 +1,4 @@
-"""Looks at a folder of unknown layout: which format it is in, which splits there are, and what its masks hold."""
+"""Detect the format, the splits and the contents of the masks of a folder of unknown layout."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from segapp.datasets.layouts.pairing import IMAGE_SUFFIXES
 from segapp.errors import ConfigError, DataError
 
 SPLITS = {"train": ("train", "training"), "val": ("val", "validation", "valid", "test", "testing")}
-"""Names that a split goes by."""
+"""Usual names of the splits."""
 IMAGE_DIRS = ("images", "image", "imgs", "img", "JPEGImages", "rgb", "frames")
 MASK_DIRS = ("masks", "mask", "labels", "label", "annotations", "annots", "gt", "SegmentationClass", "segmentation")
 MAX_HEADERS, MAX_MASKS = 400, 120
 MAX_COLORS = 64
-"""More colours than this are no palette, but a photograph or a JPEG."""
+"""Masks with more colours are not palette masks, but photographs or JPEGs."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A layout that fits.
+    """A detected layout.
 
     Attributes:
         format: a key of `DATASETS`.
-        folders: `image_dir` and `mask_dir` where they are not the format's own.
-        splits: their names on disk by their usual ones; "val" may be missing.
-        pairs: the training split's.
-        num_val: pairs of the validation split.
-        leads_outside: links below the root lead out of it.
+        folders: `image_dir` and `mask_dir` where they differ from the format's.
+        splits: names on disk of "train" and "val"; "val" may be missing.
+        pairs: pairs of the training split.
+        num_val: number of pairs of the validation split.
+        leads_outside: files below the root are links to files outside it.
     """
 
     format: str
@@ -52,13 +52,13 @@ class Found:
 
 @dataclass
 class MaskContent:
-    """What the masks hold that were looked at.
+    """Contents of a sample of the masks.
 
     Attributes:
-        num_masks: looked at.
-        values: pixels by value, of masks whose values are ids.
-        colors: pixels by RGB colour, of masks that are pictures.
-        sizes_px: height and width of every image looked at.
+        num_masks: number of masks read.
+        values: pixels by value, of masks of ids.
+        colors: pixels by RGB colour, of RGB masks.
+        sizes_px: height and width of every image whose header was read.
     """
 
     num_masks: int = 0
@@ -73,17 +73,17 @@ class MaskContent:
 
 
 def find_layout(root: Path) -> Found:
-    """The first known layout in which training images with masks are found.
+    """Return the first known layout that has training images with masks.
 
     Args:
         root: the data set's folder.
 
     Raises:
-        DataError: none fits; the message says what there is and what is expected.
-        ConfigError: the folder is not there.
+        DataError: no layout fits; the message says what the folder holds and what is expected.
+        ConfigError: the folder does not exist.
     """
     if not root.is_dir():
-        raise ConfigError(f"{shown(root)} is no folder: name the folder that holds the images and the masks")
+        raise ConfigError(f"{shown(root)} is not a folder: give the folder that holds the images and the masks")
     reasons: list[str] = []
     for leads_outside, (format, folders) in product((False, True), list(_candidates(root))):
         train = _first_split(format, root, "train", folders, reasons, allow_outside_root=leads_outside)
@@ -139,7 +139,7 @@ def _no_layout(root: Path, reasons: Sequence[str]) -> str:
 
 
 def flat_folders(root: Path) -> dict[str, str] | None:
-    """Folders of images and masks that are not divided into splits; None where there are none."""
+    """Return folders of images and masks without splits; None if there are none."""
     here = {entry.name for entry in root.iterdir() if entry.is_dir()}
     for images in IMAGE_DIRS:
         for masks in MASK_DIRS:
@@ -153,22 +153,24 @@ def _has_images(folder: Path) -> bool:
 
 
 def write_split_lists(root: Path, folders: dict[str, str], val_share: float) -> tuple[int, int]:
-    """Writes train.txt and val.txt for images without splits; an image's name alone decides, so more may be added.
+    """Write train.txt and val.txt for images without splits.
+
+    Images are ranked by a hash of their names, so that images added later hardly change the split.
 
     Args:
         root: the data set's folder.
-        folders: as `flat_folders` gives them.
+        folders: result of `flat_folders`.
         val_share: share of the images for validation, above 0 and below 1.
 
     Returns:
-        Number of training and of validation images.
+        Numbers of training and of validation images.
 
     Raises:
-        ConfigError: a list is there already, or the share leaves one of them empty.
+        ConfigError: a list already exists, or one would be empty.
     """
     for name in ("train.txt", "val.txt"):
         if (root / name).exists():
-            raise ConfigError(f"{shown(root / name)} is there already: take it away, or leave --val-share out")
+            raise ConfigError(f"{shown(root / name)} already exists: remove it, or omit --val-share")
     names = sorted(
         entry.name
         for entry in (root / folders["image_dir"]).iterdir()
@@ -177,7 +179,7 @@ def write_split_lists(root: Path, folders: dict[str, str], val_share: float) -> 
     ranked = sorted(names, key=lambda name: hashlib.sha256(os.fsencode(name)).digest())
     num_val = round(val_share * len(ranked))
     if not 0 < num_val < len(ranked):
-        raise ConfigError(f"--val-share {val_share:g} of {len(ranked)} images leaves nothing for one split: change it")
+        raise ConfigError(f"--val-share {val_share:g} of {len(ranked)} images leaves one split empty: change it")
     val = set(ranked[:num_val])
     for file, chosen in (("val.txt", val), ("train.txt", set(names) - val)):
         lines = "".join(f"{Path(name).stem}\n" for name in names if name in chosen)
@@ -185,8 +187,8 @@ def write_split_lists(root: Path, folders: dict[str, str], val_share: float) -> 
     return len(names) - num_val, num_val
 
 
-def look_into(pairs: Sequence[ImagePair]) -> MaskContent:
-    """Reads some headers and some masks, evenly over the split; what cannot be read is left to `segapp check`."""
+def read_samples(pairs: Sequence[ImagePair]) -> MaskContent:
+    """Read some headers and some masks, evenly over the split; unreadable files are skipped."""
     content = MaskContent()
     with ThreadPoolExecutor(4) as pool:
         for header in pool.map(_size, _evenly(pairs, MAX_HEADERS)):
@@ -200,7 +202,7 @@ def look_into(pairs: Sequence[ImagePair]) -> MaskContent:
             content.values.update(values)
             content.colors.update(colors)
     if not content.sizes_px:
-        raise DataError(f"none of {len(pairs)} images can be read, for one {shown(pairs[0].image)}: see segapp check")
+        raise DataError(f"none of {len(pairs)} images can be read, e.g. {shown(pairs[0].image)}: run segapp check")
     return content
 
 
@@ -218,7 +220,7 @@ def _size(pair: ImagePair) -> tuple[int, int] | None:
 
 
 def _count(pair: ImagePair) -> tuple[dict[int, int], dict[tuple[int, int, int], int]] | None:
-    """Pixels by value, or by colour, of one mask."""
+    """Return the pixels by value and by colour of one mask; None if it cannot be read."""
     if pair.mask is None:
         return None
     try:
