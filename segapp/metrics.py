@@ -112,13 +112,13 @@ class ConfusionMatrix:
                 f"prediction of shape {tuple(prediction_NHW.shape)}, target of shape {tuple(target_NHW.shape)}: they "
                 f"must have the same (N, H, W)"
             )
-        num_places = self.counts.numel() + 1  # one more, for ignored pixels
-        counted = _count(self._device_infos(prediction_NHW, target_NHW), num_places)[:-1]
+        num_indices = self.counts.numel() + 1  # one more, for ignored pixels
+        counted = _count(self._indices(prediction_NHW, target_NHW), num_indices)[:-1]
         if self.counts.device.type == "cpu":
             self._check(int(counted[-1]))
         self.counts += counted
 
-    def _device_infos(self, prediction_NHW: Tensor, target_NHW: Tensor) -> Tensor:
+    def _indices(self, prediction_NHW: Tensor, target_NHW: Tensor) -> Tensor:
         """Each pixel's place in `counts`; the place behind the last one for ignored pixels."""
         prediction = self._as_int64(prediction_NHW, "prediction")
         target = self._as_int64(target_NHW, "target")

@@ -153,7 +153,7 @@ def _from_weights(path: Path, config: RunConfig) -> TrainedState:
     scheme = build_scheme(config.data)
     model = build_network(config.model, scheme.num_classes, with_weights=False)
     state = read_weights_file(path, "weights")
-    keys = load_weights(model, model.backbone_prefix, state, str(path), "weights").keys
+    keys = load_weights(model, state, str(path), "weights", model.backbone_prefix).keys
     # Without statistics a BatchNorm judges by those of random weights; the auxiliary head is not asked.
     needed = [
         (name, reason)

@@ -1,19 +1,19 @@
-"""`build_model`: from names to a network with its weights."""
+"""`build_model`: a network with its weights, from names."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from segapp.errors import CheckpointError, ConfigError
 from segapp.models.from_smp import build_smp, smp_names
 from segapp.models.from_torchvision import build_torchvision, torchvision_names
-from segapp.models.inspection import settle
+from segapp.models.inspection import inspect_model
 from segapp.models.names import unknown_name
 from segapp.models.network import SegmentationModel
 from segapp.models.weights import (
     fetch_hub_file,
     fetch_url,
-    load_backbone_weights,
     load_weights,
     looks_like_path,
     read_weights_file,
@@ -33,9 +33,10 @@ def build_model(
     encoder: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> SegmentationModel:
-    """A segmentation network, in training mode, on the CPU.
+    """Return a segmentation network, in training mode, on the CPU.
 
-    Random initialisation draws from torch's global generator alone: seed it before.
+    Random initialisation uses torch's global generator: seed it before. The parameters are the keys of a config's
+    `model` section and `num_classes`.
 
     Args:
         library: `torchvision` or `smp`.
@@ -45,12 +46,12 @@ def build_model(
             Tensors of another shape, as a head for other classes has, stay at their initialisation.
         weights_backbone: for the backbone: a name of torchvision (`IMAGENET1K_V1`, `DEFAULT`), one of smp's names for
             its encoders (`imagenet`), or a local file. Loaded before `weights`.
-        aux: whether torchvision's FCN and DeepLabV3 train their auxiliary head; the other families have none.
+        aux: train the auxiliary head of torchvision's FCN and DeepLabV3; the other families have none.
         encoder: the backbone's name, for smp and for torchvision's bare families.
         options: further arguments of the network, plain values.
 
     Returns:
-        The network; `load_reports` tells what the weights files gave.
+        The network; its `load_reports` say what the weights files contributed.
 
     Raises:
         ConfigError: an unknown name or option, or a combination that cannot be built.
@@ -72,7 +73,7 @@ def build_model(
         model = build_smp(name, num_classes, encoder, options or {})
     else:
         raise unknown_name("model.library", library, "a library of models", LIBRARIES)
-    settle(model)
+    inspect_model(model)
     if weights_backbone is not None:
         _load_backbone(model, weights_backbone)
     if weights is not None:
@@ -81,7 +82,7 @@ def build_model(
 
 
 def known_models() -> dict[str, tuple[str, ...]]:
-    """The names that `build_model` takes, by library."""
+    """Return the names that `build_model` takes, by library."""
     return {"torchvision": torchvision_names(), "smp": smp_names()}
 
 
@@ -92,8 +93,7 @@ def _load_whole(model: SegmentationModel, weights: str) -> None:
         family = model.name.partition("_")[0]
         named = _torchvision_weights(f"{family}_{model.encoder_name}", key)
     state = read_weights_file(_locate(weights, named, f"weights of {model.name}", key), key)
-    report = load_weights(model, model.backbone_prefix, state, weights, key)
-    model.load_reports += (report,)
+    model.record_load(load_weights(model, state, weights, key, model.backbone_prefix))
 
 
 def _load_backbone(model: SegmentationModel, weights: str) -> None:
@@ -102,12 +102,11 @@ def _load_backbone(model: SegmentationModel, weights: str) -> None:
     if model.library == "smp":
         named |= _smp_weights(model.encoder_name, key)
     state = read_weights_file(_locate(weights, named, f"weights of backbone {model.encoder_name}", key), key)
-    report = load_backbone_weights(model.backbone_module, state, weights, key)
-    model.load_reports += (report,)
+    model.record_load(load_weights(model.backbone_module, state, weights, key))
 
 
 def _locate(weights: str, named: Mapping[str, Callable[[], Path]], what: str, key: str) -> Path:
-    """The local file behind a name or a path. A name wins over a file of that name in the current folder."""
+    """Return the local file of a name or a path; a name has precedence over a file in the current folder."""
     short = weights.rpartition("Weights.")[2]  # torchvision also spells it ResNet50_Weights.IMAGENET1K_V1
     if short in named:
         return named[short]()
@@ -120,32 +119,24 @@ def _locate(weights: str, named: Mapping[str, Callable[[], Path]], what: str, ke
 
 
 def _torchvision_weights(name: str, key: str) -> dict[str, Callable[[], Path]]:
-    """The named weights that torchvision has for a model, each with what fetches its file."""
+    """Return torchvision's named weights for a model, each with the function that fetches its file."""
     from torchvision.models import get_model_weights, list_models
 
     if name not in list_models():
         return {}
     members = get_model_weights(name).__members__  # with aliases: DEFAULT is one
-    return {member: _url_fetcher(weights.url, member, key) for member, weights in members.items()}
-
-
-def _url_fetcher(url: str, name: str, key: str) -> Callable[[], Path]:
-    return lambda: fetch_url(url, name, key)
+    return {member: partial(fetch_url, weights.url, member, key) for member, weights in members.items()}
 
 
 def _smp_weights(encoder: str, key: str) -> dict[str, Callable[[], Path]]:
-    """The named weights of an encoder; a timm model has those of its own name, here `imagenet` and `DEFAULT`."""
+    """Return the named weights of an encoder; for a timm model its own, as `imagenet` and `DEFAULT`."""
     import timm
     from segmentation_models_pytorch.encoders import encoders
 
     if encoder in encoders:
         settings = encoders[encoder]["pretrained_settings"]
-        return {name: _hub_fetcher(s["repo_id"], s["revision"], name, key) for name, s in settings.items()}
+        return {name: partial(fetch_hub_file, s["repo_id"], s["revision"], name, key) for name, s in settings.items()}
     config = timm.get_pretrained_cfg(encoder.removeprefix("tu-")) if encoder.startswith("tu-") else None
     if config is None or not config.hf_hub_id:
         return {}
-    return {name: _hub_fetcher(config.hf_hub_id, None, name, key) for name in ("imagenet", "DEFAULT")}
-
-
-def _hub_fetcher(repo_id: str, revision: str | None, name: str, key: str) -> Callable[[], Path]:
-    return lambda: fetch_hub_file(repo_id, revision, name, key)
+    return {name: partial(fetch_hub_file, config.hf_hub_id, None, name, key) for name in ("imagenet", "DEFAULT")}

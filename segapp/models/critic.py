@@ -1,10 +1,10 @@
-"""The critic of holistic distillation: whether a map of class probabilities, given its image, is a teacher's.
+"""The critic of holistic distillation: scores whether a map of class probabilities of an image is a teacher's.
 
 After Liu et al., "Structured Knowledge Distillation for Semantic Segmentation" (CVPR 2019; TPAMI 2020), section 3.3: a
 fully convolutional network of strided 4 x 4 convolutions with self-attention (Zhang et al. 2019, SAGAN, section 3) in
-its last stages, that sees the image beside the map.
+its last stages; its input is the image and the map.
 
-Legend: N images, C classes, h and w the height and width of the critic's input.
+Shapes: N images, C classes, K channels, H x W of the crop, h x w of the critic's input.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 INPUT_STRIDE = 8
-"""Pixels of the crop per pixel of the critic's input, along each axis: what PSPNet's logits have, as published."""
+"""Pixels of the crop per pixel of the critic's input, along each axis: the stride of PSPNet's logits, as published."""
 
 _SLOPE = 0.1
 _MAX_STAGES = 4
 
 
 def critic_size(crop_px: tuple[int, int]) -> tuple[int, int]:
-    """Height and width of a critic's input for crops of this size, pixels."""
+    """Return height and width of a critic's input for crops of this size, in pixels."""
     return max(1, crop_px[0] // INPUT_STRIDE), max(1, crop_px[1] // INPUT_STRIDE)
 
 
 def critic_input(images: Tensor, logits: Tensor, size: tuple[int, int]) -> Tensor:
-    """What a critic looks at: the image and the class probabilities, both as means over the cells of a grid.
+    """Return the critic's input: image and class probabilities, both averaged over the cells of a grid.
 
     Args:
         images: normalised (N, 3, H, W).
@@ -48,10 +48,10 @@ def _resized(maps: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 class SelfAttention(nn.Module):
-    """Every place takes from all others, weighted by likeness; adds nothing at first (SAGAN, section 3).
+    """Self-attention over all positions, added with a factor that starts at 0 (SAGAN, section 3).
 
     Args:
-        channels: K of the features.
+        channels: K.
     """
 
     def __init__(self, channels: int) -> None:
@@ -62,23 +62,23 @@ class SelfAttention(nn.Module):
         self.strength = nn.Parameter(torch.zeros(1))
 
     def forward(self, features: Tensor) -> Tensor:
-        """(N, K, h, w) -> the same shape."""
-        likeness = self.query(features).flatten(2).transpose(1, 2) @ self.key(features).flatten(2)
-        taken = self.value(features).flatten(2) @ likeness.softmax(2).transpose(1, 2)
-        added: Tensor = features + self.strength * taken.view_as(features)
-        return added
+        """Return features with attention added, (N, K, h, w), from features (N, K, h, w)."""
+        similarity = self.query(features).flatten(2).transpose(1, 2) @ self.key(features).flatten(2)
+        attended = self.value(features).flatten(2) @ similarity.softmax(2).transpose(1, 2)
+        result: Tensor = features + self.strength * attended.view_as(features)
+        return result
 
 
 class Critic(nn.Module):
-    """Gives each image's map a score; a higher one means more like a teacher's.
+    """Network that scores each image's map; a higher score means more like a teacher's.
 
-    Every layer can be differentiated twice, as a gradient penalty needs.
+    Every layer is twice differentiable, as a gradient penalty requires.
 
     Args:
         num_classes: C.
-        size: height and width of its input; smaller ones get fewer stages.
-        width: channels of the first stage; each later one has twice as many.
-        has_batchnorm: normalise the input over the batch first, as the published one does.
+        size: height and width of the input; smaller inputs get fewer stages.
+        width: channels of the first stage; each later stage has twice as many.
+        has_batchnorm: normalise the input over the batch first, as the published network does.
     """
 
     def __init__(self, num_classes: int, size: tuple[int, int], *, width: int = 64, has_batchnorm: bool = True) -> None:
@@ -94,10 +94,10 @@ class Critic(nn.Module):
                 stages.append(SelfAttention(wider))
             channels = wider
         self.stages = nn.Sequential(*stages)
-        # Without bias: no difference of two scores depends on it, so that its gradient would be rounding alone.
+        # No bias: no difference of two scores depends on it, so its gradient would be rounding error.
         self.score = nn.Conv2d(channels, 1, 1, bias=False)
 
     def forward(self, maps: Tensor) -> Tensor:
-        """(N, 3 + C, h, w), from `critic_input` -> scores (N,): the mean over what is left of the map."""
+        """Return scores (N,), the mean over the last map, from maps (N, 3 + C, h, w) of `critic_input`."""
         scores: Tensor = self.score(self.stages(self.norm(maps)))
         return scores.mean((1, 2, 3))

@@ -1,7 +1,9 @@
 """segmentation_models_pytorch: every architecture with every encoder, smp's own and timm's (`tu-...`).
 
-A network is built by smp itself, without downloads, and taken apart into encoder, decoder and head; of the head, only
-the part before its upsampling and activation is kept.
+smp builds the network, without downloads; its encoder, decoder and head are taken from it, the head without upsampling
+and activation.
+
+Shapes: N images, C classes, K feature channels, H x W of the input in pixels, h x w of the logits.
 """
 
 import inspect
@@ -16,13 +18,13 @@ from segapp.errors import ConfigError
 from segapp.models.names import check_options, unknown_name
 from segapp.models.network import FAMILY_NOTES, FamilyNote, SegmentationModel
 
-# Arguments that `build_model` decides; and the head's upsampling, which is removed.
+# Arguments set by `build_model`, and the head's upsampling, which is removed.
 _RESERVED = {"self", "kwargs", "encoder_name", "encoder_weights", "in_channels", "classes", "activation", "aux_params"}
 _RESERVED |= {"upsampling"}
 
 
 class SmpModel(SegmentationModel):
-    """An smp network that ends before its head's upsampling; the names of its tensors are smp's."""
+    """An smp network without its head's upsampling; tensor names are smp's."""
 
     def __init__(self, encoder: nn.Module, decoder: nn.Module, segmentation_head: nn.Module, **about: Any) -> None:
         super().__init__(**about)
@@ -32,48 +34,48 @@ class SmpModel(SegmentationModel):
 
     @property
     def backbone_module(self) -> nn.Module:
-        """The part that pretrained weights exist for."""
+        """The backbone, for which pretrained weights exist."""
         return self.encoder
 
     @property
     def backbone_prefix(self) -> str:
-        """What the names of the backbone's tensors begin with."""
+        """Prefix of the names of the backbone's tensors, with the dot."""
         return "encoder."
 
     @property
     def has_aux(self) -> bool:
-        """Whether training mode gives auxiliary logits: smp's networks have no auxiliary head for pixels."""
+        """False: smp's networks have no auxiliary segmentation head."""
         return False
 
     def compute_logits(self, images_NCHW: Tensor) -> tuple[Tensor, ...]:
-        """Logits of the segmentation head."""
+        """Return the segmentation head's logits, (N, C, h, w)."""
         return self.compute_with_features(images_NCHW)[0]
 
     def compute_with_features(self, images_NCHW: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The logits, and what the decoder gives to the segmentation head."""
+        """Return the logits, and the decoder's output (N, K, h, w)."""
         features = self.encoder(images_NCHW)
-        # DPT's encoder gives (features, prefix tokens) and its decoder takes both.
+        # DPT's encoder returns (features, prefix tokens) and its decoder takes both.
         decoded: Tensor = self.decoder(*features) if isinstance(features, tuple) else self.decoder(features)
         return (self.segmentation_head(decoded),), decoded
 
 
 def smp_names() -> tuple[str, ...]:
-    """The names of smp's architectures, as its classes are spelled."""
+    """Return the names of smp's architectures, which are its class names."""
     return tuple(_architectures())
 
 
 def build_smp(name: str, num_classes: int, encoder: str | None, options: Mapping[str, Any]) -> SmpModel:
-    """A network with random weights.
+    """Return a network with random weights.
 
     Args:
-        name: an architecture's class in smp, such as `Unet`; upper and lower case do not matter.
+        name: an architecture's class in smp, e.g. `Unet`, in any case.
         num_classes: C.
         encoder: an encoder's name in smp, or `tu-` and a model of timm; None for the architecture's default.
         options: keyword arguments of the architecture's class; with a `tu-` encoder, also those of the timm model.
-            PSPNet takes `encoder_output_stride` too: with `encoder_depth: 5` and stride 8 it is the published network.
+            PSPNet also takes `encoder_output_stride`: `encoder_depth: 5` and stride 8 give the published network.
 
     Raises:
-        ConfigError: a name, an option or their combination that does not exist.
+        ConfigError: an unknown name or option, or a combination that cannot be built.
     """
     by_lower = {known.lower(): known for known in _architectures()}
     if name.lower() not in by_lower:
@@ -95,7 +97,7 @@ def build_smp(name: str, num_classes: int, encoder: str | None, options: Mapping
         num_classes=num_classes,
         note=FAMILY_NOTES.get(f"smp/{name}", FamilyNote(1, True, "the head's upsampling and activation")),
         size_divisor=_size_divisor(name, net),
-        # PAN pools its deepest features three times by 2 before it upsamples them again.
+        # PAN pools its deepest features three times by 2.
         min_size_px=8 * int(net.encoder.output_stride) if name == "PAN" else 1,
         fixed_size_px=_fixed_size(net.encoder),
     )
@@ -121,13 +123,13 @@ def _check_encoder(encoder: str) -> None:
 
 
 def _arguments(name: str, encoder: str, options: Mapping[str, Any], accepted: list[str]) -> dict[str, Any]:
-    """The options as keyword arguments of the architecture."""
+    """Return the options as keyword arguments of the architecture."""
     if name == "PSPNet":
         accepted = [*accepted, "encoder_output_stride"]
     for option in options:
         if option in _RESERVED:
             raise ConfigError(f"model.options: {option} is set by model.* and the data, or not used; drop it")
-    if not encoder.startswith("tu-"):  # smp drops unknown arguments silently, timm refuses them
+    if not encoder.startswith("tu-"):  # smp ignores unknown arguments, timm raises an error
         check_options(options, accepted, f"smp {name}")
     arguments = dict(options)
     if name == "PSPNet" and "encoder_output_stride" in arguments:
@@ -136,14 +138,14 @@ def _arguments(name: str, encoder: str, options: Mapping[str, Any], accepted: li
 
 
 def _construct(architecture: type[Any], name: str, encoder: str, num_classes: int, arguments: dict[str, Any]) -> Any:
-    """The network as smp builds it. A DPT takes images of any size where its transformer can, as the others do."""
+    """Return the network as smp builds it; a DPT for images of any size if its transformer supports that."""
     attempts = [arguments]
     if name == "DPT" and not {"dynamic_img_size", "img_size"} & arguments.keys():
         attempts.insert(0, {**arguments, "dynamic_img_size": True})
     for attempt in attempts:
         try:
             return architecture(encoder_name=encoder, encoder_weights=None, classes=num_classes, **attempt)
-        except Exception as error:  # smp and timm check their arguments with every kind of exception
+        except Exception as error:  # smp and timm raise exceptions of any type for wrong arguments
             if attempt is attempts[-1]:
                 given = f" and options {arguments}" if arguments else ""
                 raise ConfigError(
@@ -154,7 +156,7 @@ def _construct(architecture: type[Any], name: str, encoder: str, num_classes: in
 
 
 def _head_without_upsampling(head: nn.Module) -> nn.Module:
-    """The part of smp's head that computes logits, under smp's names."""
+    """Return the part of smp's head that computes logits, with smp's names."""
     if hasattr(head, "head"):  # DPT
         return nn.Sequential(OrderedDict(head=head.get_submodule("head")))
     assert isinstance(head, nn.Sequential), type(head)
@@ -162,7 +164,7 @@ def _head_without_upsampling(head: nn.Module) -> nn.Module:
 
 
 def _size_divisor(name: str, net: Any) -> int:
-    """What H and W must be multiples of, by smp's own rule; for DPT that rule lets sizes through that cannot run."""
+    """Return the divisor of H and W, by smp's rule; for DPT that rule accepts sizes that cannot run."""
     if not net.requires_divisible_input_shape:
         return 1
     if name == "DPT":  # resizes the features of its n blocks to the strides 4, 8, ..., 2^(n+1) and adds them up
@@ -172,7 +174,7 @@ def _size_divisor(name: str, net: Any) -> int:
 
 
 def _fixed_size(encoder: nn.Module) -> tuple[int, int] | None:
-    """(H, W) in pixels when a transformer of timm takes no other size."""
+    """Return (H, W) in pixels if a transformer of timm takes no other size, else None."""
     for module in encoder.modules():
         if getattr(module, "strict_img_size", False) and getattr(module, "img_size", None) is not None:
             height_px, width_px = cast(tuple[int, int], module.img_size)

@@ -1,7 +1,9 @@
 """torchvision's segmentation families: FCN, DeepLabV3 and LR-ASPP on ResNets and MobileNetV3.
 
-The networks are put together from torchvision's own backbones and heads, because its builders know few pairs, want
-to download weights, and upsample to the input size.
+The networks are built from torchvision's backbones and heads, because its builders support few pairs, download
+weights, and upsample to the input size.
+
+Shapes: N images, C classes, K feature channels, H x W of the input in pixels, h x w of the logits.
 """
 
 from collections.abc import Mapping
@@ -22,7 +24,7 @@ _DILATED_STAGES = {8: [False, True, True], 16: [False, False, True], 32: [False,
 
 
 class TorchvisionModel(SegmentationModel):
-    """A torchvision network without the interpolation at its end; the names of its tensors are torchvision's."""
+    """A torchvision network without its final interpolation; tensor names are torchvision's."""
 
     def __init__(self, backbone: nn.Module, classifier: nn.Module, aux: nn.Module | None, **about: Any) -> None:
         super().__init__(**about)
@@ -32,26 +34,26 @@ class TorchvisionModel(SegmentationModel):
 
     @property
     def backbone_module(self) -> nn.Module:
-        """The part that pretrained weights exist for."""
+        """The backbone, for which pretrained weights exist."""
         return self.backbone
 
     @property
     def backbone_prefix(self) -> str:
-        """What the names of the backbone's tensors begin with."""
+        """Prefix of the names of the backbone's tensors, with the dot."""
         return "backbone."
 
     @property
     def has_aux(self) -> bool:
-        """Whether training mode gives auxiliary logits."""
+        """True if the network returns auxiliary logits in training mode."""
         return self.aux_classifier is not None
 
     def compute_logits(self, images_NCHW: Tensor) -> tuple[Tensor, ...]:
-        """Logits of the classifier, then those of the auxiliary one in training mode."""
+        """Return the classifier's logits (N, C, h, w), then those of the auxiliary head in training mode."""
         maps = self.backbone(images_NCHW)
         return self._with_aux(self.classifier(maps if "low" in maps else maps["out"]), maps)
 
     def compute_with_features(self, images_NCHW: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The logits, and what the classifier's last layer takes; of LR-ASPP the backbone's deepest map."""
+        """Return the logits, and the input (N, K, h, w) of the classifier's last layer; for LR-ASPP the deepest map."""
         maps = self.backbone(images_NCHW)
         if "low" in maps:
             return self._with_aux(self.classifier(maps), maps), maps["high"]
@@ -68,7 +70,7 @@ class TorchvisionModel(SegmentationModel):
 
 
 def torchvision_names() -> tuple[str, ...]:
-    """All names that `build_torchvision` takes: torchvision's own, then the bare families."""
+    """Return all names that `build_torchvision` takes: torchvision's own, then the bare families."""
     from torchvision.models import list_models, segmentation
 
     return (*list_models(module=segmentation), *FAMILIES)
@@ -77,18 +79,18 @@ def torchvision_names() -> tuple[str, ...]:
 def build_torchvision(
     name: str, num_classes: int, aux: bool, encoder: str | None, options: Mapping[str, Any]
 ) -> TorchvisionModel:
-    """A network with random weights.
+    """Return a network with random weights.
 
     Args:
         name: a name of torchvision, such as `deeplabv3_resnet50`, or a family (`fcn`, `deeplabv3`, `lraspp`), whose
             backbone `encoder` then names.
         num_classes: C.
-        aux: whether an auxiliary FCN head is trained on an earlier stage; LR-ASPP has none.
+        aux: add an auxiliary FCN head on an earlier stage; LR-ASPP has none.
         encoder: the backbone's name in torchvision, any ResNet or MobileNetV3.
-        options: `output_stride` of the backbone (8, 16 or 32), and what else backbone and head take.
+        options: `output_stride` of the backbone (8, 16 or 32), and other arguments of backbone and head.
 
     Raises:
-        ConfigError: a name, an option or their combination that does not exist.
+        ConfigError: an unknown name or option, or a combination that cannot be built.
     """
     from torchvision.models.segmentation.deeplabv3 import DeepLabHead
     from torchvision.models.segmentation.fcn import FCNHead
@@ -112,7 +114,7 @@ def build_torchvision(
         else:
             classifier = FCNHead(channels["out"], num_classes)
         aux_classifier = FCNHead(channels["aux"], num_classes) if aux else None
-    except (TypeError, ValueError, RuntimeError) as error:  # what torch's layers raise for a senseless option
+    except (TypeError, ValueError, RuntimeError) as error:  # raised by torch's layers for an invalid option
         raise ConfigError(f"model.options: {dict(options)} cannot be built into {family}: {error}") from error
     return TorchvisionModel(
         backbone,
@@ -134,7 +136,7 @@ def _backbone_names() -> list[str]:
 
 
 def _split_name(name: str, encoder: str | None) -> tuple[str, str]:
-    """Family and backbone of a model's name."""
+    """Return family and backbone of a model's name."""
     family, _, backbone_name = name.partition("_")
     if name not in torchvision_names() and (family not in FAMILIES or backbone_name not in _backbone_names()):
         raise unknown_name("model.name", name, "a model of torchvision", torchvision_names())
@@ -152,14 +154,14 @@ def _split_name(name: str, encoder: str | None) -> tuple[str, str]:
 
 
 def _build_backbone(name: str, family: str, aux: bool, options: Mapping[str, Any]) -> tuple[nn.Module, dict[str, int]]:
-    """A backbone that returns a dict of feature maps, and their numbers of channels."""
+    """Return a backbone that computes a dict of feature maps, and their numbers of channels."""
     from torchvision.models._utils import IntermediateLayerGetter
 
     if name.startswith("mobilenet"):
         net, layers, channels = _mobilenet(name, options)
     else:
         net, layers, channels = _resnet(name, options)
-    # LR-ASPP calls its deep features "high"; which layers are taken and what they are called decides nothing else.
+    # LR-ASPP's head expects its deep features under "high".
     wanted = ("low", "out") if family == "lraspp" else ("aux", "out") if aux else ("out",)
     spelled = {"out": "high"} if family == "lraspp" else {}
     return_layers = {layers[key]: spelled.get(key, key) for key in wanted}
@@ -167,7 +169,7 @@ def _build_backbone(name: str, family: str, aux: bool, options: Mapping[str, Any
 
 
 def _resnet(name: str, options: Mapping[str, Any]) -> tuple[nn.Module, dict[str, str], dict[str, int]]:
-    """A ResNet; its last two stages are dilated to stride 8 where its blocks can be, as torchvision has it."""
+    """Return a ResNet; its last two stages are dilated to stride 8 if its blocks support it, as in torchvision."""
     from torchvision.models import get_model
 
     can_dilate = name not in ("resnet18", "resnet34")
@@ -183,7 +185,7 @@ def _resnet(name: str, options: Mapping[str, Any]) -> tuple[nn.Module, dict[str,
 
 
 def _mobilenet(name: str, options: Mapping[str, Any]) -> tuple[nn.Module, dict[str, str], dict[str, int]]:
-    """A MobileNetV3; its last stage is dilated to stride 16, as torchvision has it."""
+    """Return a MobileNetV3; its last stage is dilated to stride 16, as in torchvision."""
     from torchvision.models import get_model
 
     output_stride = options.get("output_stride", 16)
@@ -191,7 +193,7 @@ def _mobilenet(name: str, options: Mapping[str, Any]) -> tuple[nn.Module, dict[s
         raise ConfigError(f"model.options: output_stride={output_stride!r}; {name} takes 16 or 32")
     rest = {option: value for option, value in options.items() if option != "output_stride"}
     net = get_model(name, weights=None, dilated=output_stride == 16, **rest).features
-    # The blocks that begin a new stage: C2 is the last but three of [first, stages..., last], at stride 8.
+    # The first blocks of the stages: C2, at stride 8, is the fourth from the end of [first, stages..., last].
     stages = [0, *(i for i, block in enumerate(net) if getattr(block, "_is_cn", False)), len(net) - 1]
     low, out = stages[-4], stages[-1]
     channels = {"low": net[low].out_channels, "aux": net[low].out_channels, "out": net[out].out_channels}

@@ -1,9 +1,10 @@
-"""What a network does, found by running it once on the meta device: shapes only, no arithmetic, no random numbers.
+"""Inspect a network by running it once on the meta device: shapes only, no arithmetic, no random numbers.
 
-Libraries build parts that a given depth never runs (a ResNet's last stages under a PSPNet) or runs for nothing. Such
-parameters take memory on every device and make DistributedDataParallel wait for gradients that never come. And a
-BatchNorm behind a global pooling refuses a batch of one image. Both depend on the backbone, so they are looked at
-rather than listed.
+Libraries build parts that a given depth never runs (a ResNet's last stages under a PSPNet) or whose output is unused.
+Such parameters take memory on every device, and DistributedDataParallel waits for their gradients. A BatchNorm after a
+global pooling cannot train on a batch of one image. Both depend on the backbone, so they are measured, not listed.
+
+Shapes: N images, C classes, H x W of the input, h x w of the logits.
 """
 
 from typing import Any
@@ -15,54 +16,54 @@ from torch.func import functional_call
 from segapp.errors import ConfigError
 from segapp.models.network import SegmentationModel
 
-_ONE_VALUE = "Expected more than 1 value per channel"  # torch's words for a BatchNorm over a single value
+_ONE_VALUE = "Expected more than 1 value per channel"  # torch's error for a BatchNorm over a single value
 
 
-def settle(model: SegmentationModel) -> None:
-    """Sets `min_train_batch` and `logits_stride`, and takes out what never runs or never learns.
+def inspect_model(model: SegmentationModel) -> None:
+    """Measure `min_train_batch` and `logits_stride`, and remove modules and gradients that are not used.
 
-    Modules that the network never calls are replaced by `nn.Identity`; parameters that are used but cannot reach the
-    loss no longer require a gradient.
+    Modules that the network never calls are replaced by `nn.Identity`; parameters without influence on the logits no
+    longer require a gradient.
 
     Raises:
-        ConfigError: the network cannot run at all, as some pairs of decoder and backbone cannot.
+        ConfigError: the network cannot run, as some pairs of decoder and backbone cannot.
     """
     side_px = model.suitable_size(max(2 * model.size_divisor, 64), 64)[0]
     size_px = model.fixed_size_px or (side_px, side_px)
     was_training = model.training
     called: set[str] = set()
-    hooks = [module.register_forward_hook(_noting(name, called)) for name, module in model.named_modules()]
+    hooks = [module.register_forward_hook(_recording(name, called)) for name, module in model.named_modules()]
     try:
         with torch.random.fork_rng(devices=[]):
-            unused = _probe(model, size_px)
+            unused = _measure(model, size_px)
     finally:
         for hook in hooks:
             hook.remove()
         model.train(was_training)
-    _take_out(model, unused, called)
+    _remove_unused(model, unused, called)
 
 
-def _noting(name: str, called: set[str]) -> Any:
-    def note(*_: object) -> None:
+def _recording(name: str, called: set[str]) -> Any:
+    def record(*_: object) -> None:
         called.add(name)
 
-    return note
+    return record
 
 
-def _probe(model: SegmentationModel, size_px: tuple[int, int]) -> set[str]:
-    """Runs the network, sets what it shows, and gives the names of the parameters without a gradient."""
-    for device in ("meta", "cpu"):  # some code asks for a tensor's value, which a meta tensor has not
+def _measure(model: SegmentationModel, size_px: tuple[int, int]) -> set[str]:
+    """Run the network, record its measures in it, and return the names of the parameters without a gradient."""
+    for device in ("meta", "cpu"):  # some code reads a tensor's value, which a meta tensor does not have
         try:
             logits = _run(model, device, 1, size_px, training=False)[0][0]
-            model.logits_stride = max(1, round(size_px[0] / logits.shape[-2]))
-            model.min_train_batch = 1
+            min_train_batch = 1
             try:
                 logits_all, tensors = _run(model, device, 1, size_px, training=True)
             except ValueError as error:
                 if _ONE_VALUE not in str(error):
                     raise
-                model.min_train_batch = 2
+                min_train_batch = 2
                 logits_all, tensors = _run(model, device, 2, size_px, training=True)
+            model.record_inspection(max(1, round(size_px[0] / logits.shape[-2])), min_train_batch)
             names = [name for name, _ in model.named_parameters()]
             total = torch.stack([logits.sum() for logits in logits_all]).sum()
             gradients = torch.autograd.grad(total, [tensors[name] for name in names], allow_unused=True)
@@ -79,7 +80,7 @@ def _probe(model: SegmentationModel, size_px: tuple[int, int]) -> set[str]:
 def _run(
     model: SegmentationModel, device: str, num_images: int, size_px: tuple[int, int], *, training: bool
 ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """The logits for images of zeros, computed with stand-ins for all parameters and buffers."""
+    """Return the logits for images of zeros, and the copies of all parameters and buffers that computed them."""
     tensors: dict[str, Tensor] = {
         name: value.detach().to(device, copy=True).requires_grad_() for name, value in model.named_parameters()
     }
@@ -90,23 +91,23 @@ def _run(
         return functional_call(model, tensors, (images,)), tensors
 
 
-def _take_out(model: SegmentationModel, unused: set[str], called: set[str]) -> None:
+def _remove_unused(model: SegmentationModel, unused: set[str], called: set[str]) -> None:
     for name, parameter in model.named_parameters():
         if name in unused:
             parameter.requires_grad_(False)
-    for name in _idle_modules(model, unused, called):
+    for name in _unused_modules(model, unused, called):
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, nn.Identity())
 
 
-def _idle_modules(model: nn.Module, unused: set[str], called: set[str]) -> list[str]:
-    """The outermost modules with parameters of which neither a module runs nor a parameter learns."""
-    idle: list[str] = []
+def _unused_modules(model: nn.Module, unused: set[str], called: set[str]) -> list[str]:
+    """Return the outermost modules with parameters in which no module runs and no parameter has a gradient."""
+    found: list[str] = []
     for name, module in model.named_modules():
-        if not name or any(name.startswith(outer + ".") for outer in idle):
+        if not name or any(name.startswith(outer + ".") for outer in found):
             continue
         inner = {f"{name}.{n}" for n, _ in module.named_parameters()}
         runs = any(c == name or c.startswith(name + ".") for c in called)
         if inner and inner <= unused and not runs:
-            idle.append(name)
-    return idle
+            found.append(name)
+    return found

@@ -1,7 +1,7 @@
-"""Which tensor of a weights file is which tensor of a network: decided by names and shapes alone, without any tensor.
+"""Map the tensors of a weights file to those of a network, by names and shapes alone.
 
-Libraries put other prefixes before the same names, and mmsegmentation has names of its own for torchvision's FCN heads
-and for the deep stem that timm has too. Every such renaming is tried, and the one that gives the network most is taken.
+Libraries use different prefixes for the same names, and mmsegmentation names torchvision's FCN heads and timm's deep
+stem differently. All such renamings are tried; the one that matches most tensors is used.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from segapp.errors import CheckpointError
+from segapp.models.names import some_names
 
 Shapes = Mapping[str, Sequence[int]]
 
 MIN_HEAD_SHARE = 0.5
-"""Where a file has nothing of the backbone, at least this share of the other tensors must be in it."""
+"""Least share of the other tensors in a file that has no tensor of the backbone."""
 
 _WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _CLASSIFIERS = ("fc", "classifier", "head", "heads", "last_linear", "head_drop", "head_norm")
@@ -27,13 +28,13 @@ _HEADS_OF_MMSEG = {"decode_head.": "classifier.", "auxiliary_head.": "aux_classi
 
 @dataclass(frozen=True)
 class KeyMap:
-    """What a file gives to a network, by the names of the tensors.
+    """Mapping between the tensors of a file and of a network.
 
     Attributes:
-        convention: the naming under which they were found.
+        convention: the renaming that was used, in words.
         taken: name in the network -> name in the file.
-        left_out: name in the file -> why it is not used.
-        missing: name in the network -> why it keeps its initialisation.
+        left_out: name in the file -> reason why it is not used.
+        missing: name in the network -> reason why it keeps its initialisation.
     """
 
     convention: str
@@ -44,12 +45,12 @@ class KeyMap:
 
 @dataclass(frozen=True)
 class _Renaming:
-    """A file's tensors under the names that a network may have for them.
+    """A file's tensors under names of a network.
 
     Attributes:
-        convention: in words.
+        convention: the renaming in words.
         names: name in the network -> name in the file.
-        notes: name in the file -> why it has no place.
+        notes: name in the file -> reason why it has no counterpart.
     """
 
     convention: str
@@ -58,17 +59,17 @@ class _Renaming:
 
 
 def map_keys(found: Shapes, wanted: Shapes, backbone: str = "", optional: Collection[str] = ()) -> KeyMap:
-    """Pairs the tensors of a file with those of a network.
+    """Return the mapping between the tensors of a file and of a network.
 
     Args:
         found: shape of each tensor of the file.
         wanted: shape of each tensor of the network, or of its backbone alone.
-        backbone: what the backbone's names begin with in `wanted`, the dot included; "" where it is all backbone.
+        backbone: prefix of the backbone's names in `wanted`, with the dot; "" if it is all backbone.
         optional: names in `wanted` that older or other programs do not save (buffers).
 
     Raises:
-        CheckpointError: nothing or too little fits, the backbone is another one, or the file has several networks that
-            fit equally well. The message goes behind the file's name.
+        CheckpointError: too few tensors match, they are of another backbone, or the file has several networks that
+            match equally well. The message continues the file's name.
 
     Example:
         >>> file = {"module.fc.weight": (9, 4), "module.conv1.weight": (4, 3, 7, 7)}
@@ -80,8 +81,8 @@ def map_keys(found: Shapes, wanted: Shapes, backbone: str = "", optional: Collec
     taken = _fitting(renaming, found, wanted)
     if not any(name not in optional for name in taken):
         raise CheckpointError(
-            f"holds no tensor of this model (it has {_some(found)}, the model {_some(wanted)}{_nearest(found, wanted)})"
-            "; give weights of this model, or a backbone's as model.weights_backbone"
+            f"holds no tensor of this model (it has {some_names(found)}, the model {some_names(wanted)}"
+            f"{_nearest(found, wanted)}); give weights of this model, or a backbone's as model.weights_backbone"
         )
     _check_backbone(taken, found, wanted, backbone, optional)
     _check_head(taken, found, wanted, backbone, optional)
@@ -103,10 +104,10 @@ def map_keys(found: Shapes, wanted: Shapes, backbone: str = "", optional: Collec
 
 
 def _best_renaming(found: Shapes, wanted: Shapes, backbone: str) -> _Renaming:
-    """The first of those that give the network most.
+    """Return the first renaming that matches most tensors.
 
     Raises:
-        CheckpointError: another one gives as much, from other tensors.
+        CheckpointError: another one matches as many, from other tensors.
     """
     best, best_taken = _Renaming("its own names", {}), dict[str, str]()
     rival: Mapping[str, str] | None = None
@@ -126,7 +127,7 @@ def _best_renaming(found: Shapes, wanted: Shapes, backbone: str) -> _Renaming:
 
 
 def _renamings(found: Shapes, wanted: Shapes, backbone: str) -> Iterator[_Renaming]:
-    deeper = backbone + "model."  # timm's networks lie one level deeper inside smp's encoders
+    deeper = backbone + "model."  # smp's encoders hold timm's networks in `model`
     adds = ["", *([backbone] if backbone else []), *([deeper] if any(n.startswith(deeper) for n in wanted) else [])]
     for strip in _prefixes(found):
         inner = {_WRAPPERS.sub("", n.removeprefix(strip)): n for n in found if n.startswith(strip)}
@@ -142,7 +143,7 @@ def _renamings(found: Shapes, wanted: Shapes, backbone: str) -> Iterator[_Renami
 
 
 def _prefixes(found: Shapes) -> list[str]:
-    """What whole parts of the file begin with, nothing first: names of modules, no numbers, at most four deep."""
+    """Return prefixes of the file's names, "" first: module names without numbers, at most four deep."""
     prefixes = dict.fromkeys([""])
     for name in found:
         parts = name.split(".")[:-1]
@@ -154,25 +155,25 @@ def _prefixes(found: Shapes) -> list[str]:
 
 
 def _flattened(name: str) -> str:
-    """Timm's feature extractors call `stages.0` `stages_0`."""
+    """Return the name in timm's feature extractors, which have `stages_0` for `stages.0`."""
     return re.sub(r"^([a-z]+)\.(\d+)", r"\1_\2", name)
 
 
 def _deep_stem(name: str) -> str:
-    """The three 3x3 convolutions of mmsegmentation's ResNetV1c and V1d, as timm calls them in its resnet50c and 50d."""
+    """Return timm's name (resnet50c and 50d) of the deep stem in mmsegmentation's ResNetV1c and V1d."""
     return re.sub(r"^stem\.7\.", "bn1.", re.sub(r"^stem\.([0-6])\.", r"conv1.\1.", name))
 
 
 def _of_mmseg(inner: Mapping[str, str], wanted: Shapes, add: str) -> _Renaming:
-    """mmsegmentation: `backbone.*`, `decode_head.*`, `auxiliary_head.*`.
+    """Return the renaming from mmsegmentation: `backbone.*`, `decode_head.*`, `auxiliary_head.*`.
 
-    Its FCN head of one convolution is torchvision's. Its ASPP, PSP and other heads are built differently from those of
-    torchvision and smp that share their name (another order, other kernels), so they have no counterpart.
+    Its FCN head of one convolution is torchvision's. Its ASPP, PSP and other heads differ from those of torchvision and
+    smp of the same name (another order, other kernels), so they have no counterpart.
 
     Args:
         inner: mmsegmentation's name -> name in the file.
         wanted: of the network.
-        add: what the backbone's names begin with there.
+        add: prefix of the backbone's names in the network.
     """
     stem = _deep_stem if f"{add}conv1.0.weight" in wanted else str
     names: dict[str, str] = {}
@@ -210,13 +211,13 @@ def _same(a: Sequence[int], b: Sequence[int]) -> bool:
 def _check_backbone(
     taken: Mapping[str, str], found: Shapes, wanted: Shapes, backbone: str, optional: Collection[str]
 ) -> None:
-    """Refuses weights of another backbone: a part of one is worth nothing. None of it at all is somebody's head."""
+    """Raise CheckpointError if only a part of the backbone matches; no part of it at all is a head alone."""
     own = [name for name in wanted if name.startswith(backbone) and name not in optional]
     absent = [name for name in own if name not in taken]
     if absent and len(absent) < len(own):
-        problem = f"{len(absent)} of {len(own)} tensors are missing or of another shape, such as {_some(absent)}"
+        problem = f"{len(absent)} of {len(own)} tensors are missing or of another shape, such as {some_names(absent)}"
     elif not absent and (further := _further_blocks({n: taken[n] for n in own}, found)):
-        problem = f"it goes on where this one ends: {_some(further)}"
+        problem = f"it has further blocks: {some_names(further)}"
     else:
         return
     raise CheckpointError(
@@ -236,14 +237,14 @@ def _stem_hint(found: Shapes, absent: Sequence[str]) -> str:
 
 
 def _further_blocks(taken: Mapping[str, str], found: Shapes) -> list[str]:
-    """Blocks of the file that would stand between those taken: a ResNet-34 holds all names of a ResNet-18.
+    """Return blocks of the file between those taken: a ResNet-34 holds all names of a ResNet-18.
 
-    What only follows the last one taken is no sign: parts that a network never runs were taken out of it.
+    Blocks after the last one taken are ignored: modules that a network never runs were removed from it.
     """
     last_of_list: dict[str, int] = {}
     last_of_kind: dict[str, tuple[int, ...]] = {}
     for name in taken.values():
-        for list_name, kind, numbers in _device_infos(name):
+        for list_name, kind, numbers in _list_indices(name):
             last_of_list[list_name] = max(numbers[-1], last_of_list.get(list_name, -1))
             last_of_kind[kind] = max(numbers, last_of_kind.get(kind, ()))
     used = set(taken.values())
@@ -253,13 +254,13 @@ def _further_blocks(taken: Mapping[str, str], found: Shapes) -> list[str]:
         if name not in used
         and any(
             list_name in last_of_list and numbers[-1] > last_of_list[list_name] and numbers < last_of_kind[kind]
-            for list_name, kind, numbers in _device_infos(name)
+            for list_name, kind, numbers in _list_indices(name)
         )
     ]
 
 
-def _device_infos(name: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Each place in a list: `layer1.2.conv1.weight` -> ("layer1.", "layer#.#", (1, 2))."""
+def _list_indices(name: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Yield each list index in a name: `layer1.2.conv1.weight` -> ("layer1.", "layer#.#", (1, 2))."""
     for at in re.finditer(r"(?<=\.)\d+(?=\.)", name):
         head = name[: at.end()]
         yield name[: at.start()], re.sub(r"\d+", "#", head), tuple(map(int, re.findall(r"\d+", head)))
@@ -268,20 +269,20 @@ def _device_infos(name: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:
 def _check_head(
     taken: Mapping[str, str], found: Shapes, wanted: Shapes, backbone: str, optional: Collection[str]
 ) -> None:
-    """Refuses a handful of tensors where the backbone is not in the file at all."""
+    """Raise CheckpointError if the file has nothing of the backbone and too little of the head."""
     own = [name for name in wanted if name not in optional and not (backbone and name.startswith(backbone))]
     num_taken = sum(name not in optional for name in taken)
     if any(name.startswith(backbone) for name in taken) or num_taken >= MIN_HEAD_SHARE * len(own):
         return
     raise CheckpointError(
         f"gives {num_taken} of the {len(own)} tensors of this model's head and none of its backbone"
-        f"{_nearest(found, [n for n in wanted if n not in taken])}: that is too little to be meant; give weights of "
+        f"{_nearest(found, [n for n in wanted if n not in taken])}: too few to load; give weights of "
         "this model, or a backbone's as model.weights_backbone"
     )
 
 
 def _nearest(found: Shapes, names: Collection[str]) -> str:
-    """The tensor of the file whose name is most like one of the network's."""
+    """Return text with the file's name that is closest to one of the network's; "" if none is close."""
     for name in list(names)[:8]:
         near = difflib.get_close_matches(name, list(found)[:2000], n=1, cutoff=0.5)
         if near:
@@ -293,7 +294,7 @@ def _nearest(found: Shapes, names: Collection[str]) -> str:
 
 
 def _shape_reasons(renaming: _Renaming, found: Shapes, wanted: Shapes, backbone: str) -> dict[str, str]:
-    """Name in the network -> what the shape of its namesake says."""
+    """Return name in the network -> difference of the shapes, for equal names of different shapes."""
     pairs = {
         name: (tuple(found[file_name]), tuple(wanted[name]))
         for name, file_name in renaming.names.items()
@@ -319,8 +320,3 @@ def _unused_reason(name: str, target: str | None, backbone: str) -> str:
     if first == "aux_classifier":
         return "this model has no auxiliary head (model.aux)"
     return "of another head" if first in _OTHER_HEADS else "this model has no such tensor"
-
-
-def _some(names: Collection[str], most: int = 2) -> str:
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(list(names)[:most]) + rest

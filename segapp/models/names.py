@@ -1,7 +1,7 @@
-"""Errors about names: what was asked for, what is nearest, what there is."""
+"""Errors about unknown names, with the nearest and the known ones, and lists of names for messages."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from segapp.errors import ConfigError
 
@@ -9,13 +9,13 @@ _MAX_LISTED = 20
 
 
 def unknown_name(key: str, value: str, what: str, known: Iterable[str]) -> ConfigError:
-    """The error for a name that does not exist.
+    """Return the error for an unknown name.
 
     Args:
-        key: the config key that holds the value, such as `model.name`.
-        value: what was asked for.
-        what: what it should have been, such as `a model of torchvision`.
-        known: all names there are; a long list is not printed whole.
+        key: the config key of the value, e.g. `model.name`.
+        value: the unknown name.
+        what: what it should be, e.g. `a model of torchvision`.
+        known: all known names; a long list is shortened.
     """
     names = sorted(known)
     message = f"{key}: {value!r} is not {what}"
@@ -24,7 +24,7 @@ def unknown_name(key: str, value: str, what: str, known: Iterable[str]) -> Confi
     if nearest:
         message += "; nearest: " + ", ".join(nearest)
     if not names:
-        message += "; there is none"
+        message += "; none exists"
     elif len(names) <= _MAX_LISTED:
         message += "; known: " + ", ".join(names)
     elif not nearest:
@@ -33,8 +33,14 @@ def unknown_name(key: str, value: str, what: str, known: Iterable[str]) -> Confi
 
 
 def check_options(options: Iterable[str], accepted: Iterable[str], owner: str) -> None:
-    """Raises ConfigError for the first option that `owner` does not take."""
+    """Raise ConfigError for the first option that `owner` does not take."""
     accepted = tuple(accepted)
     for option in options:
         if option not in accepted:
             raise unknown_name("model.options", option, f"an option of {owner}", accepted)
+
+
+def some_names(names: Collection[str], most: int = 2) -> str:
+    """Return the first names and the number of the others."""
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(list(names)[:most]) + rest

@@ -1,6 +1,6 @@
-"""What every segmentation network of the project is: a backbone, a head, and logits at the head's own resolution.
+"""`SegmentationModel`: a backbone and a head with logits at the head's own resolution.
 
-Legend: N images, C classes, H and W the input's height and width in pixels, h and w the logits'.
+Shapes: N images, C classes, K feature channels, H x W of the input in pixels, h x w of the logits.
 """
 
 from abc import abstractmethod
@@ -15,14 +15,14 @@ from segapp.models.weights import LoadReport
 
 @dataclass(frozen=True)
 class FamilyNote:
-    """How a family's logits relate to what its original library returns.
+    """Relation of a family's logits to the output of its original library.
 
     Attributes:
         stride: input pixels per logit along each axis, with default options and, in torchvision, a ResNet-50;
             `SegmentationModel.logits_stride` has the value of a given network.
-        align_corners: how the original library upsamples; `interpolate(logits, (H, W), mode="bilinear",
+        align_corners: of the original library's upsampling; `interpolate(logits, (H, W), mode="bilinear",
             align_corners=align_corners)` equals its output.
-        removed: what the original does after these logits and this project leaves to the criterion and the evaluator.
+        removed: what the original does after these logits; here the criterion and the evaluator do it.
     """
 
     stride: int
@@ -55,23 +55,24 @@ FAMILY_NOTES: dict[str, FamilyNote] = {
 
 
 class SegmentationModel(nn.Module):
-    """A backbone and a head that give logits at the head's own resolution.
+    """A backbone and a head that return logits at the head's own resolution.
 
-    The names of the parameters are those of the original library, so that its weights load here and ours load there.
+    Parameter names are those of the original library, so that weights can be exchanged with it. The constructor takes
+    one keyword argument for each of the first eight attributes.
 
     Attributes:
         library: `torchvision` or `smp`.
         name: the model's name in that library.
         encoder_name: the backbone's name in that library.
         num_classes: C, the channels of every logits tensor.
-        note: how the logits relate to the original library's output.
-        size_divisor: H and W must be multiples of it; 1 when any size goes.
-        min_size_px: the least H and W.
-        fixed_size_px: (H, W) when the backbone takes no other size, else None.
-        min_train_batch: the least N in training mode. 2 where a BatchNorm follows a global pooling: it has one value
-            per image and channel, and torch refuses to normalise a single one.
+        note: relation of the logits to the original library's output.
+        size_divisor: H and W must be multiples of it; 1: any size.
+        min_size_px: smallest H and W.
+        fixed_size_px: (H, W) if the backbone takes no other size, else None.
+        min_train_batch: smallest N in training mode; 2 if a BatchNorm follows a global pooling, which leaves one value per
+            image and channel.
         logits_stride: input pixels per logit along each axis.
-        load_reports: one report per weights file that was loaded, the backbone's first.
+        load_reports: one report per loaded weights file, the backbone's first.
     """
 
     def __init__(
@@ -102,45 +103,53 @@ class SegmentationModel(nn.Module):
     @property
     @abstractmethod
     def backbone_module(self) -> nn.Module:
-        """The part that pretrained weights exist for."""
+        """The backbone, for which pretrained weights exist."""
 
     @property
     @abstractmethod
     def backbone_prefix(self) -> str:
-        """What the names of the backbone's tensors begin with, the dot included."""
+        """Prefix of the names of the backbone's tensors, with the dot."""
 
     @property
     @abstractmethod
     def has_aux(self) -> bool:
-        """Whether training mode gives auxiliary logits."""
+        """True if the network returns auxiliary logits in training mode."""
 
     @abstractmethod
     def compute_logits(self, images_NCHW: Tensor) -> tuple[Tensor, ...]:
-        """`forward` without the check of the size."""
+        """Return what `forward` does, without the check of the size."""
 
     @abstractmethod
     def compute_with_features(self, images_NCHW: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """What `compute_logits` gives, and the features (N, K, h, w) that the main logits are made of."""
+        """Return the result of `compute_logits`, and the features (N, K, h, w) before the last layer."""
+
+    def record_inspection(self, logits_stride: int, min_train_batch: int) -> None:
+        """Set the measures that a run of the network shows; see `inspection`."""
+        self.logits_stride, self.min_train_batch = logits_stride, min_train_batch
+
+    def record_load(self, report: LoadReport) -> None:
+        """Add the report of a loaded weights file."""
+        self.load_reports += (report,)
 
     def forward(self, images_NCHW: Tensor) -> tuple[Tensor, ...]:
-        """Logits of a batch of images.
+        """Return the logits of a batch of images.
 
         Args:
             images_NCHW: float (N, 3, H, W), normalised as the backbone expects.
 
         Returns:
-            Logits (N, C, h, w), and in training mode the auxiliary logits (N, C, h', w') after them where the
-            network has an auxiliary head. Always a tuple.
+            A tuple of the logits (N, C, h, w) and, in training mode with an auxiliary head, the auxiliary logits
+            (N, C, h', w').
 
         Raises:
-            ValueError: H or W does not suit the network; the message names the nearest size that does.
+            ValueError: the network does not take this H and W; the message names the nearest size that it takes.
         """
         if not torch.compiler.is_compiling() and not torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
             self.check_size(images_NCHW.shape[-2], images_NCHW.shape[-1])
         return self.compute_logits(images_NCHW)
 
     def check_size(self, height_px: int, width_px: int) -> None:
-        """Raises ValueError, with the size to use instead, when the network does not take images of this size."""
+        """Raise ValueError, with the size to use, if the network does not take images of this size."""
         wanted = self.suitable_size(height_px, width_px)
         if (height_px, width_px) == wanted:
             return
@@ -155,9 +164,9 @@ class SegmentationModel(nn.Module):
         )
 
     def suitable_size(self, height_px: int, width_px: int) -> tuple[int, int]:
-        """The least (H, W) in pixels that the network takes and that holds an image of this size.
+        """Return the smallest (H, W) in pixels that the network takes and that is at least this size.
 
-        A network of one size gives that size, whether the image fits or not.
+        For a network of fixed size that size, even if the image is larger.
         """
         if self.fixed_size_px is not None:
             return self.fixed_size_px
@@ -166,10 +175,10 @@ class SegmentationModel(nn.Module):
         return -(-height_px // d) * d, -(-width_px // d) * d
 
     def backbone_parameters(self) -> Iterator[nn.Parameter]:
-        """The backbone's parameters."""
+        """Yield the backbone's parameters."""
         yield from self.backbone_module.parameters()
 
     def head_parameters(self) -> Iterator[nn.Parameter]:
-        """All parameters outside the backbone: decoder, classifier, auxiliary classifier."""
+        """Yield all parameters outside the backbone: decoder, classifier, auxiliary classifier."""
         in_backbone = {id(parameter) for parameter in self.backbone_module.parameters()}
         yield from (parameter for parameter in self.parameters() if id(parameter) not in in_backbone)

@@ -1,7 +1,7 @@
-"""Pretrained weights: from a name to a file, from a file to tensors, from tensors into a network.
+"""Pretrained weights: fetch files, read their tensors, load them into a network.
 
-A file is data and never code: pickles are read with `weights_only=True`. Which tensor goes where is decided in `keys`;
-what a file did not cover is told by name in a `LoadReport`.
+Files cannot run code: pickles are read with `weights_only=True`. `keys` maps tensor names; a `LoadReport` names the
+tensors that a file does not have.
 """
 
 import hashlib
@@ -22,33 +22,34 @@ from torch import Tensor, nn
 
 from segapp.errors import CheckpointError
 from segapp.models.keys import KeyMap, map_keys
+from segapp.models.names import some_names
 from segapp.run.events import Weights
 
 StateDict = dict[str, Tensor]
 
 _WRAPPERS = ("model", "state_dict", "model_state_dict", "model_state", "network", "net", "module")
-"""Keys under which training scripts store a state dict, the likeliest first."""
+"""Keys under which training scripts store a state dict, the most likely first."""
 MAX_NAMES = 100
-"""Names of each kind that an event holds."""
+"""Largest number of names of each kind in an event."""
 _MAX_WRAPPERS = 4
-"""One inside the other."""
+"""Largest depth of nested state dicts."""
 _HASH_IN_NAME = re.compile(r"-([0-9a-f]{8,})\.")  # torch hub's convention: resnet50-0676ba61.pth
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a weights file gave to a network, by tensor name.
+    """Tensors that a weights file contributed to a network, by name.
 
     Attributes:
         source: the file or the weights' name.
-        keys: which of its tensors were copied into the network, and why the others were not.
+        keys: the tensors copied into the network, and why the others were not.
     """
 
     source: str
     keys: KeyMap
 
     def lines(self) -> tuple[str, str]:
-        r"""Two lines for a person.
+        r"""Return the report as two lines of text.
 
         >>> keys = KeyMap("its own names", {"conv.weight": "conv.weight"}, {"fc.bias": "of another head"}, {})
         >>> print(*LoadReport("a.pt", keys).lines(), sep="\n")
@@ -82,33 +83,28 @@ def _by_reason(reasons: Mapping[str, str], most: int = 3) -> str:
     groups: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         groups.setdefault(reason, []).append(name)
-    shown = [f"{_listed(names, 2)} ({reason})" for reason, names in groups.items()]
+    shown = [f"{some_names(names)} ({reason})" for reason, names in groups.items()]
     return "; ".join(shown[:most]) + (f"; and {len(shown) - most} more reasons" if len(shown) > most else "")
-
-
-def _listed(names: list[str], most: int) -> str:
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest
 
 
 # From a name to a file
 
 
 def looks_like_path(text: str) -> bool:
-    """Whether a `weights` value can only mean a file: it exists, or has a folder or an extension."""
+    """Return True if a `weights` value is a file: it exists, or has a folder or an extension."""
     return Path(text).is_file() or os.sep in text or "/" in text or bool(Path(text).suffix)
 
 
 def fetch_url(url: str, name: str, key: str) -> Path:
-    """The local file of a torchvision weights URL; downloaded into torch's hub folder when it is not there yet.
+    """Return the local file of a torchvision weights URL; downloaded into torch's hub folder if missing.
 
     Args:
-        url: where the file is published.
+        url: URL of the file.
         name: the weights' name, for messages.
         key: the config key that asked for them.
 
     Raises:
-        CheckpointError: it is not there and cannot be downloaded, or the one that is there is damaged.
+        CheckpointError: the file cannot be downloaded, or the local one is damaged.
     """
     filename = url.rsplit("/", 1)[-1]
     path = Path(torch.hub.get_dir()) / "checkpoints" / filename
@@ -129,16 +125,16 @@ def fetch_url(url: str, name: str, key: str) -> Path:
 
 
 def fetch_hub_file(repo_id: str, revision: str | None, name: str, key: str) -> Path:
-    """The local file of encoder weights that segmentation_models_pytorch publishes on the Hugging Face hub.
+    """Return the local file of encoder weights on the Hugging Face hub; downloaded if not cached.
 
     Raises:
-        CheckpointError: it is not in the local cache and cannot be downloaded.
+        CheckpointError: the file is not cached and cannot be downloaded.
     """
     import huggingface_hub
 
     try:
         return Path(huggingface_hub.hf_hub_download(repo_id, filename="model.safetensors", revision=revision))
-    except Exception as error:  # the hub's client lets its HTTP library's exceptions through, whichever that is
+    except Exception as error:  # the hub's client passes on exceptions of its HTTP library
         raise CheckpointError(
             f"{key}={name}: model.safetensors of {repo_id} is not on this machine and could not be downloaded "
             f"({type(error).__name__}); give the path of a copy as {key}"
@@ -146,17 +142,17 @@ def fetch_hub_file(repo_id: str, revision: str | None, name: str, key: str) -> P
 
 
 def _reason(error: Exception) -> str:
-    """An error in a few words, without the host that a URL would name."""
+    """Return an error's reason, without URLs."""
     reason = getattr(error, "reason", None)
     text = str(reason) if reason is not None else str(error)
     return re.sub(r"https?://\S+", "the address", text) or type(error).__name__
 
 
 def sha256_of(path: Path, key: str) -> str:
-    """The hash of a file's bytes, hexadecimal.
+    """Return the hexadecimal sha256 of a file.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the file cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -169,14 +165,14 @@ def sha256_of(path: Path, key: str) -> str:
 
 
 def read_weights_file(path: str | Path, key: str = "model.weights") -> StateDict:
-    """The tensors of a weights file, on the CPU.
+    """Return the tensors of a weights file, on the CPU.
 
-    Takes a state dict, or a dict that holds one under `model` (a checkpoint of this project), `state_dict` and other
-    usual keys, saved by torch.save; or a `.safetensors` file.
+    Accepts a state dict saved by torch.save, alone or under `model` (a checkpoint of this project), `state_dict` and
+    other usual keys; or a `.safetensors` file.
 
     Raises:
-        CheckpointError: the file is missing, damaged, holds no tensors or several state dicts, or holds objects that
-            only code can make.
+        CheckpointError: the file is missing or damaged, holds no tensors or several state dicts, or holds other
+            objects than tensors and plain values.
     """
     path = Path(path)
     if not path.is_file():
@@ -189,7 +185,7 @@ def read_weights_file(path: str | Path, key: str = "model.weights") -> StateDict
         if not inner and not _tensors_in(content):
             inner = [name for name, value in content.items() if isinstance(value, Mapping) and _tensors_in(value)]
             if len(inner) > 1:
-                names = _listed([str(name) for name in inner], 6)
+                names = some_names([str(name) for name in inner], 6)
                 raise CheckpointError(
                     f"{key}: {path} holds several state dicts ({names}); save the one that is meant alone"
                 )
@@ -202,7 +198,7 @@ def read_weights_file(path: str | Path, key: str = "model.weights") -> StateDict
 
 
 def read_metadata(path: Path, key: str = "model.weights") -> dict[str, str]:
-    """The metadata of a safetensors file, text by name.
+    """Return the metadata of a safetensors file, text by name.
 
     Raises:
         CheckpointError: the file is missing or damaged.
@@ -223,13 +219,13 @@ def _tensors_in(content: Mapping[Any, Any]) -> StateDict:
 
 
 def load_tensors(file: BinaryIO) -> Any:
-    """What `torch.save` put into a file: tensors and plain values on the CPU, and never more bytes than the file has.
+    """Return the tensors and plain values of a file of `torch.save`, on the CPU.
 
-    torch writes its archives without compression; one that unpacks to more than it weighs was made to fill the memory.
+    torch writes archives without compression; one that unpacks to more than its size is refused as a memory bomb.
 
     Raises:
         CheckpointError: the file unpacks to more than its size.
-        Exception: torch's own, of a dozen types, for a file that is damaged or holds other objects.
+        Exception: torch's own, of many types, for a file that is damaged or holds other objects.
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
@@ -238,10 +234,12 @@ def load_tensors(file: BinaryIO) -> Any:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
         if any(e.compress_type != zipfile.ZIP_STORED for e in entries) or sum(e.file_size for e in entries) > size:
-            raise CheckpointError("it is packed and would unpack to more than its size: torch.save packs nothing")
+            raise CheckpointError(
+                "the file is compressed and would unpack to more than its size; torch.save does not compress"
+            )
     file.seek(0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about formats that are refused right after
+        warnings.simplefilter("ignore")  # about formats that are refused below
         return torch.load(file, map_location="cpu", weights_only=True)
 
 
@@ -282,38 +280,23 @@ def _no_safetensors(path: Path, key: str, error: Exception) -> CheckpointError:
 # From tensors into a network
 
 
-def load_weights(network: nn.Module, backbone_prefix: str, state: StateDict, source: str, key: str) -> LoadReport:
-    """Copies what fits of `state` into a whole network.
+def load_weights(module: nn.Module, state: StateDict, source: str, key: str, backbone_prefix: str = "") -> LoadReport:
+    """Copy the matching tensors of `state` into a network or a backbone, in place.
 
     Args:
-        network: the network; its tensors are overwritten in place.
-        backbone_prefix: what the names of its backbone's tensors begin with.
+        module: a whole network, or a backbone alone.
         state: tensors by name; of the whole network in the naming of any library that `map_keys` knows, or of its
-            backbone alone.
-        source: where they come from, for messages.
+            backbone alone. The classifier in a backbone's file is not used.
+        source: where the tensors are from, for messages.
         key: the config key that asked for them.
+        backbone_prefix: prefix of the backbone's tensors in `module`; "" for a backbone alone.
 
     Returns:
-        What was loaded and what was not. A head for other classes, or an absent one, stays at its initialisation.
+        The loaded and the unused tensors. A missing head, or one for other classes, keeps its initialisation.
 
     Raises:
-        CheckpointError: too little fits, or the backbone is another one.
+        CheckpointError: too few tensors match, or they are of another backbone.
     """
-    return _copy(network, state, source, key, backbone_prefix)
-
-
-def load_backbone_weights(backbone: nn.Module, state: StateDict, source: str, key: str) -> LoadReport:
-    """Copies `state`, as the backbone's own library publishes it, into a backbone.
-
-    The classifier that such a file also holds is not used.
-
-    Raises:
-        CheckpointError: the file's tensors are not those of this backbone.
-    """
-    return _copy(backbone, state, source, key, "")
-
-
-def _copy(module: nn.Module, state: StateDict, source: str, key: str, backbone_prefix: str) -> LoadReport:
     own = module.state_dict()
     buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
     found = {name: tuple(value.shape) for name, value in state.items()}

@@ -183,7 +183,7 @@ def test_initialisation_depends_only_on_the_global_generator(monkeypatch):
     other, _ = build(1)
     assert first.equal(again)
     assert not first.equal(other)
-    monkeypatch.setattr("segapp.models.build.settle", lambda model: None)
+    monkeypatch.setattr("segapp.models.build.inspect_model", lambda model: None)
     without, state_without = build(0)
     assert first.equal(without)
     assert state.equal(state_without), "looking at the network drew random numbers"
@@ -217,7 +217,7 @@ def test_network_reading_values_is_inspected_on_the_cpu(monkeypatch):
 
     monkeypatch.setattr(model, "compute_logits", reading)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    inspection_module.settle(model)
+    inspection_module.inspect_model(model)
     assert (model.min_train_batch, model.logits_stride) == (2, 16)
     assert all(value.equal(before[name]) for name, value in model.state_dict().items())
 
@@ -226,4 +226,4 @@ def test_network_that_cannot_run_is_refused(monkeypatch):
     model = build_model("torchvision", "fcn", 3, **SMALL)
     monkeypatch.setattr(model, "compute_logits", lambda images: (_ for _ in ()).throw(RuntimeError("no way")))
     with pytest.raises(ConfigError, match=r"fcn with backbone mobilenet_v3_small cannot run .*no way"):
-        inspection_module.settle(model)
+        inspection_module.inspect_model(model)

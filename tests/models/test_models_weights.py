@@ -18,7 +18,7 @@ BACKBONE = "mobilenet_v3_small"
 @pytest.fixture(autouse=True)
 def no_look_at_the_network(monkeypatch):
     """Saves the time to look for parts that never run; the networks here have none."""
-    monkeypatch.setattr("segapp.models.build.settle", lambda model: None)
+    monkeypatch.setattr("segapp.models.build.inspect_model", lambda model: None)
 
 
 def build(num_classes=3, name="lraspp", **kwargs):

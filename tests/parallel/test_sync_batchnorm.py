@@ -199,7 +199,7 @@ def test_activation_checkpointing_is_refused():
             return checkpoint(self.layers, x, use_reentrant=False)
 
     outputs = DataParallelModel(Checkpointed(), ["cpu"] * 2)(torch.randn(4, 3, 2, 2))
-    with pytest.raises(RuntimeError, match="activation checkpointing must leave synchronised BatchNorm layers out"):
+    with pytest.raises(RuntimeError, match="exclude synchronised BatchNorm layers from activation checkpointing"):
         sum(output.sum() for output in outputs).backward()
 
 
