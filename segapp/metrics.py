@@ -1,8 +1,10 @@
-"""Evaluation as counts: a confusion matrix that streams on the device, and the scores it gives.
+"""Confusion matrix on the device, and the scores computed from it.
 
 The conventions are those of the Cityscapes evaluation server (`evalPixelLevelSemanticLabeling` of the package
-cityscapesscripts): pixels whose target is ignored count nowhere; IoU = TP / (TP + FP + FN); a class that occurs in
-neither targets nor predictions has none, and one that is only predicted has 0.
+cityscapesscripts): pixels with an ignored target are not counted; IoU = TP / (TP + FP + FN); a class in neither targets
+nor predictions has none, and one that is only predicted has 0.
+
+Shapes: N images, C classes, H, W height and width in pixels.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,17 +16,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SegmentationScores:
-    """What a confusion matrix says. None stands for a quotient whose denominator is 0. All ratios are in [0, 1].
+    """Scores of a confusion matrix. A ratio is in [0, 1], or None if its denominator is 0.
 
     Attributes:
-        iou: per class, TP / (TP + FP + FN); None for a class absent from targets and predictions.
-        miou: mean of `iou` over the classes that have one.
-        accuracy: per class, the share of its target pixels that were found (recall); None without such pixels.
-        mean_accuracy: mean of `accuracy` over the classes that have one.
-        frequency: per class, its share of the valid pixels.
+        iou: per class, TP / (TP + FP + FN).
+        miou: mean of `iou` over the classes where it is not None.
+        accuracy: per class, TP / target pixels (recall).
+        mean_accuracy: mean of `accuracy` over the classes where it is not None.
+        frequency: per class, share of the valid pixels.
         frequency_weighted_iou: `iou` weighted by `frequency` (Long et al., Fully Convolutional Networks, 2015, 5).
-        pixel_accuracy: the share of valid pixels that were predicted right.
-        num_valid_px: target pixels that are not ignored.
+        pixel_accuracy: share of the valid pixels with a correct prediction.
+        num_valid_px: number of valid pixels.
     """
 
     iou: tuple[float | None, ...]
@@ -40,17 +42,17 @@ class SegmentationScores:
 class ConfusionMatrix:
     """Counts of (target, prediction) pairs over any number of batches.
 
-    `update` never waits for the device. Matrices of replicas and ranks are joined by `merge`, or by summing their
+    `update` does not wait for the device. Matrices of replicas and ranks are added by `merge`, or by summing their
     `counts`, as in `torch.distributed.all_reduce(confusion.counts)`.
 
     Args:
         num_classes: C, at least 1.
-        ignore_index: target value of pixels that do not count. When it is one of the classes, that class has no IoU
-            of its own, and predicting it is an error of the target's class.
-        device: where to count.
+        ignore_index: target id that counts nowhere. If it is a class, that class has no IoU, and its prediction counts
+            as an error of the target's class.
+        device: of the counts.
 
     Attributes:
-        counts: int64 (C * C + 1,): the matrix row by row, then the number of pairs that were out of range.
+        counts: int64 (C * C + 1,): the matrix row by row, then the number of pairs out of range.
 
     Example:
         >>> confusion = ConfusionMatrix(2)
@@ -66,23 +68,23 @@ class ConfusionMatrix:
             raise ValueError(f"num_classes={num_classes}: a confusion matrix needs at least one class")
         self.num_classes = num_classes
         self.ignore_index = ignore_index
-        with torch.inference_mode(False):  # a tensor made in inference mode could not be changed outside it
+        with torch.inference_mode(False):  # a tensor created in inference mode cannot be changed outside it
             self.counts = torch.zeros(num_classes * num_classes + 1, dtype=torch.int64, device=device)
 
     @property
     def matrix(self) -> Tensor:
-        """Int64 (C, C), a view of `counts`: row is the target's class, column the predicted one."""
+        """The matrix, int64 (C, C), a view of `counts`: row is the target's class, column the predicted one."""
         return self.counts[:-1].view(self.num_classes, self.num_classes)
 
     def reset(self) -> None:
-        """Sets all counts to 0."""
+        """Set all counts to 0."""
         self.counts.zero_()
 
     def merge(self, other: "ConfusionMatrix") -> None:
-        """Adds the counts of another matrix over the same classes.
+        """Add the counts of another matrix.
 
         Raises:
-            ValueError: it has another number of classes or ignores another value.
+            ValueError: it has another number of classes or another ignore_index.
         """
         if (self.num_classes, self.ignore_index) != (other.num_classes, other.ignore_index):
             raise ValueError(
@@ -92,20 +94,20 @@ class ConfusionMatrix:
         self.counts += other.counts.to(self.counts.device)
 
     def add(self, matrix: Tensor) -> None:
-        """Adds (C, C) counts, rows the target's class, made elsewhere."""
+        """Add counts (C, C), row the target's class."""
         self.matrix.add_(matrix)
 
     def update(self, prediction_NHW: Tensor, target_NHW: Tensor) -> None:
-        """Counts one batch.
+        """Count one batch.
 
         Args:
             prediction_NHW: (N, H, W) class ids, of any integer type.
             target_NHW: (N, H, W) class ids or `ignore_index`, of any integer type.
 
         Raises:
-            ValueError: the shapes differ or a tensor is not of integers; on the CPU also when a target is neither a
-                class nor `ignore_index`, or a prediction under a valid target is no class. On other devices, where a
-                look would wait for the device, `scores` raises that.
+            ValueError: the shapes differ or a tensor is not of integers. On the CPU also if a target is neither a class
+                nor `ignore_index`, or the prediction at a valid target is no class; on other devices `scores` raises
+                this, because a check would wait for the device.
         """
         if prediction_NHW.shape != target_NHW.shape:
             raise ValueError(
@@ -119,13 +121,13 @@ class ConfusionMatrix:
         self.counts += counted
 
     def _indices(self, prediction_NHW: Tensor, target_NHW: Tensor) -> Tensor:
-        """Each pixel's place in `counts`; the place behind the last one for ignored pixels."""
+        """Return each pixel's index in `counts`, (N * H * W,); ignored pixels have the index after the last one."""
         prediction = self._as_int64(prediction_NHW, "prediction")
         target = self._as_int64(target_NHW, "target")
         num_classes = self.num_classes
         out_of_range = (target < 0) | (target >= num_classes) | (prediction < 0) | (prediction >= num_classes)
-        places = torch.where(out_of_range, num_classes**2, target * num_classes + prediction)
-        return torch.where(target == self.ignore_index, num_classes**2 + 1, places)
+        indices = torch.where(out_of_range, num_classes**2, target * num_classes + prediction)
+        return torch.where(target == self.ignore_index, num_classes**2 + 1, indices)
 
     def _as_int64(self, ids: Tensor, what: str) -> Tensor:
         if ids.is_floating_point() or ids.is_complex():
@@ -140,10 +142,10 @@ class ConfusionMatrix:
             )
 
     def scores(self) -> SegmentationScores:
-        """The scores of all counts, computed in float64 on the host.
+        """Return the scores of all counts, computed in float64 on the host.
 
         Raises:
-            ValueError: ids out of range were counted, see `update`.
+            ValueError: ids were out of range, see `update`.
         """
         counts = self.counts.cpu()
         self._check(int(counts[-1]))
@@ -171,49 +173,49 @@ class ConfusionMatrix:
 
 
 def group_matrix(matrix: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:
-    """The confusion matrix of groups of classes: a mistake within a group is none.
+    """Return the confusion matrix of groups of classes; a confusion within a group counts as correct.
 
-    Equals the category scores of the Cityscapes evaluation for its categories.
+    For the Cityscapes categories it equals the category scores of the Cityscapes evaluation.
 
     Args:
         matrix: int64 (C, C), rows the target's class.
         groups: the class ids of each of the G groups.
 
     Returns:
-        int64 (G + 1, G + 1); last are the classes of no group.
+        int64 (G + 1, G + 1); the last row and column hold the classes of no group.
     """
     num_classes = matrix.shape[0]
     member = torch.full((num_classes,), len(groups), dtype=torch.int64)
     for number, classes in enumerate(groups):
         member[list(classes)] = number
     side = len(groups) + 1
-    places = member.view(-1, 1) * side + member
+    indices = member.view(-1, 1) * side + member
     joined = torch.zeros(side * side, dtype=torch.int64)
-    return joined.scatter_add_(0, places.flatten(), matrix.cpu().flatten()).view(side, side)
+    return joined.scatter_add_(0, indices.flatten(), matrix.cpu().flatten()).view(side, side)
 
 
 def group_iou(matrix: Tensor, groups: Sequence[Sequence[int]]) -> tuple[float | None, ...]:
-    """IoU of each group of classes; None for one that is in neither targets nor predictions. See `group_matrix`."""
+    """Return the IoU of each group of classes, or None if it is in neither targets nor predictions."""
     joined = group_matrix(matrix, groups)
     hits, in_target, in_prediction = joined.diagonal().tolist(), joined.sum(1).tolist(), joined.sum(0).tolist()
     return tuple(_ratio(hits[g], in_target[g] + in_prediction[g] - hits[g]) for g in range(len(groups)))
 
 
 def mean_of_known(values: Iterable[float | None]) -> float | None:
-    """The mean of what is not None, or None."""
+    """Return the mean of the values that are not None; None if there are none."""
     return _mean(list(values))
 
 
-def _count(places: Tensor, num_places: int) -> Tensor:
-    """How often each of 0..num_places-1 occurs: int64 (num_places,)."""
-    if places.device.type == "cpu":
-        return torch.bincount(places, minlength=num_places)
-    return _count_by_scatter(places, num_places)  # bincount would ask the device for the largest value
+def _count(indices: Tensor, num_indices: int) -> Tensor:
+    """Return how often each of 0..num_indices-1 occurs, int64 (num_indices,)."""
+    if indices.device.type == "cpu":
+        return torch.bincount(indices, minlength=num_indices)
+    return _count_by_scatter(indices, num_indices)  # bincount would wait for the largest value
 
 
-def _count_by_scatter(places: Tensor, num_places: int) -> Tensor:
-    counted = torch.zeros(num_places, dtype=torch.int64, device=places.device)
-    return counted.scatter_add_(0, places, torch.ones_like(places))
+def _count_by_scatter(indices: Tensor, num_indices: int) -> Tensor:
+    counted = torch.zeros(num_indices, dtype=torch.int64, device=indices.device)
+    return counted.scatter_add_(0, indices, torch.ones_like(indices))
 
 
 def _ratio(part: int, whole: int) -> float | None:

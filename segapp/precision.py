@@ -1,7 +1,7 @@
 """Precision modes: fp32, autocast in bf16 or fp16, and half weights with fp32 BatchNorm and master weights.
 
-`Precision` is what the training step needs of a mode: an autocast context, a factor for the loss, and gradients turned
-back into fp32. Nothing in it waits for the device.
+`Precision` provides what a training step needs: an autocast context, a factor for the loss, and the conversion of
+gradients to fp32. None of it waits for the device.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ PRECISIONS = ("fp32", "fp16", "amp-fp16", "amp-bf16")
 class LossScaler:
     """Dynamic loss scaling for fp16 gradients (Micikevicius et al., Mixed Precision Training, 2018).
 
-    The scale doubles after `growth_interval` good steps and halves after a bad one; both on the device.
-    torch's GradScaler is not enough: it refuses half parameters, and it waits for the device in every step.
+    The scale doubles after `growth_interval` finite steps and halves after a non-finite one, on the device. torch's
+    GradScaler refuses half parameters and waits for the device in every step.
     """
 
     def __init__(self, device: torch.device, init_scale: float = 2.0**16, growth_interval: int = 2000) -> None:
@@ -30,7 +30,7 @@ class LossScaler:
         self.growth_tracker = torch.tensor(0, dtype=torch.int32, device=device)
 
     def update(self, is_bad: Tensor) -> None:
-        """Adapts the scale to the step that was just made.
+        """Adapt the scale after a step.
 
         Args:
             is_bad: 0-dim float32 tensor on the scaler's device; nonzero: a gradient was not finite.
@@ -38,17 +38,17 @@ class LossScaler:
         torch._amp_update_scale_(self.scale, self.growth_tracker, is_bad, 2.0, 0.5, self.growth_interval)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Scale and growth counter."""
+        """Return scale and growth counter."""
         return {"scale": self.scale, "growth_tracker": self.growth_tracker}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restores what `state_dict` gave."""
+        """Load what `state_dict` returned."""
         self.scale.copy_(state["scale"])
         self.growth_tracker.copy_(state["growth_tracker"])
 
 
 def half_except_norm(model: nn.Module) -> nn.Module:
-    """Turns a model's parameters and buffers into float16, except those of normalisation layers (Apex's O2)."""
+    """Convert parameters and buffers to float16, in place, except in normalisation layers (Apex's O2)."""
     for module in model.modules():
         if isinstance(module, _NORM_LAYERS):
             continue
@@ -61,11 +61,11 @@ def half_except_norm(model: nn.Module) -> nn.Module:
 
 
 class Precision:
-    """One precision mode.
+    """Precision mode of a training.
 
     Args:
         name: fp32, fp16, amp-fp16 or amp-bf16.
-        device: where the model is (its first device).
+        device: the model's (first) device.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
@@ -78,11 +78,11 @@ class Precision:
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Casts the model's weights as the mode wants them."""
+        """Return the model with its weights cast, in place, to the mode's dtype."""
         return half_except_norm(model) if self.name == "fp16" else model
 
     def master_weights(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """The parameters that the optimizer updates: fp32 copies of half ones, the others themselves."""
+        """Return the parameters for the optimizer: fp32 copies of half parameters, the others themselves."""
         masters = []
         for parameter in parameters:
             master = parameter
@@ -94,23 +94,23 @@ class Precision:
 
     @property
     def has_masters(self) -> bool:
-        """Whether half weights have fp32 masters."""
+        """True if there are fp32 master weights."""
         return bool(self._pairs)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """The context of forward passes."""
+        """Return the context for forward passes."""
         if self.name.startswith("amp-"):
             dtype = torch.bfloat16 if self.name == "amp-bf16" else torch.float16
             return torch.autocast(self.device.type, dtype=dtype)
         return contextlib.nullcontext()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the scale, for backward."""
+        """Return the loss times the scale, for backward."""
         return loss if self.scaler is None else loss * self.scaler.scale.to(loss.device)
 
     @torch.no_grad()
     def gradients_to_master(self) -> None:
-        """Adds half gradients to those of the master weights, in fp32; to be called after every backward pass."""
+        """Add half gradients to those of the master weights, in fp32; to be called after every backward pass."""
         for parameter, master in self._pairs:
             if parameter.grad is not None:
                 gradient = parameter.grad.float()
@@ -119,7 +119,7 @@ class Precision:
 
     @torch.no_grad()
     def unscale(self, gradients: Sequence[Tensor]) -> None:
-        """Divides gradients by the scale, in place."""
+        """Divide gradients by the scale, in place."""
         if self.scaler is not None and gradients:
             inverse = self.scaler.scale.double().reciprocal().float()
             for device in {g.device for g in gradients}:
@@ -127,17 +127,17 @@ class Precision:
 
     @torch.no_grad()
     def masters_to_model(self) -> None:
-        """Rounds updated master weights into the half model."""
+        """Copy updated master weights into the half model."""
         if self._pairs:
             torch._foreach_copy_([p for p, _ in self._pairs], [m for _, m in self._pairs])
 
     def update(self, is_bad: Tensor) -> None:
-        """Adapts the loss scale after a step."""
+        """Adapt the loss scale after a step; `is_bad` is nonzero if a gradient was not finite."""
         if self.scaler is not None:
             self.scaler.update(is_bad.float())
 
     def state_dict(self) -> dict[str, Any]:
-        """Scale and master weights; empty in fp32 and bf16."""
+        """Return scale and master weights; empty in fp32 and bf16."""
         state: dict[str, Any] = {}
         if self.scaler is not None:
             state["scaler"] = self.scaler.state_dict()
@@ -147,7 +147,7 @@ class Precision:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` gave."""
+        """Load what `state_dict` returned."""
         if self.scaler is not None and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
         if self._pairs and "masters" in state:

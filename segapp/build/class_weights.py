@@ -18,10 +18,10 @@ RULES = ("inverse", "enet", "median-frequency")
 
 
 def class_weights(rule: str, frequencies: ClassFrequencies) -> list[float]:
-    """One weight a class; 0 for a class that never occurs.
+    """Return one weight per class; 0 for a class that never occurs.
 
     Args:
-        rule: `inverse`: 1 / share of pixels, scaled to mean 1 over the classes that occur; `enet`: 1 / ln(1.02 + share)
+        rule: `inverse`: 1 / share of pixels, scaled to mean 1 over the present classes; `enet`: 1 / ln(1.02 + share)
             (Paszke et al., ENet, 2016); `median-frequency`: median frequency / frequency, a class's frequency being its
             share of the pixels of the images that contain it (Eigen & Fergus, 2015).
         frequencies: counts of the training masks.
@@ -51,13 +51,13 @@ def class_weights(rule: str, frequencies: ClassFrequencies) -> list[float]:
 def cached_frequencies(
     masks: Sequence[Path], key: str, count: Callable[[], ClassFrequencies], folder: Path | None = None
 ) -> ClassFrequencies:
-    """The frequencies of a set of masks, counted at the first call and read from the user's cache later.
+    """Return the frequencies of a set of masks, counted once and then read from the user's cache.
 
     Args:
-        masks: the mask files; a change of any name, size or time counts anew.
-        key: whatever else the count depends on (label map, number of classes).
-        count: counts them.
-        folder: where the cache lies; None: $XDG_CACHE_HOME/segapp.
+        masks: the mask files; they are counted again if any name, size or modification time changes.
+        key: everything else that the count depends on (label map, number of classes).
+        count: the function that counts them.
+        folder: folder of the cache; None: $XDG_CACHE_HOME/segapp.
     """
     if folder is None:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "segapp"
@@ -71,7 +71,7 @@ def cached_frequencies(
         arguments: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in kept.items()}
         return ClassFrequencies(**arguments)
     except (OSError, ValueError, AttributeError, TypeError):
-        pass  # not there, or not ours: count
+        pass  # no cache file, or an invalid one: count
     frequencies = count()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -79,5 +79,5 @@ def cached_frequencies(
         temporary.write_text(json.dumps(asdict(frequencies)))
         temporary.replace(path)
     except OSError:
-        pass  # a cache that cannot be written costs time, not the run
+        pass  # without a cache the next run counts again
     return frequencies

@@ -1,4 +1,4 @@
-"""From the `data` section to class schemes, file pairs and data sets."""
+"""Build class schemes, file pairs and data sets from the `data` section of the config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from segapp.errors import ConfigError
 
 
 def build_scheme(data: DataConfig) -> ClassScheme:
-    """Classes, colours and label map of a data section."""
+    """Return classes, colours and label map of a data section."""
     return class_scheme(
         data.format,
         classes=data.classes,
@@ -45,10 +45,10 @@ def build_pairs(data: DataConfig, split: str) -> tuple[ImagePair, ...]:
 
 
 def build_groups(data: DataConfig, scheme: ClassScheme) -> dict[str, tuple[int, ...]]:
-    """Name -> class ids of the groups that are scored too: those of the config, or the format's; empty without.
+    """Return name -> class ids of the groups to be scored: the config's, or else the format's.
 
     Raises:
-        ConfigError: a group names a class that there is not.
+        ConfigError: a group names an unknown class.
     """
     groups: Mapping[str, Sequence[str]] = data.groups or {}
     if data.groups is None and data.format == "cityscapes" and scheme.names == CITYSCAPES_NAMES:
@@ -64,15 +64,18 @@ def build_groups(data: DataConfig, scheme: ClassScheme) -> dict[str, tuple[int, 
 def build_dataset(
     data: DataConfig, scheme: ClassScheme, split: str, *, is_training: bool, seed: int, most: int | None = None
 ) -> SegmentationDataset:
-    """The images and masks of one split, cheaply checked, with the training or the evaluation transform.
+    """Return the data set of a split, its headers checked, with the training or the evaluation transform.
 
     Args:
-        data: where they are, and how they are read.
-        scheme: of the classes.
-        split: its name.
-        is_training: with the training transform.
+        data: the section.
+        scheme: the classes.
+        split: name of the split.
+        is_training: use the training transform.
         seed: of the augmentation.
-        most: only so many, spread over the split; None: all.
+        most: largest number of images, spread over the split; None: all.
+
+    Raises:
+        DataError: a file is missing or cannot be used.
     """
     pairs = build_pairs(data, split)
     if most is not None:
@@ -95,5 +98,5 @@ def build_dataset(
 
 
 def split_names(data: DataConfig) -> tuple[str, str]:
-    """Names of the training and the validation split."""
+    """Return the names of the training and the validation split."""
     return data.train_split or "train", data.val_split or "val"

@@ -1,4 +1,4 @@
-"""Which devices a training uses, in which mode, and why."""
+"""Choose the devices and the parallel mode of a training from the `parallel` section of the config."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Mode = Literal["single", "dp", "ddp", "model"]
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """What `parallel.mode` and `parallel.devices` come to on this machine.
+    """Mode and devices of a training on this machine.
 
-    Args:
-        mode: how the devices work together.
-        devices: the devices; in ddp one a rank of this machine.
-        reason: a sentence for the person who starts the run.
+    Attributes:
+        mode: the parallel mode.
+        devices: the devices; in ddp one per rank of this machine.
+        reason: a sentence for the user why these devices were chosen.
     """
 
     mode: Mode
@@ -32,10 +32,10 @@ class DevicePlan:
 
 
 def plan_devices(section: ParallelConfig) -> DevicePlan:
-    """Decides mode and devices.
+    """Return mode and devices of a `parallel` section.
 
     Raises:
-        ConfigError: a device is not here, or there are too few for the mode.
+        ConfigError: a device does not exist, or there are too few for the mode.
     """
     devices, reason = choose_devices(section.devices)
     mode: Mode
@@ -48,22 +48,24 @@ def plan_devices(section: ParallelConfig) -> DevicePlan:
     if mode == "single":
         devices = devices[:1]
     if mode == "model" and len(devices) < 2:
-        raise ConfigError(f"parallel.mode = model needs two devices or more, here is {_names(devices)}: name them")
+        raise ConfigError(
+            f"parallel.mode = model needs two devices or more, found {_names(devices)}: list them in parallel.devices"
+        )
     return DevicePlan(mode, tuple(devices), reason)
 
 
-def choose_devices(wish: str | Sequence[int | str]) -> tuple[list[torch.device], str]:
-    """The devices of `parallel.devices`, and why.
+def choose_devices(requested: str | Sequence[int | str]) -> tuple[list[torch.device], str]:
+    """Return the devices of `parallel.devices`, and the reason for the choice.
 
     Raises:
-        ConfigError: one is not on this machine.
+        ConfigError: a device does not exist on this machine.
     """
-    if wish == "auto":
+    if requested == "auto":
         if not torch.cuda.is_available():
             return [torch.device("cpu")], "no CUDA device is visible: training on the CPU"
         indices, reason = order_by_free_memory(cuda_uuids(), query_gpus())
         return [torch.device("cuda", index) for index in indices], reason
-    named = [wish] if isinstance(wish, str) else list(wish)
+    named = [requested] if isinstance(requested, str) else list(requested)
     try:
         return list(resolve_devices(named)), "as parallel.devices says"
     except (ValueError, TypeError, RuntimeError) as error:

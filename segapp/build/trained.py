@@ -1,4 +1,4 @@
-"""A trained network out of a run, a checkpoint, or a file of bare weights."""
+"""Load a trained network from a run, a checkpoint, or a file of weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from segapp.run.folder import find_run
 from segapp.run.text import printable
 
 CONFIG_KEY = "config"
-"""Of a safetensors file's metadata: the complete config as JSON."""
+"""Key of the complete config, as JSON, in a safetensors file's metadata."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,15 @@ class TrainedState:
     """A network with the weights of a file.
 
     Attributes:
-        model: on the CPU in fp32; the weights' average where there is one.
-        config: what it was trained with, or is said to be.
+        model: on the CPU in fp32; the average of the weights if there is one.
+        config: the config of the training, or the given one.
         scheme: classes and colours.
         path: the file.
-        sha256: of its bytes.
-        epoch: epochs that it was trained for; 0 where the file does not say.
-        step: steps that it was trained for; 0 where the file does not say.
-        criterion: state of the criterion, with the class weights of the training; None where the file has none.
-        messages: what a person should be told.
+        sha256: sha256 of the file.
+        epoch: epochs of training; 0 if unknown.
+        step: steps of training; 0 if unknown.
+        criterion: state of the criterion, with the class weights of the training; None if the file has none.
+        messages: notes for the user.
     """
 
     model: SegmentationModel
@@ -58,12 +58,12 @@ class TrainedState:
 
 @dataclass(frozen=True)
 class TrainedModel(TrainedState):
-    """A trained network, ready to judge images.
+    """A trained network, ready for inference.
 
     Attributes:
         model: in evaluation mode, on `device`, in the precision of its training.
-        inference: how whole images are judged.
-        device: where.
+        inference: inference of whole images.
+        device: the model's device.
     """
 
     inference: Inference = field(kw_only=True)
@@ -71,12 +71,12 @@ class TrainedModel(TrainedState):
 
 
 def load_trained(target: str, config: str | None = None, *, slide: bool = False, tta: bool = False) -> TrainedModel:
-    """What `read_trained` gives, on its device.
+    """Return the network of `read_trained` on its device, with its inference; print its messages.
 
     Args:
         target: a run's name, its folder, a checkpoint, or a file of weights.
-        config: for bare weights, which network they are of.
-        slide: predict by sliding window.
+        config: config of bare weights: a path or a name.
+        slide: use a sliding window.
         tta: average over a flip and several scales.
     """
     trained = read_trained(target, config)
@@ -94,15 +94,15 @@ def load_trained(target: str, config: str | None = None, *, slide: bool = False,
 
 
 def read_trained(target: str, config: str | None = None) -> TrainedState:
-    """The model of a run (its best checkpoint, else the last), of a checkpoint, or of a file of bare weights.
+    """Return the network of a run (its best checkpoint, else the last), of a checkpoint, or of a file of weights.
 
     Args:
         target: a run's name, its folder, a checkpoint, or with `config` any file that `model.weights` takes. A
             safetensors file of `segapp export` holds its config.
-        config: says which network the weights are of: a path or a name.
+        config: config of bare weights: a path or a name.
 
     Raises:
-        CheckpointError: there is none, or it is of another program, config or model.
+        CheckpointError: the file is missing, or of another program, config or model.
         ConfigError: the config cannot be used.
     """
     if config is not None or Path(target).suffix.lower() == ".safetensors":
@@ -115,10 +115,12 @@ def read_trained(target: str, config: str | None = None) -> TrainedState:
     try:
         saved = validate_config(state["config"])
     except ConfigError as error:
-        raise CheckpointError(f"{checkpoint.path} holds a config that this version does not read: {error}") from None
+        raise CheckpointError(f"{checkpoint.path} holds a config that this version cannot read: {error}") from None
     scheme = build_scheme(saved.data)
     if list(scheme.names) != list(state["classes"]):
-        raise CheckpointError(f"{checkpoint.path} was trained on other classes than its config names: it was changed")
+        raise CheckpointError(
+            f"{checkpoint.path} was trained on other classes than its config names: restore the config or the checkpoint"
+        )
     model = build_network(saved.model, scheme.num_classes, with_weights=False)
     average = state.get("ema")
     try:
@@ -154,7 +156,7 @@ def _from_weights(path: Path, config: RunConfig) -> TrainedState:
     model = build_network(config.model, scheme.num_classes, with_weights=False)
     state = read_weights_file(path, "weights")
     keys = load_weights(model, state, str(path), "weights", model.backbone_prefix).keys
-    # Without statistics a BatchNorm judges by those of random weights; the auxiliary head is not asked.
+    # A BatchNorm without statistics would use those of the initialisation; the auxiliary head is not used.
     needed = [
         (name, reason)
         for name, reason in keys.missing.items()
@@ -170,10 +172,10 @@ def _from_weights(path: Path, config: RunConfig) -> TrainedState:
 
 
 def _config_of(path: Path) -> RunConfig:
-    """The config in the metadata of a safetensors file.
+    """Return the config in the metadata of a safetensors file.
 
     Raises:
-        CheckpointError: it holds none, or the file cannot be read.
+        CheckpointError: the file holds none or cannot be read.
     """
     text = read_metadata(path, "weights").get(CONFIG_KEY)
     if text is None:
@@ -185,5 +187,5 @@ def _config_of(path: Path) -> RunConfig:
         return validate_config(raw)
     except (ValueError, RecursionError, ConfigError) as error:
         raise CheckpointError(
-            f"{path} holds a config that this version does not read ({error}): give one with --config"
+            f"{path} holds a config that this version cannot read ({error}): give one with --config"
         ) from None

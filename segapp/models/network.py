@@ -69,8 +69,8 @@ class SegmentationModel(nn.Module):
         size_divisor: H and W must be multiples of it; 1: any size.
         min_size_px: smallest H and W.
         fixed_size_px: (H, W) if the backbone takes no other size, else None.
-        min_train_batch: smallest N in training mode; 2 if a BatchNorm follows a global pooling, which leaves one value per
-            image and channel.
+        min_train_batch: smallest N in training mode; 2 if a BatchNorm follows a global pooling, which leaves one value
+            per image and channel.
         logits_stride: input pixels per logit along each axis.
         load_reports: one report per loaded weights file, the backbone's first.
     """
