@@ -119,7 +119,7 @@ def read_trained(target: str, config: str | None = None) -> TrainedState:
     scheme = build_scheme(saved.data)
     if list(scheme.names) != list(state["classes"]):
         raise CheckpointError(
-            f"{checkpoint.path} was trained on other classes than its config names: restore the config or the checkpoint"
+            f"{checkpoint.path} was trained on other classes than its config names: restore the original file"
         )
     model = build_network(saved.model, scheme.num_classes, with_weights=False)
     average = state.get("ema")
