@@ -101,7 +101,7 @@ def test_many_batches_merged_equal_one_batch():
     for i, part in enumerate(parts):
         part.update(prediction[2 * i : 2 * i + 2], target[2 * i : 2 * i + 2])
     summed = ConfusionMatrix(5, ignore_index=5)
-    summed.counts.copy_(torch.stack([part.counts for part in parts]).sum(dim=0))  # what an all-reduce does
+    summed.counts.copy_(torch.stack([part.counts for part in parts]).sum(dim=0))  # the result of an all-reduce
     parts[0].merge(parts[1])
     parts[0].merge(parts[2])
     assert parts[0].scores() == whole.scores() == summed.scores()
@@ -216,7 +216,7 @@ def test_gpu_update_does_not_synchronise_and_reports_bad_ids():
 
 
 def official_scores(predictions: list[np.ndarray], targets: list[np.ndarray], folder: Path) -> dict:
-    """What the evaluation server's own code says about label ids written as PNGs."""
+    """Return the scores of the evaluation server's own code for label ids written as PNGs."""
     official = importlib.import_module("cityscapesscripts.evaluation.evalPixelLevelSemanticLabeling")
 
     files = []
@@ -242,7 +242,7 @@ def test_scores_match_the_official_cityscapes_evaluator(tmp_path, agreement, abs
     train_id = np.full(256, 255, dtype=np.uint8)
     train_id[classes] = [label.trainId for label in known if not label.ignoreInEval]
     in_target = [label.id for label in known if label.id not in absent]
-    predicted = [c for c in classes if c not in absent[1:]]  # absent[0] is predicted, and never right
+    predicted = [c for c in classes if c not in absent[1:]]  # absent[0] is predicted, but never correct
     confusion = ConfusionMatrix(19)
     predictions, targets = [], []
     for height, width in [(48, 64), (33, 57), (1, 128)]:

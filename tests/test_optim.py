@@ -1,4 +1,4 @@
-"""Learning rates, groups, the fused optimizer's skipped step, and the average of the weights."""
+"""Learning rates, parameter groups, skipped steps of the fused optimizers, and the weight average."""
 
 import math
 

@@ -72,7 +72,7 @@ def test_scaled_gradients_are_unscaled_before_the_step(name: str) -> None:
     images = torch.full((2, 4), 2.0**-6, dtype=precision.input_dtype)
     with precision.autocast():
         output = model(images)
-    # A gradient of 1 at the output would be 2**16 after scaling: beyond half precision, as a mean over pixels never is.
+    # A gradient of 1 at the output would be 2**16 after scaling and overflow; a mean over pixels has smaller ones.
     precision.scale(output.float().sum() / 16).backward()
     precision.gradients_to_master()
     gradients = [m.grad for m in masters]

@@ -1,4 +1,4 @@
-"""Class weights by hand-worked cases, and the cache that notices a changed mask."""
+"""Class weights against values computed by hand, and the invalidation of their cache."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def scheme() -> ClassScheme:
 
 @pytest.fixture
 def write_pairs(tmp_path: Path) -> Callable[..., tuple[ImagePair, ...]]:
-    """Writes drawn pairs of the given sizes and returns them."""
+    """Write drawn pairs of the given sizes and return them."""
 
     def write(sizes: list[tuple[int, int]], folder: str = "set") -> tuple[ImagePair, ...]:
         place = tmp_path / folder

@@ -1,4 +1,4 @@
-"""The training transform: what the seed decides, held against plain OpenCV calls and hand-worked numbers."""
+"""The training transform against plain OpenCV calls and values computed by hand."""
 
 import os
 import pickle
@@ -27,7 +27,7 @@ PLAIN = {"scale": (1.0, 1.0), "hflip": 0.0, "photometric": False, "cat_max_ratio
 
 
 def coordinates(height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """An image whose red and green are column and row, and a mask that holds 128 * row + column."""
+    """Return an image with red = column and green = row, and a mask of 128 * row + column."""
     y, x = np.mgrid[:height, :width]
     image = np.stack([x, y, np.zeros_like(x)], -1).astype(np.uint8)
     return image, (y * 128 + x).astype(np.int16)
@@ -286,7 +286,7 @@ def test_augmentation_uses_no_global_generator() -> None:
 
 
 def test_augmentation_steps_draw_independently() -> None:
-    """albumentations gives every step of a Compose one stream, which ties the scale to the brightness."""
+    """albumentations gives all steps of a Compose one random stream, which would correlate scale and brightness."""
     image, mask = coordinates(120, 126)
     transform = TrainTransform((30, 30), ignore_index=-1, cat_max_ratio=1.0)
     drawn = []
@@ -298,7 +298,7 @@ def test_augmentation_steps_draw_independently() -> None:
     assert np.abs(correlation[np.triu_indices(3, 1)]).max() < 0.15
 
 
-# --- one door
+# --- imports
 
 
 def sources() -> Iterator[tuple[str, str]]:

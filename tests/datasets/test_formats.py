@@ -1,4 +1,4 @@
-"""Layouts on disk -> pairs, and file ids -> train ids, held against the publishers' own tables where there are any."""
+"""Pairs of layouts on disk, and train ids of file ids against the publishers' tables."""
 
 import os
 import pickle

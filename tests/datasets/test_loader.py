@@ -1,4 +1,4 @@
-"""Order, seeds and shares; the same batches for any number of workers and after any interruption."""
+"""Order, seeds and shares; equal batches for any number of workers and after any interruption."""
 
 import hashlib
 import os
@@ -59,7 +59,7 @@ def test_seed_and_epoch_change_the_order() -> None:
 
 
 def test_sample_seed_matches_stored_values() -> None:
-    """Numbers of the first release: a change would alter every run that is resumed."""
+    """Stored values: a change would alter every resumed run."""
     assert mix_seed("sample", 0, 1, 2) == 1682758051236030847
     assert mix_seed("order", 7, 3) == 6970498340325694984
 
@@ -139,7 +139,7 @@ def test_impossible_numbers_are_refused(dataset: SegmentationDataset) -> None:
         EvalLoader(dataset, batch_size=0)
 
 
-# --- the same batches whatever loads them
+# --- equal batches with and without workers
 
 
 @case("R10", how="0, 1 and 2 workers", passes="the same batches")
@@ -181,7 +181,7 @@ def test_abandoned_epoch_does_not_change_the_next(workers: int, dataset: Segment
     with pytest.raises(RuntimeError, match="a later one started"):
         next(abandoned)
     loader.close()
-    assert [digest(batch) for batch in loader.epoch(1)] == expected  # closing is not for ever
+    assert [digest(batch) for batch in loader.epoch(1)] == expected  # a closed loader can be used again
     loader.close()
 
 
@@ -206,7 +206,7 @@ def test_loader_uses_no_global_generator(workers: int, dataset: SegmentationData
 
 @case("R10", how="every sample of two epochs", passes="no two crops alike")
 def test_every_sample_is_augmented_differently_in_every_epoch(write_pairs: WritePairs, scheme: ClassScheme) -> None:
-    """Workers that share one stream of augmentations, or repeat it each epoch, are a known fault elsewhere."""
+    """Other loaders repeat one stream of augmentations in every worker, or in every epoch."""
     (pair,) = write_pairs([(60, 60)])
     dataset = SegmentationDataset([pair] * 12, scheme, TrainTransform(CROP))
     loader = TrainLoader(dataset, 4, options=LoadOptions(2))
@@ -225,7 +225,7 @@ def test_sample_is_a_function_of_seed_epoch_and_index(dataset: SegmentationDatas
     assert not torch.equal(dataset[0, 3].image, dataset[1, 3].image)
 
 
-# --- what a batch holds
+# --- contents of a batch
 
 
 def test_batches_are_uint8_and_contiguous(dataset: SegmentationDataset) -> None:

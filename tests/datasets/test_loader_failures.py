@@ -1,4 +1,4 @@
-"""Whatever goes wrong while data are loaded arrives as one error that names the file, and never as a hang."""
+"""Every failure while data are loaded is raised as one error that names the file; none hangs."""
 
 import contextlib
 import os
@@ -26,7 +26,7 @@ WritePairs = Callable[..., tuple[ImagePair, ...]]
 
 
 class Misbehaving:
-    """A transform that does something to one kind of image, recognised by its width."""
+    """A transform that calls a function for images of one width."""
 
     crop_px = (8, 8)
 
@@ -46,7 +46,7 @@ def misbehave(write_pairs: WritePairs, scheme: ClassScheme) -> Callable[[Callabl
 
 
 def consume(dataset: SegmentationDataset, workers: int, **options: Any) -> Exception:
-    """The error that ends an epoch; the workers are gone afterwards."""
+    """Return the error that ends an epoch, and check that no worker is left."""
     loader = TrainLoader(dataset, 2, options=LoadOptions(workers, **options))
     with pytest.raises((DataError, WorkerError)) as error:
         list(loader.epoch(0))
@@ -55,7 +55,7 @@ def consume(dataset: SegmentationDataset, workers: int, **options: Any) -> Excep
 
 
 def children() -> set[str]:
-    """Process ids of this process's children, those that wait to be waited for among them."""
+    """Return the process ids of this process's children, zombies included."""
     found: set[str] = set()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # the thread has ended
@@ -74,7 +74,7 @@ def _remember_children() -> None:
 
 
 def assert_no_children() -> None:
-    """No worker process is left."""
+    """Check that no worker process is left."""
     deadline = time.monotonic() + 3
     while time.monotonic() < deadline:
         if children() <= BEFORE:
@@ -85,7 +85,7 @@ def assert_no_children() -> None:
 
 def raise_local_error() -> None:
     class LocalError(Exception):
-        """Cannot be pickled: no module knows it."""
+        """A local class, which cannot be pickled."""
 
         def __init__(self, one: int, two: int) -> None:
             super().__init__("local")
@@ -227,7 +227,7 @@ def test_workers_ignore_ctrl_c_and_end_on_sigterm(misbehave: Callable[..., Segme
         if (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) != wanted:
             raise ValueError("wrong handlers")
 
-    before = signal.signal(signal.SIGTERM, lambda *_: None)  # what a trainer installs must not reach the workers
+    before = signal.signal(signal.SIGTERM, lambda *_: None)  # handlers of the trainer must not be inherited by workers
     try:
         loader = TrainLoader(misbehave(note), 2, options=LoadOptions(2))
         assert len(list(loader.epoch(0))) == 4
@@ -237,7 +237,7 @@ def test_workers_ignore_ctrl_c_and_end_on_sigterm(misbehave: Callable[..., Segme
 
 
 def test_dying_worker_raises_only_in_the_loader(misbehave: Callable[..., SegmentationDataset]) -> None:
-    """torch's own SIGCHLD handler raises wherever the main thread is: in the middle of a checkpoint, for example."""
+    """torch's SIGCHLD handler raises in the main thread, even while a checkpoint is written."""
     before = signal.getsignal(signal.SIGCHLD)
     dataset = misbehave(lambda: os.kill(os.getpid(), signal.SIGKILL))
     seed = next(seed for seed in range(99) if sample_order(8, seed, 0).index(3) in {4, 5})

@@ -1,4 +1,4 @@
-"""Decoding held against Pillow, OpenCV and hand-made pixels; damage and wrong ids are named."""
+"""Decoding against Pillow, OpenCV and pixels written by hand; errors for damage and wrong ids."""
 
 import os
 import struct
@@ -166,7 +166,7 @@ def test_flipped_bit_in_mask_never_gives_wrong_labels(
         result = read_mask(path, class_scheme("folder", classes=names(5))) if is_mask else read_image(path)
     except DataError:
         return
-    np.testing.assert_array_equal(result, pixels)  # only bits that do not matter may go unnoticed
+    np.testing.assert_array_equal(result, pixels)  # only flips of insignificant bits may be accepted
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_transient_storage_error_is_retried(tmp_path: Path, monkeypatch: pytest.
 
 
 def png_of(width: int, height: int) -> bytes:
-    """A PNG whose header promises the size."""
+    """Return a PNG with this size in its header."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -271,7 +271,7 @@ def test_every_png_depth_keeps_the_ids(bits: int, color_type: int, tmp_path: Pat
 
 
 def packed_png(ids: np.ndarray, bits: int, color_type: int) -> bytes:
-    """A PNG written by hand, so that no library's idea of low depths is in the way."""
+    """Return a PNG encoded by hand, because libraries differ in low bit depths."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -443,7 +443,7 @@ def test_mask_follows_the_exif_rotation_of_its_image(scheme: ClassScheme, tmp_pa
     np.testing.assert_array_equal(read_mask(save(ids, tmp_path / "a.png", exif=exif), scheme), np.rot90(ids, -1))
 
 
-# --- the cheap check
+# --- the check of headers
 
 
 def test_check_pairs_returns_upright_sizes(write_pairs: Callable[..., tuple[ImagePair, ...]]) -> None:

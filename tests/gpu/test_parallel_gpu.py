@@ -1,4 +1,4 @@
-"""The engine's exactness on real devices: three replicas on one GPU, and on several where there are several."""
+"""Exactness of the parallel engine on GPUs: three replicas on one GPU, and on several if there are several."""
 
 import copy
 import os

@@ -1,4 +1,4 @@
-"""Any division of a step gives the whole step's loss and gradient, for every criterion."""
+"""Every criterion gives the whole step's loss and gradient for any split of the step."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""OHEM, Dice, focal and Lovász against independent forms and values by hand."""
+"""OHEM, Dice, focal and Lovász against independent implementations and values computed by hand."""
 
 import math
 
@@ -19,7 +19,7 @@ def pixel_losses(logits, target):
 
 
 def field_ohem(logits, target, threshold, min_kept):
-    """The sorted form: HRNet's and mmsegmentation's rule."""
+    """OHEM by sorting, as in HRNet and mmsegmentation."""
     losses = pixel_losses(logits, target)
     probability = torch.exp(-losses)
     ordered = probability.sort().values

@@ -1,4 +1,4 @@
-"""upsample_cross_entropy on bands: as an operator, under autograd's harder demands, and at the edges."""
+"""upsample_cross_entropy on bands: as an operator, under autograd and transforms, and in edge cases."""
 
 import pytest
 import torch

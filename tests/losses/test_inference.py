@@ -79,7 +79,7 @@ def test_wrong_inputs_are_named():
 
 
 def tile_case():
-    """Two overlapping tiles of a 12 x 20 output, each with logits for a larger frame, and their naive mean."""
+    """Return two overlapping tiles of a 12 x 20 output, with logits of a larger frame, and their plain mean."""
     generator = torch.Generator().manual_seed(4)
     left, right = (torch.randn(2, 5, 4, 5, generator=generator, dtype=torch.float64) for _ in range(2))
     tiles = [Tile(left, 0, 0, (12, 14), (16, 15)), Tile(right, 0, 8, (12, 12), (16, 15), skip=3)]

@@ -17,7 +17,7 @@ SMALL_VIT = {
     "encoder": "tu-vit_tiny_patch16_224",
     "options": {"decoder_intermediate_channels": [16, 16, 16, 16], "decoder_fusion_channels": 16},
 }
-ENCODERS = {  # for the architectures that are tried in every run; all of them otherwise
+ENCODERS = {  # for the architectures tested in every run; all of them in the slow form
     "resnet18": ARCHITECTURES,
     "mobilenet_v2": ("PSPNet", "DeepLabV3Plus"),
     "mit_b0": ("Unet", "FPN", "DeepLabV3", "Segformer"),
@@ -47,7 +47,7 @@ def build_small(name, encoder="resnet18", num_classes=5, **options):
 
 
 def original_with_weights_of(model, **options):
-    """The library's own network, whole, holding the same weights."""
+    """Return the library's own network with the same weights."""
     torch.manual_seed(99)
     if model.name == "DPT":
         options = {"dynamic_img_size": True, **SMALL_VIT["options"]}
@@ -150,7 +150,7 @@ def test_unused_encoder_stages_are_not_built():
 
 
 def test_unused_stages_require_no_gradient():
-    model = build_small("PSPNet", "mobilenet_v2")  # its loop over blocks goes on for one stage too many
+    model = build_small("PSPNet", "mobilenet_v2")  # its loop over blocks runs one stage too many
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     assert frozen
     assert all(name.startswith("encoder.features.") for name in frozen)

@@ -17,7 +17,7 @@ BACKBONE = "mobilenet_v3_small"
 
 @pytest.fixture(autouse=True)
 def no_look_at_the_network(monkeypatch):
-    """Saves the time to look for parts that never run; the networks here have none."""
+    """Skip the inspection; these networks have no unused parts."""
     monkeypatch.setattr("segapp.models.build.inspect_model", lambda model: None)
 
 
@@ -45,7 +45,7 @@ def assert_same_tensors(model, state, besides=()):
         assert value.equal(state[name]) != (name in besides), name
 
 
-# What is read
+# Files that can be read
 
 
 def wrapped(state, form):
@@ -115,7 +115,7 @@ def test_network_does_not_share_memory_with_the_file(tmp_path, state):
     assert_same_tensors(second, state)
 
 
-# What does not fit
+# Tensors that do not fit
 
 
 def test_head_of_other_classes_stays_initialised_and_is_named(tmp_path, state):

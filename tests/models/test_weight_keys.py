@@ -1,4 +1,4 @@
-"""Weights of other libraries: made with their real models, found again tensor for tensor, with equal outputs."""
+"""Weights of other libraries, from their real models: every tensor is mapped, and outputs are equal."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ IMAGES = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture(autouse=True)
 def no_look_at_the_network(monkeypatch):
-    """Saves the time to look for parts that never run."""
+    """Skip the inspection; these networks have no unused parts."""
     monkeypatch.setattr("segapp.models.build.inspect_model", lambda model: None)
 
 
 def lively(network: nn.Module) -> nn.Module:
-    """With BatchNorm statistics that are not those of a new network."""
+    """Set BatchNorm statistics to other values than those of a new network."""
     with torch.random.fork_rng():
         torch.manual_seed(7)
         for name, buffer in network.named_buffers():
@@ -60,7 +60,7 @@ def loaded(library, name, state, tmp_path, num_classes=5, key="weights", **kwarg
 
 @torch.no_grad()
 def assert_same_features(backbone: nn.Module, original: nn.Module) -> None:
-    """The backbone's last feature map is that of the original classification network."""
+    """Check that the backbone's last feature map is that of the original classification network."""
     found = backbone(IMAGES)
     last = found[-1] if isinstance(found, (list, tuple)) else list(found.values())[-1]
     nodes = {"layer4": "last"}
@@ -69,7 +69,7 @@ def assert_same_features(backbone: nn.Module, original: nn.Module) -> None:
 
 
 def in_mmseg(name: str) -> str:
-    """torchvision's FCN in the names of mmsegmentation: FCNHead with num_convs=1, concat_input=False (its docs)."""
+    """Return torchvision's FCN with mmsegmentation's names: FCNHead with num_convs=1, concat_input=False (its docs)."""
     for ours, theirs in (("classifier.", "decode_head."), ("aux_classifier.", "auxiliary_head.")):
         if name.startswith(ours):
             part = name.removeprefix(ours)
@@ -188,7 +188,7 @@ def test_mmseg_deep_stem_loads_only_into_timm_resnet50c(tmp_path):
             loaded("torchvision", "fcn_resnet50", state, tmp_path)
 
 
-# Refusals
+# Errors
 
 
 def test_deeper_backbone_holding_all_names_is_refused(tmp_path):
@@ -217,7 +217,7 @@ def test_network_of_other_names_is_refused_with_the_nearest(tmp_path):
         loaded("torchvision", "lraspp", state, tmp_path, encoder="mobilenet_v3_small")
 
 
-# The pure function
+# map_keys
 
 NAMES = st.text("ab.01", min_size=1, max_size=8)
 SHAPES = st.dictionaries(NAMES, st.tuples(st.integers(1, 3), st.integers(1, 2)), max_size=12)

@@ -6,7 +6,7 @@ from segapp.parallel import batchnorm_single_value_problem, check_batchnorm, con
 
 
 class Pooled(nn.Module):
-    """Image-wide pooling behind a convolution, as in DeepLab's ASPP."""
+    """Global pooling after a convolution, as in DeepLab's ASPP."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The wrappers behave as the single model does: state, copies, hooks, tied and constrained weights, odd inputs."""
+"""The wrappers behave as the bare model: state, copies, hooks, tied and constrained weights, unusual inputs."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""Loss, gradients and state of one device, whatever the split; the mean of means is the contrast that fails."""
+"""Loss, gradients and state equal those of one device at any split; the mean of means does not."""
 
 import copy
 import math

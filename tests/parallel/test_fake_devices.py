@@ -1,4 +1,4 @@
-"""Mixed-up devices, which several logical CPU devices cannot show, are caught without a GPU."""
+"""Mixed devices, which logical CPU devices cannot show, raise errors on fake devices without a GPU."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Penalties and their second-order gradients equal those of one device; the published exchange is the contrast."""
+"""Penalties and their second-order gradients equal those of one device; the published exchange does not."""
 
 import copy
 
@@ -21,7 +21,7 @@ def samples():
 
 
 def by_hand(critic, kind, real, fake, alpha, noise):
-    """The three formulas once more, written for one device."""
+    """The three formulas, implemented again for one device."""
     if kind == "dragan":
         x = real + 0.5 * real.std() * noise
     else:
@@ -52,7 +52,7 @@ def test_penalties_match_their_formulas_at_every_split(kind, samples):
 
 
 class PublishedSum(torch.autograd.Function):
-    """Summation over replicas whose backward works on .data, as published: the second derivative is cut off."""
+    """Sum over replicas whose backward uses .data, as published, which cuts off the second derivative."""
 
     @staticmethod
     def forward(ctx, num_tensors, *tensors):

@@ -1,4 +1,4 @@
-"""The same exactness over gloo processes, started as a user starts them, and what goes wrong at the start."""
+"""Exactness over gloo processes started with torchrun, and errors at the start."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A replica that fails or stays away frees the others, and its error says where."""
+"""A replica that fails or is missing stops the others; the error names it."""
 
 import contextlib
 import pickle
@@ -26,7 +26,7 @@ MODES = ["threads", "lockstep"]
 
 
 class Layers(nn.Module):
-    """Five synchronised layers; `plan` = (replica, layer, what) makes one replica misbehave."""
+    """Five synchronised layers; `plan` = (replica, layer, action) makes one replica fail."""
 
     def __init__(self, jitter_s: float = 0.0) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ def test_memory_of_a_failed_step_is_released():
 
 @pytest.fixture
 def heard_interrupts():
-    """A shell starts a background job with SIGINT ignored; tests may run as one."""
+    """Restore SIGINT, which a shell ignores in background jobs; tests may run as one."""
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, previous)

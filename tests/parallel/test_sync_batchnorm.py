@@ -1,4 +1,4 @@
-"""Synchronised BatchNorm equals torch's BatchNorm on the whole batch, and costs backward no more memory."""
+"""SyncBatchNorm equals torch's BatchNorm on the whole batch and saves no more for backward."""
 
 import copy
 
@@ -129,7 +129,7 @@ def test_chan_merge_of_parts_equals_the_whole():
 
 
 def saved_bytes(layer, x, num_devices):
-    """Bytes handed over for backward, twice if handed over twice, for every chunk."""
+    """Return the bytes saved for backward, repeated ones included, for every chunk."""
     total = []
     model = DataParallelModel(layer, ["cpu"] * num_devices)
     with torch.autograd.graph.saved_tensors_hooks(
@@ -145,7 +145,7 @@ def test_sync_batchnorm_saves_no_more_than_batchnorm(dtype):
     plain, layer = nn.BatchNorm2d(16), SyncBatchNorm(16)
     assert saved_bytes(layer, x, 1) <= saved_bytes(plain, x, 1)
     limit = saved_bytes(plain, x, 3)
-    # The layer's vectors are exchanged and so kept a few times more; of the activations there is one copy.
+    # The layer's vectors are exchanged, so there are a few copies of them; of the activations there is one.
     vectors = 3 * 10 * (2 * 16 + 1) * 8
     assert saved_bytes(layer, x, 3) <= limit + vectors
     assert vectors < 0.05 * limit
@@ -228,7 +228,7 @@ def test_conversion_keeps_keys_and_hooks_and_is_reversible():
 
 
 class BatchNormAct(nn.BatchNorm2d):
-    """As in timm: drops and activates behind the normalisation."""
+    """BatchNorm with dropout and activation, as in timm."""
 
     def __init__(self, num_features):
         super().__init__(num_features)

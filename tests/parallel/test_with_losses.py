@@ -1,4 +1,4 @@
-"""The project's own criteria at work in the engine: low-resolution logits, auxiliary heads, class weights."""
+"""segapp.losses in the parallel engine: low-resolution logits, auxiliary heads, class weights."""
 
 import copy
 
@@ -38,6 +38,6 @@ def test_parallel_loss_equals_criterion_on_the_whole_batch(gpu0_bsz):
         net = convert_sync_batchnorm(copy.deepcopy(start))
         loss = DataParallelCriterion(criterion, device_ids=None)(wrap(net)(images), target)
         loss.backward()
-        # The criterion sums in float32 or better by its own rule, so its chunks differ in rounding only.
+        # The criterion sums in float32 or better, so chunks differ in rounding only.
         assert relative_error([loss.detach()], [expected.detach()]) <= 1e-12
         assert relative_error(grads_of(net), grads_of(truth)) <= 1e-10

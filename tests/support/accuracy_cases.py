@@ -1,4 +1,4 @@
-"""The accuracy campaign: every way of computing the loss against interpolate + cross-entropy in float64."""
+"""Accuracy of every implementation of the loss against interpolate + cross-entropy in float64."""
 
 import itertools
 import random
@@ -29,7 +29,7 @@ WAYS = ["bands", "small bands", "cells"]
 
 
 def all_cases():
-    """2560 cases: way, shape, align_corners, dtype, weighted, smoothing, which pixels are ignored."""
+    """Yield 2560 cases: implementation, shape, align_corners, dtype, weighted, smoothing, ignored pixels."""
     options = itertools.product(SHAPES, [True, False], DTYPES, [False, True], [0.0, 0.1], IGNORED)
     cases = [(("bands", "cells")[k % 2], *case) for k, case in enumerate(options)]
     return cases + [("small bands" if case[0] == "cells" else "cells", *case[1:]) for case in cases]
@@ -47,7 +47,7 @@ def compute(way, logits, target, weight, options):
 
 
 def errors_of(way, shape, align_corners, dtype, weighted, smoothing, ignored, seed=0):
-    """Relative errors of loss and gradient (as it reaches the logits: in their dtype)."""
+    """Return the relative errors of the loss and of the gradient in the logits' dtype."""
     N, C, h, w, H, W = shape
     generator = torch.Generator().manual_seed(seed)
     logits = (3 * torch.randn(N, C, h, w, dtype=torch.float64, generator=generator)).to(dtype)

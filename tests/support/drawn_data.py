@@ -6,7 +6,7 @@ NUM_CLASSES = 5
 
 
 def draw_image(seed: int, height: int, width: int) -> np.ndarray:
-    """Smooth colours with some texture, uint8 (H, W, 3)."""
+    """Return an image of smooth colours with some texture, uint8 (H, W, 3)."""
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[:height, :width]
     waves = [np.sin(x / rng.uniform(3, 9) + rng.uniform(0, 6)) + np.cos(y / rng.uniform(3, 9)) for _ in range(3)]
@@ -14,7 +14,7 @@ def draw_image(seed: int, height: int, width: int) -> np.ndarray:
 
 
 def draw_mask(seed: int, height: int, width: int, num_classes: int = NUM_CLASSES) -> np.ndarray:
-    """Rectangles of classes and a few ignored pixels, uint8 (H, W)."""
+    """Return a mask of rectangles of classes and a few ignored pixels, uint8 (H, W)."""
     rng = np.random.default_rng(seed)
     mask = np.full((height, width), rng.integers(num_classes), np.uint8)
     for _ in range(6):

@@ -1,7 +1,7 @@
-"""One training step of the engine on three fake devices, which unlike several CPUs refuse to be mixed.
+"""One training step of the engine on three fake devices; unlike logical CPUs, mixing them is an error.
 
-A fake tensor has a device but no values; the backend is torch's PrivateUse1 in Python. The change is for the whole
-process and for good, so this runs in one of its own. Prints JSON: "step", and for every seeded bug what torch said.
+A fake tensor has a device but no values; the backend is torch's PrivateUse1 in Python. The backend cannot
+be unregistered, so this runs in a process of its own. Prints JSON: "step", and torch's error for every seeded bug.
 """
 
 import json
@@ -23,7 +23,7 @@ from tests.support.parallel_cases import PlainCE, SmallNet
 
 
 def rebuild_on(module: nn.Module, device: str) -> nn.Module:
-    """Module.to cannot swap data into fake tensors; new parameters can be made where they belong."""
+    """Move a module by new parameters, because Module.to cannot swap data into fake tensors."""
     new: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for key, parameter in part._parameters.items():
@@ -51,7 +51,7 @@ def full_step(gpu0_bsz: int | None) -> list[str]:
 
 
 def other_roads() -> None:
-    """Penalties through replicas, and a model in stages."""
+    """Run penalties through replicas, and a model in stages."""
     critic = rebuild_on(convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))), "fake:0")
     model = DataParallelModel(critic, ["fake:0", "fake:1"])
     samples = torch.empty(4, 3, 8, 8, device="fake:0")

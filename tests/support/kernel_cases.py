@@ -1,4 +1,4 @@
-"""Run as a script under TRITON_INTERPRET=1: the CUDA kernels, interpreted on the CPU, against float64."""
+"""The CUDA kernels, interpreted on the CPU, against float64: a script for TRITON_INTERPRET=1."""
 
 import itertools
 import sys

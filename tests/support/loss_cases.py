@@ -1,4 +1,4 @@
-"""Drawn logits and targets that the loss tests share."""
+"""Random logits and targets of the loss tests."""
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ def draw(
     sigma: float = 2.0,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Logits (N, C, h, w) and a target (N, H, W); `ignored` is a share of pixels, one for all images or one each."""
+    """Return logits (N, C, h, w) and a target (N, H, W); `ignored` is the share of ignored pixels, or one per image."""
     generator = torch.Generator().manual_seed(seed)
     logits = sigma * torch.randn(num_images, num_classes, *low, dtype=torch.float64, generator=generator)
     target = torch.randint(0, num_classes, (num_images, *high), generator=generator)
@@ -42,7 +42,7 @@ def class_weight(num_classes: int = CLASSES) -> Tensor:
 
 
 def criteria() -> dict[str, AdditiveCriterion]:
-    """One criterion of each kind and a sum, with options that leave no branch idle."""
+    """Return one criterion of each kind and a sum, with options that cover every branch."""
     weight = class_weight()
     return {
         "ce": CriterionCE(),
@@ -60,6 +60,6 @@ def criteria() -> dict[str, AdditiveCriterion]:
 
 
 def relative_error(value: Tensor, truth: Tensor) -> float:
-    """Largest difference over the truth's largest entry (1 where that is 0)."""
+    """Return the largest difference relative to the largest true entry (to 1 if that is 0)."""
     scale = truth.abs().max().double()
     return float((value.double() - truth.double()).abs().max() / (scale if scale > 0 else 1.0))

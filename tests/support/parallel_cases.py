@@ -1,4 +1,4 @@
-"""What the tests of the parallel engine share: a small network, a plain criterion, batches, and distances."""
+"""Shared parts of the parallel tests: a small network, a plain criterion, batches, relative errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_CLASSES = 4
 
 
 class SmallNet(nn.Module):
-    """BatchNorm behind strided, dilated and residual convolutions, a weight used twice, (logits, auxiliary logits)."""
+    """Network with strided, dilated and residual convolutions, BatchNorm, a shared weight and auxiliary logits."""
 
     def __init__(self, width: int = 4, has_aux: bool = True) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class SmallNet(nn.Module):
 
 
 class Critic(nn.Module):
-    """No bias before BatchNorm, whose exactly-zero gradient would make relative errors meaningless."""
+    """Remove biases before BatchNorm: their gradient is exactly 0, and relative errors have no meaning."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,9 +90,9 @@ class PlainCE:
 def make_batch(
     num_samples: int, size: int = 11, dtype: torch.dtype = torch.float64, seed: int = 0, ignored: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Images whose statistics differ from sample to sample; from sample to sample more of the target is ignored.
+    """Return images whose statistics, and a target whose ignored share, differ between samples.
 
-    `ignored` is the part of the last sample; above 1 every pixel of the batch is.
+    `ignored` is the share of the last sample; above 1 every pixel of the batch is ignored.
     """
     generator = torch.Generator().manual_seed(seed)
     scale = torch.arange(1, num_samples + 1, dtype=torch.float64).view(-1, 1, 1, 1)
@@ -151,9 +151,9 @@ def grads_of(module: nn.Module) -> list[Tensor | None]:
 
 
 def relative_error(values: Iterable[Tensor | None], truths: Iterable[Tensor | None]) -> float:
-    """The largest difference of a tensor, in units of the true tensor's largest entry; infinite for what is not finite.
+    """Return the largest difference relative to the largest true entry; infinite for non-finite values.
 
-    None must meet None.
+    Both must be None or neither.
     """
     worst = 0.0
     for value, truth in zip(values, truths, strict=True):
@@ -169,5 +169,5 @@ def relative_error(values: Iterable[Tensor | None], truths: Iterable[Tensor | No
 
 
 def state_error(module: nn.Module, truth: nn.Module) -> float:
-    """`relative_error` of the buffers."""
+    """Return the `relative_error` of the buffers."""
     return relative_error(module.buffers(), truth.buffers())

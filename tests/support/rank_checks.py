@@ -1,4 +1,4 @@
-"""What one rank does in test_ranks.py: every check compares with one device and rank 0 writes the figures as JSON."""
+"""Program of a rank in test_ranks.py: each check compares with one device; rank 0 writes the results as JSON."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SPLITS = {2: [[3, 4], [1, 6], [6, 1], [7, 0]], 3: [[2, 2, 3], [1, 5, 1], [1, 1, 
 
 
 def worst(*values: float) -> list[float]:
-    """The largest of each value over all ranks; a NaN counts as infinite."""
+    """Return the largest of each value over all ranks; NaN counts as infinite."""
     row = torch.tensor([float("inf") if value != value else value for value in values], dtype=torch.float64)
     dist.all_reduce(row, dist.ReduceOp.MAX)
     return row.tolist()
@@ -63,7 +63,7 @@ def exact_step(split: list[int], is_training: bool) -> list[float]:
     criterion = PlainCE(weight=torch.tensor([0.5, 1.0, 2.0, 0.1]), label_smoothing=0.1)
     expected = criterion(truth(images), target)
     expected.backward()
-    ddp = wrap_ddp(net)  # kept until after backward: its reducer dies with it
+    ddp = wrap_ddp(net)  # kept until after backward, because it owns the reducer
     outputs = ddp(part_of(images, split))
     loss = criterion.finalize(allreduce(*criterion.statistics(outputs, part_of(target, split))))
     loss.backward()
@@ -76,7 +76,7 @@ def exact_step(split: list[int], is_training: bool) -> list[float]:
 
 
 def mean_of_means(split: list[int]) -> list[float]:
-    """torch's usual DDP loss, as the contrast: errors of loss and gradients."""
+    """Return the errors of loss and gradients of torch's usual DDP loss, for comparison."""
     images, target = make_batch(7)
     torch.manual_seed(0)
     truth = SmallNet(has_aux=False).double().eval()
@@ -92,7 +92,7 @@ def mean_of_means(split: list[int]) -> list[float]:
 
 
 def accumulated_step(split: list[int]) -> list[float]:
-    """Micro-batches of one sample under no_sync: every one scaled by the whole step's weight."""
+    """Check micro-batches of one sample under no_sync, each scaled by the whole step's weight."""
     images, target = make_batch(7)
     torch.manual_seed(0)
     truth = SmallNet().double().eval()
@@ -111,7 +111,7 @@ def accumulated_step(split: list[int]) -> list[float]:
 
 
 def without_valid_pixels() -> list[float]:
-    """No valid pixel on the last rank, then on none."""
+    """Check a step without a valid pixel on the last rank, then on all ranks."""
     images, target = make_batch(6)
     split = list(plan_chunks(6, dist.get_world_size()))
     target[-split[-1] :] = IGNORE
@@ -134,7 +134,7 @@ def without_valid_pixels() -> list[float]:
 
 
 def penalty_step(kind: str, split: list[int], through_ddp: bool = False) -> list[float]:
-    """A critic's penalty alone, bare with our own reduction of gradients, or through DDP's reducer."""
+    """Check a critic's penalty, bare with `all_reduce_gradients`, or with DDP's reducer."""
     torch.manual_seed(2)
     shape = (7, 3, 16, 16)
     real, fake, noise = (torch.randn(shape).double() for _ in range(3))
@@ -156,7 +156,7 @@ def penalty_step(kind: str, split: list[int], through_ddp: bool = False) -> list
 
 
 def alone(function: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """As if this were the only rank."""
+    """Run as if this were the only rank."""
     import segapp.parallel.penalties as penalties
 
     before = penalties.has_other_ranks
@@ -168,7 +168,7 @@ def alone(function: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 
 def reduced_gradients() -> list[float]:
-    """A parameter used on rank 0 only, one used nowhere, one frozen, and half ones in their own bucket."""
+    """Check a parameter used on rank 0 only, an unused one, a frozen one, and half ones in their own bucket."""
     rank, size = dist.get_rank(), dist.get_world_size()
     everywhere, first, nowhere, half = (torch.nn.Parameter(torch.zeros(3)) for _ in range(4))
     half.data = half.data.half()

@@ -1,4 +1,4 @@
-"""The compiled loss: its program against float64, one compilation for a batch, and life without a compiler."""
+"""The compiled loss against float64, with one compilation per batch, and its fallback without a compiler."""
 
 import shutil
 

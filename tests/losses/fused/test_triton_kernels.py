@@ -41,7 +41,7 @@ def test_all_interpreted_kernels_match_reference():
 
 
 def resource_usage(num_classes, dtype, target_type, capability, tmp_path):
-    """(registers, stack bytes) of the loss kernel with every option on, from the compiled program."""
+    """Return (registers, stack bytes) of the compiled loss kernel with every option on."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
