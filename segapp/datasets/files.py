@@ -316,7 +316,9 @@ def check_mask_format(path: Path, image_format: str) -> None:
         DataError: The mask is a JPEG.
     """
     if image_format in {"JPEG", "MPO"}:
-        raise DataError(f"{shown(path)}: JPEG compression changes the ids of a mask: export the masks as PNG")
+        raise DataError(
+            f"{shown(path)}: a mask saved as JPEG has wrong ids (lossy compression): export the masks as PNG"
+        )
 
 
 def check_same_size(pair: ImagePair, image_px: tuple[int, ...], mask_px: tuple[int, ...]) -> None:

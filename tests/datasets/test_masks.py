@@ -416,9 +416,9 @@ def test_ids_beyond_sixteen_bits_are_refused(tmp_path: Path) -> None:
     ("mode", "suffix", "message"),
     [
         ("RGB", ".png", "RGB colours, not class ids: set data.rgb_masks"),
-        ("RGBA", ".png", "a RGBA picture"),
-        ("LA", ".png", "a LA picture"),
-        ("L", ".jpg", "JPEG compression changes the ids"),
+        ("RGBA", ".png", "RGBA colours, not class ids"),
+        ("LA", ".png", "LA colours, not class ids"),
+        ("L", ".jpg", "saved as JPEG has wrong ids"),
         ("F", ".tif", "numbers with fractions"),
     ],
 )
