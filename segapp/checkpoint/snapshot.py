@@ -1,4 +1,4 @@
-"""What a checkpoint may hold: tensors and plain values, copied at one instant."""
+"""Copies of a training state: nested tensors and plain values, and the states of the random generators."""
 
 import random
 import sys
@@ -15,17 +15,17 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 def snapshot(state: Any) -> Any:
-    """A deep copy on the CPU of nested dicts, lists and tuples of tensors and plain values.
+    """Return a deep copy on the CPU of nested dicts, lists and tuples of tensors and plain values.
 
-    The copy shares nothing with what it was taken from, so training may go on while it is written. A tensor that occurs
-    twice is copied once, so shared weights stay shared. Dicts come back as dicts (an `OrderedDict`, as `state_dict`
-    gives, stays one with its `_metadata`), tuples of any kind as tuples.
+    The copy shares no memory with the original, so training can continue while it is written. A tensor that occurs
+    twice is copied once, so shared weights stay shared. An `OrderedDict`, as `state_dict` returns it, keeps its type
+    and `_metadata`; other dicts become dicts, tuples of any kind tuples.
 
     Args:
         state: Tensors on any device, `str`, `int`, `float`, `bool`, `None`; dicts, lists and tuples of them.
 
     Raises:
-        TypeError: anything else; the message gives its place and type, for example a numpy number.
+        TypeError: the state has another type, for example a numpy number; the message has its place and type.
     """
     copies: dict[tuple[Any, ...], Tensor] = {}
 
@@ -39,23 +39,23 @@ def snapshot(state: Any) -> Any:
 
 
 def as_storable(state: Any) -> Any:
-    """A state in the form in which it is stored: copied containers, the same tensors, equal strings one object.
+    """Return a state in its stored form: copied containers, the same tensors, equal strings as one object.
 
-    Pickle writes an object that it has met a second time as a reference, so equal states have equal bytes only where
-    the identity of their strings is equal too.
+    Pickle writes the second occurrence of an object as a reference, so equal states have equal bytes only if the
+    identities of their strings are equal too.
 
     Raises:
-        TypeError: something else than tensors and plain values; the message gives its place and type.
+        TypeError: the state has other values than tensors and plain ones; the message has the place and type.
     """
     return _mapped(state, lambda tensor: tensor, "state")
 
 
 def find_non_finite(state: Any, name: str = "state") -> str | None:
-    """The place of the first tensor or number in a state that is NaN or infinite; None when all are finite.
+    """Return the place of the first NaN or infinity in a state; None if all numbers are finite.
 
     Args:
-        state: As `snapshot` takes it.
-        name: What to call its root in the answer.
+        state: As for `snapshot`.
+        name: Name of its root in the result.
     """
     for place, leaf in _leaves(state, name):
         if isinstance(leaf, Tensor):
@@ -67,13 +67,13 @@ def find_non_finite(state: Any, name: str = "state") -> str | None:
 
 
 def num_tensor_bytes(state: Any) -> int:
-    """How many bytes the tensors of a state take, shared ones counted once."""
+    """Return the bytes of the tensors of a state; shared tensors count once."""
     sizes = {_identity(leaf): leaf.nbytes for _, leaf in _leaves(state, "") if isinstance(leaf, Tensor)}
     return sum(sizes.values())
 
 
 def capture_rng() -> dict[str, Any]:
-    """The state of Python's, numpy's and torch's generators (every CUDA device's too), as plain values and tensors."""
+    """Return the states of the generators of Python, numpy, torch and every CUDA device as plain values and tensors."""
     version, numbers, gauss = random.getstate()
     legacy: Any = np.random.get_state(legacy=True)
     return {
@@ -85,10 +85,10 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Sets every generator to what `capture_rng` gave; CUDA devices that are not there any more are left out.
+    """Set every generator to a state of `capture_rng`; states of CUDA devices that do not exist are skipped.
 
     Raises:
-        ValueError: the state is not one of `capture_rng`'s.
+        ValueError: the state does not come from `capture_rng`.
     """
     try:
         version, numbers, gauss = state["python"]
@@ -100,7 +100,7 @@ def restore_rng(state: dict[str, Any]) -> None:
             for device, cuda_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
                 torch.cuda.set_rng_state(cuda_state, device)
     except (KeyError, TypeError, RuntimeError) as error:
-        raise ValueError(f"not the state of random generators: {error}") from error
+        raise ValueError(f"not a state of random generators: {error}") from error
 
 
 def _plain_tail(tail: Any) -> list[Any]:
@@ -109,7 +109,7 @@ def _plain_tail(tail: Any) -> list[Any]:
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
-    """Equal for two tensors that are the same numbers in memory."""
+    """Return a key that is equal for two tensors on the same memory with the same layout."""
     if tensor.layout is not torch.strided:
         return (id(tensor),)
     pointer = tensor.untyped_storage().data_ptr()
@@ -117,7 +117,7 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _mapped(value: Any, tensor: Callable[[Tensor], Tensor], place: str) -> Any:
-    """A copy of the containers, with every tensor replaced by `tensor` of it."""
+    """Return a copy of the containers with `tensor` applied to every tensor."""
     kind = type(value)
     if kind in _PLAIN:
         return sys.intern(value) if kind is str else value

@@ -1,8 +1,8 @@
-"""Training state to a checkpoint file and back; where the files lie and why none is lost: `segapp.run.checkpoints`.
+"""Saving and loading the training state; `segapp.run.checkpoints` has the layout of the files and the commit protocol.
 
-A checkpoint is what `torch.save` makes of a dict of tensors and plain values, so `torch.load(path, weights_only=True)`
-reads it anywhere. It has at least `model`, the bare state dict without a `module.` prefix, and `checkpoint`, which
-says what it is (format, step, epoch, position, metric, config_hash, torch_version), so that a copy elsewhere does too.
+A checkpoint is a dict of tensors and plain values written by `torch.save`, so `torch.load(path, weights_only=True)`
+reads it anywhere. It has at least `model`, the bare state dict without a `module.` prefix, and `checkpoint`, its facts
+(format, step, epoch, position, metric, config_hash, torch_version), which a copy of the file keeps.
 """
 
 import math
@@ -53,30 +53,30 @@ __all__ = [
 ]
 
 FINITE_PARTS = ("model", "ema", "optimizer", "distillation")
-"""The parts of a state in which a number that is not finite forbids the commit."""
+"""Parts of a state that must be finite for a commit."""
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """What `save_checkpoint` did."""
+    """Result of `save_checkpoint`."""
 
     path: Path
-    """`last.pt` in the folder; its bytes are also under every other name it got."""
+    """`last.pt` in the folder; its other names have the same bytes."""
     event_path: str
-    """Its most lasting name, relative to the run folder: for the `checkpoint` event."""
+    """The name that is kept longest, relative to the run folder, for the `checkpoint` event."""
     entry: CheckpointEntry
     is_best: bool
     save_s: float
     messages: tuple[str, ...]
-    """What went wrong after the commit: worth an alert, not an error."""
+    """Problems after the commit, reported as alerts."""
 
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What `load_checkpoint` found."""
+    """Result of `load_checkpoint`."""
 
     state: dict[str, Any]
-    """As it was saved, on the CPU."""
+    """The saved state, on the CPU."""
     path: Path
     step: int
     epoch: int
@@ -85,9 +85,9 @@ class LoadedCheckpoint:
     config_hash: str
     sha256: str
     is_verified: bool
-    """Whether a manifest vouches for every byte."""
+    """True if the file matches a sha256 in a manifest."""
     messages: tuple[str, ...]
-    """Which newer ones were passed over and why, and other warnings: to be shown and alerted."""
+    """Newer checkpoints that were skipped, with reasons, and other warnings; shown and reported as alerts."""
 
 
 class CheckpointStore:
@@ -95,8 +95,8 @@ class CheckpointStore:
 
     Args:
         folder: The run's `checkpoints` folder.
-        keep: How many `epoch_*.pt` stay.
-        config_hash: Of the resolved config.
+        keep: Number of `epoch_*.pt` that stay.
+        config_hash: Hash of the resolved config.
     """
 
     def __init__(self, folder: Path | str, *, keep: int = 3, config_hash: str = "") -> None:
@@ -115,69 +115,47 @@ class CheckpointStore:
         is_best: bool = False,
         finished_epoch: int | None = None,
     ) -> SavedCheckpoint:
-        """Commits a checkpoint: see `save_checkpoint`, which also says what it raises."""
+        """Commit a checkpoint; arguments and errors as for `CheckpointFacts` and `save_checkpoint`."""
+        facts = CheckpointFacts(step=step, epoch=epoch, position=position, metric=metric, config_hash=self.config_hash)
         return save_checkpoint(
-            self.folder,
-            state,
-            step=step,
-            epoch=epoch,
-            position=position,
-            metric=metric,
-            is_best=is_best,
-            finished_epoch=finished_epoch,
-            keep=self.keep,
-            config_hash=self.config_hash,
+            self.folder, state, facts, is_best=is_best, finished_epoch=finished_epoch, keep=self.keep
         )
 
     def load(self, which: str = "auto") -> LoadedCheckpoint:
-        """Reads a checkpoint as the run's holder: see `load_checkpoint`, which also says what it raises."""
+        """Read a checkpoint as the holder of the run's lock; errors as for `load_checkpoint`."""
         return load_checkpoint(self.folder, which, is_holder=True)
 
 
 def save_checkpoint(
     folder: Path | str,
     state: dict[str, Any],
+    facts: CheckpointFacts,
     *,
-    step: int,
-    epoch: int,
-    position: int = 0,
-    metric: float | None = None,
     is_best: bool = False,
     finished_epoch: int | None = None,
     keep: int = 3,
-    config_hash: str = "",
 ) -> SavedCheckpoint:
-    """Commits a checkpoint: after it returns, a crash or a power cut does not lose it; before, it loses no older one.
+    """Commit a checkpoint, which survives a crash or a power cut once the call returns; older ones survive any failure.
 
     Args:
         folder: The run's `checkpoints` folder; the caller holds the run's lock.
-        state: Has at least `model`. Nobody may change it meanwhile: give a `snapshot` when training goes on.
-        step: Optimizer updates done.
-        epoch: The epoch it goes on in, from 1.
-        position: Batches already used of that epoch.
-        metric: What `best` goes by; one that is not finite is stored as None and is never the best.
-        is_best: Make it `best.pt` too.
-        finished_epoch: Keep it as `epoch_0007.pt` too, by this number.
-        keep: How many `epoch_*.pt` stay.
-        config_hash: Of the resolved config.
+        state: Has at least `model`, and must not change during the call: pass a `snapshot` if training continues.
+        facts: Position and metric; a metric that is not finite is stored as None and is never the best. The version of
+            torch is added.
+        is_best: Also name it `best.pt`.
+        finished_epoch: Also name it `epoch_0007.pt`, with this number.
+        keep: Number of `epoch_*.pt` that stay.
 
     Raises:
-        NonFiniteError: the model, its average or the optimizer holds a NaN or an infinity; nothing was written.
-        TypeError: something in the state is neither a tensor nor a plain value.
+        NonFiniteError: the model, its average or the optimizer has a NaN or an infinity; nothing was written.
+        TypeError: the state has a value that is neither a tensor nor plain.
         ValueError: `model` is missing or has a `module.` prefix.
-        StorageError: it could not be written; the old ones are untouched.
+        StorageError: the file could not be written; older checkpoints are untouched.
     """
     start_s = time.perf_counter()
-    metric = float(metric) if metric is not None and math.isfinite(metric) else None
+    metric = facts.metric if facts.metric is not None and math.isfinite(facts.metric) else None
     is_best = is_best and metric is not None
-    facts = CheckpointFacts(
-        step=int(step),
-        epoch=int(epoch),
-        position=int(position),
-        metric=metric,
-        config_hash=config_hash,
-        torch_version=str(torch.__version__),
-    )
+    facts = facts.model_copy(update={"metric": metric, "torch_version": str(torch.__version__)})
     content = _checked({**state, "checkpoint": {"format": FORMAT, **facts.model_dump()}})
     entry, messages = CheckpointFolder(folder).commit(
         lambda file: torch.save(content, file),  # type: ignore[arg-type]
@@ -199,17 +177,17 @@ def save_checkpoint(
 
 
 def load_checkpoint(source: Path | str, which: str = "auto", *, is_holder: bool = False) -> LoadedCheckpoint:
-    """Reads a checkpoint whose every byte was compared with its manifest.
+    """Read a checkpoint and compare its sha256 with the manifest.
 
     Args:
-        source: A run folder, its `checkpoints` folder, or a file. A file that no manifest knows (a copy elsewhere) is
-            read when its own checksums agree, with a warning.
-        which: For a folder: `auto` takes the newest that is intact, going back as far as it must and saying why;
-            `last`, `best` or a file name (`epoch_0007.pt`) takes that one or fails.
-        is_holder: The caller holds the run's lock: damaged files are renamed to `*.corrupt`, names put right.
+        source: A run folder, its `checkpoints` folder, or a file. A file without an entry in a manifest (a copy
+            elsewhere) is read if its own checksums match, with a warning.
+        which: For a folder: `auto` reads the newest intact checkpoint and reports the skipped ones; `last`, `best` or
+            a file name (`epoch_0007.pt`) reads that one or fails.
+        is_holder: The caller holds the run's lock: damaged files are renamed to `*.corrupt` and aliases repaired.
 
     Raises:
-        CheckpointError: none can be used; the message lists each with its reason.
+        CheckpointError: none can be used; the message has the reason for each.
     """
     path = Path(source)
     if path.is_dir():
@@ -223,11 +201,11 @@ def load_checkpoint(source: Path | str, which: str = "auto", *, is_holder: bool 
 
 
 def verify_checkpoints(folder: Path | str, *, hashes: bool = True) -> list[CheckpointStatus]:
-    """The state of every committed checkpoint of a run, newest first.
+    """Check every committed checkpoint of a run, newest first.
 
     Args:
         folder: A run folder or its `checkpoints` folder.
-        hashes: Read every byte; otherwise only look at the sizes.
+        hashes: Compare the sha256; otherwise only the sizes.
 
     Raises:
         CheckpointError: the manifest is damaged, or of a newer segapp.
@@ -237,7 +215,7 @@ def verify_checkpoints(folder: Path | str, *, hashes: bool = True) -> list[Check
 
 
 def _checked(content: dict[str, Any]) -> dict[str, Any]:
-    """The content as it is stored; nothing that could not be used is let through."""
+    """Return the content in its stored form; raise if it could not be resumed."""
     model = content.get("model")
     if not isinstance(model, dict):
         raise ValueError("a checkpoint needs 'model', the bare state dict")
@@ -271,7 +249,7 @@ def _load_newest_intact(store: CheckpointFolder, is_holder: bool) -> LoadedCheck
         except (OSError, CheckpointError) as error:
             messages.append(f"{label} cannot be used: {_reason(error)}")
         else:
-            messages += _astray_messages(store, manifest, entry, is_holder)
+            messages += _alias_messages(store, manifest, entry, is_holder)
             if entry is not manifest.entries[0]:
                 messages.append(f"went back to {label}")
             if is_holder:
@@ -295,7 +273,7 @@ def _load_named(store: CheckpointFolder, name: str) -> LoadedCheckpoint:
         raise CheckpointError(
             f"{store.path / name} {_reason(error)}: use another, or `auto` for the newest intact one"
         ) from error
-    return _loaded(state, store.path / name, entry.sha256, _astray_messages(store, manifest, entry, False))
+    return _loaded(state, store.path / name, entry.sha256, _alias_messages(store, manifest, entry, False))
 
 
 def _load_file(path: Path) -> LoadedCheckpoint:
@@ -331,10 +309,10 @@ def _read_entry(store: CheckpointFolder, entry: CheckpointEntry) -> dict[str, An
 
 
 def _read_state(file: BinaryIO, label: str) -> dict[str, Any]:
-    """The dict in an open file, which is then known to be a checkpoint of ours.
+    """Return the dict in an open checkpoint file.
 
     Raises:
-        CheckpointError: it is none; whatever way torch has to say so.
+        CheckpointError: torch cannot read the file, or it is not a checkpoint of segapp.
     """
     try:
         state: Any = load_tensors(file)
@@ -353,7 +331,7 @@ def _read_state(file: BinaryIO, label: str) -> dict[str, Any]:
             f"{label} has format {about.get('format')}, this segapp reads up to {FORMAT}: install the newer"
         )
     if not all(isinstance(about.get(key), int) for key in ("step", "epoch", "position")):
-        raise CheckpointError(f"{label} does not say its step, epoch and position")
+        raise CheckpointError(f"{label} has no step, epoch and position")
     return dict(state)
 
 
@@ -367,10 +345,10 @@ def _why_not_loaded(error: Exception) -> str:
 
 
 def _check_zip(file: BinaryIO, path: Path) -> None:
-    """Compares the checksums inside the file, which torch writes but does not read.
+    """Compare the checksums inside the file, which torch writes but does not check.
 
     Raises:
-        CheckpointError: they differ, or it is no such file.
+        CheckpointError: a checksum differs, or the file is not a zip archive.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -382,8 +360,8 @@ def _check_zip(file: BinaryIO, path: Path) -> None:
     file.seek(0)
 
 
-def _astray_messages(store: CheckpointFolder, manifest: Manifest, entry: CheckpointEntry, is_holder: bool) -> list[str]:
-    """A sentence for each name of an intact checkpoint that leads elsewhere; the holder puts them right."""
+def _alias_messages(store: CheckpointFolder, manifest: Manifest, entry: CheckpointEntry, is_holder: bool) -> list[str]:
+    """Return a message for each alias of an intact checkpoint with other content; the holder repairs them."""
     names = store.mismatched_aliases(manifest, entry)
     messages = [f"{name} is damaged; step {entry.step} itself is intact" for name in names]
     return messages + (store.set_aside(names) if is_holder and names else [])

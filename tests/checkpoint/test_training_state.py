@@ -30,6 +30,7 @@ from segapp.checkpoint.training_state import (
     verify_checkpoints,
 )
 from segapp.errors import CheckpointError, NonFiniteError, StorageError
+from segapp.run.checkpoints import CheckpointFacts
 
 SAVE_POINTS = [
     "ckpt.start",
@@ -74,8 +75,12 @@ def state_of(step: int) -> dict:
     }
 
 
-def save(folder: Path, step: int, **fields):
-    return save_checkpoint(folder, state_of(step), step=step, epoch=1 + step // 10, **fields)
+def save(folder: Path, step: int, *, metric=None, **options):
+    return save_checkpoint(folder, state_of(step), facts(step, 1 + step // 10, metric=metric), **options)
+
+
+def facts(step: int, epoch: int, **others) -> CheckpointFacts:
+    return CheckpointFacts(step=step, epoch=epoch, **others)
 
 
 def assert_is_whole(state: dict) -> int:
@@ -122,7 +127,7 @@ def test_training_state_is_read_back_bit_for_bit(tmp_path):
         "rng": capture_rng(),
     }
     expected = snapshot(state)
-    save_checkpoint(tmp_path, state, step=7, epoch=2, position=3, metric=0.5, config_hash="abc")
+    save_checkpoint(tmp_path, state, facts(7, 2, position=3, metric=0.5, config_hash="abc"))
     loaded = load_checkpoint(tmp_path)
     assert (loaded.step, loaded.epoch, loaded.position, loaded.metric) == (7, 2, 3, 0.5)
     assert (loaded.config_hash, loaded.is_verified, loaded.messages) == ("abc", True, ())
@@ -170,7 +175,7 @@ def test_manifest_lists_every_file_with_sha256_and_size(tmp_path):
 )
 def test_unsupported_value_is_refused_with_its_path_and_type(tmp_path, value, kind):
     state = {**state_of(1), "best": {"miou": [0.5, value]}}
-    for take in (snapshot, lambda s: save_checkpoint(tmp_path, s, step=1, epoch=1)):
+    for take in (snapshot, lambda s: save_checkpoint(tmp_path, s, facts(1, 1))):
         with pytest.raises(TypeError, match=r"state\['best'\]\['miou'\]\[1\]") as caught:
             take(state)
         assert kind in str(caught.value)
@@ -179,9 +184,9 @@ def test_unsupported_value_is_refused_with_its_path_and_type(tmp_path, value, ki
 
 def test_state_without_model_or_with_prefixed_keys_is_refused(tmp_path):
     with pytest.raises(ValueError, match="needs 'model'"):
-        save_checkpoint(tmp_path, {"weights": {}}, step=1, epoch=1)
+        save_checkpoint(tmp_path, {"weights": {}}, facts(1, 1))
     with pytest.raises(ValueError, match=r"module\.weight"):
-        save_checkpoint(tmp_path, {"model": {"module.weight": torch.ones(1)}}, step=1, epoch=1)
+        save_checkpoint(tmp_path, {"model": {"module.weight": torch.ones(1)}}, facts(1, 1))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -191,7 +196,7 @@ def test_non_finite_state_is_never_committed(tmp_path, bad, part):
     state = state_of(2)
     state[part] = {"layer": {"weight": torch.tensor([1.0, bad])}}
     with pytest.raises(NonFiniteError, match=rf"{part}\.layer\.weight is not finite"):
-        save_checkpoint(tmp_path, state, step=2, epoch=1)
+        save_checkpoint(tmp_path, state, facts(2, 1))
     assert load_checkpoint(tmp_path).step == 1
 
 
@@ -247,7 +252,7 @@ def test_snapshot_is_equal_and_shares_no_memory(state):
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(states)
 def test_any_snapshot_is_read_back_with_weights_only(tmp_path, state):
-    save_checkpoint(tmp_path, {"model": {}, "any": state}, step=1, epoch=1)
+    save_checkpoint(tmp_path, {"model": {}, "any": state}, facts(1, 1))
     assert_same(load_checkpoint(tmp_path).state["any"], state)
 
 
@@ -265,7 +270,7 @@ def test_snapshot_stays_fixed_and_keeps_shared_weights_shared():
 
 
 def test_random_numbers_continue_after_restore(tmp_path):
-    save_checkpoint(tmp_path, {"model": {}, "rng": capture_rng()}, step=1, epoch=1)
+    save_checkpoint(tmp_path, {"model": {}, "rng": capture_rng()}, facts(1, 1))
     expected = (random.random(), np.random.rand(3).tolist(), torch.rand(3).tolist(), np.random.normal())
     restore_rng(load_checkpoint(tmp_path).state["rng"])
     assert (random.random(), np.random.rand(3).tolist(), torch.rand(3).tolist(), np.random.normal()) == expected
@@ -324,8 +329,8 @@ def test_sigkill_at_any_point_leaves_old_or_new_checkpoint(tmp_path, point):
 
 def test_sigkill_failpoint_from_environment_keeps_old_checkpoint(tmp_path):
     code = (
-        "import sys, torch; from segapp.checkpoint.training_state import save_checkpoint\n"
-        "for step in (1, 2): save_checkpoint(sys.argv[1], {'model': {'w': torch.ones(9)}}, step=step, epoch=1)"
+        "import sys, torch; from segapp.checkpoint.training_state import CheckpointStore\n"
+        "for step in (1, 2): CheckpointStore(sys.argv[1]).save({'model': {'w': torch.ones(9)}}, step=step, epoch=1)"
     )
     environment = {**os.environ, "SEGAPP_FAILPOINTS": "ckpt.before_rename=2:kill", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=False)
