@@ -135,10 +135,12 @@ class RunFolder:
             if path is not None:
                 folder.path.mkdir(parents=True, exist_ok=True)
                 if folder._holds_a_run():
-                    raise ConfigError(f"{path} holds a run already: add --resume to go on, or choose another folder")
+                    raise ConfigError(
+                        f"{path} already holds a run: add --resume to continue it, or choose another folder"
+                    )
             folder._make_subfolders()
         except FileExistsError as error:
-            raise ConfigError(f"{path}: a file is there: choose another folder") from error
+            raise ConfigError(f"{path} is a file: choose another folder") from error
         except OSError as error:
             raise storage_error("make the run folder", Path(path) if path else Path(root) / name, error) from error
         return folder
@@ -294,7 +296,7 @@ class RunFolder:
         if self.commands.is_symlink() or self.commands.stat().st_uid != os.geteuid():
             self.release()
             raise StorageError(
-                f"{self.commands} is a link or belongs to another user, who could command this training: remove it"
+                f"{self.commands} is a link or belongs to another user, who could send commands to the run: remove it"
             )
         self.commands.chmod(0o700)
 
@@ -359,14 +361,16 @@ def run_folders(root: Path | str = "runs") -> list[RunFolder]:
 def _new_directory(root: Path, name: str) -> Path:
     """Create `root/name`, or `root/name-2` and so on; trainings that start at the same time get different folders."""
     if not re.fullmatch(r"[^/\\\x00-\x1f.-][^/\\\x00-\x1f]*", name) or len(name) > _MAX_NAME_CHARS:
-        raise ConfigError(f"name={name!r}: a run's name is that of a folder, without / and at most 100 characters long")
+        raise ConfigError(
+            f"name={name!r}: the name must be a valid folder name, without / and at most 100 characters long"
+        )
     root.mkdir(parents=True, exist_ok=True)
     for number in range(1, 100_000):
         path = root / (name if number == 1 else f"{name}-{number}")
         with contextlib.suppress(FileExistsError):
             path.mkdir()
             return path
-    raise ConfigError(f"{root / name}: all of its numbers are taken: choose another name")
+    raise ConfigError(f"{root / name}: all numbered names are in use: choose another name")
 
 
 _FLOCK = "hhqqi4x"

@@ -73,7 +73,7 @@ def run_ui(
     """
     folder = find_run(run)
     if replay is not None and not 0 < replay < 1e9:
-        raise ConfigError(f"replay={replay}: a speed is a number above 0, such as 20")
+        raise ConfigError(f"replay={replay}: the speed must be a number above 0, such as 20")
     file = settings_path()
     settings = load_settings(file)
     if theme is not None:
@@ -92,7 +92,7 @@ def run_ui(
         ) from app.failure
     if not is_hung_up():
         status = source.status()
-        how = header.state_label(status) if status.is_over else "the training goes on by itself"
+        how = header.state_label(status) if status.is_over else "the training goes on"
         with contextlib.suppress(OSError):
             print(f"left {printable(folder.name)} ({how}); to see it again: segapp attach {printable(str(run))}")
     return 0

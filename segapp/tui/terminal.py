@@ -21,11 +21,11 @@ def check_terminal() -> None:
     """
     for name, stream in (("stdin", sys.__stdin__), ("stderr", sys.__stderr__)):
         if not _is_terminal(stream):
-            raise ConfigError(f"{name} is not a terminal: `segapp status RUN` prints how the run stands")
+            raise ConfigError(f"{name} is not a terminal: `segapp status RUN` prints the status of the run")
     term = os.environ.get("TERM", "")
     if term in ("", "dumb", "unknown"):
         raise ConfigError(
-            f"TERM={term or '(nothing)'} cannot show a screen: set it as your terminal says, or use `segapp status RUN`"
+            f"TERM={term or '(nothing)'} cannot show a screen: set the terminal's type, or use `segapp status RUN`"
         )
 
 

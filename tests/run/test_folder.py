@@ -60,7 +60,7 @@ def test_given_folder_is_used_unless_files_would_be_lost(tmp_path):
 
 def test_file_in_place_of_run_folder_is_one_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="a file is there"):
+    with pytest.raises(ConfigError, match="is a file"):
         RunFolder.create(path=tmp_path / "file")
     with pytest.raises(StorageError):
         RunFolder.create("x", root=tmp_path / "file" / "runs")

@@ -46,6 +46,8 @@ logger = logging.getLogger("segapp")
 class Watchdog:
     """Context manager that checks the progress of this rank's training thread.
 
+    It takes nine values: the limits and the ranks come from different sections and are used only here.
+
     Args:
         folder: The run folder.
         event_log: Takes the reason; without a writer on ranks that write nothing.

@@ -250,12 +250,12 @@ class LossChart(Widget, can_focus=True):
         """Return the x axis with its labels, × where a loss was not finite, and a star at the best checkpoint."""
         text = [self.glyphs.h_axis] * width
         styles = [_AXIS] * width
-        end, said = 0, ""
+        end, previous = 0, ""
         for x in Scale(*self._x_range).ticks(max(2, width // 12)):
             label, at = self._x_label(x), self._cell(x, width)
-            if label != said and at >= end and at + len(label) < width:  # in a range of one step, all labels are equal
+            if label != previous and at >= end and at + len(label) < width:  # all equal in a range of one step
                 text[at : at + len(label)] = label
-                end, said = at + len(label) + 1, label
+                end, previous = at + len(label) + 1, label
         stars = self._best_cells(width)
         for cell in stars:
             if cell == stars[-1] or text[cell] == self.glyphs.h_axis:

@@ -217,8 +217,8 @@ def _observed(view: View, predicted: list[float | None] | None, observed: list[f
         seen = next(iter(view.peaks_mib.get(view.split, [])), None)
     if seen is None:
         return ""
-    said = next(iter(predicted or []), None)
-    return f", {device_label(None, 0)} peak {gib(seen)}" + (f" (predicted {gib(said)})" if said is not None else "")
+    first = next(iter(predicted or []), None)
+    return f", {device_label(None, 0)} peak {gib(seen)}" + (f" (predicted {gib(first)})" if first is not None else "")
 
 
 def _pending_lines(view: View, status: Status, glyphs: Glyphs) -> list[Content]:

@@ -192,7 +192,7 @@ class ReplaySource:
         self._speed = speed
         self._items = EventReader(folder.events).read_raw()
         if not self._items:
-            raise RunError(f"{folder.path}: no events to replay: has the run begun?")
+            raise RunError(f"{folder.path}: no events to replay: wait until the training has started")
         self._due_s = list(_due_times([float(raw["t"]) for raw in self._items]))
         self._next = 0
         self._began = monotonic()
