@@ -89,7 +89,7 @@ def test_auxiliary_head_can_be_left_out():
     assert len(model(torch.randn(2, 3, 64, 64))) == 1
 
 
-@pytest.mark.parametrize("num_classes", [1, 2, 19, 150])
+@pytest.mark.parametrize("num_classes", [1, 150])
 def test_any_number_of_classes_builds(num_classes):
     model = build_model("torchvision", "fcn", num_classes, **SMALL)
     assert [logits.shape[1] for logits in model(torch.randn(1, 3, 32, 32))] == [num_classes] * 2
