@@ -11,8 +11,11 @@ import pytest
 from tests.support import ROOT
 
 
-def loaded_by(statement: str) -> set[str]:
-    code = f"{statement}\nimport sys\nprint('\\n'.join(sys.modules))"
+def loaded_by(statement: str, after: str = "") -> set[str]:
+    """The modules that a statement loads in a new process, those that `after` has loaded before it left out."""
+    code = (
+        f"import sys\n{after}\nbefore = set(sys.modules)\n{statement}\nprint(*sys.modules.keys() - before, sep='\\n')"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
@@ -20,7 +23,7 @@ def loaded_by(statement: str) -> set[str]:
 
 @pytest.mark.parametrize("package", ["segapp.parallel", "segapp.losses"])
 def test_libraries_load_nothing_beyond_torch(package: str) -> None:
-    beyond = loaded_by(f"import {package}, torch") - loaded_by("import torch")
+    beyond = loaded_by(f"import {package}", after="import torch")
     assert {name for name in beyond if not name.startswith((package, "torch", "segapp"))} <= set(
         sys.stdlib_module_names
     )

@@ -1,4 +1,4 @@
-"""Every shipped config runs 20 steps on synthetic data in its layout, with smaller sizes."""
+"""Every shipped config runs 10 steps on synthetic data in its layout, with smaller sizes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.runs import draw_scene, events, train
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 HEAVY = {"cityscapes-pspnet", "ade20k", "voc"}  # ResNet-50; cityscapes stands for them in the default suite
 TEACHER = ROOT / "configs" / "camvid.yaml"
-NUM_STEPS = 20
+NUM_STEPS = 10
 SIZE = 48, 64
 
 
@@ -96,8 +96,8 @@ DRAW: dict[str, Callable[[Path, str, int], None]] = {
 def small(path: Path, root: Path, *more: str) -> RunConfig:
     """Return the config with smaller sizes and other paths."""
     overrides = [
-        f"data.root={root}", "data.crop_px=[32,32]", "data.workers=0", "train.epochs=4", "train.batch_size=2",
-        "model.weights_backbone=null", "eval.every_epochs=4", "checkpoint.every_epochs=null", "log.every_steps=1",
+        f"data.root={root}", "data.crop_px=[32,32]", "data.workers=0", "train.epochs=2", "train.batch_size=2",
+        "model.weights_backbone=null", "eval.every_epochs=2", "checkpoint.every_epochs=null", "log.every_steps=1",
     ]  # fmt: skip
     return load_config(path, [*overrides, *more])
 
@@ -106,7 +106,7 @@ def small(path: Path, root: Path, *more: str) -> RunConfig:
     "path",
     [pytest.param(path, marks=[pytest.mark.slow] if path.stem in HEAVY else [], id=path.stem) for path in CONFIGS],
 )
-def test_every_recipe_trains_twenty_steps(path: Path, tmp_path: Path) -> None:
+def test_every_recipe_trains_ten_steps(path: Path, tmp_path: Path) -> None:
     config = small(path, tmp_path / "data")
     if config.distill is not None:
         config = small(path, tmp_path / "data", f"distill.teacher={tmp_path / 'teacher'}")

@@ -105,7 +105,6 @@ def test_zero_classes_are_refused():
     ("name", "encoder", "options", "stride"),
     [
         ("fcn", "resnet50", {"output_stride": 16}, 16),
-        ("fcn", "resnet50", {"output_stride": 32}, 32),
         ("fcn", "mobilenet_v3_small", {"output_stride": 32}, 32),
         ("deeplabv3", "mobilenet_v3_small", {"atrous_rates": [2, 4]}, 16),
         ("lraspp", "mobilenet_v3_large", {"width_mult": 0.5, "inter_channels": 32}, 8),

@@ -80,7 +80,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, visit: int) -> None:
     monkeypatch.setattr(control.StopSignals, "is_set", property(is_set))
 
 
-@pytest.mark.parametrize("visit", [3, 4, 8, 12, 15, 22])
+@pytest.mark.parametrize("visit", [3, 4, 8, 22, *(pytest.param(n, marks=pytest.mark.slow) for n in (12, 15))])
 def test_run_stopped_at_any_safe_point_resumes_bitwise(
     reference: tuple[RunConfig, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visit: int
 ) -> None:

@@ -110,7 +110,9 @@ def test_dp_on_three_logical_devices_equals_one_device(
     assert_same_course(tmp_path / "run", singles[penalty])
 
 
-@pytest.mark.parametrize("penalty", PENALTIES)
+@pytest.mark.parametrize(
+    "penalty", [PENALTIES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in PENALTIES[1:])]
+)
 def test_dp_in_float64_equals_one_device_up_to_rounding(
     plain: dict[str, Any], teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, penalty: str
 ) -> None:
