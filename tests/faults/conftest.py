@@ -13,19 +13,19 @@ from tests.support.fault_runs import FaultRun, Invariants, References
 
 @pytest.fixture(scope="session")
 def references(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> References:
-    """Uninterrupted runs to hold the others against."""
+    """Uninterrupted runs to compare the others with."""
     return References(tiny_root, tmp_path_factory.mktemp("references"))
 
 
 @pytest.fixture(scope="session")
 def invariants(references: References) -> Invariants:
-    """What holds after any fault."""
+    """The checks of what must hold after any fault."""
     return Invariants(references)
 
 
 @pytest.fixture
 def new_run(references: References, tmp_path: Path) -> Iterator[Callable[..., FaultRun]]:
-    """Makes runs, `new_run(train={"precision": "fp16"})`; what is left of their processes is killed at the end."""
+    """Makes runs, `new_run(train={"precision": "fp16"})`; processes left over are killed at the end."""
     made: list[FaultRun] = []
 
     def make(name: str = "work", **sections: Any) -> FaultRun:

@@ -1,7 +1,7 @@
-"""What the fault cases share: a tiny run, the uninterrupted run it is held against, and the invariants.
+"""Helpers of the fault cases: a small run, the uninterrupted run it is compared with, and the invariants.
 
-A case is a test with `@case("F06", how=..., passes=...)`; `tests/faults/README.md` is made from what the cases did (see
-`fault_table`). Most of them have three lines: make a run, do something to it, `invariants.check`.
+A case is a test with `@case("F06", how=..., passes=...)`; `tests/faults/README.md` has the table of results (see
+`fault_table`). Most cases have three lines: make a run, do something to it, `invariants.check`.
 
 The invariants, after any fault:
 
@@ -32,12 +32,12 @@ from typing import Any
 import pytest
 
 from segapp.config import RunConfig, dump_config
-from tests.support.fault_table import case as case  # for the cases: `from harness import case`
+from tests.support.fault_table import case as case  # imported with the rest by the cases
 from tests.support.programs import Program, start
 from tests.support.runs import merged
 
 TAG = "SEGAPP_FAULT_TAG"
-"""In the environment of every process of a case: how those that are left behind are found."""
+"""A variable in the environment of every process of a case, by which processes left behind are found."""
 
 SYNCHRONOUS = "ckpt.background=sync"
 """The failpoint that makes every save wait, so that each step's checkpoint is written."""
@@ -51,7 +51,7 @@ MODEL = {
 
 
 def some(values: Sequence[Any], *short: Any) -> list[Any]:
-    """Parameters of a test that is marked case by case: those of the short form, and the others for the long one."""
+    """Returns the parameters of a test: those in `short` are marked faults, the others faults_long."""
     marks = {True: pytest.mark.faults, False: pytest.mark.faults_long}
     return [
         pytest.param(*(each if isinstance(each, tuple) else (each,)), marks=marks[each in short]) for each in values
@@ -59,7 +59,7 @@ def some(values: Sequence[Any], *short: Any) -> list[Any]:
 
 
 def tiny_config(root: Path, **sections: Any) -> RunConfig:
-    """18 steps with BatchNorm, dropout, AdamW, warm-up and an average of the weights, in about a second.
+    """Returns a config of 15 steps with BatchNorm, dropout, AdamW, warm-up and averaged weights; takes about a second.
 
     Args:
         root: of the drawn data set (the fixture `tiny_root`).
@@ -87,7 +87,7 @@ def tiny_config(root: Path, **sections: Any) -> RunConfig:
 
 @dataclass
 class FaultRun:
-    """A run that things happen to.
+    """A run to inject faults into.
 
     Args:
         work: an empty folder; the run is in `work / "run"`.
@@ -114,7 +114,7 @@ class FaultRun:
         return self.program(*arguments, failpoints=failpoints, is_stopped=is_stopped, **env)
 
     def train(self, *overrides: str, failpoints: str = "", timeout_s: float = 60, **env: str) -> Any:
-        """Trains (or resumes) to the end; fails the test where that takes too long."""
+        """Trains (or resumes) to the end; fails the test if that takes too long."""
         return self.ended(self.start(*overrides, failpoints=failpoints, **env), timeout_s)
 
     def program(self, *arguments: str, failpoints: str = "", is_stopped: bool = False, **env: str) -> Program:
@@ -125,9 +125,9 @@ class FaultRun:
         return program
 
     def ended(self, program: Program, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
-        """A program's end, which must come in time (I6)."""
+        """Waits for the end of a program, which must come in time (I6)."""
         if program.wait(timeout_s) is None:
-            program.send(signal.SIGABRT)  # it shows its stacks
+            program.send(signal.SIGABRT)  # prints its stacks
             program.wait(5)
             self.kill_all()
             pytest.fail(f"{' '.join(program.words[:1])} still ran after {timeout_s:g} s\n{program.stderr}")
@@ -138,7 +138,7 @@ class FaultRun:
         return self.ended(self.program(*arguments, **env), timeout_s)
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
-        """What the run has written, also while it runs: whole lines only."""
+        """Returns the events so far, whole lines only."""
         path = self.folder / "events.jsonl"
         if not path.exists():
             return []
@@ -147,24 +147,24 @@ class FaultRun:
         return [event for event in found if kind in (None, event["type"])]
 
     def wait_for(self, what: Callable[[], Any], program: Program | None = None, timeout_s: float = 60) -> Any:
-        """Waits until `what()` is true, and gives it; a program that ends meanwhile fails the test."""
+        """Waits until `what()` is true and returns it; the test fails if the program ends first."""
         deadline_s = time.monotonic() + timeout_s
         while not (found := what()):
-            assert time.monotonic() < deadline_s, "it did not happen in time"
+            assert time.monotonic() < deadline_s, "the condition did not hold in time"
             assert program is None or program.returncode is None, f"the program ended:\n{program.stderr}"
             time.sleep(0.01)
         return found
 
     def wait_for_step(self, step: int, program: Program, timeout_s: float = 60) -> None:
-        """Waits until a step was written."""
+        """Waits until the event of a step is written."""
         self.wait_for(lambda: any(e["step"] >= step for e in self.events("step")), program, timeout_s)
 
     def acknowledged_step(self) -> int:
-        """The step of the last checkpoint that was promised; 0 where there is none."""
+        """Returns the step of the last acknowledged checkpoint; 0 if there is none."""
         return max((event["step"] for event in self.events("checkpoint")), default=0)
 
     def committed(self) -> list[dict[str, Any]]:
-        """What `segapp ckpt verify` finds, newest first; every one must be intact."""
+        """Returns the committed checkpoints, newest first; each must pass `segapp ckpt verify`."""
         if not (self.folder / "run.json").exists():
             return []
         done = self.command("ckpt", "verify", "run", "--json")
@@ -173,22 +173,22 @@ class FaultRun:
         return rows
 
     def newest(self) -> Path:
-        """The file of the newest checkpoint."""
+        """Returns the file of the newest checkpoint."""
         return next((self.folder / "checkpoints" / "objects").glob(f"*{self.committed()[0]['sha256'][:16]}.pt"))
 
     def left_behind(self) -> list[int]:
-        """Processes of this run that still live."""
+        """Returns the processes of this run that still live."""
         return living_processes({program.pid for program in self.programs}, self.tag)
 
     def kill_all(self) -> None:
-        """Ends whatever is left, by process id."""
+        """Kills what is left, by process id."""
         for pid in self.left_behind():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
 def living_processes(sessions: set[int], tag: str) -> list[int]:
-    """Processes of some sessions, and those that carry a tag in their environment; zombies are left out.
+    """Returns the processes of some sessions, and those with a tag in their environment; zombies are left out.
 
     A process that was forked, not executed, shows its parent's environment: it is found by its session.
     """
@@ -212,7 +212,7 @@ class Reference:
     """The uninterrupted run of a config.
 
     Args:
-        course: every step and evaluation, without times.
+        course: all steps and evaluations, without times.
         sha256: of the checkpoint of each (step, epoch).
         final: of the last checkpoint.
     """
@@ -235,11 +235,11 @@ class References:
         self._made: dict[str, Reference] = {}
 
     def config(self, **sections: Any) -> RunConfig:
-        """The tiny config, with keys replaced."""
+        """Returns the small config with keys replaced."""
         return tiny_config(self._root, **sections)
 
     def of(self, config: RunConfig) -> Reference:
-        """The reference of a config."""
+        """Returns the reference of a config."""
         key = dump_config(config)
         if key not in self._made:
             run = FaultRun(self._work / f"reference-{len(self._made)}", config)
@@ -251,7 +251,7 @@ class References:
 
 
 def course(run: FaultRun) -> tuple[tuple[Any, ...], ...]:
-    """Every step and evaluation as the events tell them, without times."""
+    """Returns the values of all step and evaluation events, without times."""
     steps = [(e["step"], e["epoch"], e["loss"], e["lr"], e["grad_norm"]) for e in run.events("step")]
     found = [(e["step"], e["epoch"], e["loss"], e["miou"], tuple(e["iou"])) for e in run.events("val")]
     return (*steps, *found)
@@ -261,21 +261,21 @@ def course(run: FaultRun) -> tuple[tuple[Any, ...], ...]:
 
 
 class Invariants:
-    """Checks what holds after any fault.
+    """Checks of what must hold after any fault.
 
     Args:
-        references: what runs are held against.
+        references: the uninterrupted runs to compare with.
     """
 
     def __init__(self, references: References) -> None:
         self.references = references
 
     def check(self, run: FaultRun, *, resume: bool = True, timeout_s: float = 60, **env: str) -> None:
-        """All of them; `run`'s programs have ended, or were killed.
+        """Checks all invariants; the programs of `run` have ended or were killed.
 
         Args:
-            run: what the fault was done to.
-            resume: train to the end and compare with the reference (I3); False where the fault forbids it.
+            run: the run with the fault.
+            resume: train to the end and compare with the reference (I3); False if the fault rules that out.
             timeout_s: for the resumed training.
             **env: for the resumed training.
         """
@@ -298,19 +298,21 @@ class Invariants:
 
     @staticmethod
     def assert_nothing_lost(run: FaultRun) -> None:
-        """I1 and I2: what is committed is intact, and the newest is not older than the last promise."""
-        promised, committed = run.acknowledged_step(), run.committed()
+        """I1 and I2: what is committed is intact, and the newest is not older than the last one acknowledged."""
+        acknowledged, committed = run.acknowledged_step(), run.committed()
         newest = committed[0]["step"] if committed else 0
-        assert newest >= promised, f"step {promised} was promised, the newest is {newest}"
+        assert newest >= acknowledged, (
+            f"step {acknowledged} was acknowledged, the newest checkpoint is of step {newest}"
+        )
 
     def assert_exact(self, run: FaultRun, timeout_s: float = 60, **env: str) -> None:
-        """I3: resumed to its end, the run is the reference, bit for bit, and its events read as if nothing happened."""
+        """I3: resumed to its end, the run equals the reference bit for bit, its events too."""
         done = run.train(timeout_s=timeout_s, **env)
         assert done.returncode == 0, done.stderr
         self.assert_same(run)
 
     def assert_same(self, run: FaultRun) -> None:
-        """A finished run is the reference of its config."""
+        """A finished run equals the reference of its config."""
         reference = self.references.of(run.config)
         assert course(run) == reference.course
         for event in run.events("checkpoint"):
@@ -343,7 +345,7 @@ class Invariants:
 
 @functools.cache
 def lacks(tool: str) -> str | None:
-    """Why a tool cannot be used here; None where it can: `strace`, `mount`, `unshare`, `root`."""
+    """Returns why a tool (`strace`, `mount`, `unshare`, `root`) cannot be used here; None if it can."""
     probes = {
         "strace": ["strace", "-qq", "-o", "/dev/null", "true"],
         "mount": ["unshare", "-m", "sh", "-c", "mount -t tmpfs none /mnt"],
@@ -413,7 +415,7 @@ def _state_of(pid: int) -> str:
 
 
 def _tracers_of(pid: int) -> set[int]:
-    """Who traces the threads of a process: strace takes hold of one after the other."""
+    """Returns the tracers of the threads of a process; strace attaches to one after the other."""
     found = set()
     for path in Path(f"/proc/{pid}/task").glob("*/status"):
         lines = path.read_text().splitlines()

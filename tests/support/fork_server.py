@@ -1,4 +1,4 @@
-"""A process that has imported the program and forks for every command: real processes, without the seconds of import.
+"""A process that imports the program once and forks for every command: real processes without the time of the imports.
 
 Commands come as JSON lines on standard input, `{"argv", "cwd", "env", "out", "err"}`; the answer to each is `{"pid"}`,
 and once that process has ended `{"pid", "status"}`. With `"is_stopped"` the process waits for SIGCONT before it begins,
@@ -19,7 +19,7 @@ from typing import Any
 
 
 def run(command: dict[str, Any]) -> int:
-    """In the child: becomes `python -m segapp ARGV`."""
+    """Runs `segapp ARGV` in the forked child and returns its exit code."""
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.chdir(command["cwd"])
@@ -30,7 +30,7 @@ def run(command: dict[str, Any]) -> int:
         source = os.open(path, flags)
         os.dup2(source, fd)
         os.close(source)
-    faulthandler.enable(2)  # SIGABRT shows where it is
+    faulthandler.enable(2)  # SIGABRT prints the stacks
     if command.get("is_stopped"):
         os.kill(os.getpid(), signal.SIGSTOP)
     from segapp import failpoints
@@ -53,7 +53,7 @@ def run(command: dict[str, Any]) -> int:
 
 
 def serve() -> None:
-    """Forks until standard input ends."""
+    """Reads commands and forks until standard input ends."""
     import segmentation_models_pytorch  # noqa: F401
     import torchvision  # noqa: F401
 

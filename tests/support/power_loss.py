@@ -1,4 +1,4 @@
-"""What a power cut may leave of a folder: a model of a disk, fed with a trace of system calls.
+"""A model of a disk that replays a trace of system calls: the states that a power cut may leave of a folder.
 
 After the method of ALICE (OSDI'14). A file's bytes are durable once the file was synced; a name (made, renamed, linked,
 removed) once its directory was. What was not synced may be there or not, in any combination: here nothing, all, each
@@ -23,7 +23,7 @@ _FD = re.compile(r"^(\d+)<")
 
 @dataclass(frozen=True)
 class Call:
-    """A system call that succeeded: its name, arguments as strace prints them, and what it gave."""
+    """A system call that succeeded: its name, arguments as strace prints them, and its result."""
 
     name: str
     arguments: str
@@ -31,19 +31,19 @@ class Call:
 
     @property
     def strings(self) -> list[bytes]:
-        """Its arguments in quotes: paths, or what is written."""
+        """The arguments in quotes: paths, or the bytes written."""
         return [ast.literal_eval(f'b"{text}"') for text in _STRING.findall(self.arguments)]
 
     @property
     def fd(self) -> int:
-        """Its first argument."""
+        """The file descriptor in the first argument."""
         match = _FD.match(self.arguments)
         assert match, self.arguments
         return int(match[1])
 
 
 def read_trace(path: Path) -> Iterator[Call]:
-    """The calls of a trace that succeeded, in order of their ends."""
+    """Yields the successful calls of a trace in the order of their ends."""
     begun: dict[str, str] = {}
     for line in path.read_text(errors="replace").splitlines():
         if (match := _LINE.fullmatch(line)) is None:
@@ -66,7 +66,7 @@ class _File:
 
 @dataclass(frozen=True)
 class _NameChange:
-    """Names of one directory operation: what each stands for afterwards; None where it is gone."""
+    """The names changed by one directory operation, with the file of each afterwards; None if it is removed."""
 
     directory: str
     names: tuple[tuple[str, _File | None], ...]
@@ -92,12 +92,12 @@ class Disk:
         self._fds: dict[int, _File | str] = {}
 
     def apply(self, call: Call, cwd: Path) -> bool:
-        """Lets one call happen; whether it changed anything here."""
+        """Applies one call; returns True if it changed the folder."""
         apply = getattr(self, f"_on_{call.name.removesuffix('2').removesuffix('at')}", None)
         return bool(apply and apply(call, cwd))
 
     def states(self) -> Iterator[dict[str, bytes]]:
-        """What may be found after a power cut now: the content of each name."""
+        """Yields the states that a power cut now may leave: the content of each name."""
         pending = self._pending
         kept = [
             [],
@@ -113,7 +113,7 @@ class Disk:
             yield {name: file.durable for name, file in names.items()}
 
     def names(self) -> set[str]:
-        """The names that are there now."""
+        """Returns the present names."""
         return set(self._names)
 
     def _on_open(self, call: Call, cwd: Path) -> bool:

@@ -1,4 +1,4 @@
-"""The real program in processes of its own, forked from one that has done the imports (see `fork_server`)."""
+"""Starts the real program as processes forked from one that has done the imports (see `fork_server`)."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ class Program:
         self._has_ended = threading.Event()
 
     def note_end(self, status: int) -> None:
-        """The process has ended: its exit code, or minus the signal's number."""
+        """Records the end of the process: its exit code, or minus the number of the signal."""
         self._status = status
         self._has_ended.set()
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs."""
+        """The exit code, or minus the number of the signal; None while it runs."""
         return self._status
 
     @property
     def stdout(self) -> str:
-        """What it has printed so far."""
+        """The standard output so far."""
         return _text(self._out)
 
     @property
     def stderr(self) -> str:
-        """What it has printed on standard error so far."""
+        """The standard error so far."""
         return _text(self._err)
 
     def send(self, number: int, *, to_group: bool = False) -> None:
-        """Sends a signal, to the process or to its whole group; one that is gone gets none."""
+        """Sends a signal to the process or its whole group, unless it has ended."""
         if self._status is None:
             try:
                 (os.killpg if to_group else os.kill)(self.pid, number)
@@ -61,12 +61,12 @@ class Program:
                 return
 
     def wait(self, timeout_s: float = 240) -> int | None:
-        """Waits for its end; None where it still runs after so many seconds."""
+        """Waits for the end and returns the exit code; None if it still runs after `timeout_s`."""
         self._has_ended.wait(timeout_s)
         return self._status
 
     def finish(self, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
-        """Waits for its end; after `timeout_s` the whole group is killed."""
+        """Waits for the end and returns exit code and output; after `timeout_s` the whole group is killed."""
         if self.wait(timeout_s) is None:
             self.send(signal.SIGKILL, to_group=True)
             self.wait(60)
@@ -80,8 +80,8 @@ def start(*arguments: str | Path, cwd: Path, logs: Path, is_stopped: bool = Fals
     Args:
         *arguments: its command line.
         cwd: its working directory.
-        logs: an existing folder for what it prints.
-        is_stopped: let it wait for SIGCONT before it begins.
+        logs: an existing folder for the files of its output.
+        is_stopped: wait for SIGCONT before the command begins.
         **env: variables to set.
     """
     words = [str(argument) for argument in arguments]
@@ -104,12 +104,12 @@ def segapp(*arguments: str | Path, cwd: Path, timeout_s: float = 240, **env: str
 
 
 def _text(path: Path) -> str:
-    """As text=True of subprocess would give it."""
+    """Returns the text as subprocess with text=True does."""
     return path.read_bytes().decode(errors="surrogateescape").replace("\r\n", "\n")
 
 
 class _ForkServer:
-    """The process that forks, and the thread that hears from it."""
+    """The process that forks, and the thread that reads its answers."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(

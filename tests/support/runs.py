@@ -1,4 +1,4 @@
-"""Small things that the tests of whole runs share."""
+"""Helpers of the tests of whole runs: drawn scenes, configs, training in this process, events, states."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 from segapp.config import RunConfig, validate_config
 from segapp.train.request import TrainRequest
 from segapp.train.session import run_session
-from tests.support.programs import segapp as segapp  # for those who train: `from tiny_runs import segapp`
+from tests.support.programs import segapp as segapp  # the program beside `train`
 
 
 def draw_scene(rng: np.random.Generator, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """A picture of a textured ground, a box and a disc, and its class ids; 255 along the left border."""
+    """Returns an image (H, W, 3) of a ground, a box and a disc, and its class ids (H, W), 255 at the left border."""
     mask = np.zeros((height, width), np.uint8)
     cv2.rectangle(mask, (int(rng.integers(4, width // 2)), 0), (width, int(rng.integers(8, height))), 1, -1)
     cv2.circle(mask, (int(rng.integers(0, width)), int(rng.integers(0, height))), int(rng.integers(4, 14)), 2, -1)
@@ -29,7 +29,7 @@ def draw_scene(rng: np.random.Generator, height: int, width: int) -> tuple[np.nd
 
 
 def merged(config: dict[str, Any], **sections: Any) -> RunConfig:
-    """A config with some keys of some sections replaced."""
+    """Returns a config with some keys of some sections replaced."""
     values = {
         key: {**config.get(key, {}), **value} if isinstance(value, dict) else value for key, value in sections.items()
     }
@@ -37,18 +37,18 @@ def merged(config: dict[str, Any], **sections: Any) -> RunConfig:
 
 
 def train(config: RunConfig, folder: Path, **plan: Any) -> int:
-    """Trains in this process, into `folder`; gives the exit code."""
+    """Trains in this process, into `folder`, and returns the exit code."""
     return run_session(TrainRequest(config, run=folder, **plan))
 
 
 def events(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """The events of a run, of one type or all."""
+    """Returns the events of a run, of one type or all."""
     found = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     return [event for event in found if kind in (None, event["type"])]
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every tensor and plain value of a nested state, with its path."""
+    """Yields every tensor and plain value of a nested state with its path."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from leaves(item, f"{path}/{key}")
@@ -60,7 +60,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def differing(a: Any, b: Any) -> list[str]:
-    """Paths at which two states are not bitwise equal."""
+    """Returns the paths at which two states are not bitwise equal."""
     left, right = dict(leaves(a)), dict(leaves(b))
     names = [path for path in {*left, *right} if path not in left or path not in right]
     for path in {*left} & {*right}:

@@ -1,4 +1,4 @@
-"""The real program in a pseudo-terminal: what it writes there, byte for byte, and keys and clicks for it."""
+"""The real program in a pseudo-terminal: its output byte for byte, and keys and clicks to it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Terminal:
 
     Args:
         *words: its command line.
-        cwd: its working directory; its settings lie there too.
+        cwd: its working directory, and the folder of its settings.
         **env: variables to set.
     """
 
@@ -42,21 +42,21 @@ class Terminal:
             os.environ.update(TERM="xterm-256color", XDG_CONFIG_HOME=str(cwd), OMP_NUM_THREADS="1", **env)
             os.environ.pop("NO_COLOR", None)
             os.execv(sys.executable, [sys.executable, "-m", "segapp", *map(str, words)])
-        self._theirs = theirs  # kept open: what was written last can be read, and the modes are still there
+        self._theirs = theirs  # kept open: the last output and the modes stay readable
 
     def modes(self) -> list[Any]:
-        """How the terminal treats what is typed (termios)."""
+        """Returns the modes of the terminal (termios)."""
         return termios.tcgetattr(self._terminal)
 
     def read(self, for_s: float = 0.1) -> None:
-        """Takes in what was written, for some time."""
+        """Reads the output for some time."""
         deadline_s = time.monotonic() + for_s
         while (left_s := deadline_s - time.monotonic()) > 0:
             if select.select([self._terminal], [], [], min(left_s, 0.1))[0]:
                 self.output += os.read(self._terminal, 2**16)
 
     def wait_for(self, wanted: str, timeout_s: float = 60) -> None:
-        """Waits until something was written."""
+        """Waits until the output holds a text."""
         deadline_s = time.monotonic() + timeout_s
         while wanted.encode() not in self.output:
             assert time.monotonic() < deadline_s, self.output[-2000:]
@@ -64,21 +64,21 @@ class Terminal:
             self.read()
 
     def type(self, keys: str) -> None:
-        """Types some keys."""
+        """Types keys."""
         os.write(self._terminal, keys.encode())
 
     def click(self, column: int, row: int) -> None:
-        """Clicks at a place, counted from 1 (SGR mouse mode)."""
+        """Clicks at a column and row, counted from 1 (SGR mouse mode)."""
         self.type(f"\x1b[<0;{column};{row}M\x1b[<0;{column};{row}m")
 
     def send(self, number: int) -> None:
-        """Sends a signal, unless it has ended."""
+        """Sends a signal unless the program has ended."""
         if self.returncode is None:
             os.kill(self.pid, number)
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs."""
+        """The exit code, or minus the number of the signal; None while it runs."""
         if self._status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -86,20 +86,20 @@ class Terminal:
         return self._status
 
     def wait(self, timeout_s: float = 30) -> int:
-        """Its exit code, once it has ended."""
+        """Waits for the end and returns the exit code."""
         deadline_s = time.monotonic() + timeout_s
         while self.returncode is None:
-            assert time.monotonic() < deadline_s, "it did not end"
+            assert time.monotonic() < deadline_s, "the program did not end"
             self.read()
         self.read()
         return self.returncode
 
     def peak_mib(self) -> float:
-        """The most memory that it has held so far."""
+        """Returns the peak resident memory so far, MiB."""
         return peak_mib(self.pid)
 
     def close(self) -> None:
-        """Ends it, whatever it does."""
+        """Kills the program and closes the terminal."""
         self.send(signal.SIGKILL)
         self.wait()
         os.close(self._terminal)
@@ -108,7 +108,7 @@ class Terminal:
 
 @contextlib.contextmanager
 def terminal(*words: str | Path, cwd: Path, **env: str) -> Iterator[Terminal]:
-    """A `segapp` at a pseudo-terminal, ended at the end of the block."""
+    """A `segapp` at a pseudo-terminal; killed at the end of the block."""
     shown = Terminal(*words, cwd=cwd, **env)
     try:
         yield shown
@@ -117,7 +117,7 @@ def terminal(*words: str | Path, cwd: Path, **env: str) -> Iterator[Terminal]:
 
 
 def peak_mib(pid: int) -> float:
-    """The most resident memory that a process has held so far, MiB; 0 where it is gone."""
+    """Returns the peak resident memory of a process, MiB; 0 if it is gone."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
