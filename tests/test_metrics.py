@@ -172,7 +172,7 @@ def test_counting_on_a_device_does_not_synchronise():
     confusion = ConfusionMatrix(4)
     ids = torch.zeros(2, 8, 8, dtype=torch.int64)
     with NamesOfFunctions() as functions:
-        confusion.counts += metrics._count_by_scatter(confusion._device_infos(ids, ids.to(torch.uint8)), 18)[:-1]
+        confusion.counts += metrics._count_by_scatter(confusion._indices(ids, ids.to(torch.uint8)), 18)[:-1]
     waiting = {
         "item",
         "tolist",

@@ -36,7 +36,7 @@ _POLL_S = 1.0
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How batches are loaded.
+    """Options of batch loading: workers, timeout, page-locked memory.
 
     Attributes:
         workers: Processes that load; 0 loads in this one.

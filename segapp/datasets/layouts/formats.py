@@ -38,7 +38,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DataLocation:
-    """Where a data set is and how its files are named.
+    """Location of a data set and the naming of its files.
 
     Attributes:
         format: A key of `DATASETS`.
