@@ -1,4 +1,4 @@
-"""`segapp eval`: the scores of a run on a split, as a table, as JSON, image by image, and as a picture."""
+"""`segapp eval`: scores of a run on a split, as a table, JSON, per-image CSV and confusion matrix."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from segapp.train.telemetry.console import iou_table
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """What `segapp eval` was asked for.
+    """Options of `segapp eval`.
 
     Attributes:
         split: of the data set.
         slide: sliding window instead of the whole image.
-        tta: average over a flip and several scales.
-        data_root: the data set's folder, if it has moved.
-        boundary: give the boundary IoU too.
-        devices: share the images over these, separated by commas; None: one, as the config says.
-        json_file: where the result goes as JSON.
-        per_image: where the scores of every image go as CSV.
-        confusion: where the picture of the confusion matrix goes.
-        config: for bare weights, which network they are of; None: the file says it.
+        tta: test-time augmentation: average over flips and several scales.
+        data_root: folder of the data set; None: from the config.
+        boundary: compute the boundary IoU too.
+        devices: comma-separated devices that share the images; None: the one of the config.
+        json_file: file for the result as JSON.
+        per_image: file for the scores of every image as CSV.
+        confusion: file for the picture of the confusion matrix.
+        config: config of the network for bare weights; None: from the file.
     """
 
     split: str = "val"
@@ -60,14 +60,16 @@ class EvalOptions:
 
 
 def evaluate_target(target: str, options: EvalOptions) -> None:
-    """Evaluates, prints the per-class table, and writes the files that were asked for.
+    """Evaluate a run or checkpoint, print the per-class table, and write the requested files.
 
     Raises:
-        ConfigError: an option that cannot be met.
+        ConfigError: an option has an invalid value.
         StorageError: a file cannot be written.
     """
     if options.confusion is not None and options.confusion.suffix.lower() not in PICTURE_SUFFIXES:
-        raise ConfigError(f"--confusion {options.confusion} ends in none of {' '.join(PICTURE_SUFFIXES)}: change it")
+        raise ConfigError(
+            f"--confusion {options.confusion} has none of the suffixes {' '.join(PICTURE_SUFFIXES)}: change it"
+        )
     trained = load_trained(target, options.config, slide=options.slide, tta=options.tta)
     config, scheme = trained.config, trained.scheme
     data = config.data.model_copy(update={} if options.data_root is None else {"root": options.data_root})
@@ -78,7 +80,7 @@ def evaluate_target(target: str, options: EvalOptions) -> None:
         found = evaluate_on_devices(_build_evaluators(trained, options), loader, progress)
     for note in found.notes:
         print(f"note: {printable(note)}", file=sys.stderr)
-    _show(found, trained, groups, options.split)
+    _print_scores(found, trained, groups, options.split)
     if options.json_file is not None:
         _write(options.json_file, lambda path: write_json(path, as_json(found, trained, groups, options.split)))
     if options.per_image is not None:
@@ -95,11 +97,11 @@ def _build_evaluators(trained: TrainedModel, options: EvalOptions) -> list[Evalu
         config.loss, scheme.num_classes, scheme.ignore_index, lambda _: [1.0] * len(scheme.names)
     )
     if trained.criterion is not None:
-        criterion.load_state_dict(trained.criterion)  # holds the class weights of the training
+        criterion.load_state_dict(trained.criterion)  # includes the class weights of the training
     devices = [trained.device]
     if options.devices is not None:
-        words = [word.strip() for word in options.devices.split(",") if word.strip()]
-        devices = choose_devices([int(word) if word.isdecimal() else word for word in words])[0]
+        names = [name.strip() for name in options.devices.split(",") if name.strip()]
+        devices = choose_devices([int(name) if name.isdecimal() else name for name in names])[0]
         if not devices:
             raise ConfigError("--devices names none: give one or more, e.g. 0,1 or cpu")
     predictor = TrainedPredictor(trained.model, trained.inference, scheme, trained.device)
@@ -119,7 +121,9 @@ def _build_evaluators(trained: TrainedModel, options: EvalOptions) -> list[Evalu
     return [first] if devices == [trained.device] else [first.on(device) for device in devices]
 
 
-def _show(found: EvaluationResult, trained: TrainedModel, groups: dict[str, tuple[int, ...]], split: str) -> None:
+def _print_scores(
+    found: EvaluationResult, trained: TrainedModel, groups: dict[str, tuple[int, ...]], split: str
+) -> None:
     evaluation = found.evaluation
     for line in iou_table(trained.scheme.names, evaluation.scores.iou):
         print(line)
@@ -144,7 +148,7 @@ def _number(value: float | None) -> str:
 def as_json(
     found: EvaluationResult, trained: TrainedModel, groups: dict[str, tuple[int, ...]], split: str
 ) -> dict[str, Any]:
-    """The result as plain values."""
+    """Return the result as plain values."""
     evaluation = found.evaluation
     result: dict[str, Any] = {
         "split": split,
@@ -168,7 +172,7 @@ def as_json(
 
 
 def per_image_csv(found: EvaluationResult, dataset: SegmentationDataset, trained: TrainedModel) -> str:
-    """One line an image, in the order of the data set; a score that an image has not is empty."""
+    """Return a CSV with one row per image in the order of the data set; undefined scores are empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["image", "num_valid_px", "pixel_accuracy", "miou", *(f"iou {n}" for n in trained.scheme.names)])

@@ -1,4 +1,4 @@
-"""`segapp export`: from a run to a file, with pictures of its own data for the check where they are there."""
+"""`segapp export`: export a run, and check the file on validation images if they are available."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from segapp.export import CheckResult, ExportInfo, Format, write_export, write_w
 from segapp.run.text import printable
 
 NUM_PICTURES = 3
-"""Validation images that the check looks at."""
+"""Number of validation images used for the check."""
 
 
 WEIGHTS: Final = "safetensors"
-"""The format that holds weights and no program."""
+"""The format that holds weights only."""
 
 
 def export_target(
     target: str, out: Path, *, format: str | None, half: bool, argmax: bool, config: str | None = None
 ) -> None:
-    """`segapp export`: writes the file, and prints how well it agrees.
+    """Write the file, check it, and print the result.
 
     Args:
-        target: a run, a checkpoint, or with `config` a file of bare weights.
+        target: a run, a checkpoint, or a weights file.
         out: the file.
-        format: onnx, pt2 or safetensors; None: by the ending of `out`.
-        half: in float16.
-        argmax: class ids instead of logits.
-        config: for bare weights, which network they are of.
+        format: onnx, pt2 or safetensors; None: by the suffix of `out`.
+        half: compute in float16.
+        argmax: output class ids instead of logits.
+        config: config of the network for bare weights.
 
     Raises:
-        ConfigError: an unknown format, an option that it does not have, or a package is missing.
-        RunError: the network cannot be exported, or the file's answers differ.
+        ConfigError: unknown format, an option that the format does not support, or a package is missing.
+        RunError: the network cannot be exported, or the output of the file differs.
     """
     chosen = _format(out, format)
     if chosen == WEIGHTS and argmax:
-        raise ConfigError("--argmax is a part of a program, and safetensors holds weights only: leave it out")
+        raise ConfigError("--argmax: a safetensors file holds weights only: leave it out")
     trained = load_trained(target, config)
     info = _info(trained, half=half, argmax=argmax)
     if chosen == WEIGHTS:
@@ -60,14 +60,14 @@ def export_target(
 
 
 def _format(out: Path, format: str | None) -> Format | Literal["safetensors"]:
-    """What `--format` says, else the ending of the file."""
+    """Return the format of `--format`, or by the suffix of the file."""
     known: tuple[Format | Literal["safetensors"], ...] = (*get_args(Format), WEIGHTS)
     wanted = out.suffix.lower().removeprefix(".") if format is None else format
     chosen = next((name for name in known if name == wanted), None)
     if chosen is not None:
         return chosen
     if format is None:
-        raise ConfigError(f"--out {out} ends in none of .{' .'.join(known)}: change it, or add --format")
+        raise ConfigError(f"--out {out} has none of the suffixes .{' .'.join(known)}: change it, or add --format")
     raise ConfigError(f"--format {format} is not known: use one of {', '.join(known)}")
 
 
@@ -94,7 +94,7 @@ def _info(trained: TrainedModel, *, half: bool, argmax: bool) -> ExportInfo:
 
 
 def _pictures(trained: TrainedModel) -> list[NDArray[Any]]:
-    """A few validation images; none where the data are not here."""
+    """Return some validation images; none if the data set is not available."""
     data = trained.config.data
     try:
         pairs = build_pairs(data, split_names(data)[1])
@@ -108,7 +108,7 @@ def _report(found: CheckResult, out: Path, format: Format, info: ExportInfo, num
     kind = "ONNX" if format == "onnx" else "torch.export"
     runtime = "onnxruntime" if format == "onnx" else "torch"
     sizes = " ".join(f"{batch}x{height}x{width}" for batch, height, width in found.sizes)
-    source = f"{num_pictures} validation images" if num_pictures else "drawn pictures: the data are not here"
+    source = f"{num_pictures} validation images" if num_pictures else "synthetic pictures, no data set found"
     difference = (
         f"largest difference {found.max_difference:.2g} of logits up to {found.max_logit:.3g}, "
         if found.max_difference is not None

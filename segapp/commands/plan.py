@@ -1,4 +1,4 @@
-"""`segapp plan`: prints what the GPUs will hold. No torch here."""
+"""`segapp plan`: print the predicted memory of each GPU. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from segapp.train.planning.plan import plan_memory
 def print_plan(
     config_name: str | None, overrides: Sequence[str], gpus: str | None, run: str | None, *, as_json: bool
 ) -> None:
-    """`segapp plan`.
+    """Plan the memory of a config or a run, and print it.
 
     Raises:
-        ConfigError: the config, the GPUs or the run cannot be planned with.
+        ConfigError: the config, the GPUs or the run are not valid.
     """
     config, measurement = _config_and_measurement(config_name, overrides, run)
     specs = _gpu_specs(gpus, measurement)

@@ -1,4 +1,4 @@
-"""`segapp predict`: from files to label maps, pictures and overlays, with a trained network or an exported file."""
+"""`segapp predict`: predict images and videos with a run, a checkpoint or an exported ONNX file."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from segapp.run.text import printable
 
 @dataclass(frozen=True)
 class PredictOptions:
-    """What `segapp predict` was asked for beside the model and the pictures.
+    """Options of `segapp predict`.
 
     Attributes:
-        save: kinds of output; empty: label maps, colour pictures and overlays (of a video no label maps).
-        label_ids: write the data set's own ids.
+        save: kinds of output; empty: labels, color and overlay (for a video: color and overlay).
+        label_ids: write the ids of the data set instead of class ids.
         slide: predict by sliding window.
-        tta: average over a flip and several scales.
-        batch: pictures at once; None: by memory.
-        config: for bare weights, which network they are of; None: the file says it.
+        tta: test-time augmentation: average over flips and several scales.
+        batch: pictures per batch; None: by the free memory.
+        config: config of the network for bare weights; None: from the file.
     """
 
     save: tuple[Saved, ...] = ()
@@ -46,10 +46,16 @@ class PredictOptions:
 
 
 def predict_target(target: str, paths: Sequence[Path], out: Path, options: PredictOptions) -> None:
-    """`segapp predict`: writes what is to be saved of every picture, with a run, a checkpoint or an exported file.
+    """Predict files, write the outputs, and print the speed.
+
+    Args:
+        target: a run, a checkpoint, a weights file or an exported ONNX file.
+        paths: files, folders and globs.
+        out: folder of the outputs.
+        options: the command line options.
 
     Raises:
-        DataError: at the end, where files could not be read; the others are written.
+        DataError: at the end, if files could not be read; the others are written.
     """
     files = find_images(paths)
     predictor = _predictor(target, options)
@@ -66,33 +72,33 @@ def predict_target(target: str, paths: Sequence[Path], out: Path, options: Predi
         f"{speed:.2f} images/s, {tally.num_px / 1e6 / max(tally.seconds, 1e-9):.2f} Mpx/s"
     )
     if tally.problems:
-        shown = "\n".join(f"  {problem}" for problem in tally.problems[:10])
-        raise DataError(f"{len(tally.problems)} of {len(files)} files could not be read:\n{shown}")
+        first_ten = "\n".join(f"  {problem}" for problem in tally.problems[:10])
+        raise DataError(f"{len(tally.problems)} of {len(files)} files could not be read:\n{first_ten}")
 
 
-def parse_batch(word: str) -> int | None:
-    """`--batch`: a number, or None for auto.
+def parse_batch(text: str) -> int | None:
+    """Return the number given by `--batch`; None for auto.
 
     Raises:
         ConfigError: it is neither.
     """
-    if word == "auto":
+    if text == "auto":
         return None
-    if not word.isdecimal() or int(word) < 1:
-        raise ConfigError(f"--batch {word} is neither a number from 1 on nor auto: give one of them")
-    return int(word)
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"--batch {text} is neither a positive number nor auto: give one of them")
+    return int(text)
 
 
 def _predictor(target: str, options: PredictOptions) -> Predictor:
-    """What answers, by the name it was given."""
+    """Return the predictor of a run, a checkpoint or an exported file."""
     if not is_exported(target):
         trained = load_trained(target, options.config, slide=options.slide, tta=options.tta)
         return TrainedPredictor(trained.model, trained.inference, trained.scheme, trained.device)
     if options.config is not None:
-        raise ConfigError(f"--config {options.config}: {target} is an exported network and needs none: leave it out")
+        raise ConfigError(f"--config {options.config}: {target} is an exported network: leave --config out")
     if options.slide or options.tta:
         raise ConfigError(
-            f"{target}: an exported file has neither --slide nor --tta: leave them out, or predict with RUN"
+            f"{target}: an exported file supports neither --slide nor --tta: leave them out, or predict with the run"
         )
     device = choose_devices("auto")[0][0]
     return ExportedPredictor(ExportedModel(Path(target), device), device)

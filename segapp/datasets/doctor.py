@@ -1,7 +1,7 @@
-"""Examines a data set: every file decoded, every id checked, images seen twice, classes that are rare or missing.
+"""Examination of a data set: unreadable files, unknown ids, duplicates, leaks, and rare or missing classes.
 
-This reads every byte once, several files at a time, and never stops at the first finding. A training reads all headers
-and, with `check_masks`, as many masks as take about a second.
+`examine` reads every file once, several at a time, and collects all findings. A training reads all headers and, with
+`check_masks`, as many masks as take about a second.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from segapp.datasets.masks import UnknownIdsError, likely_cause, name_ids, read_
 from segapp.errors import DataError
 
 RARE_FRAC = 1e-4
-"""A class with a smaller share of the training pixels is called rare."""
+"""Classes with a smaller share of the training pixels are reported as rare."""
 
 CHEAP_PX = 2**26
-"""As many pixels of masks are read before a training: all of CamVid's, 32 of Cityscapes'; half a second."""
+"""Pixels of masks read before a training: all of CamVid, 32 masks of Cityscapes; half a second."""
 
-_LOOK_PX = 16
-"""An image's look is compared at (this + 1) x this pixels."""
+_HASH_PX = 16
+"""Difference hashes are computed from images of (this + 1) x this pixels."""
 _MAX_BITS_APART = 5
-"""Of the 256 bits of a look: CamVid's frames saved as JPEG at another size differ in up to 7, its distinct frames in 6
-and more; so most copies are found and no neighbour in a video is taken for one."""
+"""Maximum distance, of 256 bits, of images that look alike. CamVid frames saved as JPEG at another size differ in up to
+7 bits, distinct frames in 6 or more: most copies are found, and no neighbouring frame is taken for one."""
 
 _LARGE_PX = 2**25
 _large = threading.Lock()
-"""Larger images are decoded one at a time: the memory needed does not grow with the number of threads."""
+"""Held while decoding a larger image, so that memory does not grow with the number of threads."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something wrong, or worth a look.
+    """An error or a warning about a data set.
 
     Attributes:
-        severity: an error makes the data unusable as they are.
-        kind: a short word: `pairs`, `unreadable`, `mask`, `ids`, `size`, `leak`, `duplicate`, `all_ignored`, `class`,
+        severity: an error makes the data unusable.
+        kind: `pairs`, `unreadable`, `mask`, `ids`, `size`, `leak`, `duplicate`, `all_ignored`, `class`,
             `crop`, `link`, `file`.
-        split: where.
+        split: name of the split.
         message: a sentence with the file and the next move.
-        pair: the pair it is about, where it is about one.
-        other: the pair it is like, for `leak` and `duplicate`.
-        num_px: pixels that are wrong, where that is counted: the worst come first.
+        pair: the pair concerned, or None.
+        other: the other pair of a `leak` or `duplicate`.
+        num_px: number of wrong pixels, if counted.
     """
 
     severity: Literal["error", "warning"]
@@ -70,10 +70,10 @@ class UnknownIds:
     """Ids outside the classes, over all masks of a split.
 
     Attributes:
-        pixels: id -> pixels.
-        masks: id -> masks that hold it.
-        num_masks: masks with any.
-        cause: what they probably are, and the next move.
+        pixels: number of pixels by id.
+        masks: number of masks by id.
+        num_masks: number of masks with any unknown id.
+        cause: likely cause and the next move.
     """
 
     pixels: Mapping[int, int]
@@ -84,16 +84,16 @@ class UnknownIds:
 
 @dataclass(frozen=True)
 class SplitReport:
-    """What one split holds.
+    """Contents of a split.
 
     Attributes:
         split: its name.
-        num_pairs: pairs in it.
-        num_masks: pairs with ground truth.
-        sizes: (height, width) in pixels -> images of that size; those that could be read.
-        frequencies: counts over the masks that could be read.
-        findings: what is wrong, in the order of the pairs.
-        unknown_ids: None where every id is known.
+        num_pairs: number of pairs.
+        num_masks: number of pairs with a mask.
+        sizes: number of readable images by (height, width), px.
+        frequencies: counts over the readable masks.
+        findings: in the order of the pairs.
+        unknown_ids: None if every id is known.
     """
 
     split: str
@@ -107,12 +107,12 @@ class SplitReport:
 
 @dataclass
 class _Examined:
-    """One pair, read whole."""
+    """Result of reading one pair."""
 
     pair: ImagePair
     size: tuple[int, int] | None = None
     digest: str | None = None  # of the decoded pixels
-    look: bytes | None = None  # alike for a resized or re-saved copy
+    difference_hash: bytes | None = None  # similar for a resized or re-saved copy
     counts: NDArray[Any] | None = None
     ignored_px: int = 0
     ids: UnknownIdsError | None = None
@@ -128,15 +128,15 @@ def examine(
     threads: int = 2,
     progress: Callable[[], None] = lambda: None,
 ) -> list[SplitReport]:
-    """Reads every image and every mask of some splits.
+    """Read every image and mask of some splits, and return a report for each.
 
     Args:
-        splits: name -> pairs; the first one is trained on.
-        scheme: what the ids in the masks mean.
+        splits: pairs by name of the split; the first one is for training.
+        scheme: meaning of the ids in the masks.
         crop_px: height and width of a training crop.
-        resize_px: height and width to which images are brought before; None: they stay as they are.
-        threads: files decoded at a time.
-        progress: called once a pair.
+        resize_px: height and width to which images are resized first; None: not resized.
+        threads: number of files decoded at a time.
+        progress: called once per pair.
     """
 
     def look_at(pair: ImagePair) -> _Examined:
@@ -148,7 +148,7 @@ def examine(
         try:
             examined = {name: list(pool.map(look_at, pairs)) for name, pairs in splits.items()}
         except BaseException:
-            pool.shutdown(cancel_futures=True)  # Ctrl-C does not wait for ten thousand files
+            pool.shutdown(cancel_futures=True)  # so that Ctrl-C does not wait for all files
             raise
     twice = _seen_twice(examined)
     reports = []
@@ -168,15 +168,15 @@ def examine(
 
 
 def check_masks(pairs: Sequence[ImagePair], sizes: Sequence[tuple[int, int]], scheme: ClassScheme) -> None:
-    """Reads some masks of a split before anything is computed: all of a small one, evenly spread ones of a large one.
+    """Read some masks of a split before a training: all of a small split, evenly spread ones of a large split.
 
     Args:
         pairs: the split, its headers checked.
-        sizes: (height, width) of each, as `check_pairs` gives them.
-        scheme: what the ids mean.
+        sizes: (height, width) of each, from `check_pairs`.
+        scheme: meaning of the ids.
 
     Raises:
-        DataError: a mask cannot be used, or none of them has a pixel that counts.
+        DataError: a mask is not valid, or all masks have ignored pixels only.
     """
     total_px = sum(height * width for height, width in sizes)
     step = max(1.0, total_px / CHEAP_PX)
@@ -194,11 +194,11 @@ def check_masks(pairs: Sequence[ImagePair], sizes: Sequence[tuple[int, int]], sc
             has_valid_pixels = has_valid_pixels or bool((mask != scheme.ignore_index).any())
     together = _all_unknown(unknown, scheme)
     if together is not None:
-        more = "" if len(unknown) == 1 else f"\n  so do {len(unknown) - 1} more of the {len(chosen)} masks looked at"
+        more = "" if len(unknown) == 1 else f"\n  so do {len(unknown) - 1} more of the {len(chosen)} masks read"
         raise DataError(f"{unknown[0]}{more}" + (f": {together.cause}" if more else ""))
     if not has_valid_pixels and len(chosen) == len(pairs):
         raise DataError(
-            f"{shown(pairs[0].mask or pairs[0].image)} and all other masks hold nothing but ignored pixels: "
+            f"{shown(pairs[0].mask or pairs[0].image)} and all other masks hold ignored pixels only: "
             "check data.label_map and data.ignore_index"
         )
 
@@ -209,7 +209,7 @@ def _examine_pair(pair: ImagePair, scheme: ClassScheme) -> _Examined:
         header = read_header(pair.image)
         is_large = header.height_px * header.width_px > _LARGE_PX
     except DataError:
-        is_large = False  # what is wrong with it is found below
+        is_large = False  # reported below
     if is_large:
         with _large:
             _examine_files(found, scheme)
@@ -224,7 +224,7 @@ def _examine_files(found: _Examined, scheme: ClassScheme) -> None:
         image = read_image(pair.image)
         found.size = (image.shape[0], image.shape[1])
         found.digest = hashlib.sha256(repr(image.shape).encode() + image.tobytes()).hexdigest()
-        found.look = _difference_hash(image)
+        found.difference_hash = _difference_hash(image)
     except DataError as error:
         found.problems.append(("unreadable", str(error), 0))
     if pair.mask is None:
@@ -244,7 +244,7 @@ def _examine_files(found: _Examined, scheme: ClassScheme) -> None:
 
 
 def _all_unknown(errors: Sequence[UnknownIdsError], scheme: ClassScheme) -> UnknownIds | None:
-    """What is wrong with the ids of several masks; their likely cause shows in all of them together."""
+    """Return the unknown ids of several masks; the likely cause is derived from all of them together."""
     if not errors:
         return None
     pixels: Counter[int] = Counter()
@@ -263,18 +263,18 @@ def _all_unknown(errors: Sequence[UnknownIdsError], scheme: ClassScheme) -> Unkn
 
 
 def summary_of_ids(unknown: UnknownIds) -> str:
-    """One sentence: which ids, in how many masks, and why."""
+    """Return a sentence with the ids, the number of masks and the likely cause."""
     plural = "masks hold" if unknown.num_masks > 1 else "mask holds"
     return f"{unknown.num_masks} {plural} ids outside the classes: {name_ids(unknown.pixels)}. {unknown.cause}"
 
 
 def _difference_hash(image: NDArray[np.uint8]) -> bytes | None:
-    """Which of neighbouring pixels of a tiny grey copy are brighter (difference hash); None for a flat image."""
+    """Return the difference hash: which pixels of a tiny grey copy are brighter than the left one; None if flat."""
     grey = cv2.cvtColor(image, cv2.COLOR_RGB2GRAY)
-    tiny = cv2.resize(grey, (_LOOK_PX + 1, _LOOK_PX), interpolation=cv2.INTER_AREA).astype(np.int16)
+    tiny = cv2.resize(grey, (_HASH_PX + 1, _HASH_PX), interpolation=cv2.INTER_AREA).astype(np.int16)
     if int(tiny.max()) - int(tiny.min()) < 8:
         return None
-    # A difference of a grey level or two is what saving as JPEG changes.
+    # JPEG compression changes differences by one or two grey levels.
     return np.packbits(np.diff(tiny, axis=1) > 2).tobytes()
 
 
@@ -290,8 +290,8 @@ def _of_pairs(split: str, pairs: Iterable[_Examined]) -> list[Finding]:
                     "warning",
                     "all_ignored",
                     split,
-                    f"{shown(each.pair.mask or each.pair.image)}: every pixel is ignored: it teaches nothing; check "
-                    "data.label_map and data.ignore_index, or take it out of the split",
+                    f"{shown(each.pair.mask or each.pair.image)}: every pixel is ignored; check "
+                    "data.label_map and data.ignore_index, or remove it from the split",
                     each.pair,
                 )
             )
@@ -299,7 +299,7 @@ def _of_pairs(split: str, pairs: Iterable[_Examined]) -> list[Finding]:
 
 
 def _seen_twice(examined: Mapping[str, Sequence[_Examined]]) -> dict[str, list[Finding]]:
-    """Images that occur more than once: between splits they leak, within one they count double."""
+    """Return leaks (images in two splits) and duplicates (images twice in a split) by split."""
     findings: dict[str, list[Finding]] = {name: [] for name in examined}
     everything = [(name, each) for name, pairs in examined.items() for each in pairs if each.digest is not None]
     first_of: dict[str | None, tuple[str, _Examined]] = {}
@@ -308,18 +308,18 @@ def _seen_twice(examined: Mapping[str, Sequence[_Examined]]) -> dict[str, list[F
         if first is not each:
             findings[split].append(_twice(split, each, first_split, first, is_exact=True))
     distinct = list(first_of.values())
-    for one, other in _alike([each.look for _, each in distinct]):
+    for one, other in _alike([each.difference_hash for _, each in distinct]):
         (first_split, first), (split, each) = distinct[one], distinct[other]
         findings[split].append(_twice(split, each, first_split, first, is_exact=False))
     return findings
 
 
-def _alike(looks: Sequence[bytes | None]) -> Iterator[tuple[int, int]]:
-    """Pairs (earlier, later) of images that hardly differ in their looks; each later one once."""
-    known = [i for i, look in enumerate(looks) if look is not None]
+def _alike(hashes: Sequence[bytes | None]) -> Iterator[tuple[int, int]]:
+    """Yield indices (earlier, later) of images with similar difference hashes; each later one once."""
+    known = [i for i, each in enumerate(hashes) if each is not None]
     if not known:
         return
-    bits = np.unpackbits(np.stack([np.frombuffer(looks[i] or b"", np.uint8) for i in known]), axis=1)
+    bits = np.unpackbits(np.stack([np.frombuffer(hashes[i] or b"", np.uint8) for i in known]), axis=1)
     signs = bits.astype(np.float32) * 2 - 1  # the product of two rows is (bits equal) - (bits different)
     least = signs.shape[1] - 2 * _MAX_BITS_APART
     for start in range(0, len(known), 1024):
@@ -335,9 +335,9 @@ def _twice(split: str, each: _Examined, first_split: str, first: _Examined, *, i
     likeness = "the same pixels as" if is_exact else "looks like"
     what = f"{shown(each.pair.image)}: {likeness} {shown(first.pair.image)}"
     if is_leak:
-        move = f"of split {first_split}: scores on {split} would be too good; take it out of one of them"
+        move = f"of split {first_split}: scores on {split} would be too good; remove it from one of them"
     else:
-        move = "of the same split: it counts double; take one out"
+        move = "of the same split: it counts twice; remove one"
     severity: Literal["error", "warning"] = "error" if is_leak and is_exact else "warning"
     return Finding(severity, "leak" if is_leak else "duplicate", split, f"{what} {move}", each.pair, first.pair)
 

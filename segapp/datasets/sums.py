@@ -1,6 +1,6 @@
-"""Whether files are the bytes they were: a list of sha256 sums, as `sha256sum -c` reads it too.
+"""Lists of sha256 sums of a data set, in the format of `sha256sum -c`.
 
-Of a JPEG about two damages in three decode without complaint; nothing but a sum finds them.
+About two thirds of damaged JPEG files decode without an error; only a checksum finds them.
 """
 
 import os
@@ -18,7 +18,7 @@ _LINE = re.compile(r"(\\?)([0-9a-f]{64}) [ *](.+)")
 
 
 def write_sums(splits: Mapping[str, Sequence[ImagePair]], root: Path) -> str:
-    """The list: a sum and a name a line, names relative to the root, every file once."""
+    """Return a list with the sum and the name, relative to the root, of every file."""
     names = sorted({_name(path, root) for pairs in splits.values() for path in _files(pairs)}, key=os.fsencode)
     with ThreadPoolExecutor() as pool:
         digests = pool.map(lambda name: hash_file(root / name)[0], names)
@@ -26,7 +26,7 @@ def write_sums(splits: Mapping[str, Sequence[ImagePair]], root: Path) -> str:
 
 
 def check_sums(list_file: Path, splits: Mapping[str, Sequence[ImagePair]], root: Path) -> list[Finding]:
-    """Which files of some splits are not those of a list, or are not in it.
+    """Return a finding for each file whose sum differs from the list or that is not listed.
 
     Raises:
         DataError: the list cannot be read.
@@ -46,7 +46,7 @@ def check_sums(list_file: Path, splits: Mapping[str, Sequence[ImagePair]], root:
 
 
 def _digest(path: Path) -> str | None:
-    """The sum; None for a file that cannot be read, which is told elsewhere."""
+    """Return the sum; None for a file that cannot be read, which is another finding."""
     try:
         return hash_file(path)[0]
     except OSError:
@@ -62,7 +62,7 @@ def _name(path: Path, root: Path) -> str:
 
 
 def _line(digest: str, name: str) -> str:
-    """As coreutils writes it: a name with a newline, a carriage return or a backslash is escaped, and marked so."""
+    """Return a line as coreutils writes it: a backslash marks a name in which special characters are escaped."""
     escaped = name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
     return f"{'' if escaped == name else chr(92)}{digest}  {escaped}\n"
 

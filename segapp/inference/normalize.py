@@ -1,4 +1,4 @@
-"""From the loader's uint8 images to what a network takes, on the device that computes it."""
+"""Normalisation of uint8 images on the device that runs the network."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from segapp.memory.oom_failpoint import oom_failpoint
 
 
 class Normalizer(nn.Module):
-    """uint8 images -> normalised floats, on the device that they are on.
+    """Normalisation of uint8 images, on their device.
 
     Args:
         mean: RGB, in 0..1.
@@ -31,17 +31,17 @@ class Normalizer(nn.Module):
         self.register_buffer("shift", shift, persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """uint8 (N, 3, H, W) -> floats of the same shape."""
+        """Return normalised images of the same shape, from uint8 (N, 3, H, W)."""
         return images.float().mul_(self.scale).sub_(self.shift).to(self.dtype)
 
 
 class NormalizedInput(nn.Module):
-    """A model that takes uint8 images: they travel to the device, and between devices, at a quarter of the size.
+    """Model with uint8 input; copies of uint8 images between devices are a quarter of the size of float32.
 
     Args:
-        model: takes normalised images (N, 3, H, W), returns a tuple, logits first.
-        normalizer: makes them.
-        channels_last: give the model NHWC memory.
+        model: takes normalised images (N, 3, H, W) and returns a tuple, logits first.
+        normalizer: normalises the images.
+        channels_last: use the NHWC memory format.
     """
 
     def __init__(self, model: nn.Module, normalizer: Normalizer, *, channels_last: bool = False) -> None:
@@ -51,13 +51,13 @@ class NormalizedInput(nn.Module):
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """uint8 images (N, 3, H, W) -> (logits, *auxiliary logits)."""
+        """Return (logits, *auxiliary logits) of uint8 images (N, 3, H, W)."""
         if self.training:
             oom_failpoint("train.forward")
         outputs: tuple[Tensor, ...] = self.model(self.normalized(images))
         return outputs
 
     def normalized(self, images: Tensor) -> Tensor:
-        """The model's input."""
+        """Return the input of the model."""
         normalized: Tensor = self.normalizer(images)
         return normalized.contiguous(memory_format=self.memory_format)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress_bar(total: int, label: str, unit: str = "image") -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr where it is a terminal; gives a function that takes the number of units done."""
+    """Show a progress bar if stderr is a terminal; yields a function to call with the number of units done."""
     from tqdm import tqdm
 
     with tqdm(total=total, desc=label, unit=unit, disable=not sys.stderr.isatty(), leave=False) as bar:

@@ -1,4 +1,4 @@
-"""From whole images to low-resolution logits: at once, in windows, mirrored, at several scales.
+"""Low-resolution logits of whole images: in one pass, in sliding windows, flipped, at several scales.
 
 Shapes: N images, C classes, H x W pixels of an image, h x w of the model's logits.
 """
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Inference:
-    """How logits are computed for whole images.
+    """Settings of the computation of logits for whole images.
 
     Args:
-        normalizer: uint8 images -> the model's input, on the same device.
+        normalizer: from uint8 images to the input of the model, on the same device.
         align_corners: of the upsampling, as in training.
         window_px: height and width of a sliding window; None: the whole image at once.
-        overlap: share of a window that the next one covers again.
-        weighting: of windows where they overlap: uniform, or gaussian (the middle of a window counts most).
-        scales: scales of the image whose predictions are averaged; (1.0,) for none.
-        flip: average with the mirrored image too.
-        autocast: context of the forward pass.
+        overlap: share of a window that the next one covers too.
+        weighting: of overlapping windows: uniform, or gaussian (largest in the middle of a window).
+        scales: scales of the image whose predictions are averaged.
+        flip: also average over the horizontally flipped image.
+        autocast: returns the context manager of the forward pass.
     """
 
     normalizer: Normalizer
@@ -47,19 +47,19 @@ class Inference:
 
     @property
     def is_plain(self) -> bool:
-        """One forward pass of the whole image, without averaging."""
+        """True if one forward pass of the whole image suffices."""
         return self.window_px is None and self.scales == (1.0,) and not self.flip
 
     def views(self, model: SegmentationModel, images: Tensor) -> tuple[Tensor | list[View], tuple[int, int]]:
-        """Low-resolution logits of normalised images, for `upsample_argmax` and its like, and the size they stand for.
+        """Return low-resolution logits, as `upsample_argmax` and related functions take them, and their full size.
 
         Args:
-            model: gives the logits.
+            model: returns a tuple, logits first.
             images: (N, 3, H, W), normalised.
 
         Returns:
-            Logits (N, C, h, w) or views of them, and (H', W'): the images' size, or with padding at the bottom and
-            right where the model takes certain sizes only.
+            Logits (N, C, h, w) or a list of views; and (H', W'), the size of the images including the padding at the
+            bottom and right for models that accept certain sizes only.
         """
         frame = _padded(images, model.suitable_size(*images.shape[-2:])) if self.window_px is None else images
         size = (frame.shape[-2], frame.shape[-1])
@@ -85,11 +85,11 @@ class Inference:
         tiles = list(self._tiles(model, seen, self.window_px))
         if scale == 1.0:
             width = seen.shape[-1]
-            return [_mirrored(tile, width) if flip else tile for tile in tiles]
+            return [_unflipped(tile, width) if flip else tile for tile in tiles]
         return self._joined(tiles, (seen.shape[-2], seen.shape[-1]), flip)
 
     def _tiles(self, model: SegmentationModel, images: Tensor, window_px: tuple[int, int]) -> Iterator[Tile]:
-        """The logits of every window."""
+        """Yield the logits of every window."""
         height, width = images.shape[-2:]
         window = (min(window_px[0], height), min(window_px[1], width))
         frame = model.suitable_size(*window)
@@ -101,48 +101,48 @@ class Inference:
             yield Tile(self._logits(model, _padded(part, frame)), top, left, window, frame, weights=weights)
 
     def _joined(self, tiles: list[Tile], size: tuple[int, int], flip: bool) -> Tensor:
-        """Tiles of a scaled image as one tensor of its size: their borders lie between the output's pixels."""
+        """Return the tiles of a scaled image as one tensor of its size; their borders lie between output pixels."""
         logits = upsample_logits([tiles], size, align_corners=self.align_corners)
         return logits.flip(-1) if flip else logits
 
     def _logits(self, model: SegmentationModel, images: Tensor) -> Tensor:
-        # The average of half weights is kept, and evaluated, in float32.
+        # The weight average of a half-precision model is float32, and is evaluated in float32.
         dtype = next((p.dtype for p in model.parameters() if p.dim() > 1), images.dtype)
         with self.autocast():
             logits: Tensor = model(images.to(dtype))[0]
         return logits
 
 
-def _mirrored(tile: Tile, width: int) -> Tile:
-    """A tile of the mirrored image as one of the image; the padding at its right is then at its left."""
+def _unflipped(tile: Tile, width: int) -> Tile:
+    """Return a tile of the flipped image as a tile of the image; its padding moves from the right to the left."""
     left = width - tile.left - tile.size[1]
     skip = tile.frame[1] - tile.size[1]
     return replace(tile, logits=tile.logits.flip(-1), left=left, skip=skip)  # the weights are symmetric
 
 
 def _padded(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """Images with the mean colour at the bottom and right."""
+    """Return images padded with zeros, the mean colour, at the bottom and right."""
     height, width = images.shape[-2:]
     return images if (height, width) == size else F.pad(images, (0, size[1] - width, 0, size[0] - height))
 
 
 def gaussian_weights(side: int, device: torch.device) -> Tensor:
-    """Weights of a window's pixels along one axis, (side,): a Gaussian of an eighth of the side, at most 1.
+    """Return weights along one axis of a window, (side,): a Gaussian with sigma of an eighth of the side, at most 1.
 
     As in nnU-Net (Isensee et al., Nature Methods 18, 2021), where the product over the axes weights a patch; the
-    smallest weight is bounded so that a pixel that only one window's corner covers keeps its digits.
+    weights are at least 0.001, for the precision of pixels that only the corner of one window covers.
     """
     at = torch.arange(side, dtype=torch.float32, device=device) - (side - 1) / 2
     return torch.exp(-0.5 * (at / (side / 8)) ** 2).clamp_min_(1e-3)
 
 
 def window_corners(size: tuple[int, int], window: tuple[int, int], overlap: float) -> Iterator[tuple[int, int]]:
-    """Top-left corners of windows that cover an image, the last ones flush with its border.
+    """Yield the top left corners of windows that cover an image; the last ones end at its border.
 
     Args:
         size: height and width of the image, pixels.
         window: height and width of the window, no larger than the image.
-        overlap: share of a window that the next one covers again, 0 <= overlap < 1.
+        overlap: share of a window that the next one covers too, 0 <= overlap < 1.
     """
     axes = []
     for side, length in zip(size, window, strict=True):

@@ -149,7 +149,7 @@ def not_an_image(root: Path) -> None:
         (all_ignored, "warning", "all_ignored", "train", "every pixel is ignored"),
         (leak, "error", "leak", "val", "the same pixels as"),
         (leak_as_jpeg, "warning", "leak", "val", "looks like"),
-        (duplicate, "warning", "duplicate", "train", "counts double"),
+        (duplicate, "warning", "duplicate", "train", "counts twice"),
         (not_an_image, "error", "unreadable", "train", "01.png"),
     ],
 )

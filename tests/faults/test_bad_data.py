@@ -338,7 +338,7 @@ def test_hostile_file_names_train_and_are_inert(root: Path) -> None:
                 with open(os.path.join(folder, name[:250] + b".png"), "wb") as file:
                     file.write(data if kind == b"masks" else data + bytes([i]))
     done = run("check", root)
-    assert "counts double" in done.stdout
+    assert "counts twice" in done.stdout
     done = run("train", root, "--plain", "--run", "run", "--config", "data.yaml")
     assert done.returncode == 0, done.stderr
     assert is_inert((root.parent / "run" / "events.jsonl").read_text())

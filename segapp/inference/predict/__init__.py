@@ -1,4 +1,4 @@
-"""Prediction at work: images and videos in; label maps, pictures and probabilities out."""
+"""Prediction of image and video files: label maps, colour pictures, overlays and probabilities."""
 
 from segapp.inference.predict.outputs import (
     SAVED,

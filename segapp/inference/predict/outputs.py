@@ -1,4 +1,7 @@
-"""What a prediction leaves on disk, written a few rows at a time, under its final name only when it is whole."""
+"""Output files of predictions: written row by row under a temporary name, renamed when complete.
+
+Shapes: C classes, H x W pixels of an image, R rows of a strip.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +27,19 @@ Saved = Literal["labels", "color", "overlay", "probabilities"]
 SAVED: tuple[Saved, ...] = ("labels", "color", "overlay", "probabilities")
 OVERLAY_ALPHA = 0.5
 PROBABILITY_SCALE = 65_535
-"""A stored probability over this is the probability."""
+"""Stored value of probability 1."""
 
 
 @dataclass(frozen=True)
 class OutputPlan:
-    """What is written, and where.
+    """Kinds of outputs and where they are written.
 
     Attributes:
-        folder: --out; each kind has a folder below it.
+        folder: --out; each kind has a subfolder.
         scheme: classes and colours.
-        kinds: what is saved of an image.
-        video_kinds: what is saved of a video; labels and probabilities make a file a frame.
-        label_ids: write the data set's own ids instead of class ids.
+        kinds: outputs of an image.
+        video_kinds: outputs of a video; labels and probabilities are one file per frame.
+        label_ids: write the ids of the data set instead of class ids.
     """
 
     folder: Path
@@ -47,39 +50,39 @@ class OutputPlan:
 
     @property
     def with_probabilities(self) -> bool:
-        """Whether probabilities are wanted."""
+        """True if probabilities are written."""
         return "probabilities" in self.kinds
 
 
 def label_id_table(scheme: ClassScheme) -> NDArray[Any]:
-    """Class id -> id in the data set's own files, as an array of num_classes values."""
+    """Return the id in the data set's files of each class id, (C,)."""
     return np.array(scheme.file_ids, dtype=np.uint8 if max(scheme.file_ids) < 256 else np.uint16)
 
 
 def color_table(scheme: ClassScheme) -> NDArray[np.uint8]:
-    """Class id -> RGB colour, (C, 3)."""
+    """Return the RGB colour of each class id, (C, 3)."""
     return np.array(scheme.palette, dtype=np.uint8)
 
 
 def colorize(labels: NDArray[Any], scheme: ClassScheme) -> NDArray[Any]:
-    """Class ids (H, W) as a uint8 RGB picture (H, W, 3)."""
+    """Return class ids (H, W) as uint8 RGB colours (H, W, 3)."""
     colors: NDArray[np.uint8] = color_table(scheme)[labels]
     return colors
 
 
 def blend(image: NDArray[Any], labels: NDArray[Any], scheme: ClassScheme) -> NDArray[Any]:
-    """A picture (H, W, 3) half covered with the colours of its classes."""
+    """Return an image (H, W, 3) blended with the colours of its class ids (H, W)."""
     return np.asarray(cv2.addWeighted(image, 1 - OVERLAY_ALPHA, colorize(labels, scheme), OVERLAY_ALPHA, 0.0))
 
 
 class ImageOutputs:
-    """The files of one picture; strips are added from top to bottom.
+    """Context manager of the output files of one picture; strips are added from top to bottom.
 
-    As a context: left with an exception, nothing stays of them.
+    The files are removed if the context is left with an exception.
 
     Args:
-        plan: what is written.
-        picture: what was predicted.
+        plan: which outputs are written.
+        picture: the input.
 
     Raises:
         StorageError: a file cannot be written.
@@ -99,7 +102,7 @@ class ImageOutputs:
         return self
 
     def add(self, strip: Strip) -> None:
-        """Appends some rows."""
+        """Append the rows of a strip to every file."""
         for writer in self._writers:
             writer.add(strip)
 
@@ -109,7 +112,7 @@ class ImageOutputs:
 
 
 class _Writer:
-    """A file under a temporary name."""
+    """Output file under a temporary name."""
 
     folder = ""
     suffix = ".png"
@@ -161,7 +164,7 @@ class _Writer:
 
 
 class _PngFile(_Writer):
-    """A PNG, and where the picture lies on the earth beside it."""
+    """PNG file, with a world file beside it for georeferenced pictures."""
 
     def finish(self) -> None:
         self._png.finish()
@@ -189,7 +192,7 @@ class _Labels(_PngFile):
 
 
 class _Color(_PngFile):
-    """With a palette where there are few enough classes: as small as the labels, the same colours."""
+    """PNG with a palette for up to 256 classes, else RGB."""
 
     folder = "color"
 
@@ -216,7 +219,7 @@ class _Overlay(_PngFile):
 
 
 class _Probabilities(_Writer):
-    """An .npz: `probabilities` uint16 (H, W, C), 65535 for 1, and `classes`, the names."""
+    """Archive .npz with `probabilities`, uint16 (H, W, C), 65535 for 1, and `classes`, the names."""
 
     folder = "probabilities"
     suffix = ".npz"
@@ -233,7 +236,7 @@ class _Probabilities(_Writer):
 
     def write(self, strip: Strip) -> None:
         assert strip.probabilities is not None
-        # 16 rows at a time: the copy in another layout and type stays small.
+        # 16 rows at a time, to keep the transposed copy small
         for first in range(0, strip.probabilities.shape[1], 16):
             values = strip.probabilities[:, first : first + 16]
             stored = np.rint(values.transpose(1, 2, 0) * np.float32(PROBABILITY_SCALE)).astype("<u2")
@@ -253,7 +256,7 @@ _WRITERS: dict[Saved, type[_Writer]] = {
 
 
 def parse_saved(words: Sequence[str]) -> tuple[Saved, ...]:
-    """`--save` as kinds, each once, in a fixed order.
+    """Return the kinds named by `--save`, without duplicates, in a fixed order.
 
     Raises:
         ConfigError: an unknown kind.

@@ -1,7 +1,7 @@
-"""Reading, network and writing at the same time: threads decode ahead and encode behind.
+"""Pipeline of a prediction: threads decode inputs and encode outputs while the network computes.
 
-Decoding and encoding release Python's lock, so that the network computes meanwhile. What waits is bounded by pixels,
-not by pictures: one large picture at a time, or many small ones.
+Decoding and encoding release the GIL. The queues are bounded by pixels rather than pictures: one large picture at a
+time, or many small ones.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from segapp.inference.predict.video import VideoOutputs, VideoReader
 READERS = 2
 WRITERS = 2
 MAX_WAITING_PX = 32 << 20
-"""Pixels that are read ahead, and as many that wait to be written."""
+"""Limit of pixels decoded ahead, and of pixels waiting to be written."""
 MAX_BATCH = 16
 
 Item = TypeVar("Item")
@@ -41,14 +41,14 @@ Item = TypeVar("Item")
 
 @dataclass
 class Tally:
-    """What a prediction did.
+    """Counts and messages of a prediction.
 
     Attributes:
-        num_images: pictures and frames that were predicted.
-        num_px: their pixels.
-        seconds: from the first file to the last.
-        problems: one line for each file that could not be read.
-        notes: what a person should know of the way it was done.
+        num_images: number of predicted pictures and frames.
+        num_px: total number of their pixels.
+        seconds: duration.
+        problems: one message per file that could not be read.
+        notes: messages for the user, such as the use of tiles.
     """
 
     num_images: int = 0
@@ -67,22 +67,22 @@ def predict_files(
     workspace: Workspace | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Tally:
-    """Predicts images and videos and writes what the plan says.
+    """Predict images and videos, and write the outputs.
 
     Args:
-        predictor: answers.
-        files: what to predict; neighbours of one size share a batch.
-        plan: what is written, and where.
-        batch: pictures at once; None: on an accelerator as many as fit, on a processor one, which is as fast.
-        workspace: how many pixels fit; None: by the memory that is free.
+        predictor: the network.
+        files: inputs; consecutive pictures of one size share a batch.
+        plan: which outputs are written, and where.
+        batch: pictures per batch; None: as many as fit on a GPU, 1 on a CPU, where larger batches are not faster.
+        workspace: number of pixels that fit; None: from the free memory.
         progress: called with the number of files done.
 
     Returns:
-        The tally; files that could not be read are in its problems, the others are done all the same.
+        The tally; files that could not be read are listed in its problems and skipped.
 
     Raises:
         StorageError: an output cannot be written.
-        OutOfMemoryError: not even a small block fits.
+        OutOfMemoryError: not even a block of the smallest size fits.
     """
     workspace = workspace or plan_workspace(predictor)
     job = _Job(predictor, plan, workspace, batch or (MAX_BATCH if predictor.device.type == "cuda" else 1))
@@ -107,21 +107,21 @@ def predict_files(
 
 
 class _Job:
-    """One prediction under way."""
+    """State of a running prediction."""
 
     def __init__(self, predictor: Predictor, plan: OutputPlan, workspace: Workspace, batch: int) -> None:
         self.predictor, self.plan, self.workspace, self.batch = predictor, plan, workspace, batch
         self.tally = Tally()
 
     def predict_images(self, files: list[ImageFile], count: Callable[[int], None]) -> None:
-        """Pictures of their own; each is written in a thread."""
+        """Predict images; the outputs are written in threads."""
         read = ahead(((_file_px(file), partial(_read_or_problem, file)) for file in files), READERS)
         with BoundedExecutor(WRITERS) as behind:
             for pictures in self._batches(self._readable(read, count)):
                 for picture, strips in self._predicted(pictures):
                     if isinstance(strips, list):
                         behind.submit(partial(_write, self.plan, picture, strips), picture.num_px)
-                    else:  # too large to hold: written while it is predicted
+                    else:  # larger than the workspace: written while it is predicted
                         _write(self.plan, picture, strips)
                 count(len(pictures))
 
@@ -134,7 +134,7 @@ class _Job:
                 yield found
 
     def predict_video(self, file: ImageFile) -> None:
-        """The frames of a video, in order."""
+        """Predict the frames of a video in order."""
         try:
             reader = VideoReader(file)
             with VideoOutputs(self.plan, reader) as outputs, BoundedExecutor(1) as behind:
@@ -146,7 +146,7 @@ class _Job:
             self.tally.problems.append(str(error))
 
     def _batches(self, pictures: Iterable[Picture]) -> Iterator[list[Picture]]:
-        """Neighbours of one size, as many as fit together."""
+        """Group consecutive pictures of one size into batches that fit into the workspace."""
         waiting: list[Picture] = []
         for picture in pictures:
             fits = max(1, min(self.batch, self.workspace.max_px // picture.num_px))
@@ -161,7 +161,7 @@ class _Job:
             yield waiting
 
     def _predicted(self, pictures: list[Picture]) -> Iterator[tuple[Picture, list[Strip] | Iterator[Strip]]]:
-        """Each picture with its strips: a list, or of one that is larger than the workspace an iterator."""
+        """Yield each picture with its strips: a list, or an iterator for a picture larger than the workspace."""
         self.tally.num_images += len(pictures)
         self.tally.num_px += len(pictures) * pictures[0].num_px
         if pictures[0].num_px > self.workspace.max_px and self.predictor.frame_px is None:
@@ -196,7 +196,7 @@ class _Job:
     def _note_tiles(self, picture: Picture) -> None:
         height, width = picture.pixels.shape[:2]
         self.tally.notes.append(
-            f"{picture.file.name}: {width}x{height} px do not fit into memory as a whole: predicted in tiles of at "
+            f"{picture.file.name}: {width}x{height} px does not fit into memory: predicted in tiles of at "
             f"most {self.workspace.max_px / 1e6:.1f} Mpx"
         )
 
@@ -215,7 +215,7 @@ def _read_or_problem(file: ImageFile) -> Picture | str:
 
 
 def _file_px(file: ImageFile) -> int:
-    """Pixels of a picture by its header; 0 where it has none, which reading it will tell."""
+    """Return the number of pixels from the header; 0 if it cannot be read, which is reported when decoding."""
     try:
         header = read_header(file.path, max_pixels=MAX_PREDICTED_PX)
     except DataError:
@@ -224,7 +224,7 @@ def _file_px(file: ImageFile) -> int:
 
 
 def _frame_calls(reader: VideoReader) -> Iterator[tuple[int, Callable[[], Picture | None]]]:
-    """What gives the next frame, until it has given None once."""
+    """Yield functions that return the next frame, until one has returned None at the end of the video."""
     frames = iter(reader)
     is_over = threading.Event()
 
@@ -241,12 +241,12 @@ def _frame_calls(reader: VideoReader) -> Iterator[tuple[int, Callable[[], Pictur
 def ahead(
     calls: Iterable[tuple[int, Callable[[], Item]]], num_threads: int, limit: int = MAX_WAITING_PX
 ) -> Iterator[Item]:
-    """The results of calls in their order, computed ahead in threads.
+    """Yield the results of calls in order, computed ahead in threads.
 
     Args:
-        calls: what each result weighs, and how to compute it.
-        num_threads: how many at once.
-        limit: of the weight of all that is under way, waits, or was handed out last; a heavier one comes alone.
+        calls: weight and function of each call.
+        num_threads: number of concurrent calls.
+        limit: total weight of running and finished calls that are not yet yielded; a heavier call runs alone.
     """
     waiting: deque[tuple[int, Future[Item]]] = deque()
     source = iter(calls)
@@ -268,13 +268,13 @@ def ahead(
 
 
 class BoundedExecutor:
-    """Work that is done in threads, with as much of it waiting as weighs no more than a limit.
+    """Thread pool with a limit on the total weight of waiting tasks.
 
-    As a context: leaving it waits for all work; the first exception of the work is raised there or at a later submit.
+    Leaving its context waits for all tasks. The first exception of a task is raised there or by a later submit.
 
     Args:
-        num_threads: how many pieces at once; with one they are done in order.
-        limit: what may wait; a heavier piece waits alone.
+        num_threads: number of threads; with one, tasks run in order.
+        limit: total weight of waiting tasks; a heavier task waits alone.
     """
 
     def __init__(self, num_threads: int, limit: int = MAX_WAITING_PX) -> None:
@@ -284,7 +284,7 @@ class BoundedExecutor:
         self._changed = threading.Condition()
 
     def submit(self, work: Callable[[], None], weight: int) -> None:
-        """Has a piece of work done; waits while too much waits already."""
+        """Submit a task; blocks while the limit is reached."""
         with self._changed:
             self._changed.wait_for(lambda: self._error or not self._weight or self._weight + weight <= self._limit)
             self._raise()
@@ -317,7 +317,7 @@ class BoundedExecutor:
 
 @contextmanager
 def _large_pictures_allowed() -> Iterator[None]:
-    """Pillow warns of, and refuses, pictures far smaller than those that are cut into tiles here."""
+    """Raise Pillow's pixel limit, which is below the size of pictures that are predicted in tiles."""
     before = Image.MAX_IMAGE_PIXELS
     Image.MAX_IMAGE_PIXELS = MAX_PREDICTED_PX
     try:

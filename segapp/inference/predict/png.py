@@ -1,4 +1,4 @@
-"""PNG files written some rows at a time: the whole picture never has to exist.
+"""PNG files written row by row, without the whole picture in memory.
 
 The format is that of the W3C recommendation "Portable Network Graphics (PNG), third edition".
 """
@@ -19,17 +19,17 @@ _FILTER_NONE, _FILTER_SUB = 0, 1
 
 
 class PngWriter:
-    """A PNG that grows downwards.
+    """Writer of a PNG from top to bottom.
 
-    Ids compress best as they are, photographs as differences to the pixel at the left.
+    Ids compress best unfiltered, photographs as differences to the left neighbour.
 
     Args:
-        file: open for writing bytes; it is not closed here.
+        file: open for writing bytes; the writer does not close it.
         size: height and width, pixels.
         dtype: uint8, or uint16 for grey.
         channels: 1 for grey or ids, 3 for RGB.
-        palette: RGB colours of ids; None: no colours.
-        is_photo: filter by the pixel at the left.
+        palette: RGB colours of ids; None: no palette.
+        is_photo: store differences to the left neighbour.
         profile: ICC profile, or None.
     """
 
@@ -58,7 +58,7 @@ class PngWriter:
             self._chunk(b"PLTE", bytes(value for color in palette for value in color))
 
     def write(self, rows: NDArray[Any]) -> None:
-        """Appends rows (R, W) or (R, W, 3)."""
+        """Append rows (R, W) or (R, W, 3)."""
         count = rows.shape[0]
         stored = np.ascontiguousarray(rows, self._dtype.newbyteorder(">")).reshape(count, -1)
         lines = np.empty((count, 1 + stored.shape[1] * self._dtype.itemsize), np.uint8)
@@ -71,7 +71,7 @@ class PngWriter:
         self._data(self._deflate.compress(lines.data))
 
     def finish(self) -> None:
-        """Writes the end; nothing may follow."""
+        """Write the end of the file; no rows may follow."""
         self._data(self._deflate.flush())
         self._chunk(b"IEND", b"")
 

@@ -1,4 +1,4 @@
-"""What answers for a batch of pictures: a trained model, or an exported file.
+"""Predictors of class ids and probabilities: a trained model or an exported ONNX file.
 
 Shapes: N images, C classes, H x W pixels of an image.
 """
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class Predictor(Protocol):
-    """Labels and probabilities of pictures of one size.
+    """Class ids and probabilities of a batch of images of one size.
 
     Attributes:
         scheme: classes and colours.
-        device: where the work is done.
-        frame_px: height and width of every picture it takes; None: any.
+        device: where it computes.
+        frame_px: the only accepted height and width; None: any size.
     """
 
     scheme: ClassScheme
@@ -36,16 +36,16 @@ class Predictor(Protocol):
     frame_px: tuple[int, int] | None
 
     def labels(self, images: NDArray[Any]) -> NDArray[Any]:
-        """uint8 (N, H, W, 3) RGB -> class ids (N, H, W), uint8 (uint16 for more than 256 classes)."""
+        """Return class ids (N, H, W), uint8 (uint16 for more than 256 classes), of uint8 images (N, H, W, 3) RGB."""
         ...
 
     def probabilities(self, images: NDArray[Any]) -> NDArray[Any]:
-        """uint8 (N, H, W, 3) RGB -> float32 (N, C, H, W), whose sum over C is 1."""
+        """Return float32 (N, C, H, W), with sum 1 over C, of uint8 images (N, H, W, 3) RGB."""
         ...
 
 
 class TrainedPredictor:
-    """A model out of a checkpoint; see `Predictor`.
+    """Predictor with a trained model.
 
     Args:
         model: in eval mode.
@@ -54,7 +54,7 @@ class TrainedPredictor:
         device: where the model is.
     """
 
-    frame_px: tuple[int, int] | None = None  # a model of one size is given windows by `inference`
+    frame_px: tuple[int, int] | None = None  # `inference` feeds windows to a model of one size
 
     def __init__(
         self, model: SegmentationModel, inference: Inference, scheme: ClassScheme, device: torch.device
@@ -78,7 +78,7 @@ class TrainedPredictor:
 def infer_labels(
     model: SegmentationModel, inference: Inference, images: NDArray[Any], device: torch.device
 ) -> NDArray[Any]:
-    """Class ids of pictures.
+    """Return the class ids of images.
 
     Args:
         model: in eval mode.
@@ -87,7 +87,7 @@ def infer_labels(
         device: where the model is.
 
     Returns:
-        uint8 (N, H, W), or uint16 where there are more than 256 classes.
+        uint8 (N, H, W), or uint16 for more than 256 classes.
     """
     views, size = _views(model, inference, images, device)
     found = upsample_argmax(views, size, align_corners=inference.align_corners)
@@ -98,7 +98,7 @@ def infer_labels(
 def predict_image(
     model: SegmentationModel, inference: Inference, image: NDArray[Any], device: torch.device
 ) -> NDArray[Any]:
-    """Class ids (H, W) of one picture, uint8 (H, W, 3) RGB; see `infer_labels`."""
+    """Return the class ids (H, W) of one image, uint8 (H, W, 3) RGB; see `infer_labels`."""
     labels: NDArray[Any] = infer_labels(model, inference, image[None], device)[0]
     return labels
 
@@ -111,7 +111,7 @@ def _views(
 
 
 class ExportedPredictor:
-    """An exported file; see `Predictor`.
+    """Predictor with an exported ONNX file.
 
     Args:
         exported: the file.
@@ -138,7 +138,7 @@ class ExportedPredictor:
         """
         if self.exported.info.output != "logits":
             raise ConfigError(
-                f"{self.exported.path} gives class ids, no probabilities: export without --argmax, or leave out "
+                f"{self.exported.path} gives class ids and no probabilities: export without --argmax, or leave out "
                 "--save probabilities"
             )
         probabilities: NDArray[Any] = torch.from_numpy(self.exported(images)).softmax(1).numpy()

@@ -1,8 +1,8 @@
-"""Pictures as they are predicted, and what of their metadata goes along.
+"""Pictures to predict, with the metadata that is copied to the outputs.
 
-The orientation of EXIF is applied, as in training; outputs are upright and say nothing of it. The ICC profile goes to
-the overlay, whose colours are the picture's. A GeoTIFF's place goes to a world file beside each PNG; its coordinate
-system has no place in one and stays in the source. Everything else is left behind.
+The EXIF orientation is applied, as in training, so outputs are upright. The ICC profile is copied to the overlay. The
+georeference of a GeoTIFF is written to a world file beside each PNG, without its coordinate system. Other metadata is
+dropped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from segapp.datasets.masks import read_image
 from segapp.inference.predict.sources import ImageFile
 
 MAX_PREDICTED_PX = 2**30
-"""OpenCV's own limit."""
+"""Limit of OpenCV."""
 _MODEL_PIXEL_SCALE, _MODEL_TIEPOINT, _MODEL_TRANSFORMATION = 33550, 33922, 34264
 _RASTER_TYPE_KEY, _PIXEL_IS_POINT = 1025, 2
 
@@ -28,10 +28,10 @@ class Picture:
     """A picture in memory.
 
     Attributes:
-        file: where it came from, and the name of its outputs.
+        file: its path, and the name of its outputs.
         pixels: uint8 (H, W, 3), RGB, upright.
-        profile: ICC profile.
-        world: content of a world file: where it lies on the earth.
+        profile: ICC profile, or None.
+        world: content of the world file (georeference), or None.
     """
 
     file: ImageFile
@@ -41,12 +41,12 @@ class Picture:
 
     @property
     def num_px(self) -> int:
-        """Its pixels."""
+        """Number of pixels."""
         return int(self.pixels.shape[0] * self.pixels.shape[1])
 
 
 def read_picture(file: ImageFile) -> Picture:
-    """A picture from its file.
+    """Read a picture from its file.
 
     Raises:
         DataError: it cannot be read.
@@ -60,12 +60,12 @@ def read_picture(file: ImageFile) -> Picture:
 
 
 def _metadata(file: ImageFile) -> tuple[bytes | None, str | None]:
-    """ICC profile and world file; damaged metadata count as none, the pixels are read already."""
+    """Return ICC profile and world file; None for metadata that are absent or damaged."""
     try:
         with Image.open(file.path) as image:
             profile = image.info.get("icc_profile")
             if image.mode != "RGB":
-                profile = None  # of CMYK or grey: the pixels are RGB by now
+                profile = None  # it describes CMYK or grey, the pixels are RGB now
             tags = dict(getattr(image, "tag_v2", {}))
             return profile, world_file(tags)
     except Exception:
@@ -73,9 +73,9 @@ def _metadata(file: ImageFile) -> tuple[bytes | None, str | None]:
 
 
 def world_file(tags: dict[int, Any]) -> str | None:
-    """The six lines of a world file from the tags of a GeoTIFF (OGC 19-008r4, B.6); None without a place.
+    """Return a world file from the tags of a GeoTIFF (OGC 19-008r4, B.6); None without a georeference.
 
-    A world file places the middle of the pixel at the top left, a GeoTIFF as a rule its corner.
+    The origin of a world file is the centre of the top left pixel, that of a GeoTIFF normally its corner.
 
     >>> world_file({33550: (0.5, 0.5, 0.0), 33922: (0.0, 0.0, 0.0, 100.0, 200.0, 0.0)}).split()[4:]
     ['100.25', '199.75']

@@ -1,4 +1,4 @@
-"""What is predicted: files, folders and globs of images and videos, each with the name that its outputs get."""
+"""Inputs of a prediction: images and videos from files, folders and globs, with the names of their outputs."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ VIDEO_SUFFIXES = frozenset({".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".m
 
 @dataclass(frozen=True)
 class ImageFile:
-    """An image or a video and the name, without ending, that its outputs get (with folders for those found in one)."""
+    """Image or video, and the name of its outputs: a relative path without suffix."""
 
     path: Path
     name: str
 
     @property
     def is_video(self) -> bool:
-        """Whether it holds more than one picture."""
+        """True for a video, by its suffix."""
         return self.path.suffix.lower() in VIDEO_SUFFIXES
 
 
 def find_images(paths: Sequence[str | Path]) -> list[ImageFile]:
-    """Files as given, every image and video below a folder, and what a glob names (`**` for any depth), each once.
+    """Return the inputs of files, folders (recursively) and globs (`**` for any depth), without duplicates.
 
     Raises:
-        DataError: a path that is not there, a folder without images, a glob that names nothing.
+        DataError: a path does not exist, or a folder or a glob gives no image.
     """
     found: dict[Path, ImageFile] = {}
     for given in map(Path, paths):
@@ -55,14 +55,14 @@ def _files_of(given: Path) -> Iterator[ImageFile]:
 def _below(folder: Path) -> list[ImageFile]:
     files = sorted(path for path in folder.rglob("*") if _is_picture(path))
     if not files:
-        raise DataError(f"{shown(folder)} holds no image: put files there that end in one of {_endings()}")
+        raise DataError(f"{shown(folder)} holds no image or video: supported suffixes are {_suffixes()}")
     return [ImageFile(path, str(path.relative_to(folder).with_suffix(""))) for path in files]
 
 
 def _matching(pattern: Path) -> list[ImageFile]:
-    """What a glob names; folders in their names begin where the pattern has its first wildcard.
+    """Return the inputs that match a glob; their names are relative to the folder before the first wildcard.
 
-    As in a shell, `*` and `**` leave hidden files out; `**` enters no linked folder, so that rings of them have an end.
+    As in a shell, `*` and `**` skip hidden files; `**` does not follow links to folders, which may form cycles.
     """
     fixed = Path(*_until_magic(pattern))
     parts = [part if part == "**" else re.sub(r"\*{2,}", "*", part) for part in pattern.relative_to(fixed).parts]
@@ -75,7 +75,9 @@ def _matching(pattern: Path) -> list[ImageFile]:
         if _is_picture(path) and (wants_hidden or not _is_hidden(path.relative_to(fixed)))
     )
     if not files:
-        raise DataError(f"{shown(pattern)} names no image or video that ends in one of {_endings()}: check the pattern")
+        raise DataError(
+            f"{shown(pattern)} matches no image or video with one of the suffixes {_suffixes()}: check the pattern"
+        )
     return [ImageFile(path, str(path.relative_to(fixed).with_suffix(""))) for path in files]
 
 
@@ -94,12 +96,12 @@ def _is_picture(path: Path) -> bool:
     return path.suffix.lower() in IMAGE_SUFFIXES | VIDEO_SUFFIXES and path.is_file()
 
 
-def _endings() -> str:
+def _suffixes() -> str:
     return " ".join(sorted(IMAGE_SUFFIXES | VIDEO_SUFFIXES))
 
 
 def _distinct(images: list[ImageFile]) -> list[ImageFile]:
-    """Where two images would get the same name (a.jpg, a.png), both keep their ending in it, then a number."""
+    """Make the names unique: equal ones (a.jpg, a.png) get their suffix, then a number."""
     names: dict[str, int] = {}
     for image in images:
         names[image.name] = names.get(image.name, 0) + 1

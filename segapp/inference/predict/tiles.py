@@ -1,6 +1,8 @@
-"""Pictures larger than the memory: cut into blocks with a margin, of which only the core is kept.
+"""Prediction of pictures that do not fit into memory: overlapping tiles of which only the core is kept.
 
-Whole pictures are predicted whole where they fit, so that a network that looks at the whole image sees it.
+Pictures that fit are predicted whole, so that networks with global context see the whole image.
+
+Shapes: C classes, H x W pixels of an image, R rows of a strip.
 """
 
 from __future__ import annotations
@@ -21,45 +23,45 @@ from segapp.inference.predict.predictor import Predictor, TrainedPredictor, infe
 from segapp.memory.simulation.recorder import Recorder
 
 MAX_HOST_BYTES = 2 << 30
-"""What the network's tensors may take of the host's memory, however much there is."""
+"""Upper limit of CPU memory for the tensors of the network."""
 DEVICE_SHARE = 0.8
-"""Of an accelerator's free memory."""
+"""Share of the free memory of a GPU that is used."""
 KERNEL_FACTOR = 1.5
-"""What kernels take beside the tensors that are seen."""
+"""Allowance for workspaces of kernels, which the recorder does not see."""
 BYTES_PER_PX = 1200
-"""Taken for a network that cannot be looked into."""
+"""Assumed for exported files, whose tensors cannot be recorded."""
 MIN_SIDE_PX = 128
 MARGIN = 1 / 8
-"""Of a block's side, around its core."""
+"""Width around the core, as a share of the side of a tile."""
 _PROBE_PX = 256
 
 
 @dataclass
 class Workspace:
-    """How many pixels may be predicted at once.
+    """Number of pixels that can be predicted at once.
 
     Attributes:
-        max_px: pixels of all pictures of a batch together.
+        max_px: total over the pictures of a batch.
     """
 
     max_px: int
 
     def halve(self) -> None:
-        """After an out-of-memory.
+        """Halve the number of pixels after an out-of-memory error.
 
         Raises:
-            OutOfMemoryError: blocks are as small as they get.
+            OutOfMemoryError: tiles have their smallest size already.
         """
         if self.max_px <= MIN_SIDE_PX**2:
             raise OutOfMemoryError(
-                f"a block of {MIN_SIDE_PX}x{MIN_SIDE_PX} px does not fit into memory: free memory on the device, or "
+                f"a tile of {MIN_SIDE_PX}x{MIN_SIDE_PX} px does not fit into memory: free memory on the device, or "
                 "predict on another (parallel.devices)"
             )
         self.max_px = max(self.max_px // 2, MIN_SIDE_PX**2)
 
 
 def plan_workspace(predictor: Predictor) -> Workspace:
-    """From the memory that is free, and what the network needs a pixel."""
+    """Return the workspace by the free memory and the memory that the network needs per pixel."""
     budget = float(min(MAX_HOST_BYTES, (available_bytes() or MAX_HOST_BYTES) // 2))
     if predictor.device.type == "cuda":
         budget = DEVICE_SHARE * torch.cuda.mem_get_info(predictor.device)[0]
@@ -67,12 +69,12 @@ def plan_workspace(predictor: Predictor) -> Workspace:
 
 
 def _bytes_per_px(predictor: Predictor) -> float:
-    """Peak of the tensors of one prediction, by looking at a small one."""
+    """Return the peak memory of a prediction per pixel, recorded on a small image."""
     if not isinstance(predictor, TrainedPredictor):
         return BYTES_PER_PX * max(1.0, predictor.scheme.num_classes / 20)
     inference, model = predictor.inference, predictor.model
     height, width = model.suitable_size(_PROBE_PX, _PROBE_PX)
-    # Views and windows come one after the other; what stays of each are its low-resolution logits.
+    # Views and windows are computed one after the other; only low-resolution logits of each are kept.
     plain = replace(inference, scales=(1.0,), flip=False, window_px=model.fixed_size_px)
     with Recorder() as recorder:
         infer_labels(model, plain, np.zeros((1, height, width, 3), np.uint8), predictor.device)
@@ -83,12 +85,12 @@ def _bytes_per_px(predictor: Predictor) -> float:
 
 @dataclass(frozen=True)
 class Strip:
-    """Some rows of a prediction, over the picture's whole width.
+    """Rows of a prediction over the whole width.
 
     Attributes:
-        rows: which rows.
+        rows: range of the rows in the picture.
         labels: (R, W) class ids.
-        probabilities: float32 (C, R, W), where they were asked for.
+        probabilities: float32 (C, R, W), if requested.
     """
 
     rows: slice
@@ -99,13 +101,13 @@ class Strip:
 def predict_strips(
     predictor: Predictor, image: NDArray[Any], workspace: Workspace, *, with_probabilities: bool = False
 ) -> Iterator[Strip]:
-    """The prediction of a picture of any size, from top to bottom; whole if it fits into the workspace.
+    """Yield the prediction of a picture of any size from top to bottom; one strip if it fits into the workspace.
 
     Args:
-        predictor: answers.
+        predictor: the network.
         image: uint8 (H, W, 3) RGB.
-        workspace: what fits; is made smaller where it turns out not to.
-        with_probabilities: give them too.
+        workspace: number of pixels that fit; halved after an out-of-memory error.
+        with_probabilities: compute probabilities too.
     """
     height, width = image.shape[:2]
     done = 0
@@ -122,7 +124,7 @@ def predict_strips(
 
 
 def _frame(predictor: Predictor, size: tuple[int, int], workspace: Workspace) -> tuple[int, int]:
-    """Height and width of a block, margins included."""
+    """Return height and width of a tile, margins included."""
     if predictor.frame_px is not None:
         return predictor.frame_px
     if size[0] * size[1] <= workspace.max_px:
@@ -133,7 +135,7 @@ def _frame(predictor: Predictor, size: tuple[int, int], workspace: Workspace) ->
 
 
 def _cores(side: int, frame: int) -> list[tuple[int, int, int]]:
-    """(first pixel of the block, first and last + 1 of its core) along one axis; cores lie side by side."""
+    """Return (start of the tile, start of its core, end of its core) along one axis; the cores cover the axis."""
     if frame >= side:
         return [(0, 0, side)]
     margin = int(frame * MARGIN)
@@ -154,23 +156,23 @@ def _strip(
     top, first, last = rows[0], max(rows[1], done), rows[2]
     labels, probabilities = [], []
     for left, start, stop in _cores(image.shape[1], frame[1]):
-        block = image[top : top + frame[0], left : left + frame[1]]
+        tile = image[top : top + frame[0], left : left + frame[1]]
         inner = slice(first - top, last - top), slice(start - left, stop - left)
         if with_probabilities:
-            values = predictor.probabilities(_filled(block, predictor.frame_px)[None])[0][:, *inner]
+            values = predictor.probabilities(_pad_to(tile, predictor.frame_px)[None])[0][:, *inner]
             probabilities.append(values)
             labels.append(values.argmax(0).astype(np.uint8 if len(values) <= 256 else np.uint16))
         else:
-            labels.append(predictor.labels(_filled(block, predictor.frame_px)[None])[0][inner])
+            labels.append(predictor.labels(_pad_to(tile, predictor.frame_px)[None])[0][inner])
     return Strip(slice(first, last), _joined(labels), _joined(probabilities) if with_probabilities else None)
 
 
-def _filled(block: NDArray[Any], frame: tuple[int, int] | None) -> NDArray[Any]:
-    """A block at the one size that a predictor takes; its edge is repeated at the bottom and right."""
-    if frame is None or block.shape[:2] == frame:
-        return block
-    missing = [(0, wanted - there) for wanted, there in zip(frame, block.shape[:2], strict=True)]
-    return np.pad(block, (*missing, (0, 0)), mode="edge")
+def _pad_to(tile: NDArray[Any], frame: tuple[int, int] | None) -> NDArray[Any]:
+    """Return a tile (H, W, 3) padded to the only accepted size, by repeating its edge at the bottom and right."""
+    if frame is None or tile.shape[:2] == frame:
+        return tile
+    missing = [(0, wanted - there) for wanted, there in zip(frame, tile.shape[:2], strict=True)]
+    return np.pad(tile, (*missing, (0, 0)), mode="edge")
 
 
 def _joined(parts: list[NDArray[Any]]) -> NDArray[Any]:

@@ -1,4 +1,4 @@
-"""Videos in and out through OpenCV: frames in order, rate and number kept; sound is not."""
+"""Reading and writing videos with OpenCV; frame rate and number of frames are kept, sound is dropped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from segapp.inference.predict.tiles import Strip
 from segapp.run.files import remove_quietly, temporary_name
 
 CODECS = (("mp4v", ".mp4"), ("avc1", ".mp4"), ("XVID", ".avi"), ("MJPG", ".avi"))
-"""Tried in this order; Motion JPEG is part of OpenCV itself."""
+"""Codecs in the order they are tried; Motion JPEG is built into OpenCV."""
 _VIDEO_KINDS = ("color", "overlay")
 _DEFAULT_RATE = 25.0
 
@@ -33,23 +33,23 @@ class VideoReader:
         file: the video.
 
     Attributes:
-        frames_per_s: as the file says.
-        num_frames: as the file says, which may be wrong; 0 where it does not.
-        frame_px: pixels of a frame.
+        frames_per_s: from the metadata, 25 if absent.
+        num_frames: from the metadata, which may be wrong; 0 if absent.
+        frame_px: pixels per frame.
 
     Raises:
-        DataError: it cannot be opened, or holds no frame.
+        DataError: the video cannot be opened or has no frame.
     """
 
     def __init__(self, file: ImageFile) -> None:
         self.file = file
-        os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # what is wrong is said here, in one line
+        os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # errors are reported below, in one line
         self._capture = cv2.VideoCapture(os.fspath(file.path))
         is_open = self._capture.isOpened()
         self._first = self._read() if is_open else None
         if self._first is None:
             self._capture.release()
-            reason = "no frame can be decoded" if is_open else "no decoder knows it"
+            reason = "no frame can be decoded" if is_open else "no decoder supports it"
             raise DataError(
                 f"{shown(file.path)}: {reason}: the video is damaged or of an unknown format; convert it, e.g. with "
                 "ffmpeg -i IN -c:v libx264 OUT.mp4"
@@ -60,10 +60,10 @@ class VideoReader:
         self.frame_px = int(self._first.shape[0] * self._first.shape[1])
 
     def __iter__(self) -> Iterator[Picture]:
-        """The frames as pictures named NAME/000001 and on.
+        """Yield the frames as pictures named NAME/000001 and so on.
 
         Raises:
-            DataError: at the end, where the file holds fewer frames than it says.
+            DataError: at the end, if the file has fewer frames than its metadata say.
         """
         number = 0
         pixels = self._first
@@ -75,7 +75,7 @@ class VideoReader:
                 pixels = self._read()
         finally:
             self._capture.release()
-        # Containers count a frame or two that no decoder gives.
+        # Metadata often count one or two frames too many.
         if number < self.num_frames - 2:
             raise DataError(
                 f"{shown(self.file.path)}: ends after frame {number} of {self.num_frames}: the video is damaged or "
@@ -91,13 +91,13 @@ class VideoReader:
 
 
 class VideoOutputs:
-    """What is written of a video: color and overlay as videos, labels and probabilities a file a frame.
+    """Context manager of the outputs of a video: colour and overlay as videos, other kinds as one file per frame.
 
-    As a context: left with an exception other than `DataError`, no video stays.
+    The videos are removed if the context is left with an exception other than `DataError`.
 
     Args:
-        plan: what is written.
-        reader: the video.
+        plan: which outputs are written.
+        reader: the input.
     """
 
     def __init__(self, plan: OutputPlan, reader: VideoReader) -> None:
@@ -113,7 +113,7 @@ class VideoOutputs:
         return self
 
     def add(self, picture: Picture, strips: list[Strip]) -> None:
-        """Appends a frame."""
+        """Append a frame."""
         labels = strips[0].labels if len(strips) == 1 else np.concatenate([strip.labels for strip in strips])
         for video in self._videos:
             video.add(picture.pixels, labels)
@@ -130,7 +130,7 @@ class VideoOutputs:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """OpenCV prints a line for every codec that is not there."""
+    """Suppress the line that OpenCV prints for each missing codec."""
     log = cv2.utils.logging
     level = log.getLogLevel()
     log.setLogLevel(log.LOG_LEVEL_SILENT)
@@ -141,7 +141,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _VideoFile:
-    """A video under a temporary name, which gets its own when it is whole."""
+    """Output video under a temporary name, renamed when complete."""
 
     def __init__(self, plan: OutputPlan, kind: Saved, reader: VideoReader) -> None:
         self._scheme, self._kind = plan.scheme, kind
@@ -152,7 +152,7 @@ class _VideoFile:
 
     def add(self, image: NDArray[Any], labels: NDArray[Any]) -> None:
         frame = colorize(labels, self._scheme) if self._kind == "color" else blend(image, labels, self._scheme)
-        # Codecs that halve the colours' resolution refuse odd sides, or drop the last row without a word.
+        # Codecs with chroma subsampling refuse odd sides or silently drop the last row.
         odd = [(0, side % 2) for side in frame.shape[:2]]
         frame = np.pad(frame, (*odd, (0, 0)), mode="edge")
         if self._writer is None:
