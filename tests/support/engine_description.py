@@ -1,0 +1,82 @@
+"""A step engine as plain values: what it is made of, without devices and numbers.
+
+    python -m tests.support.engine_description CONFIG.json SPLIT
+
+prints the description of the engine that the memory planner simulates. The simulated backend is registered for a whole
+process, so it has one of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from segapp.config import validate_config
+from segapp.memory.simulation.jobs import SimulationJob
+from segapp.memory.simulation.recorder import Recorder
+from segapp.train.planning.simulate import build_simulator
+from segapp.train.step.engine import StepEngine
+
+
+def description(engine: StepEngine) -> dict[str, Any]:
+    """Return types, shapes, precisions and settings of everything that a step consists of."""
+    groups = engine.optimizer.param_groups
+    return {
+        "model": {name: type(module).__name__ for name, module in engine.model.named_modules()},
+        "parameters": _tensors(engine.model.named_parameters()),
+        "buffers": _tensors(engine.model.named_buffers()),
+        "network": _wrappers(engine.network),
+        "split": engine.split_of(_Images(6)) if hasattr(engine.network, "plan") else None,
+        "criterion": [type(part).__name__ for part in engine.criterion.modules()],
+        "optimizer": type(engine.optimizer).__name__,
+        "groups": [
+            {
+                **{key: value for key, value in group.items() if isinstance(value, (int, float, bool, tuple))},
+                "params": [[list(p.shape), str(p.dtype)] for p in group["params"]],
+            }
+            for group in groups
+        ],
+        "precision": [engine.precision.name, str(engine.precision.input_dtype), engine.precision.scaler is not None],
+        "average": None if engine.average is None else type(engine.average.module).__name__,
+        "participants": [type(participant).__name__ for participant in engine.participants],
+        "clip": engine.clip_grad_norm,
+    }
+
+
+class _Images:
+    """As much of a batch as `StepEngine.split_of` looks at."""
+
+    def __init__(self, count: int) -> None:
+        self.indices = tuple(range(count))
+
+
+def _tensors(named: Any) -> dict[str, list[Any]]:
+    return {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in named}
+
+
+def _wrappers(network: nn.Module) -> list[str]:
+    """Return the types from the outermost wrapper to the model."""
+    names = [type(network).__name__]
+    inner = getattr(network, "module", None) or getattr(network, "model", None)
+    return names + (_wrappers(inner) if isinstance(inner, nn.Module) else [])
+
+
+def main(config: str, split: str) -> None:
+    """Print the description of the simulated engine."""
+    warnings.simplefilter("ignore")
+    shares = tuple(map(int, split.split("+")))
+    simulator = build_simulator(validate_config(json.loads(Path(config).read_text())))
+    job = SimulationJob("dp" if len(shares) > 1 else "single", shares)
+    devices = [f"simgpu:{number}" for number in range(len(shares))]
+    with simulator.prepared(job, devices, Recorder()) as (engine, _):
+        found = description(engine)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,71 @@
+"""The engine that the memory planner simulates is the one that trains."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from segapp.build.devices import plan_devices
+from segapp.memory.simulation.backend import is_supported
+from segapp.parallel.ranks import Ranks
+from segapp.run.events import EventWriter
+from segapp.run.folder import RunFolder
+from segapp.train.build import build_trainer
+from segapp.train.control.inbox import Inbox
+from segapp.train.control.signals import StopSignals
+from segapp.train.process.context import RunContext
+from segapp.train.telemetry.device_memory import DeviceMemoryTracker
+from segapp.train.telemetry.event_log import EventLog
+from tests.support import ROOT
+from tests.support.engine_description import description
+from tests.support.runs import merged, train
+
+pytestmark = pytest.mark.skipif(not is_supported(), reason="this torch cannot register a device in Python")
+
+CASES: dict[str, dict[str, Any]] = {
+    "one device": {"train": {"batch_size": 6, "ema": None}},
+    "three devices, half weights, average": {
+        "parallel": {"mode": "dp", "devices": ["cpu"] * 3, "shares": [1, 2, 3]},
+        "train": {"batch_size": 6, "precision": "fp16", "ema": 0.9},
+        "optim": {"name": "sgd", "lr": 0.01, "clip_grad_norm": 1.0},
+    },
+    "distillation on two devices": {
+        "parallel": {"mode": "dp", "devices": ["cpu"] * 2, "shares": [2, 4]},
+        "train": {"batch_size": 6, "ema": None},
+        "distill": {"critic": {"width": 8}},
+    },
+}
+
+
+def trained_engine(config: Any, folder: Path) -> dict[str, Any]:
+    run = RunFolder.create(path=folder)
+    log = EventLog(EventWriter(run.events))
+    context = RunContext(run, log, Ranks(), StopSignals(), DeviceMemoryTracker(), Inbox(run, log))
+    trainer = build_trainer(config, context, plan_devices(config.parallel))
+    log.close()
+    found: dict[str, Any] = json.loads(json.dumps(description(trainer.engine)))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_planned_engine_equals_the_trained_one(case: str, tiny: dict[str, Any], tmp_path: Path) -> None:
+    sections = {name: dict(section) for name, section in CASES[case].items()}
+    base = {**tiny, "data": {**tiny["data"], "crop_px": [48, 64]}}
+    if "distill" in sections:
+        assert train(merged(base, train={"epochs": 1}), tmp_path / "teacher") == 0
+        sections["distill"]["teacher"] = str(tmp_path / "teacher")
+    config = merged(base, **sections)
+    (tmp_path / "config.json").write_text(json.dumps(config.model_dump(mode="json")))
+    split = "+".join(map(str, config.parallel.shares or [config.train.batch_size]))
+    words = [sys.executable, "-m", "tests.support.engine_description", str(tmp_path / "config.json"), split]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    planned, trained = json.loads(done.stdout.splitlines()[-1]), trained_engine(config, tmp_path / "run")
+    assert planned.keys() == trained.keys()
+    for part in trained:
+        assert planned[part] == trained[part], part
