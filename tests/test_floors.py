@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
-import re
+import ast
 import subprocess
 import sys
 
 import pytest
 
 from tests.support import ROOT
+from tests.support.file_tree import split_map, tree
+from tests.support.import_graph import circles, import_graph, module_paths, modules_per_folder
+from tests.support.roads import broken_links, files, hops, roads
+
+from tests.support import ROOT
+
+MAX_MODULES = 14
+MAX_LINES = 450
+MAX_PARAMETERS = 7
+
+TRITON = "a Triton kernel takes every pointer, stride and size by itself"
+COMMAND = "typer makes an option of each parameter"
+MANY_PARAMETERS = {
+    "segapp/losses/fused/triton_kernels.py:loss_kernel": TRITON,
+    "segapp/losses/fused/triton_kernels.py:gather_kernel": TRITON,
+    "segapp/losses/fused/triton_kernels.py:bad_ids_kernel": TRITON,
+    "segapp/losses/cross_entropy.py:_operator": "a torch operator takes tensors and numbers, no objects",
+    "segapp/losses/cross_entropy.py:_": "the operator's shapes, with its parameters",
+    "segapp/parallel/penalties.py:gradient_penalty": "public: every parameter is a term of the formula",
+    "segapp/parallel/data_parallel.py:__init__": "public: torch.nn.DataParallel's parameters and the split",
+    "segapp/cli.py:train": COMMAND,
+    "segapp/cli.py:evaluate": COMMAND,
+    "segapp/cli.py:predict": COMMAND,
+}
+"""Functions of more than seven parameters, and why."""
 
 
 def loaded_by(statement: str, after: str = "") -> set[str]:
@@ -58,14 +83,55 @@ def test_trainer_loads_no_textual() -> None:
     assert "textual" not in loaded_by("import segapp.train.session")
 
 
-def test_readme_tree_lists_exactly_the_existing_files() -> None:
-    tree = (ROOT / "README.md").read_text().split("## File tree", 1)[1]
-    named = set(re.findall(r"^\s*([\w/.-]+\.(?:py|yaml|md))\b", tree, re.MULTILINE))
-    paths = {str(p.relative_to(ROOT)) for folder in ("segapp", "configs") for p in (ROOT / folder).rglob("*.*")}
-    here = {
-        p
-        for p in paths
-        if p.endswith((".py", ".yaml", ".md")) and not p.endswith("__init__.py") and "__pycache__" not in p
+def test_imports_have_no_circle() -> None:
+    assert circles(import_graph()) == []
+
+
+def test_folders_hold_at_most_14_modules() -> None:
+    assert {folder: count for folder, count in modules_per_folder().items() if count > MAX_MODULES} == {}
+
+
+def test_modules_have_at_most_450_lines() -> None:
+    lengths = {str(path): len(path.read_text().splitlines()) for path in module_paths().values()}
+    assert {path: length for path, length in lengths.items() if length > MAX_LINES} == {}
+
+
+def test_functions_take_at_most_7_parameters_or_say_why() -> None:
+    found = {
+        f"{path.relative_to(ROOT)}:{function.name}"
+        for path in module_paths().values()
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef) and num_parameters(function) > MAX_PARAMETERS
     }
-    assert {p for p in here if p not in named} == set()
-    assert {p for p in named if not (ROOT / p).exists()} == set()
+    assert found == MANY_PARAMETERS.keys()
+
+
+def num_parameters(function: ast.FunctionDef) -> int:
+    arguments = function.args
+    names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    return len([name for name in names if name not in ("self", "cls")])
+
+
+def test_file_tree_of_the_map_is_the_package() -> None:
+    _, inside, _ = split_map()
+    assert inside == tree(), "run: python -m tests.support.file_tree --write"
+
+
+@pytest.mark.parametrize("name", roads("From `segapp train` to the update"))
+def test_road_to_the_update_is_short_and_unbroken(name: str) -> None:
+    stops = roads("From `segapp train` to the update")[name]
+    assert broken_links(stops) == []
+    assert hops(stops) <= 8
+    assert len(files(stops)) <= 4
+
+
+@pytest.mark.parametrize("name", roads("From a YAML key to where it acts"))
+def test_road_of_a_config_key_is_short_and_unbroken(name: str) -> None:
+    stops = roads("From a YAML key to where it acts")[name]
+    assert broken_links(stops) == []
+    assert len(files(stops)) <= 4
+
+
+def test_map_names_both_kinds_of_roads() -> None:
+    assert len(roads("From `segapp train` to the update")) == 1
+    assert len(roads("From a YAML key to where it acts")) >= 5

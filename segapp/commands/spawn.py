@@ -20,7 +20,7 @@ from segapp.run.events import EventReader
 from segapp.run.folder import RunFolder
 from segapp.run.state import run_state
 from segapp.run.text import printable
-from segapp.train.control.signals import EXIT_STOPPED_AND_SAVED
+from segapp.train.process.signals import EXIT_STOPPED_AND_SAVED
 from segapp.train.request import TrainRequest
 
 ATTACH_AFTER_S = 15.0

@@ -28,9 +28,9 @@ from segapp.optim import lr_at
 from segapp.parallel.ranks import Ranks
 from segapp.train.control.batch_split import BatchSplitController
 from segapp.train.control.commands import CommandController
-from segapp.train.control.inbox import applied_after
 from segapp.train.planning.auto_settings import planned_advice
 from segapp.train.process.context import RunContext
+from segapp.train.process.inbox import applied_after
 from segapp.train.recovery.fallbacks import fallbacks_after
 from segapp.train.recovery.memory_limit import build_memory_limit
 from segapp.train.recovery.out_of_memory import OomHandler

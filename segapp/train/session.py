@@ -27,11 +27,11 @@ from segapp.run.events import Alert, EventWriter, RunEnd
 from segapp.run.folder import RunFolder
 from segapp.run.text import printable
 from segapp.train.build import build_trainer
-from segapp.train.control.inbox import Inbox
-from segapp.train.control.signals import EXIT_STOPPED_AND_SAVED, StopRequest, StopSignals
-from segapp.train.malloc import keep_freed_memory
 from segapp.train.planning.auto_settings import resolve_auto
 from segapp.train.process.context import RunContext
+from segapp.train.process.inbox import Inbox
+from segapp.train.process.malloc import keep_freed_memory
+from segapp.train.process.signals import EXIT_STOPPED_AND_SAVED, StopRequest, StopSignals
 from segapp.train.recovery.failures import as_segapp_error
 from segapp.train.request import TrainRequest
 from segapp.train.saving.resume import check_resumable, checkpoint_to_resume

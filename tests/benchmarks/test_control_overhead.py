@@ -20,11 +20,11 @@ from segapp.run.events import EventWriter, Step
 from segapp.run.folder import RunFolder
 from segapp.train.control.batch_split import BatchSplitController
 from segapp.train.control.commands import CommandController
-from segapp.train.control.inbox import Inbox
 from segapp.train.control.progress import TrainingProgress
 from segapp.train.control.safe_point import SafePoint
-from segapp.train.control.signals import StopSignals
 from segapp.train.process.context import RunContext
+from segapp.train.process.inbox import Inbox
+from segapp.train.process.signals import StopSignals
 from segapp.train.saving.position import Position
 from segapp.train.saving.saver import Captured, CheckpointSaver, SaveRules
 from segapp.train.telemetry.device_memory import DeviceMemoryTracker, device_info_of

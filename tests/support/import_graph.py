@@ -74,11 +74,12 @@ def circles(graph: Graph) -> list[list[str]]:
 
 
 def folder_circles(graph: Graph) -> list[list[str]]:
-    """Circles between folders: each module stands for the folder that it lies in."""
+    """Circles between folders: each module stands for its folder, those at the root of the package for themselves."""
     paths = module_paths()
 
     def folder(name: str) -> str:
-        return name if paths[name].name == "__init__.py" else name.rpartition(".")[0]
+        is_at_root = paths[name].parent == ROOT / "segapp"
+        return name if is_at_root or paths[name].name == "__init__.py" else name.rpartition(".")[0]
 
     folders: dict[str, set[str]] = {}
     for name, others in graph.items():

@@ -20,7 +20,7 @@ from segapp.config import RunConfig, dump_config
 from segapp.errors import CheckpointError, NonFiniteError
 from segapp.run.files import hash_file
 from segapp.run.folder import RunFolder
-from segapp.train.control import signals as control
+from segapp.train.process import signals
 from segapp.train.request import TrainRequest
 from segapp.train.session import run_session
 from tests.support.runs import differing, events, merged, segapp, train
@@ -72,12 +72,12 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, visit: int) -> None:
     """Sends this process SIGTERM at the n-th look at the stop flag."""
     looks = iter(range(1, 10_000))
 
-    def is_set(self: control.StopSignals) -> bool:
+    def is_set(self: signals.StopSignals) -> bool:
         if next(looks) == visit:
             os.kill(os.getpid(), signal.SIGTERM)
         return self.count > 0
 
-    monkeypatch.setattr(control.StopSignals, "is_set", property(is_set))
+    monkeypatch.setattr(signals.StopSignals, "is_set", property(is_set))
 
 
 @pytest.mark.parametrize("visit", [3, 4, 8, 22, *(pytest.param(n, marks=pytest.mark.slow) for n in (12, 15))])
@@ -88,7 +88,7 @@ def test_run_stopped_at_any_safe_point_resumes_bitwise(
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
         stop_at(patch, visit)
-        assert train(config, folder) == control.EXIT_STOPPED_AND_SAVED
+        assert train(config, folder) == signals.EXIT_STOPPED_AND_SAVED
     assert events(folder, "run_end")[-1]["status"] == "stopped"
     stopped_at = final_state(folder)["position"]["step"]
     assert stopped_at < final_state(uninterrupted)["position"]["step"]
@@ -116,7 +116,7 @@ def test_any_seed_and_mode_stopped_anywhere_resumes_bitwise(
     assert train(config, folder / "whole") == 0
     with pytest.MonkeyPatch.context() as patch:
         stop_at(patch, visit)
-        assert train(config, folder / "run") in (0, control.EXIT_STOPPED_AND_SAVED)
+        assert train(config, folder / "run") in (0, signals.EXIT_STOPPED_AND_SAVED)
     assert resume(config, folder / "run") == 0
     assert_same_run(folder / "run", folder / "whole")
 

@@ -15,7 +15,6 @@ from segapp.run.commands import CancelCommand, ReceivedCommand, SetCommand, Stop
 from segapp.run.events import Alert
 from segapp.run.verdict import format_split
 from segapp.train.control.batch_split import BatchSplitController
-from segapp.train.control.inbox import FinalStatus, Inbox
 from segapp.train.control.pending_sets import (
     AUTO_ON,
     SPLIT_SETTINGS,
@@ -25,6 +24,7 @@ from segapp.train.control.pending_sets import (
     SplitProbation,
     with_changes,
 )
+from segapp.train.process.inbox import FinalStatus, Inbox
 from segapp.train.telemetry.device_memory import DeviceMemoryTracker
 from segapp.train.telemetry.event_log import EventLog
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from segapp.config import LiveSettings
 from segapp.run.commands import ReceivedCommand
 from segapp.run.events import Gpu0Bsz
-from segapp.train.control.inbox import Inbox
+from segapp.train.process.inbox import Inbox
 from segapp.train.telemetry.event_log import EventLog
 
 SPLIT_SETTINGS = frozenset({"gpu0_bsz", "gpu0_bsz_auto", "shares"})

@@ -7,8 +7,8 @@ import time
 from segapp.run.events import Heartbeat
 from segapp.train.control.commands import CommandController
 from segapp.train.control.progress import TrainingProgress
-from segapp.train.control.signals import PauseRequest, StopRequest
 from segapp.train.process.context import RunContext
+from segapp.train.process.signals import PauseRequest, StopRequest
 from segapp.train.saving.saver import CheckpointSaver
 
 PAUSE_POLL_S = 0.1

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from segapp.parallel.ranks import Ranks
 from segapp.run.folder import RunFolder
-from segapp.train.control.inbox import Inbox
-from segapp.train.control.signals import StopSignals
+from segapp.train.process.inbox import Inbox
+from segapp.train.process.signals import StopSignals
 from segapp.train.telemetry.device_memory import DeviceMemoryTracker
 from segapp.train.telemetry.event_log import EventLog
 

@@ -21,7 +21,7 @@ from segapp.run.events import EventWriter
 from segapp.run.folder import RunFolder
 from segapp.train.control.batch_split import BatchSplitController
 from segapp.train.control.commands import CommandController, TrainingPosition
-from segapp.train.control.inbox import Inbox
+from segapp.train.process.inbox import Inbox
 from segapp.train.request import TrainRequest
 from segapp.train.session import run_session
 from segapp.train.telemetry.device_memory import DeviceMemoryTracker

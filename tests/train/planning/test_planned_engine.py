@@ -16,9 +16,9 @@ from segapp.parallel.ranks import Ranks
 from segapp.run.events import EventWriter
 from segapp.run.folder import RunFolder
 from segapp.train.build import build_trainer
-from segapp.train.control.inbox import Inbox
-from segapp.train.control.signals import StopSignals
 from segapp.train.process.context import RunContext
+from segapp.train.process.inbox import Inbox
+from segapp.train.process.signals import StopSignals
 from segapp.train.telemetry.device_memory import DeviceMemoryTracker
 from segapp.train.telemetry.event_log import EventLog
 from tests.support import ROOT

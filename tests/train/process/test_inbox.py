@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from segapp.train.control.inbox import applied_after
+from segapp.train.process.inbox import applied_after
 
 
 def events_file(folder: Path, *events: dict[str, Any]) -> Path:
