@@ -40,7 +40,7 @@ from segapp.train.telemetry.device_memory import DeviceInfo, DeviceMemoryTracker
 from segapp.train.telemetry.event_log import EventLog
 from segapp.train.telemetry.sampler import MemorySampler
 from segapp.train.telemetry.trackers import make_trackers
-from segapp.train.telemetry.watchdog import Watchdog
+from segapp.train.telemetry.watchdog import HangLimits, Watchdog
 from segapp.train.trainer import Trainer
 
 logger = logging.getLogger("segapp")
@@ -256,9 +256,7 @@ def _build_watchdog(
         folder.path,
         event_log,
         memory,
-        timeout_s=config.train.hang_timeout_s,
-        data_timeout_s=config.data.timeout_s,
-        num_workers=config.data.workers,
+        HangLimits(config.train.hang_timeout_s, config.data.timeout_s, config.data.workers),
         rank=ranks.rank,
         rank_pids=ranks.gather((socket.gethostname(), os.getpid())),
     )

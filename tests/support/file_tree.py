@@ -37,8 +37,8 @@ def _first_sentence(path: Path) -> str:
 def split_map() -> tuple[str, str, str]:
     """Return ARCHITECTURE.md before, in and after its tree."""
     before, _, rest = MAP.read_text().partition(BEGIN + "\n")
-    inside, _, after = rest.partition("\n" + END)
-    return before, inside, after
+    inside, _, after = rest.partition(END)
+    return before, inside.rstrip("\n"), after
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The roads of ARCHITECTURE.md: chains of functions, each of which names the next one.
+"""The roads of ARCHITECTURE.md: chains of functions, each of which names the next one, or the same config key.
 
 A road is a line `name: file.py:function -> file.py:function -> ...`; a method is written `Class.method`, a plain name
 at the end (`optimizer.step`) stands for itself.
@@ -67,6 +67,19 @@ def broken_links(stops: list[Stop]) -> list[str]:
     return problems
 
 
+def stops_without(stops: list[Stop], key: str) -> list[str]:
+    """Return the stops that do not exist, or do not use the last part of a config key by its name."""
+    leaf = key.rpartition(".")[2]
+    problems = []
+    for stop in stops:
+        node = _definition(stop)
+        if node is None:
+            problems.append(f"{stop.file} defines no {stop.name}")
+        elif leaf not in {*_names_in(node), *_defined_by(node)}:
+            problems.append(f"{stop.file}:{stop.name} does not name {leaf}")
+    return problems
+
+
 def _definition(stop: Stop) -> ast.AST | None:
     scope: ast.AST | None = ast.parse((ROOT / "segapp" / Path(stop.file)).read_text())
     for name in stop.name.split("."):
@@ -77,9 +90,8 @@ def _definition(stop: Stop) -> ast.AST | None:
 def _defined_by(node: ast.AST) -> set[str]:
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         return {node.name}
-    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-        return {node.target.id}
-    return set()
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
 def _names_in(node: ast.AST) -> set[str]:
@@ -90,6 +102,6 @@ def _names_in(node: ast.AST) -> set[str]:
             found.add(each.id)
         elif isinstance(each, ast.Attribute):
             found.add(each.attr)
-        elif isinstance(each, ast.keyword) and each.arg:
+        elif (isinstance(each, ast.keyword) and each.arg) or isinstance(each, ast.arg):
             found.add(each.arg)
     return found

@@ -20,6 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from segapp.errors import DistributedError, RunError, StorageError, WorkerError
@@ -43,18 +44,29 @@ _LINE = re.compile(r"^rank (\d+) .*?: no progress for ([\d.]+) s in (\w+)", re.M
 logger = logging.getLogger("segapp")
 
 
+@dataclass(frozen=True)
+class HangLimits:
+    """How long a training thread may make no progress.
+
+    Attributes:
+        timeout_s: Time without progress after which the training is ended; 0: never.
+        data_timeout_s: Timeout of the loader for one batch of its workers; 0: none.
+        num_workers: Data workers of this process.
+    """
+
+    timeout_s: float
+    data_timeout_s: float = 0.0
+    num_workers: int = 0
+
+
 class Watchdog:
     """Context manager that checks the progress of this rank's training thread.
-
-    It takes nine values: the limits and the ranks come from different sections and are used only here.
 
     Args:
         folder: The run folder.
         event_log: Takes the reason; without a writer on ranks that write nothing.
         watch: Progress and phase of the training thread.
-        timeout_s: Time without progress after which the training is ended; 0: never.
-        data_timeout_s: Timeout of the loader for one batch of its workers; 0: none.
-        num_workers: Data workers of this process.
+        limits: When a training thread counts as hanging.
         rank: Rank of this process.
         rank_pids: (host, process id) of every rank.
         end: Exits the process with the given code.
@@ -65,10 +77,8 @@ class Watchdog:
         folder: Path,
         event_log: EventLog,
         watch: DeviceMemoryTracker,
+        limits: HangLimits,
         *,
-        timeout_s: float,
-        data_timeout_s: float,
-        num_workers: int,
         rank: int = 0,
         rank_pids: Sequence[tuple[str, int]] = (),
         end: Callable[[int], None] = os._exit,
@@ -78,7 +88,8 @@ class Watchdog:
         self._save_last_boundary: Callable[[Callable[[], bool]], str | None] = lambda _: "nothing was there to save yet"
         self._path = folder / "stacks.log"
         self._folder, self._event_log, self._watch, self._end = folder, event_log, watch, end
-        self._timeout_s, self._data_timeout_s, self._num_workers = timeout_s, data_timeout_s, num_workers
+        self._timeout_s, self._data_timeout_s = limits.timeout_s, limits.data_timeout_s
+        self._num_workers = limits.num_workers
         self._rank, self._rank_pids = rank, rank_pids
         self._file = self._path.open("ab")
         self._stop = threading.Event()
