@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """How images are evaluated.
+    """Settings of an evaluation.
 
     Attributes:
         inference: how logits are computed.

@@ -1,4 +1,4 @@
-"""What a `segapp train` command means: which config, which folder, new or resumed. No torch here."""
+"""The request of a `segapp train` command: config, run folder, new or resumed. No torch here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from segapp.run.folder import RunFolder, find_run, is_run, run_folders
 
 @dataclass(frozen=True)
 class ImageLimit:
-    """A training on a few of its images.
+    """Limits of a training on a few of its images.
 
     Attributes:
         num_batches: full micro-batches of training images.
@@ -27,14 +27,14 @@ class ImageLimit:
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """What a `segapp train` command means.
+    """A training to start or to resume.
 
     Args:
         config: the complete config.
-        folder: an existing run to go on with; None: a new one.
+        folder: an existing run to resume; None: a new one.
         run: where a new run goes; None: runs/NAME.
-        checkpoint: the file to go on from; None: the folder's newest intact one.
-        note: something to tell first.
+        checkpoint: the file to resume from; None: the folder's newest intact one.
+        note: printed first.
         limit: use only so many images; None: all.
     """
 
@@ -47,7 +47,7 @@ class TrainRequest:
 
 
 def plan_request(config: str | None, overrides: Sequence[str], run: Path | None, resume: str | None) -> TrainRequest:
-    """Decides what to train and where, without touching anything.
+    """Decide what to train and where; nothing is changed on disk.
 
     Args:
         config: a path or a name; may be left out where a run is resumed.

@@ -44,7 +44,7 @@ class TrainerSettings:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What `run_start` and the checkpoint say about a training.
+    """Facts of a training for `run_start` and the checkpoint.
 
     Attributes:
         classes: names, in the order of their ids.

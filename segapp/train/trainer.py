@@ -152,7 +152,7 @@ class Trainer:
                 self.reporter.step(result, self._lr(self.position.step))
                 self._stop_if_diverged(group)
             if not is_last and self.saver.is_due(self.position.step):
-                self.saver.begin_or_put_off()
+                self.saver.begin_or_postpone()
         self.controller.after_epoch()
 
     def train_step(self, group: list[Batch]) -> StepResult:

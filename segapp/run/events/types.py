@@ -83,7 +83,7 @@ class RunStart(_Event):
 
 
 class Weights(_Event):
-    """Which tensors of the network were initialised from a file of pretrained weights."""
+    """Report of the tensors that were initialised from a file of pretrained weights."""
 
     type: Literal["weights"] = "weights"
     source: Text

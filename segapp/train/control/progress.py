@@ -8,7 +8,7 @@ from segapp.train.telemetry.clock import Clock
 
 
 class TrainingProgress:
-    """What commands, checkpoints and events say about where a training stands.
+    """Position, best evaluation and throughput of a training.
 
     Args:
         epochs: of the whole training.
@@ -46,7 +46,7 @@ class TrainingProgress:
         self.position, self.best, self.resumed_from_step = position, best, position.step
 
     def command_position(self) -> TrainingPosition:
-        """Return the position that commands are judged against."""
+        """Return the position that commands are checked against."""
         at = self.position
         is_before = at.batch == 0 and self._begun_epoch != at.epoch
         return TrainingPosition(at.epoch, at.step, at.epoch if is_before else at.epoch + 1, self.epochs)

@@ -134,8 +134,8 @@ class Simulator:
 
         Args:
             job: what to simulate.
-            devices: other simulated devices than one a part of the split; repetitions are logical devices.
-            granule_bytes: what the devices' allocator rounds up to.
+            devices: simulated devices; by default one for each part of the split; repetitions are logical devices.
+            granule_bytes: allocation sizes are rounded up to a multiple of it.
             is_host_batch: True if batches come from the host, as a loader's do; else they lie on device 0.
         """
         devices = devices or [f"{BACKEND}:{i}" for i in range(len(job.split))]
@@ -226,7 +226,7 @@ def build_simulator(config: RunConfig) -> Simulator:
 
 
 def run_step(engine: StepEngine, batches: Sequence[Batch], recorder: Recorder) -> None:
-    """One step, its phases marked; afterwards the gradients are gone."""
+    """Run one step with its phases marked; it leaves no gradients."""
     PhaseMarks(recorder.mark).attach(engine.network, engine.precision)
     engine.network.train()
     recorder.mark("forward")
@@ -234,7 +234,7 @@ def run_step(engine: StepEngine, batches: Sequence[Batch], recorder: Recorder) -
 
 
 def _placed(source: nn.Module, stages: Mapping[str, str], recorder: Recorder) -> Any:
-    """The skeleton's parameters on their devices, and followed."""
+    """Return a copy of the skeleton on its devices, followed by the recorder."""
 
     def device_of(name: str) -> str:
         holders = [stage for stage in stages if name == stage or name.startswith(f"{stage}.")]
@@ -252,12 +252,12 @@ def _placed(source: nn.Module, stages: Mapping[str, str], recorder: Recorder) ->
 
 
 def watch_modules(model: nn.Module, recorder: Recorder, depth: int) -> None:
-    """Tells the recorder which part of the model is running.
+    """Report to the recorder which part of the model is running.
 
     Args:
         model: its parts get hooks.
         recorder: its `module` is set.
-        depth: dots in the names of the parts that are told apart, plus one.
+        depth: levels of nested parts that are reported.
     """
     for name, part in model.named_modules():
         if name and name.count(".") < depth:
@@ -266,7 +266,7 @@ def watch_modules(model: nn.Module, recorder: Recorder, depth: int) -> None:
 
 
 KIND_OF_PHASE = {"forward": "activations", "backward": "temporaries", "step": "temporaries", EVAL: "evaluation"}
-"""What a storage is for that nobody tagged, by the phase it was made in."""
+"""Kind of a storage without a tag, by the phase that made it."""
 
 
 def _result(job: SimulationJob, devices: Sequence[str], recorder: Recorder, first_mark: int) -> SimulationResult:
@@ -276,7 +276,7 @@ def _result(job: SimulationJob, devices: Sequence[str], recorder: Recorder, firs
 
 
 def phase_peaks(moments: Mapping[str, PeakMoment]) -> dict[str, PhasePeak]:
-    """A device's moments by phase, in MiB, without what is no phase of a training."""
+    """Return a device's peaks by training phase, in MiB."""
     return {phase: _in_mib(moment) for phase, moment in moments.items() if phase in PHASES}
 
 
@@ -290,7 +290,7 @@ def _in_mib(moment: PeakMoment) -> PhasePeak:
 
 
 def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
-    """The config with some dotted keys replaced."""
+    """Return the config with some dotted keys replaced."""
     raw = config.model_dump(mode="json")
     for key, value in changes.items():
         section, _, name = key.partition(".")
@@ -299,7 +299,7 @@ def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
 
 
 def main() -> None:
-    """Reads a config and then jobs, one JSON object a line; answers each with one line."""
+    """Read a config and then jobs, one JSON object a line; answer each with one line."""
     config = validate_config(json.loads(sys.stdin.readline()))
     simulators: dict[str, Simulator] = {}
     for line in sys.stdin:

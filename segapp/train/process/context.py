@@ -1,4 +1,4 @@
-"""What the parts of a training process share."""
+"""The objects that the parts of a training process share."""
 
 from __future__ import annotations
 

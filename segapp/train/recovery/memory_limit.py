@@ -1,9 +1,9 @@
-"""Memory budgets: devices that refuse more bytes of tensors than they were given, for real, on the CPU too.
+"""Memory limits of devices (`parallel.memory_budget_mib`), enforced on logical devices and on the CPU too.
 
-`MemoryLimit` follows every storage that a step makes, as torch's allocator would count it, and knows which logical
-device it belongs to: in a replica's thread that replica's; in backward that of the tensors it was made from; else the
-first. The operation that takes a device over its budget raises `torch.OutOfMemoryError` where it is: in the forward
-pass of that replica, in the loss, in backward, in the update, in an evaluation.
+`MemoryLimit` follows every storage that a step makes, as torch's allocator would count it. A storage belongs to the
+replica's device in a replica's thread, in backward to the device of the tensors it was made from, else to the first.
+The operation that exceeds a device's limit raises `torch.OutOfMemoryError`: in a forward pass, in the loss, in
+backward, in the update, in an evaluation.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _HELD = "held"
 
 
 class MemoryLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of tensors on each device of a training, and the limit of each.
+    """Counts the bytes of tensors on each device of a training, and enforces a limit on each.
 
     Enter it around steps and evaluations; what is alive between them stays counted. A replica's weights are charged to
-    its device although logical devices share them. The images of a batch are the host's.
+    its device although logical devices share them. The images of a batch count for the host.
 
     Args:
         limits_mib: for each device.
@@ -66,11 +66,11 @@ class MemoryLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_enforced = True
 
     def hold(self, tensors: Iterable[Tensor | None], *, replicated_bytes: int = 0) -> None:
-        """Counts what the first device holds all the time: weights, optimizer state, averages.
+        """Count what the first device holds all the time: weights, optimizer state, averages.
 
         Args:
             tensors: they may be alive already.
-            replicated_bytes: what every other device that works holds of it for as long as a step takes.
+            replicated_bytes: bytes that every other busy device holds during a step.
         """
         self._replica_bytes = replicated_bytes
         self._is_enforced = False
@@ -80,7 +80,7 @@ class MemoryLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_enforced = True
 
     def place(self, tensors: Iterable[Tensor | None], device: int) -> None:
-        """Says where tensors are that are counted already."""
+        """Move tensors that are counted already to another device."""
         for tensor in tensors:
             entry = None if tensor is None else self._alive.get(tensor.untyped_storage()._cdata)
             if entry is not None and entry[0] != device:
@@ -91,7 +91,7 @@ class MemoryLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def enforced(self) -> Iterator[None]:
-        """The time of a step or an evaluation."""
+        """Enforce the limits during a step or an evaluation."""
         try:
             with self:
                 yield
@@ -103,7 +103,7 @@ class MemoryLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Runs an operator and counts what it returned."""
+        """Run an operator and count the storages that it returned."""
         out = func(*args, **(kwargs or {}))
         device: int | None = None
         for tensor in (out,) if isinstance(out, Tensor) else tree_iter(out):
@@ -173,10 +173,10 @@ class MemoryLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class LimitCounters:
-    """The counters of one device of a `MemoryLimit`, as `DeviceMemoryTracker` asks for them.
+    """The counters of one device of a `MemoryLimit`, for `DeviceMemoryTracker`.
 
     Args:
-        budget: counts.
+        limit: counts the bytes.
         device: its number.
     """
 
@@ -184,25 +184,25 @@ class LimitCounters:
         self._budget, self._device = budget, device
 
     def used_mib(self) -> float | None:
-        """What tensors hold."""
+        """Bytes of live tensors, MiB."""
         return self.allocated_mib()
 
     def allocated_mib(self) -> float | None:
-        """What tensors hold."""
+        """Bytes of live tensors, MiB."""
         return self._budget.live[self._device] / MIB
 
     def reserved_mib(self) -> float | None:
-        """The same: a budget has no cache."""
+        """The same: a limit has no cache."""
         return self.allocated_mib()
 
     def pop_peak_mib(self) -> float | None:
-        """The highest sum since the last call."""
+        """Highest sum since the last call, MiB."""
         peak = self._budget.peaks[self._device]
         self._budget.peaks[self._device] = self._budget.live[self._device]
         return peak / MIB
 
     def utilization(self) -> float | None:
-        """Nothing: a logical device has no processor of its own."""
+        """None: a logical device has no processor of its own."""
         return None
 
 

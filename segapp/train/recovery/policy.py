@@ -1,4 +1,4 @@
-"""What a training does after a device ran out of memory: revert the split, or adopt a fallback, or give up."""
+"""The reaction to an out-of-memory error: revert the split, adopt a fallback, or give up."""
 
 from __future__ import annotations
 

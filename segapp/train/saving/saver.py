@@ -28,16 +28,16 @@ RETRY_S = 30.0
 MAX_RETRY_S = 600.0
 
 _EXCHANGE_S = 5.0
-"""Ranks that wait for the writer hear from it at least this often, so that no exchange runs into its timeout."""
+"""Ranks that wait for the writer meet in a collective at least this often, so that none times out."""
 
 
 @dataclass(frozen=True)
 class Captured:
-    """What a save writes.
+    """The state that a save writes.
 
     Args:
         state: of the whole training.
-        position: where it stands.
+        position: of the training.
         metric: the best evaluation so far.
     """
 
@@ -86,7 +86,7 @@ class CheckpointSaver:
         self._begun: Position | None = None
         """The position of the last save that was begun and is not known to have failed; the same on every rank."""
         self._begun_s = time.monotonic()
-        self._is_put_off = False
+        self._is_postponed = False
         self._first_retry_s = self._retry_s = retry_s
         self._retry_at_s: float | None = None
         self._writer: threading.Thread | None = None
@@ -106,7 +106,7 @@ class CheckpointSaver:
             return False
         now_s, every = time.monotonic(), self._rules.every_minutes
         is_time = every is not None and now_s - self._begun_s >= 60 * every
-        return self._is_put_off or is_time or (self._retry_at_s is not None and now_s >= self._retry_at_s)
+        return self._is_postponed or is_time or (self._retry_at_s is not None and now_s >= self._retry_at_s)
 
     def is_fresh(self, age_s: float) -> bool:
         """Return True if the last save began at most `age_s` seconds ago."""
@@ -119,10 +119,10 @@ class CheckpointSaver:
 
     # --- how -------------------------------------------------------------------------------------------------------
 
-    def begin_or_put_off(self) -> None:
+    def begin_or_postpone(self) -> None:
         """Begin a save, or postpone it while the last one is still being written; every rank must call it."""
         if self._ranks.from_main(self.written_for_s() is not None):
-            self._is_put_off = True
+            self._is_postponed = True
         else:
             self.begin()
 
@@ -141,7 +141,7 @@ class CheckpointSaver:
         """Wait for the writer, and save what is not saved yet; every rank must call it.
 
         Args:
-            position: where the training stands.
+            position: of the training.
             is_required: a failure is an error; otherwise only an alert.
 
         Raises:
@@ -214,7 +214,7 @@ class CheckpointSaver:
         began_s = time.perf_counter()
         captured = self._capture()
         self._begun, self._begun_s = replace(captured.position), time.monotonic()
-        self._is_put_off, self._retry_at_s, self._problem = False, None, None
+        self._is_postponed, self._retry_at_s, self._problem = False, None, None
         if self._ranks.is_main:
             state = captured.state if is_last else snapshot(captured.state)
             if failpoint("ckpt.capture") == "nan":

@@ -55,7 +55,7 @@ from segapp.train.telemetry.device_memory import DeviceMemoryTracker
 
 @dataclass(frozen=True)
 class StepLayout:
-    """How a step is divided over devices.
+    """The division of a step over devices.
 
     Attributes:
         mode: how the devices work together.
@@ -108,7 +108,7 @@ class StepParts:
 
 
 class DeviceBackend(Protocol):
-    """What real and simulated devices do differently."""
+    """The operations that differ between real and simulated devices."""
 
     has_values: bool
     """False where tensors have no storage: nothing can be decided by running a module."""

@@ -1,4 +1,4 @@
-"""`distill:` becomes a teacher, a critic and the terms of the loss."""
+"""Build teacher, critic and terms from the `distill` section."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from segapp.build.devices import DevicePlan
 from segapp.config import CriticConfig, RunConfig
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError
@@ -35,14 +34,8 @@ if TYPE_CHECKING:
     from segapp.build.trained import TrainedState
 
 
-def needs_sync_batchnorm(config: RunConfig, devices: DevicePlan) -> bool:
-    """Whether BatchNorm is to be synchronised: over several devices of a process, or over ranks."""
-    is_divided = devices.mode == "ddp" or (len(devices.devices) > 1 and devices.mode != "model")
-    return config.parallel.sync_bn and is_divided
-
-
 def distilled_criterion(config: RunConfig, task: AdditiveCriterion) -> AdditiveCriterion:
-    """The criterion with what is learned from a teacher added to it; as it is where nobody teaches."""
+    """Return the criterion with the terms of the distillation added; unchanged without a `distill` section."""
     return task if config.distill is None else CriterionDistilled(task, _factors(config))
 
 
@@ -53,7 +46,7 @@ def _factors(config: RunConfig) -> dict[str, float]:
 
 
 def check_teacher(config: RunConfig, trained: TrainedState, scheme: ClassScheme) -> None:
-    """Refuses a teacher that cannot teach this student.
+    """Raise ConfigError if the teacher does not suit the student.
 
     Raises:
         ConfigError: it knows other classes, or does not take crops of this size.
@@ -80,13 +73,13 @@ def build_teacher(
     input_dtype: torch.dtype,
     put: Callable[[nn.Module, torch.device], Any] = lambda module, device: copy.deepcopy(module).to(device),
 ) -> Teacher:
-    """The teacher on all devices; several logical ones share a copy.
+    """Return the teacher with one copy per device; logical devices on one real device share a copy.
 
     Args:
-        trained: who it is; the model as the training's precision wants it.
+        trained: the teacher, its model cast as the training's precision needs it.
         devices: where it is needed.
         input_dtype: of the training's precision.
-        put: makes a copy on a device.
+        put: returns a copy of a module on a device.
     """
     model, data = trained.model.eval().requires_grad_(False), trained.config.data
     return Teacher(
@@ -99,7 +92,7 @@ def build_teacher(
 
 
 def build_critic(config: RunConfig, num_classes: int, device: torch.device, *, is_synced: bool) -> Critic | None:
-    """The critic of the holistic term; None where the term does not count.
+    """Return the critic of the holistic term; None if the term's weight is 0.
 
     Args:
         config: with a `distill` section.
@@ -127,7 +120,7 @@ def build_distilled_input(
     critic: Critic | None,
     device: torch.device,
 ) -> DistilledInput:
-    """The student's network with its teacher and its critic."""
+    """Return the network of student, teacher and critic."""
     assert config.distill is not None
     distill = config.distill
     return DistilledInput(
@@ -148,7 +141,7 @@ def build_distilled_input(
 
 
 def _critic_precision(config: RunConfig, device: torch.device) -> Precision:
-    """The critic's weights are always fp32: half ones would lose its small updates; autocast is as for the student."""
+    """Return the critic's precision: weights in fp32, since half ones lose small updates; autocast as the student's."""
     name = config.train.precision
     return Precision("amp-fp16" if name == "fp16" else name, device)
 

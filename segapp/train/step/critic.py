@@ -42,15 +42,15 @@ class PenaltySettings:
 
 
 class CriticTrainer:
-    """Makes the critic's share of every step: Wasserstein distance and gradient penalty, exact at any split.
+    """Makes the critic's update of every step: Wasserstein distance and gradient penalty, exact at any split.
 
-    The critic wants low scores for the student's maps and high ones for the teacher's, Liu et al., equation 5 with the
-    penalty of Gulrajani et al. 2017; the student, by `DistilledInput`, wants high scores for its own. Both see the
-    other as it was before the step. Random numbers depend on (seed, step, image) alone.
+    The critic is trained to low scores for the student's maps and high ones for the teacher's (Liu et al. 2019,
+    equation 5, with the penalty of Gulrajani et al. 2017); the student, in `DistilledInput`, to high scores for its
+    own. Both use the other's weights from before the step. Random numbers depend on (seed, step, image) alone.
 
     Args:
         critic: the bare module, on its first device.
-        network: runs it: a `DataParallelModel` around it, or the module itself.
+        network: computes the critic: a `DataParallelModel` around it, or the module itself.
         optimizer: over its parameters, with `lr_factor` in its groups.
         precision: of the critic.
         penalty: which gradient penalty, and its weight.
@@ -58,7 +58,7 @@ class CriticTrainer:
 
     Attributes:
         num_steps: steps made.
-        values: of the last step, on the device: `critic`, how far it tells the two apart, and `penalty`, not weighted.
+        values: of the last step, on the device: `critic`, the Wasserstein distance, and `penalty`, not weighted.
         bad_in_row: steps in a row that left the critic as it was, because its gradient was not finite.
     """
 
@@ -91,11 +91,11 @@ class CriticTrainer:
         self.forget()
 
     def forget(self) -> None:
-        """Lets go of the maps that were taken."""
+        """Drop the maps of the step."""
         self._seen.clear()
 
     def take(self, outputs: Any) -> None:
-        """Keeps the maps of a micro-batch for the critic's turn.
+        """Keep the maps of a micro-batch for the critic's update.
 
         Args:
             outputs: of a network around `DistilledInput`.
@@ -105,10 +105,10 @@ class CriticTrainer:
         self._seen.append((real, fake))
 
     def backward(self, batches: Sequence[Batch]) -> None:
-        """The gradient of the critic's loss over all micro-batches of the step and all ranks.
+        """Compute the gradient of the critic's loss over all micro-batches of the step and all ranks.
 
         Args:
-            batches: whose maps were taken, in this order.
+            batches: those whose maps were kept, in this order.
         """
         own = torch.tensor([len(batch.indices) for batch in batches], dtype=torch.float64, device=self.device)
         (counts,) = self.ranks.sums((own,))
@@ -137,7 +137,7 @@ class CriticTrainer:
         return gradient_penalty(self._run, real, fake, self.penalty.kind, alpha=alpha, noise=noise)
 
     def _uniform(self, batch: Batch, shape: Sequence[int]) -> Tensor:
-        """(N, *shape) numbers in 0..1, of each image its own."""
+        """Return (N, *shape) random numbers in 0..1 that depend on (seed, step, image) alone."""
         rows = []
         for index in batch.indices:
             generator = torch.Generator().manual_seed(mix_seed("critic", self.penalty.seed, self.num_steps, index))
@@ -194,12 +194,12 @@ class CriticTrainer:
         return int(self.bad_in_row) >= max_bad_steps
 
     def held_tensors(self) -> list[Tensor]:
-        """What lies in memory between two steps."""
+        """Return the tensors kept between two steps."""
         states = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
         return [*self.critic.parameters(), *self.critic.buffers(), *self._guard.kept, *states]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a continuation needs."""
+        """Return the critic's part of a checkpoint."""
         return {
             "critic": self.critic.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -209,7 +209,7 @@ class CriticTrainer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self.critic.load_state_dict(state["critic"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.precision.load_state_dict(state["precision"])

@@ -30,12 +30,12 @@ PIXEL_WISE, PAIR_WISE, HOLISTIC = "pixel_wise", "pair_wise", "holistic"
 
 
 class Teacher:
-    """A trained network on every device that needs it; it never learns.
+    """A trained network with fixed weights, one copy per device.
 
-    No `nn.Module`: the copies are made once, not with the student's replicas in every step.
+    It is no `nn.Module`, so that its copies are made once and not with the student's replicas in every step.
 
     Args:
-        on: device -> the network in evaluation mode and what it was normalised with, both there.
+        on: device -> the network in evaluation mode and its normaliser, both on that device.
         sha256: of the checkpoint that it comes from.
     """
 
@@ -44,7 +44,7 @@ class Teacher:
         self._on = dict(on)
 
     def __call__(self, images: Tensor, grid: tuple[int, int] | None) -> tuple[Tensor, Tensor | None]:
-        """Logits (N, C, h, w), and the nodes of its features where a grid is given.
+        """Return logits (N, C, h, w), and the nodes of the features if a grid is given.
 
         Args:
             images: uint8 (N, 3, H, W), on one of the devices.
@@ -58,20 +58,20 @@ class Teacher:
         return heads[0].clone(), None if nodes is None else nodes.clone()
 
     def tensors(self) -> list[Tensor]:
-        """What it holds on one device."""
+        """Return the tensors on one device."""
         model, _ = next(iter(self._on.values()))
         return [*model.parameters(), *model.buffers()]
 
 
 @dataclass(frozen=True)
 class TermSettings:
-    """Which terms there are.
+    """The terms of the distillation.
 
     Attributes:
         factors: weight of each term that counts, by name.
         temperature: of the pixel-wise term.
         grid: nodes of the pair-wise term along height and width.
-        align_corners: where maps of two sizes meet.
+        align_corners: of the interpolation between maps of two sizes.
         critic_size: height and width of the critic's input.
     """
 
@@ -83,14 +83,14 @@ class TermSettings:
 
 
 class DistilledInput(NormalizedInput):
-    """A student that takes uint8 images, and beside its outputs gives what the terms of the distillation need.
+    """A student that takes uint8 images and returns its outputs and the values of the distillation's terms.
 
     Args:
         model: the student.
         normalizer: its own.
         teacher: on every device where this network runs.
         critic: of the holistic term; None without it.
-        settings: which terms.
+        settings: of the terms.
         channels_last: give the student NHWC memory.
         autocast: context of the critic.
     """
@@ -113,7 +113,11 @@ class DistilledInput(NormalizedInput):
         self.teacher, self._settings, self._autocast = teacher, settings, autocast
 
     def forward(self, images: Tensor) -> tuple[Any, ...]:
-        """uint8 images (N, 3, H, W) -> (outputs of the student, values (N, terms), the critic's real and fake maps)."""
+        """Return the student's outputs, the terms' values (N, terms), and the critic's real and fake maps.
+
+        Args:
+            images: uint8 (N, 3, H, W).
+        """
         settings = self._settings
         normalized = self.normalized(images)
         heads, features = self.model.compute_with_features(normalized)
@@ -138,7 +142,7 @@ class DistilledInput(NormalizedInput):
 
 
 class Distillation(StepParticipant):
-    """A teacher's part in every step: its outputs come with the student's (`DistilledInput`), so only its state counts.
+    """The participant for a teacher without a critic: `DistilledInput` computes its terms, so only state is kept here.
 
     Args:
         teacher: of the student.
@@ -175,7 +179,7 @@ class Distillation(StepParticipant):
 
 
 class HolisticDistillation(Distillation):
-    """A teacher, and a critic that takes part in every step with an update of its own.
+    """The participant for a teacher and a critic, which is updated in every step.
 
     Args:
         teacher: of the student.

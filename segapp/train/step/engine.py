@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepResult:
-    """What a step gave, as tensors on the device: read them only when a line is published."""
+    """The result of a step, as tensors on the device: reading them waits for it."""
 
     loss: Tensor
     grad_norm: Tensor
@@ -114,13 +114,13 @@ class StepEngine:
     def step(
         self, batches: Sequence[Batch], check: Callable[[], None] = lambda: None, *, num_pieces: int = 1
     ) -> StepResult:
-        """One optimizer update from one or more micro-batches, with the mean over all of them and all ranks.
+        """Make one optimizer update from one or more micro-batches, with the mean over all of them and all ranks.
 
-        Whatever raises before the update is applied leaves the model as it was before the step.
+        An exception before the update leaves the model as it was before the step.
 
         Args:
             batches: this rank's micro-batches of the step; every rank has as many.
-            check: called before each micro-batch but the first; it may raise to leave.
+            check: called before each micro-batch but the first; it may raise to leave the step.
             num_pieces: cut every micro-batch into so many; the same mean, in less memory.
         """
         split = self.split_of(batches[0])
@@ -157,7 +157,7 @@ class StepEngine:
         return StepResult(loss.detach(), grad_norm, is_bad, split, terms)
 
     def _cut(self, batch: Batch, num_pieces: int) -> list[Batch]:
-        """A micro-batch in pieces; every rank makes as many, the other modes none that is too small for BatchNorm."""
+        """Return a micro-batch in pieces: in ddp as many on every rank, else none too small for BatchNorm."""
         count = len(batch.indices)
         if self.ranks.world_size == 1:
             num_pieces = min(num_pieces, count)
@@ -171,7 +171,7 @@ class StepEngine:
         ]
 
     def held_tensors(self) -> list[Tensor]:
-        """What lies in memory between two steps: weights, buffers, optimizer state, averages."""
+        """Return the tensors kept between two steps: weights, buffers, optimizer state, averages."""
         states = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
         masters = [p for group in self.optimizer.param_groups for p in group["params"]]
         averaged: list[Tensor] = []
@@ -187,7 +187,7 @@ class StepEngine:
         return own + sum(participant.replicated_bytes() for participant in self.participants)
 
     def can_train_on(self, num_samples: int) -> bool:
-        """Whether BatchNorm has values enough in a micro-batch of so many samples."""
+        """Return True if BatchNorm gets enough values from a micro-batch of `num_samples`."""
         if num_samples < self.model.min_train_batch:
             return False
         if self.smallest_chunk == 1 or not isinstance(self.network, DataParallelModel):
@@ -201,7 +201,7 @@ class StepEngine:
             participant.set_lr(lr)
 
     def split_of(self, batch: Batch) -> list[int]:
-        """Samples of a batch on each device of this process."""
+        """Return the samples of a batch on each device of this process."""
         if isinstance(self.network, DataParallelModel):
             return list(self.network.plan(len(batch.indices)))
         return [len(batch.indices)]
@@ -224,9 +224,9 @@ class StepEngine:
         return own
 
     def _reduced_later(self, is_later: bool) -> contextlib.AbstractContextManager[None]:
-        """Micro-batches before the last keep their gradients to themselves in DDP.
+        """Return the context in which DDP does not reduce the gradients of micro-batches before the last.
 
-        Not with half weights: their gradients move into the fp32 masters after every micro-batch, reduced.
+        With half weights every micro-batch is reduced: its gradients move into the fp32 masters at once.
         """
         if is_later and isinstance(self.network, DistributedDataParallel) and not self.precision.has_masters:
             return self.network.no_sync()
@@ -247,10 +247,10 @@ class StepEngine:
 
     @torch.no_grad()
     def _totals(self, batches: Sequence[Batch]) -> Statistics:
-        """Statistics of the whole step, which the gradient of every micro-batch depends on.
+        """Return the statistics of the whole step, which the gradient of every micro-batch depends on.
 
-        A linear criterion needs the denominators only, which the targets give. Another one needs a forward pass of
-        every micro-batch first; it leaves no trace in the model's buffers or the random numbers.
+        A linear criterion needs only the denominators, which follow from the targets. Others need a forward pass of
+        every micro-batch first; buffers and random numbers are restored after it.
         """
         sums: Statistics | None = None
         rng = None if self.criterion.is_linear else capture_torch_rng(self._rng_devices)
@@ -269,11 +269,11 @@ class StepEngine:
         return self.ranks.sums(sums)
 
     def divergence(self, batch: Batch, max_bad_steps: int) -> tuple[str, str] | None:
-        """Why no further step can be made, and where that begins; None while there is hope.
+        """Return why no further step can be made, and the layer where it begins; None while one can.
 
         Args:
             batch: a micro-batch of the last step.
-            max_bad_steps: so many in a row are too many.
+            max_bad_steps: bad steps in a row that count as divergence.
         """
         for participant in self.participants:
             if problem := participant.divergence(max_bad_steps):
@@ -290,7 +290,7 @@ class StepEngine:
         return f"loss or gradient not finite for {in_row} steps in a row", where
 
     def state_dict(self) -> dict[str, Any]:
-        """What the engine's part of a continuation needs."""
+        """Return the engine's part of a checkpoint."""
         return {
             "model": self.model.state_dict(),
             "ema": None if self.average is None else self.average.state_dict(),
@@ -303,9 +303,9 @@ class StepEngine:
         }
 
     def state_before_step(self) -> tuple[dict[str, Any], TorchRng | None]:
-        """`state_dict` as it was before the step that another thread is in, and the random numbers then.
+        """Return `state_dict` and random states as they were before the step that another thread is in.
 
-        Only for a step that has not come to its update; None where no step is going on.
+        Only for a step that has not reached its update; the random states are None outside a step.
         """
         state, rng = self.state_dict(), self._rng_before_step
         if rng is not None:
@@ -313,7 +313,7 @@ class StepEngine:
         return state, rng
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self.model.load_state_dict(state["model"])
         if self.average is not None:
             self.average.load_state_dict(state["ema"])
@@ -326,9 +326,9 @@ class StepEngine:
             participant.load_state_dict(state.get(participant.name))
 
     def first_non_finite_layer(self, batch: Batch) -> str | None:
-        """The layer of the model whose output, or whose gradient, is the first not to be finite; None if all are.
+        """Return the first layer whose output, or whose gradient, is not finite; None if all are finite.
 
-        One more forward and backward pass on the first device; the model's state is left as it was.
+        Takes one forward and backward pass; the model's state is left as it was.
 
         Args:
             batch: a micro-batch that gave a bad step.
@@ -366,7 +366,7 @@ class StepEngine:
 
     @torch.no_grad()
     def _finish_gradients(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Unscales and clips the gradients; gives their norm and whether the step is bad."""
+        """Unscale and clip the gradients; return their norm and whether the step is bad."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         gradients = [p.grad for p in parameters if p.grad is not None]
         self.precision.unscale(gradients)
@@ -378,7 +378,7 @@ class StepEngine:
 
     @torch.no_grad()
     def _apply(self, is_bad: Tensor) -> None:
-        """Update weights, average, participants and counters in place: nothing here needs memory to speak of."""
+        """Update weights, average, participants and counters in place, with next to no memory."""
         self.is_whole = False
         # torch's fused optimizers leave everything as it is when found_inf is set, without asking the host.
         self.optimizer.found_inf = is_bad  # type: ignore[attr-defined]

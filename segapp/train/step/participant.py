@@ -1,4 +1,4 @@
-"""What a step engine asks of anything that takes part in every step beside the model, such as a critic that learns."""
+"""The interface of a participant: it takes part in every step beside the model, such as a critic with its update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step changes before its update, and how it is taken back: buffers and random numbers."""
+"""Rollback of what a step changes before its update: buffers and random states."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ TorchRng = tuple[Tensor, list[tuple[torch.device, Tensor]]]
 
 
 class BufferGuard:
-    """Remembers a model's buffers (BatchNorm statistics) at the start of a step, to undo a bad step's traces.
+    """Keeps a copy of a model's buffers (BatchNorm statistics) from the start of a step, to restore them.
 
     Attributes:
-        kept: the remembered ones.
+        kept: the copies.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -25,23 +25,23 @@ class BufferGuard:
 
     @torch.no_grad()
     def remember(self) -> None:
-        """Takes the buffers as they are now."""
+        """Copy the present buffers."""
         if self._live:
             torch._foreach_copy_(self.kept, self._live)
 
     def kept_by_name(self, among: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The remembered buffers whose names are among those given."""
+        """Return the copies whose names are in `among`."""
         return {name: kept for name, kept in zip(self._names, self.kept, strict=True) if name in among}
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Puts the remembered buffers back."""
+        """Restore the buffers from the copies."""
         if self._live:
             torch._foreach_copy_(self._live, self.kept)
 
     @torch.no_grad()
     def restore_where(self, is_bad: Tensor) -> None:
-        """Puts them back if `is_bad` (0-dim) is nonzero; on a GPU without waiting for it."""
+        """Restore the buffers if `is_bad` (0-dim) is nonzero; on a GPU without waiting for it."""
         if is_bad.device.type == "cpu":
             if is_bad.item():
                 self.restore()
@@ -51,18 +51,18 @@ class BufferGuard:
 
 
 def capture_torch_rng(devices: Sequence[torch.device] = ()) -> TorchRng:
-    """State of torch's generators that a forward pass draws from: the CPU's, and those of the GPUs given."""
+    """Return the states of torch's generators: the CPU's, and those of the given GPUs."""
     return torch.get_rng_state(), [(device, torch.cuda.get_rng_state(device)) for device in devices]
 
 
 def restore_torch_rng(state: TorchRng) -> None:
-    """Restores what `capture_torch_rng` gave."""
+    """Restore what `capture_torch_rng` returned."""
     torch.set_rng_state(state[0])
     for device, of_device in state[1]:
         torch.cuda.set_rng_state(of_device, device)
 
 
 def rng_fields(state: TorchRng) -> dict[str, Any]:
-    """The same, as the fields of `capture_rng` that it replaces; devices are in the order of their numbers."""
+    """Return the states as fields of `capture_rng`, GPUs by their index."""
     cuda = {device.index or 0: of_device for device, of_device in state[1]}
     return {"torch": state[0], **({"cuda": [cuda[index] for index in sorted(cuda)]} if cuda else {})}

@@ -46,7 +46,7 @@ logger = logging.getLogger("segapp")
 
 @dataclass(frozen=True)
 class HangLimits:
-    """How long a training thread may make no progress.
+    """Limits on the time that a training thread may make no progress.
 
     Attributes:
         timeout_s: Time without progress after which the training is ended; 0: never.
