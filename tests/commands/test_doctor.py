@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,59 +14,77 @@ import jsonschema
 import pytest
 
 from segapp.commands.doctor import report_lines
-from segapp.commands.doctor.collect import ask_nvidia_smi, cpu_quota, find_compiler, num_colors, parse_meminfo
-from segapp.commands.doctor.facts import Disk, Facts, Gpu, ImportResult, Machine, NvidiaSmi, Package, Terminal
-from segapp.commands.doctor.findings import (
-    MIN_COLUMNS,
-    MIN_LINES,
-    Finding,
-    State,
-    can_train,
-    evaluate_machine,
-    shared_memory_finding,
+from segapp.commands.doctor.facts import (
+    Facts,
+    ask_nvidia_smi,
+    cpu_quota,
+    find_compiler,
+    num_colors,
+    parse_meminfo,
+    try_imports,
 )
-from segapp.commands.doctor.imports import try_imports
+from segapp.commands.doctor.findings import MIN_COLUMNS, MIN_LINES, Finding, State, can_train, evaluate_machine
 from tests.support import ROOT
 
 GIB = 2**30
-DISK = Disk("/data", 100 * GIB, 50 * GIB, True)
-A5000 = Gpu(0, "ab", "NVIDIA RTX A5000", "580.95", 24220.0, 1024.0, "8.6")
-CUDA_DEVICE = {
-    "index": 0,
-    "uuid": "ab",
-    "name": "NVIDIA RTX A5000",
-    "total_mib": 24220.0,
+DISK = {"path": "/data", "total_bytes": 100 * GIB, "free_bytes": 50 * GIB, "is_writable": True}
+A5000 = {
+    "index": 0, "uuid": "ab", "name": "NVIDIA RTX A5000", "driver": "580.95", "total_mib": 24220.0, "used_mib": 1024.0,
     "capability": "8.6",
-    "error": "",
-}
-OK = ImportResult("ok", "", {})
-FACTS = Facts(
-    segapp="0.1.0",
-    folder="/src/segapp",
-    python="3.12.1",
-    executable="/env/bin/python",
-    requires_python=">=3.11",
-    is_python_in_range=True,
-    installer="pip",
-    packages=(
-        Package("torch", "torch>=2.11", None, "2.15.0", True),
-        Package("torchvision", "torchvision>=0.26", None, "0.29.2", True),
-        Package("textual", "textual==8.2.8", None, "8.2.8", True),
-        Package("onnx", "onnx>=1.18", "export", "1.20.0", True),
-    ),
-    imports={
-        "torch": replace(OK, facts={"version": "2.15.0", "cuda_build": "13.2"}),
-        "torchvision": replace(OK, facts={"version": "0.29.2"}),
-        "triton": replace(OK, facts={"version": "3.9.0"}),
-        "trainer": OK,
-        "cuda": replace(OK, facts={"reason": "", "kernels": ["sm_80", "sm_90"], "devices": [CUDA_DEVICE]}),
+}  # fmt: skip
+CUDA_DEVICE = {
+    "index": 0, "uuid": "ab", "name": "NVIDIA RTX A5000", "total_mib": 24220.0, "capability": "8.6", "error": "",
+}  # fmt: skip
+
+
+def package(name: str, requirement: str, extra: str | None, version: str | None, in_range: bool | None) -> Facts:
+    return {
+        "name": name, "requirement": requirement, "extra": extra, "version": version, "is_in_range": in_range,
+    }  # fmt: skip
+
+
+def imported(status: str = "ok", error: str = "", **facts: Any) -> Facts:
+    return {"status": status, "error": error, "facts": facts}
+
+
+def smi(status: str, error: str = "", *gpus: Facts) -> Facts:
+    return {"status": status, "error": error, "gpus": list(gpus)}
+
+
+FACTS: Facts = {
+    "segapp": "0.1.0",
+    "folder": "/src/segapp",
+    "python": "3.12.1",
+    "executable": "/env/bin/python",
+    "requires_python": ">=3.11",
+    "is_python_in_range": True,
+    "installer": "pip",
+    "packages": [
+        package("torch", "torch>=2.11", None, "2.15.0", True),
+        package("torchvision", "torchvision>=0.26", None, "0.29.2", True),
+        package("textual", "textual==8.2.8", None, "8.2.8", True),
+        package("onnx", "onnx>=1.18", "export", "1.20.0", True),
+    ],
+    "imports": {
+        "torch": imported(version="2.15.0", cuda_build="13.2"),
+        "torchvision": imported(version="0.29.2"),
+        "triton": imported(version="3.9.0"),
+        "trainer": imported(),
+        "cuda": imported(reason="", kernels=["sm_80", "sm_90"], devices=[CUDA_DEVICE]),
     },
-    nvidia_smi=NvidiaSmi("ok", "", (A5000,)),
-    compiler="/usr/bin/gcc",
-    visible_devices=None,
-    machine=Machine("Linux 6 x86_64", 16, 16.0, 64 * GIB, 60 * GIB, DISK, DISK, DISK, 4096, "apt-get", False),
-    terminal=Terminal(True, 120, 36, "xterm-256color", 256, True, False, False),
-)
+    "nvidia_smi": smi("ok", "", A5000),
+    "compiler": "/usr/bin/gcc",
+    "visible_devices": None,
+    "machine": {
+        "system": "Linux 6 x86_64", "num_cores": 16, "usable_cores": 16.0, "memory_bytes": 64 * GIB,
+        "available_bytes": 60 * GIB, "run_disk": DISK, "temporary_disk": DISK, "shared_memory": DISK,
+        "max_open_files": 4096, "package_manager": "apt-get", "is_root": False,
+    },
+    "terminal": {
+        "is_terminal": True, "columns": 120, "lines": 36, "term": "xterm-256color", "num_colors": 256,
+        "has_unicode": True, "is_tmux": False, "is_ssh": False,
+    },
+}  # fmt: skip
 
 
 def of(facts: Facts, name: str) -> Finding:
@@ -75,20 +92,29 @@ def of(facts: Facts, name: str) -> Finding:
     return found
 
 
-def with_import(name: str, result: ImportResult) -> Facts:
-    return replace(FACTS, imports={**FACTS.imports, name: result})
+def with_facts(facts: Facts = FACTS, **changes: Any) -> Facts:
+    return {**facts, **changes}
+
+
+def with_import(name: str, result: Facts) -> Facts:
+    return with_facts(imports={**FACTS["imports"], name: result})
 
 
 def with_cuda(**facts: Any) -> Facts:
-    return with_import("cuda", replace(OK, facts={**FACTS.imports["cuda"].facts, **facts}))
+    return with_import("cuda", imported(**{**FACTS["imports"]["cuda"]["facts"], **facts}))
 
 
 def with_machine(**facts: Any) -> Facts:
-    return replace(FACTS, machine=replace(FACTS.machine, **facts))
+    return with_facts(machine={**FACTS["machine"], **facts})
 
 
-def with_package(package: Package) -> Facts:
-    return replace(FACTS, packages=(*(each for each in FACTS.packages if each.name != package.name), package))
+def with_terminal(**facts: Any) -> Facts:
+    return with_facts(terminal={**FACTS["terminal"], **facts})
+
+
+def with_package(*values: Any) -> Facts:
+    found = package(*values)
+    return with_facts(packages=[*(each for each in FACTS["packages"] if each["name"] != found["name"]), found])
 
 
 def test_a_complete_machine_has_nothing_to_do() -> None:
@@ -103,52 +129,52 @@ def test_a_complete_machine_has_nothing_to_do() -> None:
 @pytest.mark.parametrize(
     ("facts", "name", "state", "found", "fix", "trains"),
     [
-        (replace(FACTS, segapp=None), "segapp", "warning", "not installed", "pip install -e /src", True),
-        (replace(FACTS, python="3.9.1", is_python_in_range=False), "python", "missing", ">=3.11 is needed",
+        (with_facts(segapp=None), "segapp", "warning", "not installed", "pip install -e /src", True),
+        (with_facts(python="3.9.1", is_python_in_range=False), "python", "missing", ">=3.11 is needed",
          "uv venv", False),
-        (with_package(Package("torch", "torch>=2.11", None, "2.9.0", False)), "torch", "warning",
+        (with_package("torch", "torch>=2.11", None, "2.9.0", False), "torch", "warning",
          "2.9.0, torch>=2.11", "", True),
-        (with_package(Package("textual", "textual==8.2.8", None, None, None)), "textual", "missing", "not installed",
+        (with_package("textual", "textual==8.2.8", None, None, None), "textual", "missing", "not installed",
          "/env/bin/python -m pip install textual==8.2.8", False),
-        (with_package(Package("textual", "textual==8.2.8", None, "9.0", False)), "textual", "warning", "9.0",
+        (with_package("textual", "textual==8.2.8", None, "9.0", False), "textual", "warning", "9.0",
          "textual==8.2.8", True),
-        (with_package(Package("onnx", "onnx>=1.18", "export", None, None)), "export", "missing", "onnx not installed",
+        (with_package("onnx", "onnx>=1.18", "export", None, None), "export", "missing", "onnx not installed",
          "pip install 'onnx>=1.18'", True),
-        (with_import("torchvision", ImportResult("failed",
-         "RuntimeError: operator torchvision::nms does not exist", {})),
+        (with_import("torchvision", imported("failed",
+         "RuntimeError: operator torchvision::nms does not exist")),
          "torchvision", "missing", "does not match torch 2.15.0", "--force-reinstall", False),
-        (with_import("trainer", ImportResult("failed", "ImportError: libGL.so.1", {})), "trainer", "missing",
+        (with_import("trainer", imported("failed", "ImportError: libGL.so.1")), "trainer", "missing",
          "libGL", "", False),
-        (with_import("triton", ImportResult("failed", "ModuleNotFoundError: triton", {})), "triton", "missing",
+        (with_import("triton", imported("failed", "ModuleNotFoundError: triton")), "triton", "missing",
          "triton", "install triton", True),
-        (with_import("cuda", ImportResult("hung", "no answer within 90 s", {})), "cuda", "missing",
+        (with_import("cuda", imported("hung", "no answer within 90 s")), "cuda", "missing",
          "does not answer", "restart", True),
         (with_cuda(devices=[], reason="driver is too old"), "cuda", "missing", "too old", "newer NVIDIA driver", True),
         (with_cuda(devices=[]), "gpu 0", "warning", "torch does not see it", "see cuda", True),
-        (replace(with_cuda(devices=[]), visible_devices=""), "cuda", "missing", "hides every GPU", "unset", True),
+        (with_facts(with_cuda(devices=[]), visible_devices=""), "cuda", "missing", "hides every GPU", "unset", True),
         (with_cuda(devices=[{**CUDA_DEVICE, "capability": "6.1"}]), "cuda:0", "missing", "no kernels", "", True),
         (with_cuda(devices=[{**CUDA_DEVICE, "capability": "7.5"}], kernels=["sm_75"]), "cuda:0", "ok", "amp-fp16",
          "", True),
         (with_cuda(devices=[{**CUDA_DEVICE, "error": "busy"}]), "cuda:0", "warning", "busy", "nvidia-smi", True),
-        (replace(FACTS, nvidia_smi=NvidiaSmi("absent", "", ())), "nvidia-smi", "missing", "not on PATH",
+        (with_facts(nvidia_smi=smi("absent")), "nvidia-smi", "missing", "not on PATH",
          "--gpus all", True),
-        (replace(FACTS, nvidia_smi=NvidiaSmi("hung", "no answer within 10 s", ())), "nvidia-smi", "missing",
+        (with_facts(nvidia_smi=smi("hung", "no answer within 10 s")), "nvidia-smi", "missing",
          "no answer", "restart", True),
-        (replace(FACTS, compiler=None), "c compiler", "missing", "no C compiler", "sudo apt-get install -y gcc", False),
-        (replace(with_cuda(devices=[]), compiler=None), "c compiler", "missing", "no C compiler", "gcc", True),
+        (with_facts(compiler=None), "c compiler", "missing", "no C compiler", "sudo apt-get install -y gcc", False),
+        (with_facts(with_cuda(devices=[]), compiler=None), "c compiler", "missing", "no C compiler", "gcc", True),
         (with_machine(usable_cores=1.5), "cpu", "warning", "1.5 usable of 16", "data.workers", True),
         (with_machine(available_bytes=GIB), "memory", "warning", "1.0 GiB free", "batch_size", True),
-        (with_machine(run_disk=replace(DISK, free_bytes=GIB)), "run disk", "warning", "1.0 GiB free", "--run", True),
-        (with_machine(run_disk=replace(DISK, is_writable=False)), "run disk", "missing", "cannot be written",
+        (with_machine(run_disk={**DISK, "free_bytes": GIB}), "run disk", "warning", "1.0 GiB free", "--run", True),
+        (with_machine(run_disk={**DISK, "is_writable": False}), "run disk", "missing", "cannot be written",
          "--run", False),
         (with_machine(temporary_disk=None), "temporary disk", "missing", "no temporary folder", "TMPDIR", False),
         (with_machine(max_open_files=256), "open files", "warning", "256", "ulimit -n", True),
-        (replace(FACTS, terminal=replace(FACTS.terminal, term="dumb")), "terminal", "missing", "dumb", "TERM=", True),
-        (replace(FACTS, terminal=replace(FACTS.terminal, columns=40)), "terminal", "warning", "40 x 36",
+        (with_terminal(term="dumb"), "terminal", "missing", "dumb", "TERM=", True),
+        (with_terminal(columns=40), "terminal", "warning", "40 x 36",
          "60 x 15", True),
-        (replace(FACTS, terminal=replace(FACTS.terminal, has_unicode=False)), "terminal", "warning", "no Unicode",
+        (with_terminal(has_unicode=False), "terminal", "warning", "no Unicode",
          "LC_ALL", True),
-        (replace(FACTS, terminal=replace(FACTS.terminal, is_terminal=False)), "terminal", "warning", "none", "", True),
+        (with_terminal(is_terminal=False), "terminal", "warning", "none", "", True),
     ],
 )  # fmt: skip
 def test_each_problem_has_its_finding(
@@ -165,18 +191,18 @@ def test_each_problem_has_its_finding(
 
 
 @pytest.mark.parametrize(
-    ("installer", "package", "command"),
+    ("installer", "name", "requirement", "extra", "command"),
     [
-        ("uv-project", Package("textual", "textual==8.2.8", None, None, None), "cd /src && uv sync"),
-        ("uv-project", Package("onnx", "onnx>=1.18", "export", None, None),
-         "cd /src && uv sync --inexact --extra export"),
-        ("uv", Package("textual", "textual==8.2.8", None, None, None),
-         "uv pip install --python /env/bin/python textual==8.2.8"),
+        ("uv-project", "textual", "textual==8.2.8", None, "cd /src && uv sync"),
+        ("uv-project", "onnx", "onnx>=1.18", "export", "cd /src && uv sync --inexact --extra export"),
+        ("uv", "textual", "textual==8.2.8", None, "uv pip install --python /env/bin/python textual==8.2.8"),
     ],
-)  # fmt: skip
-def test_the_command_is_the_installers(installer: Any, package: Package, command: str) -> None:
-    facts = replace(with_package(package), installer=installer)
-    assert of(facts, package.extra or package.name).fix == command
+)
+def test_the_command_is_the_installers(
+    installer: str, name: str, requirement: str, extra: str | None, command: str
+) -> None:
+    facts = with_facts(with_package(name, requirement, extra, None, None), installer=installer)
+    assert of(facts, extra or name).fix == command
 
 
 @pytest.mark.parametrize(
@@ -189,7 +215,10 @@ def test_the_command_is_the_installers(installer: Any, package: Package, command
     ],
 )
 def test_shared_memory_by_its_size(total_mib: int, free_mib: int, is_writable: bool, state: State, fix: str) -> None:
-    finding = shared_memory_finding(Disk("/dev/shm", total_mib << 20, free_mib << 20, is_writable))
+    disk = {
+        "path": "/dev/shm", "total_bytes": total_mib << 20, "free_bytes": free_mib << 20, "is_writable": is_writable,
+    }  # fmt: skip
+    finding = of(with_machine(shared_memory=disk), "shared memory")
     assert finding.state == state
     assert fix in finding.fix
 
@@ -215,14 +244,12 @@ def test_a_broken_torch_is_reported(
 ) -> None:
     monkeypatch.syspath_prepend(fake_torch(tmp_path, body))
     found = try_imports(4.0)
-    assert found["torch"].status == status
-    assert error in found["torch"].error
-    assert {result.status for name, result in found.items() if name != "torch"} == {"skipped"}
-    findings = evaluate_machine(replace(FACTS, imports=found))
+    assert found["torch"]["status"] == status
+    assert error in found["torch"]["error"]
+    assert {result["status"] for name, result in found.items() if name != "torch"} == {"skipped"}
+    findings = evaluate_machine(with_facts(imports=found))
     assert not can_train(findings)
-    assert of(replace(FACTS, imports=found), "torch").fix.endswith(
-        "--force-reinstall 'torch>=2.11' 'torchvision>=0.26'"
-    )
+    assert of(with_facts(imports=found), "torch").fix.endswith("--force-reinstall 'torch>=2.11' 'torchvision>=0.26'")
 
 
 def test_imports_behind_a_crashing_one_are_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,8 +261,8 @@ def test_imports_behind_a_crashing_one_are_tried(tmp_path: Path, monkeypatch: py
     (tmp_path / "torchvision.py").write_text("import os; os._exit(1)")
     (tmp_path / "triton.py").write_text("__version__ = '3'")
     found = try_imports(60.0)
-    assert found["torch"].facts == {"version": "9", "cuda_build": None}
-    assert [found[name].status for name in ("torchvision", "triton", "trainer", "cuda")] == [
+    assert found["torch"]["facts"] == {"version": "9", "cuda_build": None}
+    assert [found[name]["status"] for name in ("torchvision", "triton", "trainer", "cuda")] == [
         "crashed",
         "ok",
         "failed",
@@ -359,16 +386,15 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
 
 def test_no_nvidia_smi_is_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert ask_nvidia_smi().status == "absent"
+    assert ask_nvidia_smi()["status"] == "absent"
 
 
 def test_nvidia_smi_lists_two_gpus(nvidia_smi: Callable[[str], None]) -> None:
     nvidia_smi(
-        "echo '0, GPU-ab, 580.95, 24220, 1024, 8.6, NVIDIA RTX A5000'\n"
-        "echo '1, GPU-cd, 580.95, 24220, [N/A], 8.6, NVIDIA RTX A5000'"
+        "echo '0, GPU-ab, 580.95, 24220, 1024, NVIDIA RTX A5000, 8.6'\n"
+        "echo '1, GPU-cd, 580.95, 24220, [N/A], NVIDIA RTX A5000, 8.6'"
     )
-    found = ask_nvidia_smi()
-    assert found == NvidiaSmi("ok", "", (A5000, replace(A5000, index=1, uuid="cd", used_mib=None)))
+    assert ask_nvidia_smi() == smi("ok", "", A5000, {**A5000, "index": 1, "uuid": "cd", "used_mib": None})
 
 
 def test_an_old_nvidia_smi_gives_no_capability(nvidia_smi: Callable[[str], None]) -> None:
@@ -376,7 +402,7 @@ def test_an_old_nvidia_smi_gives_no_capability(nvidia_smi: Callable[[str], None]
         'case "$1" in *compute_cap*) echo \'Field "compute_cap" is not a valid field to query.\'; exit 2;; esac\n'
         "echo '0, GPU-ab, 450.36, 24220, 1024, NVIDIA RTX A5000'"
     )
-    assert ask_nvidia_smi().gpus == (replace(A5000, driver="450.36", capability=None),)
+    assert ask_nvidia_smi()["gpus"] == [{**A5000, "driver": "450.36", "capability": None}]
 
 
 @pytest.mark.parametrize(
@@ -392,7 +418,7 @@ def test_a_failing_nvidia_smi_is_reported(
     nvidia_smi: Callable[[str], None], script: str, status: str, error: str
 ) -> None:
     nvidia_smi(script)
-    assert ask_nvidia_smi(1.0) == NvidiaSmi(status, error, ())  # type: ignore[arg-type]
+    assert ask_nvidia_smi(1.0) == smi(status, error)
 
 
 def test_the_compiler_is_the_one_triton_takes(tmp_path: Path) -> None:

@@ -1,18 +1,15 @@
 """`segapp doctor`: what this machine offers for training, what is missing, and the command that gets it.
 
-`imports` imports torch and its neighbours in a child process, `collect` reads the system, `findings` decides. Only the
-standard library is needed, so that it works in a broken installation as long as typer starts.
+`facts` reads the system, `findings` evaluates the facts. Only the standard library is needed, so that it works in a
+broken installation as long as typer starts.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
 
-from segapp.commands.doctor.collect import collect_facts
-from segapp.commands.doctor.facts import Facts
+from segapp.commands.doctor.facts import collect_facts
 from segapp.commands.doctor.findings import Finding, can_train, evaluate_machine
 from segapp.run.text import printable
 
@@ -28,45 +25,29 @@ def print_doctor(*, as_json: bool) -> int:
     """
     facts = collect_facts()
     findings = evaluate_machine(facts)
+    trains = can_train(findings)
     if as_json:
-        print(json.dumps(as_plain_values(facts, findings), indent=2))
+        plain = [finding._asdict() for finding in findings]
+        print(json.dumps({"v": JSON_VERSION, "can_train": trains, "findings": plain, "facts": facts}, indent=2))
     else:
         print("\n".join(report_lines(findings)))
-    return 0 if can_train(findings) else CANNOT_TRAIN
-
-
-def as_plain_values(facts: Facts, findings: Sequence[Finding]) -> dict[str, Any]:
-    """The report as values for JSON."""
-    return {
-        "v": JSON_VERSION,
-        "can_train": can_train(findings),
-        "findings": [asdict(finding) for finding in findings],
-        "facts": asdict(facts),
-    }
+    return 0 if trains else CANNOT_TRAIN
 
 
 def report_lines(findings: Sequence[Finding]) -> list[str]:
     """The report for a person: a line for each finding, then what to do, then the result."""
     width = max(len(finding.name) for finding in findings)
-    lines = [printable(f"{each.name:<{width}}  {each.state:<7}  {each.found}{_affected(each)}") for each in findings]
-    to_do = [finding for finding in findings if finding.fix]
+    lines, to_do = [], []
+    for name, state, found, is_required, needed_for, fix in findings:
+        affected = f" (affects {needed_for})" if needed_for and not fix else ""
+        lines.append(printable(f"{name:<{width}}  {state:<7}  {found}{affected}"))
+        if fix:
+            label = "required" if is_required and state == "missing" else f"for {needed_for}"
+            to_do += [printable(f"  {name} ({label}):"), printable(f"    {fix}")]
     if to_do:
-        lines += ["", "to do:"]
-    for finding in to_do:
-        label = "required" if finding.is_required and finding.state == "missing" else f"for {finding.needed_for}"
-        lines += [printable(f"  {finding.name} ({label}):"), printable(f"    {finding.fix}")]
-    lines += ["", _result(findings)]
-    return lines
-
-
-def _affected(finding: Finding) -> str:
-    """Return the affected feature where there is nothing to do; else it stands with the command."""
-    return f" (affects {finding.needed_for})" if finding.needed_for and not finding.fix else ""
-
-
-def _result(findings: Sequence[Finding]) -> str:
-    if can_train(findings):
-        gpus = sum(finding.name.startswith("cuda:") and finding.state == "ok" for finding in findings)
-        return f"training can run here, on {f'{gpus} GPU' + ('s' if gpus > 1 else '') if gpus else 'the CPU'}"
-    missing = [each.name for each in findings if each.is_required and each.state == "missing"]
-    return f"training cannot run here: {', '.join(missing)} missing"
+        lines += ["", "to do:", *to_do]
+    missing = [finding.name for finding in findings if finding.is_required and finding.state == "missing"]
+    gpus = sum(finding.name.startswith("cuda:") and finding.state == "ok" for finding in findings)
+    where = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "the CPU"
+    result = f"cannot run here: {', '.join(missing)} missing" if missing else f"can run here, on {where}"
+    return [*lines, "", f"training {result}"]

@@ -1,160 +1,440 @@
-"""Facts about a machine, as plain values that `segapp doctor --json` prints. Standard library only."""
+"""The facts of this machine as plain values: the "facts" of `segapp doctor --json`. Standard library only.
+
+torch and what depends on it are imported in a child process, because a wrongly installed torch may raise, crash or
+hang. One child tries all imports; if it dies or does not answer, the next child goes on behind the import that ended
+it. No function here raises for a missing or broken part; a value that is not known is None.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import locale
+import os
+import platform
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Facts = dict[str, Any]
+
+IMPORTS_S = 90.0
+"""Longest wait for each child. The first import of torch from a slow disk takes tens of seconds."""
+NVIDIA_SMI_S = 10.0
+"""Longest wait for nvidia-smi, which hangs with a driver in trouble."""
+PACKAGE_MANAGERS = ("apt-get", "dnf", "yum", "zypper", "pacman", "apk", "brew")
+
+_SMI_FIELDS = {
+    "index": "index",
+    "uuid": "uuid",
+    "driver": "driver_version",
+    "total_mib": "memory.total",
+    "used_mib": "memory.used",
+    "name": "name",
+    "capability": "compute_cap",  # last: drivers before 2021 do not have it
+}
+_MARK = "segapp-doctor "
+_CHILD = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from segapp.commands.doctor.facts import run_imports; run_imports(sys.argv[2:])"
+)
 
 
-@dataclass(frozen=True)
-class Package:
-    """A distribution that segapp's metadata asks for.
+def collect_facts() -> Facts:
+    """All facts of this machine; takes as long as the imports of torch and the trainer."""
+    folder = Path(__file__).resolve().parents[2]
+    requires_python = ""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        requires_python = importlib.metadata.metadata("segapp")["Requires-Python"] or ""
+    return {
+        "segapp": _version("segapp"),
+        "folder": str(folder),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "requires_python": requires_python,
+        "is_python_in_range": _is_in_range(platform.python_version(), requires_python),
+        "installer": _installer(folder.parent),
+        "packages": list(_packages()),
+        "imports": try_imports(),
+        "nvidia_smi": ask_nvidia_smi(),
+        "compiler": find_compiler(os.environ),
+        "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "machine": _machine(),
+        "terminal": _terminal(os.environ),
+    }
 
-    Attributes:
-        name: of the distribution.
-        requirement: with its range, as pip takes it.
-        extra: the optional extra that needs it; None for a required one.
-        version: the installed one; None where it is not installed.
-        is_in_range: None where the range could not be compared.
+
+class Answer(NamedTuple):
+    """How a program ended: the exit status (minus the signal's number; None: killed, as it was late), its output."""
+
+    status: int | None
+    output: str
+    errors: str
+
+
+def run_bounded(command: Sequence[str], timeout_s: float) -> Answer:
+    """Run a program and its children for a limited time, also if killing it has no effect (a process in a driver call).
+
+    Raises:
+        OSError: it cannot be started.
     """
-
-    name: str
-    requirement: str
-    extra: str | None
-    version: str | None
-    is_in_range: bool | None
-
-
-@dataclass(frozen=True)
-class ImportResult:
-    """The result of one import in a process of its own.
-
-    Attributes:
-        status: skipped means that something it needs had failed before.
-        error: one line; empty where it worked.
-        facts: values that the import gave.
-    """
-
-    status: Literal["ok", "failed", "crashed", "hung", "skipped"]
-    error: str
-    facts: Mapping[str, Any]
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
+        status: int | None = None
+        try:
+            status = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(1.0)
+        for file in (out, err):
+            file.seek(0)
+        return Answer(status, *(file.read(1 << 20).decode(errors="replace") for file in (out, err)))
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU as nvidia-smi lists it; None where it gives no value."""
-
-    index: int
-    uuid: str
-    name: str
-    driver: str
-    total_mib: float | None
-    used_mib: float | None
-    capability: str | None
+# Installed packages
 
 
-@dataclass(frozen=True)
-class NvidiaSmi:
-    """The answer of nvidia-smi."""
-
-    status: Literal["ok", "absent", "failed", "hung"]
-    error: str
-    gpus: tuple[Gpu, ...]
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except Exception:  # not installed, or its metadata is damaged
+        return None
 
 
-@dataclass(frozen=True)
-class Disk:
-    """A file system.
+def _is_in_range(version: str, specifiers: str) -> bool | None:
+    try:
+        from packaging.specifiers import SpecifierSet
 
-    Attributes:
-        path: the folder that was asked about, or the nearest one above it that exists.
-    """
-
-    path: str
-    total_bytes: int
-    free_bytes: int
-    is_writable: bool
+        return SpecifierSet(specifiers).contains(version, prereleases=True)
+    except (ImportError, ValueError):
+        return None
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Processors, memory, disks and limits; None where the system does not say.
-
-    Attributes:
-        num_cores: processors of the machine.
-        usable_cores: after CPU affinity and the limit of the control group; may be fractional.
-        memory_bytes: of the machine, or the limit of the control group.
-        available_bytes: memory that can be had without swapping, within that limit.
-        run_disk: where runs/ lies or would lie.
-        temporary_disk: None where no temporary folder can be written.
-        shared_memory: /dev/shm, through which data workers send batches.
-        max_open_files: the soft limit.
-        package_manager: apt-get, dnf, ...; None if none of the known ones is there.
-        is_root: True if commands need no sudo.
-    """
-
-    system: str
-    num_cores: int
-    usable_cores: float
-    memory_bytes: int | None
-    available_bytes: int | None
-    run_disk: Disk
-    temporary_disk: Disk | None
-    shared_memory: Disk | None
-    max_open_files: int | None
-    package_manager: str | None
-    is_root: bool
+def _packages() -> Iterator[Facts]:
+    """The distributions that segapp's metadata asks for on this platform, with the versions found."""
+    try:
+        requirements = importlib.metadata.requires("segapp") or []
+    except importlib.metadata.PackageNotFoundError:
+        return
+    for text in requirements:
+        requirement, _, marker = (part.strip() for part in text.partition(";"))
+        extra = re.search(r"""extra\s*==\s*['"]([\w.-]+)""", marker)
+        name = re.match(r"[\w.-]+", requirement)
+        if name is None or (marker and extra is None and not _holds(marker)):
+            continue
+        version = _version(name[0])
+        yield {
+            "name": name[0],
+            "requirement": requirement,
+            "extra": extra[1] if extra else None,
+            "version": version,
+            "is_in_range": None if version is None else _is_in_range(version, requirement[name.end() :].strip()),
+        }
 
 
-@dataclass(frozen=True)
-class Terminal:
-    """The terminal that `segapp doctor` runs in.
+def _holds(marker: str) -> bool:
+    """True if an environment marker holds here; without `packaging` none does."""
+    try:
+        from packaging.markers import Marker
 
-    Attributes:
-        is_terminal: standard input and standard error are a terminal.
-        columns: None without a terminal.
-        num_colors: 0 with NO_COLOR or for a terminal without colours.
-    """
-
-    is_terminal: bool
-    columns: int | None
-    lines: int | None
-    term: str
-    num_colors: int
-    has_unicode: bool
-    is_tmux: bool
-    is_ssh: bool
+        return Marker(marker).evaluate()
+    except (ImportError, ValueError):
+        return False
 
 
-@dataclass(frozen=True)
-class Facts:
-    """All that was found.
+def _installer(checkout: Path) -> str:
+    """`uv-project` where the environment is that of a checkout, else `pip`, or `uv` where there is no pip."""
+    has_uv = shutil.which("uv") is not None
+    if has_uv and (checkout / "pyproject.toml").is_file() and Path(sys.prefix).parent == checkout:
+        return "uv-project"
+    return "uv" if has_uv and importlib.util.find_spec("pip") is None else "pip"
 
-    Attributes:
-        segapp: version; None where it is not installed as a package.
-        folder: of the package segapp.
-        python: version.
-        executable: the Python interpreter.
-        requires_python: the range in segapp's metadata.
-        installer: what installs packages into this environment.
-        packages: required and optional ones.
-        imports: by name: torch, torchvision, triton, trainer, cuda.
-        compiler: path or value of CC; None where there is none.
-        visible_devices: CUDA_VISIBLE_DEVICES; None where it is not set.
-    """
 
-    segapp: str | None
-    folder: str
-    python: str
-    executable: str
-    requires_python: str
-    is_python_in_range: bool | None
-    installer: Literal["uv-project", "uv", "pip"]
-    packages: tuple[Package, ...]
-    imports: Mapping[str, ImportResult]
-    nvidia_smi: NvidiaSmi
-    compiler: str | None
-    visible_devices: str | None
-    machine: Machine
-    terminal: Terminal
+# Imports in a child process
+
+
+def _torch() -> Facts:
+    import torch
+
+    float(torch.ones(2).sum())
+    return {"version": str(torch.__version__), "cuda_build": torch.version.cuda}
+
+
+def _torchvision() -> Facts:
+    import torch
+    import torchvision
+
+    torchvision.ops.nms(torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.tensor([1.0]), 0.5)
+    return {"version": str(torchvision.__version__)}
+
+
+def _triton() -> Facts:
+    import triton
+
+    return {"version": str(triton.__version__)}
+
+
+def _trainer() -> Facts:
+    import segapp.train.session  # noqa: F401
+
+    return {}
+
+
+def _cuda() -> Facts:
+    import torch
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    reason = " ".join(str(caught[0].message).split()) if caught else ""
+    kernels = list(torch.cuda.get_arch_list()) if count else []
+    return {"reason": reason[:300], "kernels": kernels, "devices": [_device(index) for index in range(count)]}
+
+
+def _device(index: int) -> Facts:
+    """Properties of a CUDA device, and the error of a small computation on it."""
+    import torch
+
+    error = ""
+    try:
+        float(torch.ones(2, device=f"cuda:{index}").sum())
+    except Exception as raised:  # whatever the driver makes of a busy, broken or too old GPU
+        error = _one_line(raised)
+    found = torch.cuda.get_device_properties(index)
+    return {
+        "index": index,
+        "uuid": str(getattr(found, "uuid", "")).removeprefix("GPU-"),
+        "name": str(found.name),
+        "total_mib": found.total_memory / 2**20,
+        "capability": f"{found.major}.{found.minor}",
+        "error": error,
+    }
+
+
+IMPORTS: dict[str, Callable[[], Facts]] = {
+    "torch": _torch,
+    "torchvision": _torchvision,
+    "triton": _triton,
+    "trainer": _trainer,
+    "cuda": _cuda,  # last: a broken driver hangs here
+}
+
+
+def _result(status: str, error: str = "", facts: Facts | None = None) -> Facts:
+    """The result of an import: ok, failed, crashed, hung, or skipped as torch had failed before."""
+    return {"status": status, "error": error, "facts": facts or {}}
+
+
+def run_imports(names: Sequence[str]) -> None:
+    """Try imports in this process, the child, and print a line for each as soon as its result is known."""
+    for name in names:
+        try:
+            result = _result("ok", facts=IMPORTS[name]())
+        except Exception as error:  # an import may raise anything
+            result = _result("failed", _one_line(error))
+        print(f"\n{_MARK}{json.dumps([name, result])}", flush=True)
+        if name == "torch" and result["status"] == "failed":
+            return  # the others need it
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+
+
+def try_imports(timeout_s: float = IMPORTS_S) -> dict[str, Facts]:
+    """Return the result of each import, tried in children with this process's module path, each of limited time."""
+    found: dict[str, Facts] = {}
+    names = list(IMPORTS)
+    while names:
+        answer = run_bounded([sys.executable, "-c", _CHILD, json.dumps(sys.path), *names], timeout_s)
+        lines = [line for line in answer.output.splitlines() if line.startswith(_MARK)]
+        found |= dict(json.loads(line.removeprefix(_MARK)) for line in lines)
+        left = [name for name in names if name not in found]
+        if left and found.get("torch", {}).get("status") != "failed":  # the child ended in this one
+            found[left[0]] = _result("hung" if answer.status is None else "crashed", _end(answer, timeout_s))
+        if found["torch"]["status"] != "ok":
+            return {name: found.get(name, _result("skipped", "torch cannot be imported")) for name in IMPORTS}
+        names = left[1:]
+    return found
+
+
+def _end(answer: Answer, timeout_s: float) -> str:
+    if answer.status is None:
+        return f"no answer within {timeout_s:g} s"
+    last = (answer.errors.strip().splitlines() or [""])[-1][:300]
+    how = signal.strsignal(-answer.status) if answer.status < 0 else f"exit status {answer.status}"
+    return f"the process ended: {how}" + (f": {last}" if last else "")
+
+
+# GPUs and compiler
+
+
+def find_compiler(environ: Mapping[str, str]) -> str | None:
+    """The C compiler that Triton uses: CC, gcc or clang."""
+    path = environ.get("PATH")
+    if given := environ.get("CC"):
+        return given if shutil.which(given.split()[0], path=path) else None
+    return shutil.which("gcc", path=path) or shutil.which("clang", path=path)
+
+
+def ask_nvidia_smi(timeout_s: float = NVIDIA_SMI_S) -> Facts:
+    """The GPUs that nvidia-smi lists, or why it lists none: ok, absent, failed or hung."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return {"status": "absent", "error": "", "gpus": []}
+    for fields in (list(_SMI_FIELDS), list(_SMI_FIELDS)[:-1]):
+        query = ",".join(_SMI_FIELDS[field] for field in fields)
+        try:
+            answer = run_bounded([program, f"--query-gpu={query}", "--format=csv,noheader,nounits"], timeout_s)
+        except OSError as raised:
+            return {"status": "failed", "error": raised.strerror or str(raised), "gpus": []}
+        if answer.status is None:
+            return {"status": "hung", "error": f"no answer within {timeout_s:g} s", "gpus": []}
+        rows = [[cell.strip() for cell in line.split(",")] for line in answer.output.splitlines()]
+        rows = [row for row in rows if len(row) == len(fields) and row[0].isdigit()]
+        gpus = [_gpu(dict(zip(fields, row, strict=True))) for row in rows]
+        if answer.status == 0 and gpus:
+            return {"status": "ok", "error": "", "gpus": gpus}
+        error = ((answer.output + answer.errors).strip().splitlines() or [f"exit status {answer.status}"])[0][:300]
+        if "compute_cap" not in error:
+            break
+    return {"status": "failed", "error": error, "gpus": []}
+
+
+def _gpu(found: dict[str, str]) -> Facts:
+    capability = found.get("capability", "")
+    return {
+        **found,
+        "index": int(found["index"]),
+        "uuid": found["uuid"].removeprefix("GPU-"),
+        "total_mib": _number(found["total_mib"]),
+        "used_mib": _number(found["used_mib"]),
+        "capability": capability if _number(capability) is not None else None,
+    }
+
+
+def _number(text: str) -> float | None:
+    return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else None
+
+
+# Processors, memory, disks, terminal
+
+
+def _machine() -> Facts:
+    num_cores = os.cpu_count() or 1
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else num_cores
+    groups = list(_control_groups())
+    quotas = [quota for group in groups if (quota := cpu_quota(_read(group / "cpu.max"))) is not None]
+    memory, available = parse_meminfo(_read(Path("/proc/meminfo")))
+    limits = [int(text) for group in groups if (text := _read(group / "memory.max").strip()).isdigit()]
+    if memory is not None and limits and min(limits) < memory:
+        memory = min(limits)
+        available = min(available or memory, max(0, memory - _used_bytes(groups[0])))
+    temporary_disk = None
+    with contextlib.suppress(OSError):  # no folder of the usual ones can be written
+        temporary_disk = _disk(Path(tempfile.gettempdir()))
+    shared = Path("/dev/shm")
+    max_open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "num_cores": num_cores,
+        "usable_cores": min([float(affinity), *quotas]),
+        "memory_bytes": memory,
+        "available_bytes": available,
+        "run_disk": _disk(Path("runs")),
+        "temporary_disk": temporary_disk,
+        "shared_memory": _disk(shared) if shared.is_dir() else None,
+        "max_open_files": None if max_open_files == resource.RLIM_INFINITY else max_open_files,
+        "package_manager": next((name for name in PACKAGE_MANAGERS if shutil.which(name)), None),
+        "is_root": os.geteuid() == 0,
+    }
+
+
+def _control_groups() -> Iterator[Path]:
+    """The control group of this process and those above it (version 2)."""
+    root = Path("/sys/fs/cgroup")
+    match = re.search(r"^0::/(.*)$", _read(Path("/proc/self/cgroup")), re.MULTILINE)
+    group = root / (match[1] if match else "")
+    while group.is_relative_to(root):
+        yield group
+        group = group.parent
+
+
+def _used_bytes(group: Path) -> int:
+    """Memory of a control group without the page cache, which the kernel gives back on demand."""
+    used = _read(group / "memory.current").strip()
+    cached = re.search(r"^file (\d+)$", _read(group / "memory.stat"), re.MULTILINE)
+    return int(used) - (int(cached[1]) if cached else 0) if used.isdigit() else 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def cpu_quota(cpu_max: str) -> float | None:
+    """Processors that a control group may use, from its `cpu.max`; None where there is no limit."""
+    words = cpu_max.split()
+    return int(words[0]) / int(words[1]) if len(words) == 2 and words[0].isdigit() and int(words[1] or 0) else None
+
+
+def parse_meminfo(text: str) -> tuple[int | None, int | None]:
+    """Bytes of memory, and those available without swapping, from /proc/meminfo."""
+    found = {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
+    return found.get("MemTotal"), found.get("MemAvailable")
+
+
+def _disk(path: Path) -> Facts:
+    """The file system of a folder, or of the nearest folder above it that exists."""
+    path = path.absolute()
+    while not os.path.exists(path) and path != path.parent:  # unlike Path.exists, also below a folder without access
+        path = path.parent
+    total = free = 0
+    with contextlib.suppress(OSError):
+        total, _, free = shutil.disk_usage(path)
+    is_writable = os.access(path, os.W_OK | os.X_OK)
+    return {"path": str(path), "total_bytes": total, "free_bytes": free, "is_writable": is_writable}
+
+
+def _terminal(environ: Mapping[str, str]) -> Facts:
+    columns = lines = None
+    is_terminal = False
+    with contextlib.suppress(OSError, ValueError):  # closed streams
+        is_terminal = all(stream is not None and stream.isatty() for stream in (sys.__stdin__, sys.__stderr__))
+        if is_terminal and sys.__stderr__ is not None:
+            columns, lines = os.get_terminal_size(sys.__stderr__.fileno())
+    term = environ.get("TERM", "")
+    return {
+        "is_terminal": is_terminal,
+        "columns": columns,
+        "lines": lines,
+        "term": term,
+        "num_colors": num_colors(environ),
+        "has_unicode": "utf" in locale.getpreferredencoding(False).lower(),
+        "is_tmux": "TMUX" in environ or term.startswith(("tmux", "screen")),
+        "is_ssh": "SSH_CONNECTION" in environ or "SSH_TTY" in environ,
+    }
+
+
+def num_colors(environ: Mapping[str, str]) -> int:
+    """Colours of the terminal, as its variables say; 0 with NO_COLOR."""
+    term = environ.get("TERM", "")
+    if environ.get("NO_COLOR") or term in ("", "dumb", "unknown"):
+        return 0
+    if environ.get("COLORTERM", "").lower() in ("truecolor", "24bit"):
+        return 1 << 24
+    return 256 if "256" in term else 8
