@@ -52,7 +52,7 @@ MAX_BATCH = 2**16
 def _auto_as_number(value: object) -> object:
     if value == "auto":
         return AUTO_BATCH
-    if isinstance(value, int) and not isinstance(value, bool) and not 1 <= value <= MAX_BATCH:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and not 1 <= value <= MAX_BATCH:
         raise ValueError(f"a whole number from 1 to {MAX_BATCH} is expected, or auto")
     return _no_bool(value)
 

@@ -181,6 +181,15 @@ class CommandController:
         merged = self._sets.merged(self.settings)
         self.requests.settings = merged if self._sets else None
 
+    def request_checkpoint(self) -> None:
+        """Request a checkpoint at the next safe point, as SIGUSR1 does."""
+        self.requests.wants_checkpoint = True
+
+    def take_checkpoint_request(self) -> bool:
+        """Return True if a checkpoint is requested, and clear the request."""
+        is_requested, self.requests.wants_checkpoint = self.requests.wants_checkpoint, False
+        return is_requested
+
     def adopt_requests(self, requests: PendingRequests) -> None:
         """Take over the pending requests of the main rank."""
         self.requests = requests

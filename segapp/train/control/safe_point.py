@@ -57,8 +57,7 @@ class SafePoint:
 
     def _begin_save(self) -> None:
         """Begin a save that was requested or is overdue; the request is answered when it is written."""
-        if self._controller.requests.wants_checkpoint:
-            self._controller.requests.wants_checkpoint = False
+        if self._controller.take_checkpoint_request():
             self._saver.begin_asked(self._progress.position)
             self._asked_at_step = self._progress.position.step
         elif self._has_overdue_save:
@@ -83,7 +82,8 @@ class SafePoint:
             self._saver.is_overdue(),
         )
         self._has_overdue_save |= is_overdue
-        controller.requests.wants_checkpoint |= is_save
+        if is_save:
+            controller.request_checkpoint()
         if has_commands:
             controller.handle_commands(self._progress.command_position())
             controller.adopt_requests(context.ranks.from_main(controller.requests))
