@@ -198,6 +198,7 @@ def test_hostile_override_is_refused_without_running_code(tmp_path: Path) -> Non
         (["train.epochs=0"], ["train.epochs"]),
         (["train.batch_size=0"], ["train.batch_size"]),
         (["train.batch_size=99999999"], ["train.batch_size"]),
+        (["train.batch_size=65537.0"], ["train.batch_size"]),
         (["data.workers=-1"], ["data.workers"]),
         (["data.workers=10000"], ["data.workers"]),
         (["parallel.gpu0_bsz=99"], ["above train.batch_size"]),

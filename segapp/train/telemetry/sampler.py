@@ -29,7 +29,7 @@ class MemorySampler:
 
     Args:
         event_log: Takes the events.
-        watch: The training's devices, and the phase of the training thread.
+        device_memory: The training's devices, and the phase of the training thread.
         gpus: Runs nvidia-smi; None: one is made if a device has a uuid.
         memory_s: Seconds between two samples.
         heartbeat_s: Seconds between two heartbeats.
@@ -39,19 +39,19 @@ class MemorySampler:
     def __init__(
         self,
         event_log: EventLog,
-        watch: DeviceMemoryTracker,
+        device_memory: DeviceMemoryTracker,
         *,
         gpus: GpuPoller | None = None,
         memory_s: float = MEMORY_S,
         heartbeat_s: float = HEARTBEAT_S,
         blocked_s: float = 30.0,
     ) -> None:
-        self.event_log, self.watch = event_log, watch
+        self.event_log, self.device_memory = event_log, device_memory
         self.step: Callable[[], int | None] = lambda: None
         """Returns the steps done; None before `follow`."""
         self.saving_s: Callable[[], float | None] = lambda: None
         """Returns the seconds since the running checkpoint write began; None while none runs."""
-        has_gpus = any(place.uuid for place in watch.devices)
+        has_gpus = any(place.uuid for place in device_memory.devices)
         self._gpus = gpus or (GpuPoller() if has_gpus else None)
         self._memory_s, self._heartbeat_s, self._blocked_s = memory_s, heartbeat_s, blocked_s
         self._blocked_alert_s = blocked_s
@@ -77,7 +77,7 @@ class MemorySampler:
 
     def beat(self) -> None:
         """Emit a heartbeat."""
-        phase = self.watch.phase
+        phase = self.device_memory.phase
         activity = phase if phase in ("start", "eval", "save", "paused") else "train"
         saving_s = self.saving_s()
         self.event_log.emit(Heartbeat(pid=os.getpid(), phase=activity, step=self.step(), saving_s=saving_s))
@@ -94,7 +94,7 @@ class MemorySampler:
 
     def sample(self) -> None:
         """Emit a `memory` event."""
-        devices = self.watch.sample()
+        devices = self.device_memory.sample()
         statuses = {status.uuid: status for status in (self._gpus.poll() if self._gpus else [])}
         self.event_log.emit(Memory(devices=[merged(device, statuses) for device in devices], step=self.step()))
 
@@ -106,7 +106,7 @@ class MemorySampler:
                 if now_s >= next_beat_s:
                     next_beat_s = now_s + min(self._heartbeat_s, self._blocked_s)
                     self.beat()
-                if self.watch.phase == "start":  # `run_start` comes first, the first sample shortly after it
+                if self.device_memory.phase == "start":  # `run_start` comes first, the first sample shortly after it
                     next_memory_s = now_s + 0.25
                 elif now_s >= next_memory_s:
                     next_memory_s = now_s + self._memory_s

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import logging
 import os
 import re
@@ -65,7 +66,7 @@ class Watchdog:
     Args:
         folder: The run folder.
         event_log: Takes the reason; without a writer on ranks that write nothing.
-        watch: Progress and phase of the training thread.
+        device_memory: Progress and phase of the training thread.
         limits: When a training thread counts as hanging.
         rank: Rank of this process.
         rank_pids: (host, process id) of every rank.
@@ -76,7 +77,7 @@ class Watchdog:
         self,
         folder: Path,
         event_log: EventLog,
-        watch: DeviceMemoryTracker,
+        device_memory: DeviceMemoryTracker,
         limits: HangLimits,
         *,
         rank: int = 0,
@@ -87,7 +88,7 @@ class Watchdog:
         self._first_step: int | None = None
         self._save_last_boundary: Callable[[Callable[[], bool]], str | None] = lambda _: "nothing was there to save yet"
         self._path = folder / "stacks.log"
-        self._folder, self._event_log, self._watch, self._end = folder, event_log, watch, end
+        self._folder, self._event_log, self._device_memory, self._end = folder, event_log, device_memory, end
         self._timeout_s, self._data_timeout_s = limits.timeout_s, limits.data_timeout_s
         self._num_workers = limits.num_workers
         self._rank, self._rank_pids = rank, rank_pids
@@ -146,13 +147,16 @@ class Watchdog:
             # The time of a stopped process or a suspended machine does not count.
             silent_s += min(now_s - looked_s, 2 * look_s)
             looked_s = now_s
-            if self._watch.last_progress_s != seen_s:
-                seen_s, silent_s = self._watch.last_progress_s, 0.0
-            place = self._watch.activity
+            if self._device_memory.last_progress_s != seen_s:
+                seen_s, silent_s = self._device_memory.last_progress_s, 0.0
+            place = self._device_memory.activity
             if silent_s >= self.limit_s(place, has_stepped=self.step() not in (None, self._first_step)):
-                if self._report_hang(place, silent_s, lambda seen_s=seen_s: self._watch.last_progress_s == seen_s):  # type: ignore[misc]
+                if self._report_hang(place, silent_s, functools.partial(self._is_still, seen_s)):
                     return
                 silent_s = 0.0
+
+    def _is_still(self, seen_s: float) -> bool:
+        return self._device_memory.last_progress_s == seen_s
 
     def _report_hang(self, place: str, silent_s: float, is_still: Callable[[], bool]) -> bool:
         """Report the hang and end the process; return False if the training made progress meanwhile."""

@@ -188,9 +188,9 @@ def test_failing_or_hanging_nvidia_smi_loses_only_its_numbers(
 
 def test_monitor_error_ends_neither_monitor_nor_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monitor, run = monitored(tmp_path, GpuPoller(retry_s=60.0))
-    found = monitor.watch.sample
+    found = monitor.device_memory.sample
     calls = iter(range(1000))
-    monkeypatch.setattr(monitor.watch, "sample", lambda: found() if next(calls) else 1 / 0)
+    monkeypatch.setattr(monitor.device_memory, "sample", lambda: found() if next(calls) else 1 / 0)
     with monitor:
         deadline = time.monotonic() + 20
         while not samples(run):
