@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 
 import pytest
 
 from tests.support import ROOT
+from tests.support.code_numbers import functions_of, num_parameters
 from tests.support.file_tree import split_map, tree
 from tests.support.import_graph import circles, import_graph, module_paths, modules_per_folder
 from tests.support.roads import broken_links, files, hops, roads, stops_without
@@ -100,16 +100,10 @@ def test_functions_take_at_most_7_parameters_or_say_why() -> None:
     found = {
         f"{path.relative_to(ROOT)}:{function.name}"
         for path in module_paths().values()
-        for function in ast.walk(ast.parse(path.read_text()))
-        if isinstance(function, ast.FunctionDef) and num_parameters(function) > MAX_PARAMETERS
+        for function in functions_of(path)
+        if num_parameters(function) > MAX_PARAMETERS
     }
     assert found == MANY_PARAMETERS.keys()
-
-
-def num_parameters(function: ast.FunctionDef) -> int:
-    arguments = function.args
-    names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-    return len([name for name in names if name not in ("self", "cls")])
 
 
 def test_file_tree_of_the_map_is_the_package() -> None:
