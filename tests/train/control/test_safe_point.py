@@ -36,5 +36,6 @@ def test_ranks_meet_once_per_micro_batch(
     config = merged(tiny, train={"epochs": 1, "batch_size": 2, "accumulate": accumulate, "ema": None})
     assert train(config, tmp_path / "run") == 0
     assert between[0] == meetings + 1, "the first step of an epoch is preceded by the poll that applies settings"
-    full = [count for count in between[1:-1]]
-    assert full and set(full) == {meetings}
+    full = list(between[1:-1])
+    assert full
+    assert set(full) == {meetings}
