@@ -32,7 +32,6 @@ from segapp.run.checkpoints import (
     CheckpointEntry,
     CheckpointFacts,
     CheckpointFolder,
-    CheckpointStatus,
     DamagedError,
     Manifest,
 )
@@ -49,7 +48,6 @@ __all__ = [
     "restore_rng",
     "save_checkpoint",
     "snapshot",
-    "verify_checkpoints",
 ]
 
 FINITE_PARTS = ("model", "ema", "optimizer", "distillation")
@@ -198,20 +196,6 @@ def load_checkpoint(source: Path | str, which: str = "auto", *, is_holder: bool 
         name = {"last": LAST, "best": BEST}.get(which, which)
         return _load_named(store, name if name.endswith(".pt") else f"{name}.pt")
     return _load_file(path)
-
-
-def verify_checkpoints(folder: Path | str, *, hashes: bool = True) -> list[CheckpointStatus]:
-    """Check every committed checkpoint of a run, newest first.
-
-    Args:
-        folder: A run folder or its `checkpoints` folder.
-        hashes: Compare the sha256; otherwise only the sizes.
-
-    Raises:
-        CheckpointError: the manifest is damaged, or of a newer segapp.
-    """
-    path = Path(folder)
-    return CheckpointFolder(path / "checkpoints" if (path / "checkpoints").is_dir() else path).verify(hashes=hashes)
 
 
 def _checked(content: dict[str, Any]) -> dict[str, Any]:

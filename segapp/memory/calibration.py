@@ -17,7 +17,7 @@ from segapp.memory.gpu_specs import GpuSpec
 from segapp.memory.planner import OverheadEstimate
 from segapp.run.events import EventReader
 from segapp.run.folder import RunFolder
-from segapp.run.memory_fit import MemoryFit, MemoryObservation, fit_memory
+from segapp.run.memory_fit import MemoryObservation
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,6 @@ class Measurement:
     total_mib: tuple[float | None, ...]
     observations: tuple[MemoryObservation, ...]
     beside_mib: tuple[float | None, ...]
-
-    @property
-    def fit(self) -> MemoryFit:
-        """`fixed_i + slope x samples_i` through the observations."""
-        return fit_memory(self.observations)
 
     def gpus(self) -> tuple[GpuSpec, ...]:
         """Return the run's GPUs.

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from segapp.errors import CheckpointError, ConfigError
-from segapp.models.from_smp import build_smp, smp_names
-from segapp.models.from_torchvision import build_torchvision, torchvision_names
+from segapp.models.from_smp import build_smp
+from segapp.models.from_torchvision import build_torchvision
 from segapp.models.inspection import inspect_model
 from segapp.models.names import unknown_name
 from segapp.models.network import SegmentationModel
@@ -40,7 +40,7 @@ def build_model(
 
     Args:
         library: `torchvision` or `smp`.
-        name: the model's name in that library, see `known_models`.
+        name: the model's name in that library.
         num_classes: C, at least 1.
         weights: for the whole network: a name of torchvision (`COCO_WITH_VOC_LABELS_V1`, `DEFAULT`) or a local file.
             Tensors of another shape, as a head for other classes has, stay at their initialisation.
@@ -79,11 +79,6 @@ def build_model(
     if weights is not None:
         _load_whole(model, weights)
     return model.train()
-
-
-def known_models() -> dict[str, tuple[str, ...]]:
-    """Return the names that `build_model` takes, by library."""
-    return {"torchvision": torchvision_names(), "smp": smp_names()}
 
 
 def _load_whole(model: SegmentationModel, weights: str) -> None:

@@ -19,14 +19,12 @@ class Layout:
 
     Attributes:
         panes: Names of `PANES`, and `gpu0`; empty if only a notice fits.
-        is_wide: True for two columns.
         right_width: Cells of the right column.
         has_throughput: True if the throughput line is visible.
         num_summary_rows: Rows that summarise the hidden panes.
     """
 
     panes: frozenset[str]
-    is_wide: bool = False
     right_width: int = 0
     has_throughput: bool = False
     num_summary_rows: int = 0
@@ -68,7 +66,6 @@ def plan_layout(
         rows = 0 if is_zoomed else 3 if height >= 20 else 1
         return Layout(
             frozenset(shown),
-            width >= WIDE,
             width,
             has_throughput=height >= 20 and bool(shown & _LEFT),
             num_summary_rows=rows,
@@ -80,4 +77,4 @@ def plan_layout(
         left = {"events"}
     right_width = min(68, 48 + max(0, width - 100) // 4)
     right = {"gpu", "gpu0"} if is_editing and height < 30 else {"gpu", "gpu0", "classes"}
-    return Layout(frozenset(left | right), True, right_width, has_throughput=height >= 22)
+    return Layout(frozenset(left | right), right_width, has_throughput=height >= 22)

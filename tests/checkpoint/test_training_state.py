@@ -27,10 +27,9 @@ from segapp.checkpoint.training_state import (
     restore_rng,
     save_checkpoint,
     snapshot,
-    verify_checkpoints,
 )
 from segapp.errors import CheckpointError, NonFiniteError, StorageError
-from segapp.run.checkpoints import CheckpointFacts
+from segapp.run.checkpoints import CheckpointFacts, CheckpointFolder
 
 SAVE_POINTS = [
     "ckpt.start",
@@ -307,7 +306,7 @@ def test_sigkill_at_any_point_leaves_old_or_new_checkpoint(tmp_path, point):
         num_kills += 1
         for file in folder.glob("*.pt"):
             assert_is_whole(torch.load(file, weights_only=True))
-        assert [status.problem for status in verify_checkpoints(folder)] == [None] * len(verify_checkpoints(folder))
+        assert not any(status.problem for status in CheckpointFolder(folder).verify())
         loaded = load_checkpoint(folder)
         assert loaded.messages == ()
         assert assert_is_whole(loaded.state) == loaded.step
@@ -320,8 +319,8 @@ def test_sigkill_at_any_point_leaves_old_or_new_checkpoint(tmp_path, point):
         save(folder, 60, finished_epoch=6, keep=2)
         epochs = ["epoch_0004.pt" if loaded.step == 40 else "epoch_0005.pt", "epoch_0006.pt"]
         assert names(folder) == ["best.pt", *epochs, "last.pt"]
-        assert len(list((folder / "objects").iterdir())) == len(verify_checkpoints(folder))
-        assert [status.problem for status in verify_checkpoints(folder)] == [None] * len(verify_checkpoints(folder))
+        assert len(list((folder / "objects").iterdir())) == len(CheckpointFolder(folder).verify())
+        assert not any(status.problem for status in CheckpointFolder(folder).verify())
     else:
         pytest.fail("the sweep did not end")
     assert num_kills > 0, "the point was never reached"
@@ -410,7 +409,7 @@ def test_damaged_last_falls_back_and_is_kept_aside(tmp_path, how):
     for step in (10, 20, 30):
         save(tmp_path, step)
     damage(tmp_path / "last.pt", how)
-    assert [status.problem is None for status in verify_checkpoints(tmp_path)] == [False, True]
+    assert [status.problem is None for status in CheckpointFolder(tmp_path).verify()] == [False, True]
     viewer = load_checkpoint(tmp_path)
     assert viewer.step == assert_is_whole(viewer.state) == 20
     assert names(tmp_path) == ["last.pt"], "a reader changes nothing"
@@ -418,7 +417,7 @@ def test_damaged_last_falls_back_and_is_kept_aside(tmp_path, how):
     assert loaded.step == 20
     assert "last.pt (epoch 4, step 30) is damaged" in loaded.messages[0]
     assert names(tmp_path) == ["last.pt", "last.pt.corrupt"]
-    assert [status.problem for status in verify_checkpoints(tmp_path)] == [None]
+    assert [status.problem for status in CheckpointFolder(tmp_path).verify()] == [None]
     again = load_checkpoint(tmp_path, is_holder=True)
     assert (again.step, again.messages) == (20, ())
     assert assert_is_whole(torch.load(tmp_path / "last.pt", weights_only=True)) == 20
@@ -434,13 +433,13 @@ def test_every_flipped_bit_and_zeroed_page_is_detected(tmp_path):
         broken = bytearray(content)
         broken[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
         (tmp_path / "last.pt").write_bytes(broken)
-        assert verify_checkpoints(tmp_path)[0].problem
+        assert CheckpointFolder(tmp_path).verify()[0].problem
     for page in range(0, len(content), 4096):
         if content[page : page + 4096].strip(b"\0"):
             (tmp_path / "last.pt").write_bytes(content[:page] + bytes(4096) + content[page + 4096 :])
-            assert verify_checkpoints(tmp_path)[0].problem
+            assert CheckpointFolder(tmp_path).verify()[0].problem
     (tmp_path / "last.pt").write_bytes(content)
-    assert verify_checkpoints(tmp_path)[0].problem is None
+    assert CheckpointFolder(tmp_path).verify()[0].problem is None
 
 
 def test_two_damaged_newest_fall_back_to_third_and_are_named(tmp_path):
@@ -472,14 +471,14 @@ def test_overwritten_last_is_detected_and_older_one_loads(tmp_path):
     other = tmp_path / "other"
     other.write_bytes(b"rubbish")
     os.replace(other, tmp_path / "last.pt")
-    assert "last.pt" in verify_checkpoints(tmp_path)[0].problem
+    assert "last.pt" in CheckpointFolder(tmp_path).verify()[0].problem
     with pytest.raises(CheckpointError, match="damaged"):
         load_checkpoint(tmp_path / "last.pt")
     loaded = load_checkpoint(tmp_path, is_holder=True)
     assert loaded.step == 10
     assert "last.pt is damaged" in loaded.messages[0]
     assert (tmp_path / "last.pt.corrupt").read_bytes() == b"rubbish"
-    assert verify_checkpoints(tmp_path)[0].problem is None
+    assert CheckpointFolder(tmp_path).verify()[0].problem is None
 
 
 @pytest.mark.parametrize("put", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
@@ -628,7 +627,7 @@ def test_newer_manifest_and_folder_without_commit_are_refused(tmp_path):
     save(tmp_path, 10)
     raw = json.loads((tmp_path / "manifest.json").read_text())
     (tmp_path / "manifest.json").write_text(json.dumps({**raw, "format": 2}))
-    for use in (load_checkpoint, verify_checkpoints, lambda folder: save(folder, 20)):
+    for use in (load_checkpoint, lambda folder: CheckpointFolder(folder).verify(), lambda folder: save(folder, 20)):
         with pytest.raises(CheckpointError, match="newer segapp"):
             use(tmp_path)
 
@@ -670,7 +669,7 @@ def test_retention_keeps_n_epochs_best_and_two_newest(tmp_path):
     assert inode == (tmp_path / "epoch_0012.pt").stat().st_ino, "kept copies cost no space"
     for step in (121, 122, 123):
         save(tmp_path, step, keep=2)
-    assert len(verify_checkpoints(tmp_path)) == 5
+    assert len(CheckpointFolder(tmp_path).verify()) == 5
     assert names(tmp_path) == ["best.pt", "epoch_0011.pt", "epoch_0012.pt", "last.pt"]
 
 
@@ -762,7 +761,7 @@ def test_names_are_copies_without_hard_links(tmp_path, monkeypatch):
     for epoch in (1, 2, 3, 4):
         save(tmp_path, epoch * 10, finished_epoch=epoch, metric=0.1 * epoch, is_best=epoch == 2, keep=2)
     assert names(tmp_path) == ["best.pt", "epoch_0003.pt", "epoch_0004.pt", "last.pt"]
-    assert all(status.problem is None for status in verify_checkpoints(tmp_path))
+    assert all(status.problem is None for status in CheckpointFolder(tmp_path).verify())
     for entry in list((tmp_path / "objects").iterdir()):
         if entry.name.startswith("00000040"):
             damage(entry, "flip")

@@ -10,6 +10,7 @@ from segapp.memory.calibration import calibrated, collect, read_measurement
 from segapp.memory.planner import OverheadEstimate
 from segapp.run.events import Device, DeviceMemory, EventWriter, Memory, RunStart
 from segapp.run.folder import RunFolder
+from segapp.run.memory_fit import fit_memory
 
 MODEL = MemoryModel(
     "dp", ({"backward": Line(300.0, 1000.0)},), (({"backward": Line(200.0, 1000.0)},),), ({"step": Line(90.0)},)
@@ -51,7 +52,7 @@ def test_measured_peaks_replace_assumed_ones():
 
 
 def test_fit_of_two_splits_is_proven_and_predicts_a_third():
-    fit = collect(run_of((2, 3, 3), (1, 4, 3), factor=1.0)).fit
+    fit = fit_memory(collect(run_of((2, 3, 3), (1, 4, 3), factor=1.0)).observations)
     assert fit.is_proven
     assert fit.predict((4, 2, 2)) == pytest.approx(MODEL.peak_mib((4, 2, 2)))
 

@@ -7,7 +7,8 @@ import torch
 from torch.nn.functional import interpolate
 
 from segapp.errors import ConfigError
-from segapp.models import FAMILY_NOTES, build_model, known_models
+from segapp.models import FAMILY_NOTES, build_model
+from segapp.models.from_smp import smp_names
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -226,7 +227,7 @@ def test_unknown_name_is_refused_with_the_nearest(name, kwargs, message):
 
 
 def test_every_installed_smp_architecture_has_a_note():
-    assert list(known_models()["smp"]) == ARCHITECTURES
+    assert list(smp_names()) == ARCHITECTURES
     assert {f"smp/{name}" for name in ARCHITECTURES} <= set(FAMILY_NOTES)
 
 

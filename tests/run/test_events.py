@@ -33,7 +33,6 @@ from segapp.run.events import (
     Weights,
     parse_event,
     read_answers,
-    wait_for_answer,
 )
 
 
@@ -421,16 +420,13 @@ def test_pipe_or_folder_as_event_file_reads_as_empty(tmp_path):
     assert EventReader(tmp_path).read() == []
 
 
-def test_wait_for_answer_returns_only_a_final_answer(tmp_path):
+def test_answers_hold_only_final_statuses(tmp_path):
     path = tmp_path / "e.jsonl"
     writer = EventWriter(path)
     writer.write(CommandAnswer(id="old", command="pause", by="me", status="applied"))
-    reader = EventReader(path, from_end=True)
-    assert wait_for_answer(reader, "old", 0) is None
     writer.write(CommandAnswer(id="new", command="stop", by="me", status="accepted"))
-    assert wait_for_answer(reader, "new", 0.05, 0.01) is None
+    assert read_answers(EventReader(path).read_raw()) == {"old": "applied"}
     writer.write(CommandAnswer(id="new", command="stop", by="me", status="rejected", reason="so"))
-    assert wait_for_answer(reader, "new", 5).status == "rejected"
     assert read_answers(EventReader(path).read_raw()) == {"old": "applied", "new": "rejected"}
 
 

@@ -12,7 +12,7 @@ when it meets the field is right in both.
 """
 
 from segapp.run.events.decode import StepRun, is_known, parse_event, parse_line
-from segapp.run.events.reader import EventReader, read_answers, wait_for_answer
+from segapp.run.events.reader import EventReader, read_answers
 from segapp.run.events.types import (
     EVENT_TYPES,
     FINAL_STATUSES,
@@ -69,5 +69,4 @@ __all__ = [
     "parse_event",
     "parse_line",
     "read_answers",
-    "wait_for_answer",
 ]

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from segapp.run.events.decode import StepRun, is_known, last_line_end, parse_eve
 from segapp.run.events.types import (
     FINAL_STATUSES,
     MAX_LINE_BYTES,
-    CommandAnswer,
     Event,
 )
 
@@ -179,28 +177,3 @@ def read_answers(raws: Iterable[dict[str, Any]]) -> dict[str, str]:
         for raw in raws
         if raw["type"] == "command" and raw.get("status") in FINAL_STATUSES and isinstance(raw.get("id"), str)
     }
-
-
-def wait_for_answer(
-    reader: EventReader, command_id: str, timeout_s: float, poll_s: float = 0.1
-) -> CommandAnswer | None:
-    """Wait for the final answer to a command.
-
-    Args:
-        reader: Made with `from_end=True` *before* the command was sent.
-        command_id: As returned by `send_command`.
-        timeout_s: How long to wait; the file is read at least once.
-        poll_s: Time between two reads.
-
-    Returns:
-        The answer; None on timeout.
-    """
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        for event in reader.read():
-            if isinstance(event, CommandAnswer) and event.id == command_id and event.status in FINAL_STATUSES:
-                return event
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0:
-            return None
-        time.sleep(min(poll_s, left_s))

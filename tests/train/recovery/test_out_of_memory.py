@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from segapp import failpoints
-from segapp.checkpoint.training_state import verify_checkpoints
 from segapp.commands.runs import print_status
 from segapp.config import RunConfig
 from segapp.errors import OutOfMemoryError
 from segapp.models import SegmentationModel
+from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.commands import parse_command, send_command
 from segapp.run.folder import RunFolder
 from segapp.run.state import summarize
@@ -185,7 +185,7 @@ def check_fault(plain: dict[str, Any], reference: Path, folder: Path, seed: int)
         assert train(config, folder) == 0
     failpoints.arm("")
     assert losses(folder) == pytest.approx(losses(reference), rel=1e-6)
-    assert all(row.problem is None for row in verify_checkpoints(folder / "checkpoints"))
+    assert all(row.problem is None for row in CheckpointFolder(folder / "checkpoints").verify())
     for name, tensor in saved(folder)["model"].items():
         torch.testing.assert_close(tensor, saved(reference)["model"][name], rtol=1e-4, atol=1e-6)
     (oom,) = events(folder, "oom")
