@@ -58,13 +58,7 @@ class TrainedState:
 
 @dataclass(frozen=True)
 class TrainedModel(TrainedState):
-    """A trained network, ready for inference.
-
-    Attributes:
-        model: in evaluation mode, on `device`, in the precision of its training.
-        inference: inference of whole images.
-        device: the model's device.
-    """
+    """A trained network, ready for inference."""
 
     inference: Inference = field(kw_only=True)
     device: torch.device = field(kw_only=True)

@@ -40,13 +40,6 @@ def check_data(
 ) -> int:
     """Examine the data of a config and report the findings.
 
-    Args:
-        config: its `data` section is used.
-        as_json: print JSON instead of tables.
-        html_file: write a page too.
-        sums_file: compare every file with this list of sha256 sums.
-        new_sums_file: write such a list.
-
     Returns:
         0, or 3 if there are errors.
 

@@ -37,12 +37,7 @@ class Group:
 
 
 def grouped(reports: Sequence[SplitReport], before: Sequence[Finding] = ()) -> list[Group]:
-    """Group findings by kind and split: errors first, then in the order of `KINDS`.
-
-    Args:
-        reports: one per split.
-        before: findings made before the files were read.
-    """
+    """Group findings by kind and split: errors first, then in the order of `KINDS`."""
     found: dict[tuple[str, str, str], list[Finding]] = {}
     for finding in (*before, *(f for report in reports for f in report.findings)):
         found.setdefault((finding.severity, finding.kind, finding.split), []).append(finding)

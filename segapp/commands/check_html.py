@@ -32,15 +32,7 @@ def check_page(
     scheme: ClassScheme,
     weights: Mapping[str, Sequence[float]],
 ) -> str:
-    """Return the page as HTML.
-
-    Args:
-        name: of the config.
-        reports: one per split.
-        groups: the findings, from `grouped`.
-        scheme: names and colours of the classes.
-        weights: class weights by the name of their rule.
-    """
+    """Return the page as HTML."""
     counts = {
         severity: sum(len(group.findings) for group in groups if group.severity == severity)
         for severity in ("error", "warning")

@@ -48,12 +48,6 @@ class PredictOptions:
 def predict_target(target: str, paths: Sequence[Path], out: Path, options: PredictOptions) -> None:
     """Predict files, write the outputs, and print the speed.
 
-    Args:
-        target: a run, a checkpoint, a weights file or an exported ONNX file.
-        paths: files, folders and globs.
-        out: folder of the outputs.
-        options: the command line options.
-
     Raises:
         DataError: at the end, if files could not be read; the others are written.
     """

@@ -74,12 +74,7 @@ def _device(facts: Mapping[str, Any]) -> str:
 
 
 def print_checkpoints(run: str, *, as_json: bool, hashes: bool) -> int:
-    """Print the committed checkpoints, newest first.
-
-    Args:
-        run: a run's name or folder.
-        as_json: print JSON.
-        hashes: read every byte and compare its hash.
+    """Print the committed checkpoints, newest first; `hashes` reads every byte and compares its hash.
 
     Returns:
         The exit code: 4 if a committed checkpoint is damaged.

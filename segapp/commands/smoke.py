@@ -46,19 +46,8 @@ _MEMORY_EVERY_S, _HEARTBEAT_EVERY_S = 2.0, 5.0
 class Measured:
     """Measurements of the two short trainings.
 
-    Attributes:
-        step_s: median seconds of a step, including the wait for data.
-        data_wait_frac: share of step_s spent waiting for data.
-        eval_image_s: seconds for a validation image.
-        copy_s: seconds for which a save stops the training.
-        save_s: seconds for which a save writes while training continues.
-        checkpoint_bytes: size of a checkpoint.
-        step_event_bytes: mean length of a `step` line in events.jsonl.
-        memory_event_bytes: mean length of a `memory` line.
-        tensorboard_step_bytes: TensorBoard data of one published step.
-        samples_bytes: sample pictures of one evaluation, including TensorBoard's copy.
-        peak_mib: peak memory by device (CPU: of the whole process).
-        resumed_step: the step from which the second training resumed.
+    `step_s` is a median, of which `data_wait_frac` is spent waiting for data. A save stops the training for `copy_s`
+    and writes for `save_s` while it continues. Events are measured in mean bytes per line, samples per evaluation.
     """
 
     step_s: float
@@ -77,26 +66,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class FullRunEstimate:
-    """Time, memory and disk space that the whole training needs.
-
-    Attributes:
-        num_train: number of training images.
-        num_val: number of validation images.
-        batch_size: images of a micro-batch.
-        steps: number of steps.
-        evaluations: number of evaluations.
-        saves: number of saves, at least.
-        train_s: seconds for all steps.
-        eval_s: seconds for all evaluations.
-        save_s: seconds for which saves stop the training.
-        total_s: sum of the three.
-        peak_mib: peak memory by device.
-        checkpoints_bytes: the checkpoints that are kept, and the one being written.
-        events_bytes: size of events.jsonl.
-        tensorboard_bytes: size of tensorboard/ and samples/.
-        disk_bytes: sum of the three.
-        disk_free_bytes: free space where the run folder will be.
-    """
+    """Time, memory and disk space that the whole training needs; `total_s` and `disk_bytes` are the sums."""
 
     num_train: int
     num_val: int
@@ -118,11 +88,6 @@ class FullRunEstimate:
 
 def run_smoke(request: TrainRequest, config_name: str, *, as_json: bool) -> int:
     """Run the two short trainings and print the report; the trainings print to stderr.
-
-    Args:
-        request: a new training; nothing is written into its run folder.
-        config_name: `--config` as given, for messages.
-        as_json: print the report as JSON.
 
     Returns:
         The exit code of a training that was stopped, else 0.
@@ -210,12 +175,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def measure(folder: Path, devices: Sequence[torch.device]) -> Measured:
-    """Return the measurements of the two trainings, from their run folder and this process.
-
-    Args:
-        folder: parent of the run folder `run`.
-        devices: the devices that they used.
-    """
+    """Return the measurements of the two trainings, from their run folder and this process."""
     run = RunFolder(folder / "run")
     lines = [line for line in run.events.read_bytes().splitlines() if line]
     steps = _events(run.events, "step")
@@ -262,16 +222,7 @@ def _peaks(devices: Sequence[torch.device]) -> dict[str, float]:
 def estimate_full_run(
     config: RunConfig, batch_size: int, measured: Measured, num_train: int, num_val: int, free_bytes: int
 ) -> FullRunEstimate:
-    """Multiply the measurements by the counts of the full config.
-
-    Args:
-        config: the full one.
-        batch_size: of a micro-batch, with `auto` resolved.
-        measured: by the short trainings.
-        num_train: number of training images.
-        num_val: number of validation images.
-        free_bytes: free space of the disk.
-    """
+    """Multiply the measurements by the counts of the full config."""
     epochs, section = config.train.epochs, config.checkpoint
     per_epoch = -(-num_batches(num_train, batch_size, drop_last=True) // config.train.accumulate)
     steps, evaluations = epochs * per_epoch, -(-epochs // config.eval.every_epochs)

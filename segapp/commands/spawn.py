@@ -49,14 +49,7 @@ def is_interactive(
 
 
 class TrainerProcess:
-    """A trainer that runs as a session leader.
-
-    Args:
-        folder: the run folder.
-        process: the trainer, or the launcher of its ranks.
-        log_start: offset of its first line in `trainer.log`, in bytes.
-        events: a reader of the events that it writes.
-    """
+    """A trainer that runs as a session leader."""
 
     def __init__(
         self, folder: RunFolder, process: subprocess.Popen[bytes], log_start: int, events: EventReader
@@ -123,12 +116,6 @@ def spawn_trainer(
     request: TrainRequest, *, config: str | None, resume: str | None, overrides: Sequence[str]
 ) -> TrainerProcess:
     """Start the requested training as a separate process.
-
-    Args:
-        request: the command line, validated.
-        config: `--config`, as given.
-        resume: `--resume`, as given.
-        overrides: KEY=VALUE words.
 
     Raises:
         ConfigError: the folder already contains a run.

@@ -128,13 +128,7 @@ def _resize(pixels: Pixels, size_px: tuple[int, int], interpolation: int) -> Pix
 
 
 class AxisPlan:
-    """Numbers of source pixels, crop pixels and padding along one axis.
-
-    Args:
-        source_px: Length of the source.
-        zoom: Crop pixels per source pixel.
-        crop_px: Length of the crop.
-    """
+    """Numbers of source pixels, crop pixels and padding along one axis."""
 
     def __init__(self, source_px: int, zoom: float, crop_px: int) -> None:
         self.shown_px = min(crop_px, max(1, round(source_px * zoom)))
@@ -227,12 +221,7 @@ def _pad(pixels: Pixels, padding: tuple[int, int, int, int], value: int | tuple[
 
 
 def largest_share(ids: Pixels, ignore_index: int) -> float:
-    """Return the most frequent class's share of the valid pixels, 0 to 1; 1.0 where no pixel is valid.
-
-    Args:
-        ids: Train ids, any shape.
-        ignore_index: Id of pixels that are not valid.
-    """
+    """Return the most frequent class's share of the valid pixels, 0 to 1; 1.0 where no pixel is valid."""
     if ids.dtype == np.uint8:
         counts = cv2.calcHist([ids], [0], None, [256], [0, 256]).ravel()
     else:

@@ -67,14 +67,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class UnknownIds:
-    """Ids outside the classes, over all masks of a split.
-
-    Attributes:
-        pixels: number of pixels by id.
-        masks: number of masks by id.
-        num_masks: number of masks with any unknown id.
-        cause: likely cause and the next move.
-    """
+    """Ids outside the classes, over all masks of a split."""
 
     pixels: Mapping[int, int]
     masks: Mapping[int, int]

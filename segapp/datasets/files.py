@@ -52,14 +52,7 @@ class ImagePair:
 
 @dataclass(frozen=True)
 class Header:
-    """Header of an image file.
-
-    Attributes:
-        format: Pillow's name of the file format, e.g. "PNG".
-        mode: Pillow's pixel mode, e.g. "RGB" or "P".
-        height_px: Height after the EXIF orientation is applied.
-        width_px: Width after the EXIF orientation is applied.
-    """
+    """Header of an image file: Pillow's names of format and pixel mode; the size with the EXIF orientation applied."""
 
     format: str
     mode: str
@@ -79,10 +72,6 @@ def shown(path: str | os.PathLike[str]) -> str:
 
 def read_bytes(path: Path, *, tries: int = 3) -> bytes:
     """Return the contents of a regular file; retry transient errors of the storage.
-
-    Args:
-        path: The file; its name may hold any bytes.
-        tries: Attempts after transient errors (EIO, ESTALE).
 
     Raises:
         DataError: The file is missing, empty, larger than `MAX_FILE_BYTES`, not a regular file or not readable.
@@ -141,11 +130,6 @@ def _os_reason(error: OSError) -> str:
 def open_image(file: BinaryIO, path: Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Return a Pillow image whose pixels are not decoded yet, of at most `max_pixels`.
 
-    Args:
-        file: The open file, at its start.
-        path: Its path, for errors.
-        max_pixels: Largest number of pixels.
-
     Raises:
         DataError: An unknown image format, a damaged header, or more than `max_pixels`.
     """
@@ -183,9 +167,6 @@ def is_complete_jpeg(data: bytes) -> bool:
     """Return True if a JPEG's image data ends with its end marker; a truncated file decodes without an error.
 
     An embedded preview has its own end marker, so the search starts at the image data (ITU T.81, B.1.1).
-
-    Args:
-        data: The whole file.
     """
     start = _start_of_scan(data)
     return start is not None and data.rfind(b"\xff\xd9", start) >= 0
@@ -209,10 +190,6 @@ def _start_of_scan(data: bytes) -> int | None:
 
 def read_header(path: Path, *, max_pixels: int = MAX_PIXELS) -> Header:
     """Return a file's format, mode and upright size, and check its end marker; reads a few kilobytes.
-
-    Args:
-        path: The file.
-        max_pixels: Largest number of pixels.
 
     Raises:
         DataError: The file is missing, empty, of an unknown format, too large or truncated.
@@ -245,12 +222,7 @@ def _upright_size(image: Image.Image) -> tuple[int, int]:
 
 
 def is_complete(data: bytes, image_format: str) -> bool:
-    """Return True if a PNG or JPEG has its end marker; other formats count as complete.
-
-    Args:
-        data: The whole file.
-        image_format: Pillow's name of the format.
-    """
+    """Return True if a PNG or JPEG has its end marker; other formats count as complete."""
     if image_format == "PNG":
         return _PNG_END in data
     return is_complete_jpeg(data) if image_format in {"JPEG", "MPO"} else True
@@ -323,11 +295,6 @@ def check_mask_format(path: Path, image_format: str) -> None:
 
 def check_same_size(pair: ImagePair, image_px: tuple[int, ...], mask_px: tuple[int, ...]) -> None:
     """Check that a mask has the size of its image.
-
-    Args:
-        pair: The files, for the message.
-        image_px: The image's (height, width).
-        mask_px: The mask's (height, width).
 
     Raises:
         DataError: The sizes differ.

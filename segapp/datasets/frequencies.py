@@ -31,11 +31,7 @@ class ClassFrequencies:
     num_images: int
 
     def warnings(self, names: Sequence[str]) -> list[str]:
-        """Return warnings about a training set with these counts, one sentence each.
-
-        Args:
-            names: The class names.
-        """
+        """Return warnings about a training set with these counts, one sentence each."""
         absent = [name for name, count in zip(names, self.pixels, strict=True) if count == 0]
         if len(absent) == len(names):
             return ["every pixel of every mask is ignored: check data.label_map and data.ignore_index"]

@@ -51,10 +51,6 @@ def read_image(path: Path, *, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]
     Grey, palette and CMYK images are converted to RGB, 16 bits to the upper 8; alpha is dropped; of an animation the
     first frame is read.
 
-    Args:
-        path: The file.
-        max_pixels: Largest number of pixels.
-
     Raises:
         DataError: The file cannot be read, is damaged, truncated or too large, or has 32-bit pixels.
     """

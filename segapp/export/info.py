@@ -72,10 +72,6 @@ class ExportInfo(BaseModel):
     def from_properties(cls, properties: Mapping[str, str], name: str) -> ExportInfo:
         """Read the metadata that `as_properties` returned.
 
-        Args:
-            properties: metadata of a file.
-            name: the file, for the error message.
-
         Raises:
             CheckpointError: the file was not written by segapp export.
         """

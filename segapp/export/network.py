@@ -92,11 +92,7 @@ class ExportNetwork(nn.Module):
 
 
 class SizedPooling(nn.Module):
-    """`nn.AdaptiveAvgPool2d` as two matrix products, which ONNX can express for images of any size.
-
-    Args:
-        size: rows and columns of the output.
-    """
+    """`nn.AdaptiveAvgPool2d` as two matrix products, which ONNX can express for images of any size."""
 
     def __init__(self, size: tuple[int, int]) -> None:
         super().__init__()

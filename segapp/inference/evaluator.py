@@ -163,13 +163,7 @@ class Evaluator:
 def evaluate_on_devices(
     evaluators: Sequence[Evaluator], batches: Iterable[Batch], progress: Callable[[int], None] = lambda _: None
 ) -> EvaluationResult:
-    """Distribute batches over devices in turn and sum their counts; the result is the same for any number of devices.
-
-    Args:
-        evaluators: one per device.
-        batches: of whole images.
-        progress: called with the number of images done.
-    """
+    """Distribute batches over devices in turn and sum their counts, which do not depend on the number of devices."""
     first = evaluators[0]
     if len(evaluators) == 1:
         for batch in batches:

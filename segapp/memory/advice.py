@@ -77,15 +77,7 @@ def split_advice(plan_row: PlanRow, best: PlanRow, planner: Planner) -> list[Adv
 
 
 def variant_advice(variant: Variant, reference_mib: float, varied_mib: float, row: PlanRow, planner: Planner) -> Advice:
-    """Return what a variant saves on the fullest GPU.
-
-    Args:
-        variant: the change.
-        reference_mib: simulated peak of one device with its share of the batch.
-        varied_mib: the same with the change.
-        row: the split to which it applies.
-        planner: has the GPUs and the overhead.
-    """
+    """Return what a variant saves on the fullest GPU."""
     fullest = max(range(len(row.split)), key=lambda i: row.peak_mib[i])
     before = row.peak_mib[fullest]
     if variant.in_use:

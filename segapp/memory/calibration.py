@@ -84,11 +84,7 @@ def read_measurement(folder: RunFolder) -> Measurement:
 
 
 def collect(events: Iterable[dict[str, Any]]) -> Measurement:
-    """Return the measurements in raw events; missing numbers are skipped.
-
-    Args:
-        events: in the order of the file.
-    """
+    """Return the measurements in raw events; missing numbers are skipped."""
     devices: tuple[str, ...] = ()
     split: tuple[int, ...] | None = None
     total: list[float | None] = []
@@ -123,13 +119,7 @@ def collect(events: Iterable[dict[str, Any]]) -> Measurement:
 def calibrated(
     measurement: Measurement, model: MemoryModel, assumed: OverheadEstimate
 ) -> tuple[OverheadEstimate, list[PeakError]]:
-    """Return the overhead with measured values in place of assumed ones, and the errors of the prediction.
-
-    Args:
-        measurement: of a run of the same config.
-        model: predicts the peaks.
-        assumed: used where nothing was measured.
-    """
+    """Return the overhead with measured values in place of assumed ones, and the errors of the prediction."""
     ratios: list[list[float]] = [[] for _ in assumed.context_mib]
     pairs = []
     for split, peaks in measurement.observations:

@@ -15,12 +15,7 @@ MAX_GPUS = 64
 
 @dataclass(frozen=True)
 class GpuSpec:
-    """Memory and name of one GPU.
-
-    Attributes:
-        total_mib: memory as nvidia-smi reports it.
-        name: label in reports.
-    """
+    """Memory of one GPU, as nvidia-smi reports it, and its name in reports."""
 
     total_mib: float
     name: str = ""

@@ -105,12 +105,7 @@ def ask_gputil() -> list[GpuStatus]:
 
 
 def processes_on(uuid: str, timeout_s: float = 5.0) -> list[OtherProcess]:
-    """Return the other compute processes on a GPU, as nvidia-smi lists them; empty if it fails or exceeds the timeout.
-
-    Args:
-        uuid: of the GPU, as torch writes it.
-        timeout_s: limit for nvidia-smi.
-    """
+    """Return the other compute processes on a GPU, as nvidia-smi lists them; empty if it fails or is late."""
     query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory,name", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=timeout_s, check=True).stdout
@@ -156,10 +151,6 @@ def cuda_uuids() -> list[str]:
 
 def order_by_free_memory(uuids: Sequence[str], statuses: Sequence[GpuStatus]) -> tuple[list[int], str]:
     """Choose among torch's devices, most free memory first.
-
-    Args:
-        uuids: of torch's devices, by index.
-        statuses: from nvidia-smi.
 
     Returns:
         The indices, and the reason in one sentence. Devices that other processes use (more than half of load or

@@ -11,12 +11,7 @@ from segapp.run import events
 
 @dataclass(frozen=True)
 class LiveTensor:
-    """A tensor alive at the time of the error.
-
-    Attributes:
-        mib: its size.
-        what: the operation that created it, shape and dtype; or what else is known.
-    """
+    """A tensor alive at the time of the error."""
 
     mib: float
     what: str
@@ -132,13 +127,7 @@ def report_lines(report: OomReport) -> list[str]:
 
 
 def report_event(report: OomReport, fallbacks: dict[str, Any] | None = None, path: str | None = None) -> events.Oom:
-    """Return the report as an `oom` event.
-
-    Args:
-        report: The report.
-        fallbacks: What the training does differently from now on.
-        path: The file of the report, relative to the run folder.
-    """
+    """Return the report as an `oom` event."""
     snapshot = report.snapshot
     return events.Oom(
         device=snapshot.name,

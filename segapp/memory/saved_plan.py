@@ -51,13 +51,7 @@ class SavedMemoryPlan:
 
     @classmethod
     def of_plan(cls, plan: MemoryPlan, accumulate: int, notes: Sequence[str] = ()) -> SavedMemoryPlan:
-        """Return the saved form of a plan.
-
-        Args:
-            plan: the plan.
-            accumulate: micro-batches per step.
-            notes: how the batch was found.
-        """
+        """Return the saved form of a plan."""
         row = plan.current or plan.best
         many = plan.batch_size + 8  # where the activations set the peak
         shape = (0,) * (len(plan.gpus) - 1) if plan.mode in ("dp", "model") else ()

@@ -48,11 +48,7 @@ def _resized(maps: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 class SelfAttention(nn.Module):
-    """Self-attention over all positions, added with a factor that starts at 0 (SAGAN, section 3).
-
-    Args:
-        channels: K.
-    """
+    """Self-attention over all positions, added with a factor that starts at 0 (SAGAN, section 3)."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()

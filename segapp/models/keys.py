@@ -168,12 +168,8 @@ def _of_mmseg(inner: Mapping[str, str], wanted: Shapes, add: str) -> _Renaming:
     """Return the renaming from mmsegmentation: `backbone.*`, `decode_head.*`, `auxiliary_head.*`.
 
     Its FCN head of one convolution is torchvision's. Its ASPP, PSP and other heads differ from those of torchvision and
-    smp of the same name (another order, other kernels), so they have no counterpart.
-
-    Args:
-        inner: mmsegmentation's name -> name in the file.
-        wanted: of the network.
-        add: prefix of the backbone's names in the network.
+    smp of the same name (another order, other kernels), so they have no counterpart. `add` is the prefix of the
+    backbone's names in the network.
     """
     stem = _deep_stem if f"{add}conv1.0.weight" in wanted else str
     names: dict[str, str] = {}

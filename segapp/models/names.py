@@ -9,14 +9,7 @@ _MAX_LISTED = 20
 
 
 def unknown_name(key: str, value: str, what: str, known: Iterable[str]) -> ConfigError:
-    """Return the error for an unknown name.
-
-    Args:
-        key: the config key of the value, e.g. `model.name`.
-        value: the unknown name.
-        what: what it should be, e.g. `a model of torchvision`.
-        known: all known names; a long list is shortened.
-    """
+    """Return the error for an unknown name."""
     names = sorted(known)
     message = f"{key}: {value!r} is not {what}"
     by_lower = {name.lower(): name for name in names}

@@ -98,11 +98,6 @@ def looks_like_path(text: str) -> bool:
 def fetch_url(url: str, name: str, key: str) -> Path:
     """Return the local file of a torchvision weights URL; downloaded into torch's hub folder if missing.
 
-    Args:
-        url: URL of the file.
-        name: the weights' name, for messages.
-        key: the config key that asked for them.
-
     Raises:
         CheckpointError: the file cannot be downloaded, or the local one is damaged.
     """

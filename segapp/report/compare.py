@@ -49,10 +49,6 @@ class RunRow:
 def compare_runs(runs: Sequence[str], out: Path | None = None) -> dict[str, Any]:
     """Compare runs, and write a page if requested.
 
-    Args:
-        runs: names or folders, at least two.
-        out: file for the page.
-
     Returns:
         Plain values: `runs`, and `differences` (config key -> value of each run).
 

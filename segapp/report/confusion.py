@@ -45,12 +45,7 @@ class _Cell:
 
 
 class _Grid:
-    """Cells and sizes of a picture, px.
-
-    Args:
-        matrix: (C, C) counts of (target, prediction).
-        classes: C names.
-    """
+    """Cells and sizes of a picture, px."""
 
     def __init__(self, matrix: NDArray[np.int64], classes: Sequence[str]) -> None:
         self._matrix = matrix

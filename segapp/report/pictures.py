@@ -32,14 +32,7 @@ OVERLAY_ALPHA = 0.55
 
 @dataclass(frozen=True)
 class EvaluatedImage:
-    """Scores and pictures of one image.
-
-    Attributes:
-        name: of the file.
-        miou: over the classes in its target or prediction; None without a valid pixel.
-        pixel_accuracy: of its valid pixels.
-        pictures: `data:` addresses of input, target, prediction and errors, by name.
-    """
+    """Scores and pictures of one image."""
 
     name: str
     miou: float | None
@@ -66,15 +59,7 @@ def evaluate_split(
     num_worst: int,
     progress: Callable[[int], None] = lambda _: None,
 ) -> SplitEvaluation:
-    """Predict every image of a data set, and keep pictures of those with the lowest mIoU.
-
-    Args:
-        trained: the model.
-        dataset: without a transform.
-        split: name of the split.
-        num_worst: number of images to keep.
-        progress: called with the number of images done.
-    """
+    """Predict every image of a data set, and keep pictures of those with the lowest mIoU."""
     scheme = trained.scheme
     total = ConfusionMatrix(scheme.num_classes, scheme.ignore_index)
     worst: list[tuple[float, int, EvaluatedImage]] = []

@@ -92,9 +92,6 @@ class RunReport:
 def read_run_report(run: str | Path) -> RunReport:
     """Read the events and the config of a run.
 
-    Args:
-        run: its name, or the path of its folder.
-
     Raises:
         ConfigError: there is no such run.
         RunError: the run has no events yet.

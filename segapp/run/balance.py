@@ -21,14 +21,7 @@ ASSUMED_FRACS = (1.0, 0.75, 0.5, 0.25)
 
 @dataclass(frozen=True)
 class SplitMove:
-    """A change of the split that `auto` makes.
-
-    Attributes:
-        gpu0_bsz: The new value.
-        split: The new split.
-        predicted_mib: Peak of each device under it.
-        reason: A sentence with the numbers.
-    """
+    """A change of the split that `auto` makes."""
 
     gpu0_bsz: int
     split: tuple[int, ...]

@@ -209,11 +209,6 @@ def format_command(command: Command) -> str:
 def send_command(folder: Path | str, command: Command, by: str | None = None) -> str:
     """Put a command into a run's inbox.
 
-    Args:
-        folder: The run folder.
-        command: The command.
-        by: The sender; `user@host` when None.
-
     Returns:
         The command's id, which its answers carry.
 
@@ -282,10 +277,6 @@ def remove_command(received: ReceivedCommand) -> None:
 
 def remove_answered(folder: Path | str, answered: Container[str]) -> int:
     """Remove the files of commands that were answered before a crash.
-
-    Args:
-        folder: The run folder.
-        answered: Ids with a final answer (`segapp.run.events.read_answers`).
 
     Returns:
         The number of files removed.

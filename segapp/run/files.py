@@ -188,9 +188,6 @@ def remove_quietly(path: Path) -> None:
 def remove_dead_temporaries(directory: Path) -> int:
     """Remove temporary files whose writer no longer runs; those of a live process stay for an hour.
 
-    Args:
-        directory: The directory; not searched recursively.
-
     Returns:
         Number of files removed.
     """
@@ -241,13 +238,7 @@ def free_bytes(directory: Path) -> int:
 
 
 def storage_error(action: str, path: Path, error: OSError) -> StorageError:
-    """Return the error that tells the user what could not be written, why, and what to do.
-
-    Args:
-        action: The action that failed: `"write the checkpoint"`.
-        path: The file or folder.
-        error: The error of the system.
-    """
+    """Return the error that tells the user what could not be written, why, and what to do."""
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         with contextlib.suppress(OSError):

@@ -47,11 +47,7 @@ class RunInfo(BaseModel):
 
 
 class RunFolder:
-    """The files of one run.
-
-    Args:
-        path: The folder; it need not exist yet.
-    """
+    """The files of one run."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -212,10 +208,6 @@ class RunFolder:
         self, *, versions: dict[str, str] | None = None, gpus: list[dict[str, Any]] | None = None
     ) -> RunInfo:
         """Write `run.json`, as the holder of the lock; an existing one is not changed.
-
-        Args:
-            versions: Versions of segapp, python, torch and cuda.
-            gpus: One dict a GPU, with `uuid`, `name` and `total_mib`.
 
         Returns:
             The content of the file.

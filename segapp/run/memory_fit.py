@@ -98,9 +98,6 @@ def fit_memory(observations: Iterable[tuple[Sequence[int], Sequence[float | None
     The slope comes from devices that were observed with different numbers of samples; if there is none, from the
     devices other than device 0, as if they had one constant; if those have equal numbers too, the slope is not proven.
 
-    Args:
-        observations: (split, peaks in MiB), such as `MemoryObservation`.
-
     Returns:
         The fit; without observations, one that predicts None for every device.
 

@@ -61,12 +61,7 @@ def derive_state(facts: RunFacts) -> State:
 
 
 def read_facts(path: Path | str, now_s: float | None = None) -> RunFacts:
-    """Return the facts of a run, from its folder; reads only the end of the events.
-
-    Args:
-        path: The run folder.
-        now_s: Current time, Unix seconds; None: the clock's.
-    """
+    """Return the facts of a run, from its folder; reads only the end of the events."""
     now_s = time.time() if now_s is None else now_s
     folder = RunFolder(path)
     events = _read_tail(folder.events)
@@ -85,12 +80,7 @@ def read_facts(path: Path | str, now_s: float | None = None) -> RunFacts:
 
 
 def run_state(path: Path | str, now_s: float | None = None) -> State:
-    """Return the state of a run: `derive_state` of its facts.
-
-    Args:
-        path: The run folder.
-        now_s: Current time, Unix seconds; None: the clock's.
-    """
+    """Return the state of a run: `derive_state` of its facts."""
     return derive_state(read_facts(path, now_s))
 
 

@@ -171,11 +171,7 @@ def _memory_level(
 ) -> tuple[Level, str]:
     """Return the level of the device with the highest share of its memory, and the reason.
 
-    Args:
-        facts: What is known about the run.
-        split: Samples per device.
-        predicted_mib: Peak of each device.
-        is_bound: The predictions are upper bounds, which warn but do not forbid.
+    Predictions that are upper bounds (`is_bound`) warn but do not forbid.
     """
     if facts.ceiling is not None and split[0] >= facts.ceiling:
         return "won't fit", f"device 0 ran out of memory with {facts.ceiling} samples: use fewer"

@@ -14,12 +14,7 @@ from segapp.run.folder import RunFolder, find_run, is_run, run_folders
 
 @dataclass(frozen=True)
 class ImageLimit:
-    """Limits of a training on a few of its images.
-
-    Attributes:
-        num_batches: full micro-batches of training images.
-        num_val: validation images.
-    """
+    """Limits of a training on a few of its images."""
 
     num_batches: int
     num_val: int

@@ -17,11 +17,7 @@ StopChoice = Literal["epoch", "now"]
 
 
 class HelpScreen(ModalScreen[None]):
-    """The help page.
-
-    Args:
-        content: Its lines.
-    """
+    """The help page."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         ("escape,question_mark,f1,h,q,enter,space", "dismiss", "close"),
@@ -50,12 +46,7 @@ class HelpScreen(ModalScreen[None]):
 
 
 class StopScreen(ModalScreen[StopChoice | None]):
-    """Asks how to stop the training; every key but `e` and `n` cancels.
-
-    Args:
-        pid: Process id of the trainer, shown for `kill`.
-        host: Host of the trainer.
-    """
+    """Asks how to stop the training; every key but `e` and `n` cancels."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         ("e", "choose('epoch')", "after this epoch"),

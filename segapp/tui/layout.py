@@ -48,15 +48,7 @@ class Layout:
 def plan_layout(
     width: int, height: int, pane: str = "loss", *, is_zoomed: bool = False, is_editing: bool = False
 ) -> Layout:
-    """Return the layout for a screen.
-
-    Args:
-        width: Width in cells.
-        height: Height in rows.
-        pane: The selected pane, of `PANES`.
-        is_zoomed: Show the selected pane alone.
-        is_editing: The editor of `gpu0_bsz` is open.
-    """
+    """Return the layout for a screen."""
     if width < MIN_WIDTH or height < MIN_HEIGHT:
         return Layout(frozenset())
     if width < WIDE or is_zoomed:

@@ -36,15 +36,7 @@ _OTHER_PANES = {"loss": "1 Loss", "gpu": "2 GPU", "classes": "3 Classes", "event
 
 
 class Monitor(App[None]):
-    """The screen, without its keys.
-
-    Args:
-        source: The run to show.
-        readonly: Disable all keys that send commands.
-        settings: Display settings; changed by keys.
-        settings_file: File for the settings; None: they are not saved.
-        ascii_only: Draw without Unicode.
-    """
+    """The screen, without its keys."""
 
     TITLE = "segapp"
     CSS_PATH = "app.tcss"

@@ -220,10 +220,7 @@ class _Keys:
 def _walk(folder: Path, guard: RootGuard, *, is_hidden: bool = False) -> Iterator[Path]:
     """Yield all files below a folder in a fixed order; links to folders are followed once, hidden folders skipped.
 
-    Args:
-        folder: The top folder.
-        guard: Every folder entered must pass it.
-        is_hidden: Yield the hidden files instead of the others.
+    With `is_hidden` it yields the hidden files instead of the others.
 
     Raises:
         OutsideError: A folder is outside the root.
@@ -283,13 +280,7 @@ def listed_pairs(list_file: Path, root: Path, guard: RootGuard, how_to_get: str)
 
 
 class _ListedPaths:
-    """The paths that a list file names, checked to be inside the root where the guard is closed.
-
-    Args:
-        root: The folder that the names are relative to.
-        guard: The check that files are inside root.
-        list_file: The list, for errors.
-    """
+    """The paths that a list file names, checked to be inside the root where the guard is closed."""
 
     def __init__(self, root: Path, guard: RootGuard, list_file: Path) -> None:
         self._root, self._guard, self._list_file = os.fspath(root), guard, list_file

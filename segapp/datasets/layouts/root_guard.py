@@ -13,11 +13,7 @@ from segapp.errors import DataError
 
 
 class PartialError(DataError):
-    """Only a part of a split can be used.
-
-    Attributes:
-        pairs: The usable pairs.
-    """
+    """Only a part of a split can be used."""
 
     def __init__(self, message: str, pairs: Iterable[ImagePair] = ()) -> None:
         super().__init__(message)

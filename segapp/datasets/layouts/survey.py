@@ -75,9 +75,6 @@ class MaskContent:
 def find_layout(root: Path) -> Found:
     """Return the first known layout that has training images with masks.
 
-    Args:
-        root: the data set's folder.
-
     Raises:
         DataError: no layout fits; the message says what the folder holds and what is expected.
         ConfigError: the folder does not exist.

@@ -80,10 +80,6 @@ class ImageOutputs:
 
     The files are removed if the context is left with an exception.
 
-    Args:
-        plan: which outputs are written.
-        picture: the input.
-
     Raises:
         StorageError: a file cannot be written.
     """

@@ -41,15 +41,7 @@ Item = TypeVar("Item")
 
 @dataclass
 class Tally:
-    """Counts and messages of a prediction.
-
-    Attributes:
-        num_images: number of predicted pictures and frames.
-        num_px: total number of their pixels.
-        seconds: duration.
-        problems: one message per file that could not be read.
-        notes: messages for the user, such as the use of tiles.
-    """
+    """Counts and messages of a prediction."""
 
     num_images: int = 0
     num_px: int = 0

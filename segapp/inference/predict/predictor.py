@@ -45,14 +45,7 @@ class Predictor(Protocol):
 
 
 class TrainedPredictor:
-    """Predictor with a trained model.
-
-    Args:
-        model: in eval mode.
-        inference: how logits are computed.
-        scheme: classes and colours.
-        device: where the model is.
-    """
+    """Predictor with a trained model."""
 
     frame_px: tuple[int, int] | None = None  # `inference` feeds windows to a model of one size
 
@@ -111,12 +104,7 @@ def _views(
 
 
 class ExportedPredictor:
-    """Predictor with an exported ONNX file.
-
-    Args:
-        exported: the file.
-        device: where it computes.
-    """
+    """Predictor with an exported ONNX file."""
 
     def __init__(self, exported: ExportedModel, device: torch.device) -> None:
         self.exported, self.device = exported, device

@@ -73,12 +73,7 @@ class PhasePeak:
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """Result of a simulation.
-
-    Attributes:
-        split: samples per device.
-        devices: for each device the peak in each phase.
-    """
+    """Result of a simulation."""
 
     split: tuple[int, ...]
     devices: tuple[dict[str, PhasePeak], ...]

@@ -108,12 +108,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def tag(self, tensors: Iterable[Tensor | None], kind: str) -> None:
-        """Set the kind of tensors; those not recorded yet are recorded.
-
-        Args:
-            tensors: None is skipped.
-            kind: their use.
-        """
+        """Set the kind of tensors; those not recorded yet are recorded."""
         for tensor in tensors:
             if tensor is None:
                 continue

@@ -84,13 +84,7 @@ class Manifest:
         return f"{name} (epoch {entry.epoch}, step {entry.step})"
 
     def with_entry(self, entry: CheckpointEntry, names: list[str], keep: int) -> "Manifest":
-        """Return the manifest after a commit: the new entry first, its aliases set, old ones retired.
-
-        Args:
-            entry: The new checkpoint.
-            names: Its aliases.
-            keep: Number of `epoch_*.pt` that stay, at least 1.
-        """
+        """Return the manifest after a commit: the new entry first, its aliases set, old ones retired."""
         entries = [entry, *(old for old in self.entries if old.sha256 != entry.sha256)]
         added = Manifest(entries, {**self.names, **dict.fromkeys(names, entry.sha256)}, self.orphans)
         return added.retire(max(keep, 1), NUM_ALWAYS_KEPT)

@@ -93,9 +93,6 @@ class StepRun(NamedTuple):
 def skim_block(block: bytes) -> Iterator[StepRun | bytes]:
     """Split whole lines into runs of `step` events and the lines between them, in order.
 
-    Args:
-        block: Whole lines, each with its newline.
-
     Yields:
         A `StepRun`, or the bytes of other lines (also damaged steps), to be parsed in full.
     """

@@ -72,10 +72,7 @@ def split_tail(path: Path, point: RewindPoint) -> Tail:
 def is_repeated(raw: dict[str, Any], point: RewindPoint, *, is_after_own: bool) -> bool:
     """Return True if training repeats an event when it continues from a point.
 
-    Args:
-        raw: The event.
-        point: Position of the checkpoint.
-        is_after_own: True if the event's line is behind the checkpoint's own `checkpoint` line.
+    `is_after_own` says that the event's line is behind the checkpoint's own `checkpoint` line.
     """
     kind, step, epoch = raw["type"], raw.get("step"), raw.get("epoch")
     if kind == "step":

@@ -81,13 +81,7 @@ class EventWriter:
                     self.alert("non_finite", f"{field} was not finite and is written as null", step=body.get("step"))
 
     def alert(self, kind: str, message: str, *, step: int | None = None) -> None:
-        """Append an `alert`.
-
-        Args:
-            kind: Group of the alert, for viewers.
-            message: A sentence for the user.
-            step: The step it concerns.
-        """
+        """Append an `alert`."""
         self.write(Alert(kind=kind, message=message, step=step))
 
     def flush(self, *, required: bool = False) -> bool:

@@ -91,9 +91,6 @@ class SimulatedDevices:
 class Simulator:
     """Simulates the step of a config on any number of devices; the model is built once.
 
-    Args:
-        assembler: of the config.
-
     Raises:
         ConfigError: the model, or its sizes, do not fit together.
     """
@@ -161,13 +158,7 @@ class Simulator:
     def prepared(
         self, job: SimulationJob, devices: Sequence[str], recorder: Recorder
     ) -> Iterator[tuple[StepEngine, SimulatedDevices]]:
-        """Enter a simulation with the engine of a job, assembled as training assembles it.
-
-        Args:
-            job: mode, split and loss.
-            devices: simulated ones, in the order of the split.
-            recorder: follows the tensors.
-        """
+        """Enter a simulation with the engine of a job, assembled as training assembles it."""
         assembler = self.assembler
         set_up()  # torch knows the devices by name from here on
         stages = self._stages(devices) if job.mode == "model" else {}

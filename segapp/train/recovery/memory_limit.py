@@ -173,12 +173,7 @@ class MemoryLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class LimitCounters:
-    """The counters of one device of a `MemoryLimit`, for `DeviceMemoryTracker`.
-
-    Args:
-        limit: counts the bytes.
-        device: its number.
-    """
+    """The counters of one device of a `MemoryLimit`, for `DeviceMemoryTracker`."""
 
     def __init__(self, budget: MemoryLimit, device: int) -> None:
         self._budget, self._device = budget, device

@@ -49,12 +49,7 @@ class OomHandler:
         self._folder, self._rank, self._advise = context.folder.reports, context.ranks.rank, advise
 
     def examine(self, error: BaseException, first: int = 0) -> OomSnapshot:
-        """Return what the device looked like; to be called before the error's frames are cleared.
-
-        Args:
-            error: an out-of-memory error.
-            first: this process's first device among all of them.
-        """
+        """Return what the device looked like; to be called before the error's frames are cleared."""
         phase = self._memory.phase if self._memory.phase in (*PHASES, IDLE) else "start"
         snapshot = oom_snapshot_of(error)
         if snapshot is not None:

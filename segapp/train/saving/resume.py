@@ -39,12 +39,6 @@ def checkpoint_to_resume(
 def check_resumable(checkpoint: LoadedCheckpoint, config: RunConfig, num_train: int, classes: list[str]) -> None:
     """Refuse to continue where the course of the training would change.
 
-    Args:
-        checkpoint: to continue from.
-        config: the present one.
-        num_train: training images now.
-        classes: names of the classes now.
-
     Raises:
         CheckpointError: names every difference.
     """

@@ -33,13 +33,7 @@ _EXCHANGE_S = 5.0
 
 @dataclass(frozen=True)
 class Captured:
-    """The state that a save writes.
-
-    Args:
-        state: of the whole training.
-        position: of the training.
-        metric: the best evaluation so far.
-    """
+    """The state that a save writes."""
 
     state: dict[str, Any]
     position: Position
@@ -130,10 +124,6 @@ class CheckpointSaver:
         """Begin a save: training waits for the copy, and for the writer if it is busy.
 
         Every rank must call it.
-
-        Args:
-            finished_epoch: keep it as epoch_NNNN.pt too.
-            is_best: keep it as best.pt too.
         """
         self._save(finished_epoch, is_best, is_last=False)
 

@@ -95,21 +95,13 @@ class CriticTrainer:
         self._seen.clear()
 
     def take(self, outputs: Any) -> None:
-        """Keep the maps of a micro-batch for the critic's update.
-
-        Args:
-            outputs: of a network around `DistilledInput`.
-        """
+        """Keep the maps of a micro-batch for the critic's update."""
         parts = outputs if isinstance(outputs, list) else [outputs]
         real, fake = (torch.cat([part[2][i].to(self.device) for part in parts]) for i in range(2))
         self._seen.append((real, fake))
 
     def backward(self, batches: Sequence[Batch]) -> None:
-        """Compute the gradient of the critic's loss over all micro-batches of the step and all ranks.
-
-        Args:
-            batches: those whose maps were kept, in this order.
-        """
+        """Compute the gradient of the critic's loss over all micro-batches of the step and all ranks."""
         own = torch.tensor([len(batch.indices) for batch in batches], dtype=torch.float64, device=self.device)
         (counts,) = self.ranks.sums((own,))
         per_image, shares = self.ranks.world_size / counts.sum(), counts / counts.sum()

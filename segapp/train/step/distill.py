@@ -142,11 +142,7 @@ class DistilledInput(NormalizedInput):
 
 
 class Distillation(StepParticipant):
-    """The participant for a teacher without a critic: `DistilledInput` computes its terms, so only state is kept here.
-
-    Args:
-        teacher: of the student.
-    """
+    """The participant for a teacher without a critic; keeps only state, as `DistilledInput` computes the terms."""
 
     name = "distillation"
 
@@ -179,12 +175,7 @@ class Distillation(StepParticipant):
 
 
 class HolisticDistillation(Distillation):
-    """The participant for a teacher and a critic, which is updated in every step.
-
-    Args:
-        teacher: of the student.
-        critic: of the holistic term.
-    """
+    """The participant for a teacher and a critic, which is updated in every step."""
 
     def __init__(self, teacher: Teacher, critic: CriticTrainer) -> None:
         super().__init__(teacher)

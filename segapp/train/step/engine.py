@@ -329,9 +329,6 @@ class StepEngine:
         """Return the first layer whose output, or whose gradient, is not finite; None if all are finite.
 
         Takes one forward and backward pass; the model's state is left as it was.
-
-        Args:
-            batch: a micro-batch that gave a bad step.
         """
         found: list[str] = []
 

@@ -24,11 +24,7 @@ class StepParticipant:
     name = "participant"
 
     def begin(self, network: nn.Module) -> None:
-        """Store what `rollback` restores.
-
-        Args:
-            network: the model's, with the split of this step.
-        """
+        """Store what `rollback` restores."""
 
     def take(self, outputs: Any) -> None:
         """Receive the network's outputs for a micro-batch."""
@@ -82,9 +78,6 @@ class StepParticipant:
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restore what `state_dict` returned.
-
-        Args:
-            state: None where the checkpoint has none.
 
         Raises:
             CheckpointError: the state belongs to another participant.

@@ -12,11 +12,7 @@ TorchRng = tuple[Tensor, list[tuple[torch.device, Tensor]]]
 
 
 class BufferGuard:
-    """Keeps a copy of a model's buffers (BatchNorm statistics) from the start of a step, to restore them.
-
-    Attributes:
-        kept: the copies.
-    """
+    """Keeps a copy of a model's buffers (BatchNorm statistics) from the start of a step, to restore them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = [name for name, _ in model.named_buffers()]

@@ -41,12 +41,7 @@ def iou_table(classes: Sequence[str], iou: Sequence[float | None]) -> list[str]:
 
 
 class PlainReporter:
-    """Prints a run's events.
-
-    Args:
-        stream: Output stream; None: stdout.
-        interval_s: Minimum time between two step lines.
-    """
+    """Prints a run's events."""
 
     def __init__(self, stream: TextIO | None = None, interval_s: float = 2.0) -> None:
         self.stream = stream or sys.stdout

@@ -73,11 +73,7 @@ class MemoryCounters(Protocol):
 
 
 class CudaCounters:
-    """Counters of torch's CUDA allocator on one GPU.
-
-    Args:
-        device: a CUDA device.
-    """
+    """Counters of torch's CUDA allocator on one GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -47,13 +47,7 @@ class SamplePictures:
     def draw(
         self, model: SegmentationModel, epoch: int, adapted: Callable[[Inference], Inference] = lambda plain: plain
     ) -> None:
-        """Predict and write the pictures; errors are logged, and the training goes on.
-
-        Args:
-            model: The model.
-            epoch: Number in the names of the pictures.
-            adapted: Returns a changed `Inference`, such as one that needs less memory.
-        """
+        """Predict and write the pictures; errors are logged, and the training goes on."""
         was_training = model.training
         model.eval()
         try:

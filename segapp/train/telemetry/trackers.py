@@ -31,23 +31,11 @@ class Tracker(Protocol):
         """Log a PNG file."""
 
     def close(self, status: str, best: Mapping[str, float]) -> None:
-        """Flush and end the tracker's run.
-
-        Args:
-            status: That of the `run_end` event.
-            best: Final results by name, shown beside the settings.
-        """
+        """Flush and end the tracker's run."""
 
 
 class TrackerListener:
-    """Sends events to a tracker.
-
-    Args:
-        name: Name of the tracker, for messages.
-        tracker: The tracker.
-        classes: Class names, for the per-class IoU curves.
-        pictures: Folder of the sample pictures; those already there are not sent.
-    """
+    """Sends events to a tracker."""
 
     def __init__(self, name: str, tracker: Tracker, classes: Sequence[str], pictures: Path) -> None:
         self.name, self.classes = name, list(classes)
@@ -258,10 +246,6 @@ def artifact_folder(uri: str, runs: Path) -> Path | None:
     MLflow's own default for a database is `mlruns` in the working directory. Here it is `mlartifacts`, beside the file
     of an SQLite database, and beside the run folders for any other database.
 
-    Args:
-        uri: The tracking address.
-        runs: The folder that holds the run folders.
-
     Returns:
         The folder; None for a server or a folder, which hold the artifacts themselves.
     """
@@ -288,12 +272,6 @@ def make_trackers(
     config: RunConfig, folder: RunFolder, classes: Sequence[str], step: int | None
 ) -> list[TrackerListener]:
     """Return the trackers that the config asks for.
-
-    Args:
-        config: The config of the run.
-        folder: The run folder.
-        classes: Class names.
-        step: Step of the checkpoint that training resumes from; None for a new run.
 
     Raises:
         ConfigError: A tracker's package is not installed, or the tracker cannot be opened.

@@ -128,12 +128,7 @@ class Watchdog:
         self.step, self._save_last_boundary = step, save_last_boundary
 
     def limit_s(self, place: str, *, has_stepped: bool) -> float:
-        """Return the seconds without progress that are allowed in an activity.
-
-        Args:
-            place: The activity given to `DeviceMemoryTracker.report_progress`.
-            has_stepped: True if this process has made a step.
-        """
+        """Return the seconds without progress that are allowed in an activity."""
         if place == "read" and self._num_workers > 0:  # the loader has a timeout of its own
             return float("inf") if self._data_timeout_s == 0 else self._data_timeout_s + _LOADER_S
         return self._timeout_s if has_stepped else max(self._timeout_s, START_S)

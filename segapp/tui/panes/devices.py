@@ -109,12 +109,6 @@ def begin_draft(view: View) -> Draft:
 def edit_draft(draft: Draft, key: str, character: str | None, view: View) -> tuple[Draft | None, bool]:
     """Return the result of a key in the editor.
 
-    Args:
-        draft: The draft before the key.
-        key: Textual's name of the key.
-        character: The character of the key, if it has one.
-        view: The run.
-
     Returns:
         The draft after the key (None: the editor closes), and True if the old draft is to be sent.
     """
@@ -174,16 +168,7 @@ def evaluate_split(view: View, gpu0_bsz: int | None) -> SplitVerdict:
 def gpu0_content(
     view: View, status: Status, draft: Draft | None, size: tuple[int, int], glyphs: Glyphs, *, can_edit: bool
 ) -> Content:
-    """Return the pane of `gpu0_bsz`: the value in force and the pending one, or the editor.
-
-    Args:
-        view: The run.
-        status: Its status.
-        draft: State of the editor; None while it is closed.
-        size: Cells of a line, and the maximum number of lines.
-        glyphs: Characters to draw with.
-        can_edit: True if the editor may be opened.
-    """
+    """Return the pane of `gpu0_bsz`: the value in force and the pending one, or the editor."""
     if view.num_devices < 2:
         return Content.styled("one device: nothing to split", "$text-muted")
     if draft is not None:

@@ -92,11 +92,6 @@ class PictureView(Widget, can_focus=True):
 def load_picture(path: Path, max_width: int, max_height: int) -> Any:
     """Return a picture as a Pillow RGB image, scaled to fit a size, with its aspect ratio.
 
-    Args:
-        path: A PNG file.
-        max_width: Width in px, one per cell.
-        max_height: Height in px, two per row of cells.
-
     Raises:
         OSError: The file cannot be read, or is damaged.
         ValueError: The picture is too large for a sample.

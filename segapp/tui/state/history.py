@@ -86,13 +86,7 @@ class History:
         return self._column(6 + SMOOTHINGS.index(factor))
 
     def extend(self, step: Sequence[int], t: Sequence[float], loss: Sequence[float]) -> None:
-        """Add steps.
-
-        Args:
-            step: Increasing steps.
-            t: Unix seconds.
-            loss: Losses; nan if missing.
-        """
+        """Add steps."""
         for start in range(0, len(step), self._capacity // 2):
             part = slice(start, start + self._capacity // 2)
             self._extend(np.array(step[part], float), np.array(t[part], float), np.array(loss[part], float))

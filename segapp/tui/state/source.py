@@ -63,13 +63,7 @@ class RunSource(Protocol):
 
 
 class LiveSource:
-    """Follows the events of a run folder.
-
-    Args:
-        folder: The run folder.
-        clock: Returns Unix seconds.
-        monotonic: Returns monotonic seconds.
-    """
+    """Follows the events of a run folder."""
 
     def __init__(
         self,

@@ -128,12 +128,7 @@ class View:
 
 
 def fold_events(view: View, items: Iterable[dict[str, Any] | StepRun]) -> None:
-    """Fold events into a view, in order; invalid ones are counted and skipped.
-
-    Args:
-        view: Changed in place.
-        items: As returned by `EventReader.read_raw` or `read_skimmed`.
-    """
+    """Fold events into a view, in order; invalid ones are counted and skipped."""
     steps: list[int] = []
     times_s: list[float] = []
     losses: list[float] = []

@@ -34,13 +34,7 @@ class LogLine(NamedTuple):
 
 
 def log_line(event: Event, classes: Sequence[str], previous: Val | PastVal | None) -> LogLine | None:
-    """Return the log line of an event; None for events that are not logged.
-
-    Args:
-        event: Any event.
-        classes: Printable class names.
-        previous: The evaluation before this one.
-    """
+    """Return the log line of an event; None for events that are not logged."""
     if isinstance(event, RunStart):
         return LogLine(event.t, "start", _start(event))
     if isinstance(event, Weights):
