@@ -66,14 +66,6 @@ def build_dataset(
 ) -> SegmentationDataset:
     """Return the data set of a split, its headers checked, with the training or the evaluation transform.
 
-    Args:
-        data: the section.
-        scheme: the classes.
-        split: name of the split.
-        is_training: use the training transform.
-        seed: of the augmentation.
-        most: largest number of images, spread over the split; None: all.
-
     Raises:
         DataError: a file is missing or cannot be used.
     """

@@ -65,14 +65,7 @@ class TrainedModel(TrainedState):
 
 
 def load_trained(target: str, config: str | None = None, *, slide: bool = False, tta: bool = False) -> TrainedModel:
-    """Return the network of `read_trained` on its device, with its inference; print its messages.
-
-    Args:
-        target: a run's name, its folder, a checkpoint, or a file of weights.
-        config: config of bare weights: a path or a name.
-        slide: use a sliding window.
-        tta: average over a flip and several scales.
-    """
+    """Return the network of `read_trained` on its device, with its inference; print its messages."""
     trained = read_trained(target, config)
     for message in trained.messages:
         print(f"note: {printable(message)}", file=sys.stderr)

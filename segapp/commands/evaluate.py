@@ -32,20 +32,7 @@ from segapp.train.telemetry.console import iou_table
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Options of `segapp eval`.
-
-    Attributes:
-        split: of the data set.
-        slide: sliding window instead of the whole image.
-        tta: test-time augmentation: average over flips and several scales.
-        data_root: folder of the data set; None: from the config.
-        boundary: compute the boundary IoU too.
-        devices: comma-separated devices that share the images; None: the one of the config.
-        json_file: file for the result as JSON.
-        per_image: file for the scores of every image as CSV.
-        confusion: file for the picture of the confusion matrix.
-        config: config of the network for bare weights; None: from the file.
-    """
+    """Options of `segapp eval`."""
 
     split: str = "val"
     slide: bool = False

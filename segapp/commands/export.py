@@ -28,14 +28,6 @@ def export_target(
 ) -> None:
     """Write the file, check it, and print the result.
 
-    Args:
-        target: a run, a checkpoint, or a weights file.
-        out: the file.
-        format: onnx, pt2 or safetensors; None: by the suffix of `out`.
-        half: compute in float16.
-        argmax: output class ids instead of logits.
-        config: config of the network for bare weights.
-
     Raises:
         ConfigError: unknown format, an option that the format does not support, or a package is missing.
         RunError: the network cannot be exported, or the output of the file differs.

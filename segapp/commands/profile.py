@@ -80,10 +80,6 @@ def print_profile(config_name: str | None, overrides: Sequence[str], num_steps: 
 def profile_steps(config: RunConfig, num_steps: int = 3) -> StepProfile:
     """Run and measure steps of a config.
 
-    Args:
-        config: the complete config; mode single or dp.
-        num_steps: steps to time, after one to warm up.
-
     Raises:
         ConfigError: it needs several processes or stages, or does not suit this machine.
     """

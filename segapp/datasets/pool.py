@@ -204,12 +204,7 @@ def _start_worker(worker: int) -> None:
 
 
 class BatchPool:
-    """Loads lists of batches, in order, in worker processes that are reused for the next list.
-
-    Args:
-        dataset: The samples.
-        options: Number of workers, timeout, page-locked memory.
-    """
+    """Loads lists of batches, in order, in worker processes that are reused for the next list."""
 
     def __init__(self, dataset: SegmentationDataset, options: LoadOptions) -> None:
         self._dataset = dataset

@@ -137,12 +137,7 @@ class RunSummary:
 
 
 def summarize(path: Path | str, now_s: float | None = None) -> RunSummary:
-    """Return the summary of a run, from its events.
-
-    Args:
-        path: The run folder.
-        now_s: Current time, Unix seconds; None: the clock's.
-    """
+    """Return the summary of a run, from its events."""
     folder, facts = RunFolder(path), read_facts(path, now_s)
     summary = RunSummary(folder.name, str(folder.path), derive_state(facts), age_s=facts.event_age_s)
     holder, info = folder.read_holder(), folder.read_info()
@@ -159,12 +154,7 @@ def summarize(path: Path | str, now_s: float | None = None) -> RunSummary:
 
 
 def list_runs(root: Path | str = "runs", now_s: float | None = None) -> list[RunSummary]:
-    """Return the summary of every run below a folder, the last one to begin or resume first.
-
-    Args:
-        root: The folder of the runs.
-        now_s: Current time, Unix seconds; None: the clock's.
-    """
+    """Return the summary of every run below a folder, the last one to begin or resume first."""
     return [summarize(run.path, now_s) for run in run_folders(root)]
 
 

@@ -87,9 +87,6 @@ class EventWriter:
     def flush(self, *, required: bool = False) -> bool:
         """Try to write the waiting events.
 
-        Args:
-            required: Raise if an event cannot be written.
-
         Returns:
             True if all events are in the file.
 
@@ -124,12 +121,6 @@ class EventWriter:
 
         The `step`, `epoch_start`, `val` and `checkpoint` lines that the checkpoint does not contain are moved to
         `events.rewound.jsonl`. The rest keeps its order and is renumbered. Without such lines the file is not touched.
-
-        Args:
-            step: The step of the checkpoint.
-            epoch: The epoch in which training continues, from 1.
-            batch: Batches of that epoch already used.
-            sha256: Hash of the checkpoint; distinguishes two checkpoints of one step.
 
         Returns:
             Number of lines removed; 0 also if the file could not be replaced (an `alert` reports it).

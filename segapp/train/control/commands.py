@@ -203,12 +203,7 @@ class CommandController:
             self.inbox.answer(received, status, reason, step)
 
     def answer_checkpoints(self, step: int, problem: str | None) -> None:
-        """Answer the open checkpoint commands.
-
-        Args:
-            step: Of the checkpoint.
-            problem: Why it could not be saved; None: it was saved.
-        """
+        """Answer the open checkpoint commands."""
         if problem is None:
             self.answer_all("checkpoint", "applied", f"checkpoints/last.pt at step {step}", step)
         else:
@@ -343,10 +338,6 @@ class CommandController:
 
     def revert_split(self, problem: str, step: int) -> str | None:
         """Revert to the previous split if the present one is on probation, because it ran out of memory.
-
-        Args:
-            problem: The out-of-memory error.
-            step: Updates made so far.
 
         Returns:
             A sentence about the two splits; None if the split is not on probation: nothing was changed.

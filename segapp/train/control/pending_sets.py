@@ -87,12 +87,7 @@ class SplitProbation:
 
 
 class PendingSets:
-    """The changes of settings that wait for the next epoch, in the order in which they were requested.
-
-    Args:
-        inbox: Takes the answers.
-        event_log: Takes the `gpu0_bsz` events.
-    """
+    """The changes of settings that wait for the next epoch, in the order in which they were requested."""
 
     def __init__(self, inbox: Inbox, event_log: EventLog) -> None:
         self._inbox, self._event_log = inbox, event_log
@@ -125,13 +120,7 @@ class PendingSets:
         return settings
 
     def supersede(self, newer: PendingSet, settings: LiveSettings, step: int) -> None:
-        """Remove from the waiting changes what a newer one decides about; cancel those of which nothing is left.
-
-        Args:
-            newer: A change that is not in the list yet.
-            settings: The settings in force.
-            step: Updates made so far.
-        """
+        """Remove from the waiting changes what a newer one decides about; cancel those of which nothing is left."""
         assert newer.received is not None
         reason = f"superseded by {newer.received.id}"
         for older in self:
@@ -145,14 +134,7 @@ class PendingSets:
                 older.changes = {name: value for name, value in older.changes.items() if name not in over}
 
     def cancel(self, pending: PendingSet, reason: str, settings: LiveSettings, step: int) -> None:
-        """Remove a change and answer its command `cancelled`.
-
-        Args:
-            pending: One of the list.
-            reason: For the answer and the event.
-            settings: The settings in force.
-            step: Updates made so far.
-        """
+        """Remove a change and answer its command `cancelled`."""
         self._sets.remove(pending)
         if pending.is_split:
             self.emit_split("cancelled", pending, SplitOutcome(settings, reason))

@@ -18,12 +18,6 @@ class SafePoint:
     """Polls signals and commands, and carries out what can be done at once: a checkpoint, a pause, a stop.
 
     All ranks poll together, in one collective as long as nothing is asked for.
-
-    Args:
-        context: of the run.
-        controller: handles commands.
-        saver: saves checkpoints.
-        progress: of the training; its clock does not count pauses.
     """
 
     def __init__(

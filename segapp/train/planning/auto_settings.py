@@ -38,13 +38,6 @@ def resolve_auto(
 ) -> tuple[RunConfig, SavedMemoryPlan | None]:
     """Return the config with every `auto` of `train` replaced by a number, and the plan it comes from.
 
-    Args:
-        config: the complete config.
-        folder: of the run; stores the plan.
-        devices: of this process.
-        device_infos: the devices of all ranks.
-        ranks: all ranks get the same result.
-
     Returns:
         The resolved config, and the plan; None if no key is `auto`.
 

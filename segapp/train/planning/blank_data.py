@@ -43,14 +43,7 @@ def blank_batch(scheme: ClassScheme, num_samples: int, size: tuple[int, int], *,
 
 
 def evaluate_blank(engine: StepEngine, config: RunConfig, scheme: ClassScheme, size: tuple[int, int]) -> None:
-    """Evaluate two batches of black images, as a training evaluates, without scores.
-
-    Args:
-        engine: whose model, or average, is evaluated.
-        config: of the training.
-        scheme: of the classes.
-        size: height and width of the images.
-    """
+    """Evaluate two batches of black images, as a training evaluates, without scores."""
     inference = build_inference(config.data, config.eval, engine.model, engine.precision, config.loss.align_corners)
 
     def batches() -> Iterator[Batch]:

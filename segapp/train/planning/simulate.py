@@ -41,13 +41,7 @@ MIB = 2**20
 
 
 class SimulatedDevices:
-    """Devices whose tensors have a shape and a lifetime and no values: the planner's `DeviceBackend`.
-
-    Args:
-        recorder: follows the tensors.
-        stages: part of the model -> device, in mode model.
-        gradient_as_bucket_view: of `DistributedDataParallel`.
-    """
+    """Devices whose tensors have a shape and a lifetime and no values: the planner's `DeviceBackend`."""
 
     has_values = False
 
@@ -243,13 +237,7 @@ def _placed(source: nn.Module, stages: Mapping[str, str], recorder: Recorder) ->
 
 
 def watch_modules(model: nn.Module, recorder: Recorder, depth: int) -> None:
-    """Report to the recorder which part of the model is running.
-
-    Args:
-        model: its parts get hooks.
-        recorder: its `module` is set.
-        depth: levels of nested parts that are reported.
-    """
+    """Report to the recorder which part of the model is running."""
     for name, part in model.named_modules():
         if name and name.count(".") < depth:
             part.register_forward_pre_hook(lambda *_, name=name: recorder.enter(name))

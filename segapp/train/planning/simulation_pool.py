@@ -25,12 +25,7 @@ _ERROR_OF_CODE = {2: ConfigError}
 
 
 class SimulationPool:
-    """Processes that simulate one config; each runs `python -m segapp.train.planning.simulate`.
-
-    Args:
-        config: the complete config.
-        num_processes: size of the pool.
-    """
+    """Processes that simulate one config; each runs `python -m segapp.train.planning.simulate`."""
 
     def __init__(self, config: RunConfig, num_processes: int = NUM_PROCESSES) -> None:
         self._config = json.dumps(config.model_dump(mode="json"))
@@ -65,9 +60,6 @@ class SimulationPool:
 
     def ask(self, requests: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Send requests to the processes and return the answers in the same order.
-
-        Args:
-            requests: as `segapp.train.planning.simulate` reads them.
 
         Raises:
             ConfigError: the config cannot be built.

@@ -46,11 +46,6 @@ def build_trial_engine(
 def trial_step(config: RunConfig, devices: DevicePlan, saved_plan: SavedMemoryPlan) -> None:
     """Make two steps of a full batch, and an evaluation of the largest image.
 
-    Args:
-        config: with the batch to try.
-        devices: of this process.
-        saved_plan: says how the batch is divided.
-
     Raises:
         torch.OutOfMemoryError: it does not fit.
     """

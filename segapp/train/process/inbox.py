@@ -79,15 +79,7 @@ class Inbox:
         step: int | None,
         changes: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write the final answer of a command.
-
-        Args:
-            received: The command.
-            status: Its result.
-            reason: For the user.
-            step: Updates made so far.
-            changes: The settings that an applied `set` changed, by name.
-        """
+        """Write the final answer of a command."""
         self._emit(received, status, reason, step, changes)
         failpoint("command.answered")
         writer = self._event_log.writer
@@ -117,10 +109,6 @@ class Inbox:
 
 def applied_after(events: Path, step: int) -> list[tuple[int, dict[str, Any]]]:
     """Return the settings that were applied at or after a step, for a training that goes back to it.
-
-    Args:
-        events: The event file of the run.
-        step: Of the checkpoint.
 
     Returns:
         The step from which each change held, and the new settings by name, in order. Moves of `auto` are included,

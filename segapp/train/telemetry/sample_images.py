@@ -27,15 +27,7 @@ logger = logging.getLogger("segapp")
 
 
 class SamplePictures:
-    """Writes `epoch_NNNN_k.png` for the same few validation images after every evaluation.
-
-    Args:
-        folder: The run's `samples` folder.
-        dataset: The validation data set; its first, middle and last image are drawn.
-        inference: Computes the logits.
-        device: Device of the model.
-        count: Pictures per evaluation.
-    """
+    """Writes `epoch_NNNN_k.png` for the same few validation images after every evaluation."""
 
     def __init__(
         self, folder: Path, dataset: SegmentationDataset, inference: Inference, device: torch.device, count: int = 3

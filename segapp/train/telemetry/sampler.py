@@ -118,12 +118,7 @@ class MemorySampler:
 
 
 def merged(device: dict[str, Any], statuses: dict[str, GpuStatus]) -> DeviceMemory:
-    """Return a device's memory fields, completed by the driver's for the same uuid.
-
-    Args:
-        device: Fields of `DeviceMemory`, from torch or `/proc`.
-        statuses: The output of nvidia-smi, by uuid.
-    """
+    """Return a device's memory fields, completed by the driver's for the same uuid."""
     status = statuses.get(device.get("uuid") or "")
     phases = {name: device["phase_peak_mib"][name] for name in PHASES if name in device.get("phase_peak_mib", {})}
     found = {**device, "phase_peak_mib": phases}

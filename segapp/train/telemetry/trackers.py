@@ -144,15 +144,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """Logs to Weights & Biases; with WANDB_MODE=offline nothing leaves the machine.
-
-    Args:
-        folder: Its files are written to the subfolder `wandb`.
-        project: Name of the project.
-        settings: Flat config.
-        run_id: Id of the run; a resumed run continues under it.
-        name: Name of the run.
-    """
+    """Logs to Weights & Biases; with WANDB_MODE=offline nothing leaves the machine."""
 
     def __init__(self, folder: Path, project: str, settings: Mapping[str, Any], run_id: str, name: str) -> None:
         import wandb
