@@ -37,7 +37,7 @@ from segapp.tui.panes.classes import SORTS
 from segapp.tui.panes.devices import begin_draft, edit_draft
 from segapp.tui.panes.pictures import PictureView
 from segapp.tui.run_screen import Monitor
-from segapp.tui.settings import UiSettings, load_settings, settings_path
+from segapp.tui.settings import load_settings, settings_path
 from segapp.tui.state.history import SMOOTHINGS
 from segapp.tui.state.source import LiveSource, ReplaySource, RunSource
 from segapp.tui.terminal import check_terminal, is_ascii_only, is_hung_up
@@ -109,20 +109,6 @@ class MonitorApp(Monitor):
 
     BINDINGS: ClassVar[list[BindingType]] = [*keys.bindings()]
 
-    def __init__(
-        self,
-        source: RunSource,
-        *,
-        readonly: bool = False,
-        settings: UiSettings | None = None,
-        settings_file: Path | None = None,
-        ascii_only: bool = False,
-    ) -> None:
-        super().__init__(
-            source, readonly=readonly, settings=settings, settings_file=settings_file, ascii_only=ascii_only
-        )
-        self._sent: dict[str, str] = {}
-
     # --- commands --------------------------------------------------------------------------------------------------
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
@@ -139,7 +125,7 @@ class MonitorApp(Monitor):
             self.say(f"{text}: {why}, no trainer would act on it", "warning")
         else:
             try:
-                self._sent[send_command(self.source.folder.path, command)] = text
+                self.unanswered[send_command(self.source.folder.path, command)] = text
             except CommandError as error:
                 self.say(str(error), "error")
             else:
@@ -148,10 +134,10 @@ class MonitorApp(Monitor):
 
     def after_poll(self) -> None:
         """Show the answers to the commands that were sent from here."""
-        for command_id, text in list(self._sent.items()):
+        for command_id, text in list(self.unanswered.items()):
             answer = self.source.view.answers.get(command_id)
             if answer is not None:
-                del self._sent[command_id]
+                del self.unanswered[command_id]
                 self._say_answer(answer, text)
 
     def _say_answer(self, answer: CommandAnswer, text: str) -> None:

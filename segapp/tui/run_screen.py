@@ -66,6 +66,8 @@ class Monitor(App[None]):
         self.is_zoomed = False
         self.wanted = ""
         self.seen_alert_s = 0.0
+        self.unanswered: dict[str, str] = {}
+        """Commands that were sent and have no final answer: id -> text."""
         self._layout: layout.Layout | None = None
         self._screen_size: Size | None = None
         self._is_reading = self._was_reading = False
