@@ -195,7 +195,7 @@ def _build_engine(
     scheme, ranks = train_set.scheme, context.ranks
     teacher = None if config.distill is None else read_trained(config.distill.teacher)
     assembler = StepAssembler(config, scheme, teacher)
-    layout = build_layout(config, devices, gpu0_bsz, ranks.world_size)
+    layout = build_layout(config, devices, gpu0_bsz)
     parts = assembler.build_parts(
         layout, lambda rule: class_weights(rule, _frequencies(train_set, scheme)), with_weights=checkpoint is None
     )

@@ -62,7 +62,6 @@ class StepLayout:
         devices: of this process; the first one holds the weights.
         gpu0_bsz: samples of a full batch on the first device, in dp; None: an even split.
         shares: samples of a full batch on each device, in dp; None: as `gpu0_bsz` says.
-        num_ranks: processes that share the step, in ddp.
         loss: style of the loss; the planner compares segapp's with others.
     """
 
@@ -70,7 +69,6 @@ class StepLayout:
     devices: tuple[torch.device, ...]
     gpu0_bsz: int | None = None
     shares: tuple[int, ...] | None = None
-    num_ranks: int = 1
     loss: LossStyle = "small"
 
     @property
@@ -79,17 +77,16 @@ class StepLayout:
         return self.mode == "ddp" or (self.mode == "dp" and len(self.devices) > 1)
 
 
-def build_layout(config: RunConfig, devices: DevicePlan, gpu0_bsz: int | None, num_ranks: int = 1) -> StepLayout:
+def build_layout(config: RunConfig, devices: DevicePlan, gpu0_bsz: int | None) -> StepLayout:
     """Return the layout that a config asks for on the devices of this process.
 
     Args:
         config: its `parallel.shares` hold before `gpu0_bsz`.
         devices: devices and mode.
         gpu0_bsz: samples of a full batch on the first device, `auto` resolved.
-        num_ranks: processes that share the step.
     """
     shares = None if config.parallel.shares is None else tuple(config.parallel.shares)
-    return StepLayout(devices.mode, devices.devices, gpu0_bsz, shares, num_ranks)
+    return StepLayout(devices.mode, devices.devices, gpu0_bsz, shares)
 
 
 @dataclass(frozen=True)
