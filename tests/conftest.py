@@ -30,8 +30,32 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         _names_before.update(visible_files())
 
 
+LONG_FILES = (
+    "memory/test_simulation.py",
+    "train/test_parallel_training.py",
+    "train/recovery/test_out_of_memory.py",
+    "parallel/test_ranks.py",
+    "e2e/test_tmux.py",
+    "train/planning/test_auto_settings.py",
+    "commands/test_control.py",
+    "train/planning/test_planned_engine.py",
+    "inference/test_evaluate.py",
+    "train/step/test_distill.py",
+    "e2e/test_recipes.py",
+    "models/test_models_smp.py",
+    "export/test_export.py",
+    "tui/test_screen.py",
+    "parallel/test_launch.py",
+    "train/test_resume.py",
+    "commands/test_doctor.py",
+)
+"""Files that take longest, longest first: a worker that got one last would keep the others waiting."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     fault_table.note_cases(items)
+    ranks = {str(ROOT / "tests" / name): rank for rank, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: ranks.get(str(item.path), len(ranks)))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

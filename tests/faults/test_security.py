@@ -113,7 +113,7 @@ def test_checkpoint_bombs_and_mutants_are_refused_or_read(finished: FaultRun) ->
     del buffer
     assert bomb.stat().st_size < 2**20
     for read in (read_weights_file, load_checkpoint):
-        with pytest.raises(CheckpointError, match="packed"):
+        with pytest.raises(CheckpointError, match="compressed"):
             read(bomb)
     mutants(finished.newest().read_bytes(), finished.work / "mutant.pt", 60)
 

@@ -1,4 +1,4 @@
-"""Every kind of training runs on paper, and its numbers stand in the relations that arithmetic demands."""
+"""Simulations of every kind of training, and the relations between their peaks."""
 
 import functools
 import json
@@ -9,6 +9,7 @@ import pytest
 
 from segapp.memory.simulation.backend import is_supported
 from tests.support import ROOT
+from tests.support.simulated_cases import TRAININGS
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="this torch cannot register a device in Python")
 
@@ -16,7 +17,7 @@ PARAMS_MIB = 1.1e6 * 4 / 2**20  # LR-ASPP on MobileNetV3-Small, about
 
 
 @functools.cache
-def said(what):
+def simulated(what):
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.simulated_cases", what],
         capture_output=True,
@@ -28,17 +29,22 @@ def said(what):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def peak(road, device=0):
-    return max(mib for mib, _ in said("roads")[road][device].values())
+def phases(training):
+    """Return the phases of each device of a simulated training; the first call simulates its whole group."""
+    return simulated("default" if training in TRAININGS else "more")[training]
 
 
-def kinds(road, phase, device=0):
-    return said("roads")[road][device][phase][1]
+def peak(training, device=0):
+    return max(mib for mib, _ in phases(training)[device].values())
+
+
+def kinds(training, phase, device=0):
+    return phases(training)[device][phase][1]
 
 
 @pytest.mark.slow
 def test_affine_model_is_within_1_percent_on_unseen_splits():
-    rows = said("affine")
+    rows = simulated("affine")
     assert len(rows) == 12
     for model, split, predicted, truth in rows:
         for i, (a, b) in enumerate(zip(predicted, truth, strict=True)):
@@ -48,8 +54,8 @@ def test_affine_model_is_within_1_percent_on_unseen_splits():
 @pytest.mark.slow
 def test_half_precision_needs_about_half_the_activations():
     full = kinds("plain", "backward")["activations"]
-    for road in ("amp-fp16", "amp-bf16", "fp16"):
-        assert 0.45 * full < kinds(road, "backward")["activations"] < 0.62 * full, road
+    for training in ("amp-fp16", "amp-bf16", "fp16"):
+        assert 0.45 * full < kinds(training, "backward")["activations"] < 0.62 * full, training
     weights = kinds("plain", "step")["weights"]
     assert kinds("fp16", "step")["masters"] == pytest.approx(weights, rel=0.05)  # all but BatchNorm's
     assert kinds("fp16", "step")["weights"] < 0.6 * weights
@@ -69,14 +75,14 @@ def test_optimizer_ema_and_masters_count_as_weight_copies():
 def test_no_criterion_needs_three_full_resolution_tensors():
     full_mib = 4 * 19 * 256 * 320 * 4 / 2**20
     assert peak("full") > peak("plain") + 1.5 * full_mib
-    for road in ("ohem", "dice", "focal"):
-        assert peak(road) < peak("plain") + 8 * 32, road  # a few bands of 32 MiB
+    for training in ("ohem", "dice", "focal"):
+        assert peak(training) < peak("plain") + 8 * 32, training  # a few bands of 32 MiB
     assert peak("lovasz") < peak("full")
 
 
 @pytest.mark.slow
 def test_device_memory_follows_its_role():
-    dp = said("roads")["dp"]
+    dp = phases("dp")
     assert "optimizer" in dp[0]["backward"][1]
     assert all("optimizer" not in device["backward"][1] and "replicas" in device["backward"][1] for device in dp[1:])
     assert peak("dp", 2) > peak("dp", 1)

@@ -1,9 +1,9 @@
 """A step engine as plain values: what it is made of, without devices and numbers.
 
-    python -m tests.support.engine_description CONFIG.json SPLIT
+    python -m tests.support.engine_description CONFIG.json SPLIT [CONFIG.json SPLIT]...
 
-prints the description of the engine that the memory planner simulates. The simulated backend is registered for a whole
-process, so it has one of its own.
+prints the descriptions of the engines that the memory planner simulates, one a line. The simulated backend is
+registered for a whole process, so they have one of their own.
 """
 
 from __future__ import annotations
@@ -66,17 +66,17 @@ def _wrappers(network: nn.Module) -> list[str]:
     return names + (_wrappers(inner) if isinstance(inner, nn.Module) else [])
 
 
-def main(config: str, split: str) -> None:
-    """Print the description of the simulated engine."""
-    warnings.simplefilter("ignore")
-    shares = tuple(map(int, split.split("+")))
+def simulated(config: str, split: str) -> dict[str, Any]:
+    """Return the description of the simulated engine of a config."""
+    parts = tuple(map(int, split.split("+")))
     simulator = build_simulator(validate_config(json.loads(Path(config).read_text())))
-    job = SimulationJob("dp" if len(shares) > 1 else "single", shares)
-    devices = [f"simgpu:{number}" for number in range(len(shares))]
+    job = SimulationJob("dp" if len(parts) > 1 else "single", parts)
+    devices = [f"simgpu:{number}" for number in range(len(parts))]
     with simulator.prepared(job, devices, Recorder()) as (engine, _):
-        found = description(engine)
-    print(json.dumps(found))
+        return description(engine)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    warnings.simplefilter("ignore")
+    for path, shares in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        print(json.dumps(simulated(path, shares)))

@@ -34,34 +34,44 @@ def run(job, **sections):
 SINGLE = SimulationJob("single", (4,))
 
 
-def roads():
-    """Every precision, criterion, mode and optimizer, once."""
-    found = {"plain": run(SINGLE)}
-    for name in ("amp-fp16", "amp-bf16", "fp16"):
-        found[name] = run(SINGLE, train={"precision": name})
-    for name in ("ohem", "dice", "focal", "lovasz"):
-        found[name] = run(SINGLE, loss={"name": name})
-    evaluated = SimulationJob("single", (4,), eval_px=(512, 1024))
-    found["eval"] = run(evaluated)
-    found["slide"] = run(evaluated, eval={"slide": True})
-    found["tta"] = run(evaluated, eval={"tta": True}, train={"precision": "fp16", "ema": 0.99})
-    found["adamw"] = run(SINGLE, optim={"name": "adamw"})
-    found["ema"] = run(SINGLE, train={"ema": 0.99})
-    found["accumulate"] = run(SimulationJob("single", (4,), accumulate=2))
-    found["ohem accumulate"] = run(SimulationJob("single", (4,), accumulate=2), loss={"name": "ohem"})
-    for style in ("full", "upsampled"):
-        found[style] = run(SimulationJob("single", (4,), loss=style))
-    found["dp"] = run(SimulationJob("dp", (3, 2, 4)))
-    found["dp plain batchnorm"] = run(SimulationJob("dp", (3, 2, 4)), parallel={"sync_bn": False})
-    found["dp without gpu 0"] = run(SimulationJob("dp", (0, 4)))
-    found["gathered"] = run(SimulationJob("dp", (2, 2), loss="gathered"))
-    found["ddp"] = run(SimulationJob("ddp", (4,), num_ranks=3), model=LINKNET)
-    found["ddp without views"] = run(
-        SimulationJob("ddp", (4,), num_ranks=3), model=LINKNET, parallel={"gradient_as_bucket_view": False}
-    )
-    found["linknet"] = run(SINGLE, model=LINKNET)
-    found["model"] = run(SimulationJob("model", (4, 0)), model=LINKNET)
-    return found
+EVALUATED = SimulationJob("single", (4,), eval_px=(512, 1024))
+DDP = SimulationJob("ddp", (4,), num_ranks=3)
+HALF_AND_AVERAGE = {"precision": "fp16", "ema": 0.99}
+
+TRAININGS = {
+    "linknet": (SINGLE, {"model": LINKNET}),
+    "ddp": (DDP, {"model": LINKNET}),
+    "ddp without views": (DDP, {"model": LINKNET, "parallel": {"gradient_as_bucket_view": False}}),
+    "model": (SimulationJob("model", (4, 0)), {"model": LINKNET}),
+    "eval": (EVALUATED, {}),
+    "slide": (EVALUATED, {"eval": {"slide": True}}),
+    "tta": (EVALUATED, {"eval": {"tta": True}, "train": HALF_AND_AVERAGE}),
+}
+"""Name -> job and config sections: those of the default suite."""
+
+MORE_TRAININGS = {
+    "plain": (SINGLE, {}),
+    **{name: (SINGLE, {"train": {"precision": name}}) for name in ("amp-fp16", "amp-bf16", "fp16")},
+    **{name: (SINGLE, {"loss": {"name": name}}) for name in ("ohem", "dice", "focal", "lovasz")},
+    "adamw": (SINGLE, {"optim": {"name": "adamw"}}),
+    "ema": (SINGLE, {"train": {"ema": 0.99}}),
+    "accumulate": (SimulationJob("single", (4,), accumulate=2), {}),
+    "ohem accumulate": (SimulationJob("single", (4,), accumulate=2), {"loss": {"name": "ohem"}}),
+    **{style: (SimulationJob("single", (4,), loss=style), {}) for style in ("full", "upsampled")},
+    "dp": (SimulationJob("dp", (3, 2, 4)), {}),
+    "dp plain batchnorm": (SimulationJob("dp", (3, 2, 4)), {"parallel": {"sync_bn": False}}),
+    "dp without gpu 0": (SimulationJob("dp", (0, 4)), {}),
+    "gathered": (SimulationJob("dp", (2, 2), loss="gathered"), {}),
+}
+"""Every precision, criterion, mode and optimizer once: those of the slow tests."""
+
+
+def default_trainings():
+    return {name: run(job, **sections) for name, (job, sections) in TRAININGS.items()}
+
+
+def more_trainings():
+    return {name: run(job, **sections) for name, (job, sections) in MORE_TRAININGS.items()}
 
 
 def affine():
@@ -78,6 +88,8 @@ def affine():
     return rows
 
 
+CASES = {"default": default_trainings, "more": more_trainings, "affine": affine}
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    print(json.dumps({"roads": roads, "affine": affine}[sys.argv[1]]()))
+    print(json.dumps(CASES[sys.argv[1]]()))

@@ -52,20 +52,23 @@ def trained_engine(config: Any, folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_planned_engine_equals_the_trained_one(case: str, tiny: dict[str, Any], tmp_path: Path) -> None:
-    sections = {name: dict(section) for name, section in CASES[case].items()}
+def test_planned_engine_equals_the_trained_one(tiny: dict[str, Any], tmp_path: Path) -> None:
     base = {**tiny, "data": {**tiny["data"], "crop_px": [48, 64]}}
-    if "distill" in sections:
-        assert train(merged(base, train={"epochs": 1}), tmp_path / "teacher") == 0
-        sections["distill"]["teacher"] = str(tmp_path / "teacher")
-    config = merged(base, **sections)
-    (tmp_path / "config.json").write_text(json.dumps(config.model_dump(mode="json")))
-    split = "+".join(map(str, config.parallel.shares or [config.train.batch_size]))
-    words = [sys.executable, "-m", "tests.support.engine_description", str(tmp_path / "config.json"), split]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=240)
+    assert train(merged(base, train={"epochs": 1}), tmp_path / "teacher") == 0
+    words, configs = [], []
+    for number, sections in enumerate(CASES.values()):
+        if "distill" in sections:
+            sections = {**sections, "distill": {**sections["distill"], "teacher": str(tmp_path / "teacher")}}
+        config = merged(base, **sections)
+        path = tmp_path / f"{number}.json"
+        path.write_text(json.dumps(config.model_dump(mode="json")))
+        words += [str(path), "+".join(map(str, config.parallel.shares or [config.train.batch_size]))]
+        configs.append(config)
+    command = [sys.executable, "-m", "tests.support.engine_description", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
-    planned, trained = json.loads(done.stdout.splitlines()[-1]), trained_engine(config, tmp_path / "run")
-    assert planned.keys() == trained.keys()
-    for part in trained:
-        assert planned[part] == trained[part], part
+    for number, (case, config, line) in enumerate(zip(CASES, configs, done.stdout.splitlines(), strict=True)):
+        planned, trained = json.loads(line), trained_engine(config, tmp_path / f"run-{number}")
+        assert planned.keys() == trained.keys()
+        for part in trained:
+            assert planned[part] == trained[part], f"{case}: {part}"
