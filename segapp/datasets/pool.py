@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_all_start_methods
+from multiprocessing.connection import wait
 from multiprocessing.sharedctypes import RawArray
 from typing import Any, Literal
 
@@ -276,7 +277,7 @@ class BatchPool:
         while True:
             try:
                 return next(iterator)
-            except RuntimeError as error:
+            except (RuntimeError, ConnectionError, EOFError) as error:  # also of a worker killed while it sends a batch
                 if not self._workers:
                     raise
                 waited_s += _POLL_S
@@ -295,8 +296,10 @@ class BatchPool:
             "check that the storage answers, or raise data.timeout_s"
         )
 
-    def _death_error(self, error: RuntimeError) -> WorkerError:
+    def _death_error(self, error: Exception) -> WorkerError:
         processes = getattr(self._iterator, "_workers", [])
+        if not isinstance(error, RuntimeError):  # torch has not found the dead worker yet
+            wait([process.sentinel for process in processes], _POLL_S)
         dead = [(number, process) for number, process in enumerate(processes) if not process.is_alive()]
         if not dead:
             return WorkerError(

@@ -1,6 +1,7 @@
 """Every failure while data are loaded is raised as one error that names the file; none hangs."""
 
 import contextlib
+import errno
 import os
 import pickle
 import signal
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from segapp.datasets.augment import TrainTransform
@@ -155,6 +157,23 @@ def test_killed_worker_is_reported_with_its_file(misbehave: Callable[..., Segmen
     assert "ended by SIGKILL while reading" in str(error)
     assert "003.png" in str(error)
     assert time.monotonic() - start < 10
+
+
+def test_worker_killed_while_sending_is_reported(
+    misbehave: Callable[..., SegmentationDataset], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch is read through a connection to its worker, which is reset if the worker dies before that."""
+    killed = []
+
+    def reset(iterator: Any) -> Any:
+        killed.append(iterator._workers[0].pid)
+        os.kill(killed[-1], signal.SIGKILL)
+        raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+
+    monkeypatch.setattr(torch.utils.data.dataloader._MultiProcessingDataLoaderIter, "_next_data", reset)
+    error = consume(misbehave(lambda: None), 2)
+    assert isinstance(error, WorkerError)
+    assert f"data worker 0 (process {killed[0]}) ended by SIGKILL" in str(error)
 
 
 def test_hanging_worker_is_reported_with_its_file(misbehave: Callable[..., SegmentationDataset]) -> None:
