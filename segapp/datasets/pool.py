@@ -299,7 +299,9 @@ class BatchPool:
     def _death_error(self, error: Exception) -> WorkerError:
         processes = getattr(self._iterator, "_workers", [])
         if not isinstance(error, RuntimeError):  # torch has not found the dead worker yet
-            wait([process.sentinel for process in processes], _POLL_S)
+            ended = wait([process.sentinel for process in processes], _POLL_S)
+            for process in (process for process in processes if process.sentinel in ended):
+                process.join(_POLL_S)  # its pipe closes a moment before it is gone
         dead = [(number, process) for number, process in enumerate(processes) if not process.is_alive()]
         if not dead:
             return WorkerError(
