@@ -175,8 +175,8 @@ class MemoryLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class LimitCounters:
     """The counters of one device of a `MemoryLimit`, for `DeviceMemoryTracker`."""
 
-    def __init__(self, budget: MemoryLimit, device: int) -> None:
-        self._budget, self._device = budget, device
+    def __init__(self, limit: MemoryLimit, device: int) -> None:
+        self._limit, self._device = limit, device
 
     def used_mib(self) -> float | None:
         """Bytes of live tensors, MiB."""
@@ -184,7 +184,7 @@ class LimitCounters:
 
     def allocated_mib(self) -> float | None:
         """Bytes of live tensors, MiB."""
-        return self._budget.live[self._device] / MIB
+        return self._limit.live[self._device] / MIB
 
     def reserved_mib(self) -> float | None:
         """The same: a limit has no cache."""
@@ -192,8 +192,8 @@ class LimitCounters:
 
     def pop_peak_mib(self) -> float | None:
         """Highest sum since the last call, MiB."""
-        peak = self._budget.peaks[self._device]
-        self._budget.peaks[self._device] = self._budget.live[self._device]
+        peak = self._limit.peaks[self._device]
+        self._limit.peaks[self._device] = self._limit.live[self._device]
         return peak / MIB
 
     def utilization(self) -> float | None:
