@@ -152,32 +152,41 @@ class WeightAverage(Generic[Module]):
         self.decay = decay
         self.num_updates = 0
         self.module: Module = copy.deepcopy(model).eval().requires_grad_(False).float()
-        self._average = self._tensors(self.module)
-        self._source = self._tensors(model)
-
-    @staticmethod
-    def _tensors(module: nn.Module) -> list[Tensor]:
-        return [t.detach() for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
+        pairs: dict[Any, list[tuple[Tensor, Tensor]]] = {}
+        for average, current in zip(_floating(self.module), _floating(model), strict=True):
+            is_alike = current.dtype == average.dtype and current.stride() == average.stride()
+            pairs.setdefault((average.device, average.dtype, current.dtype, is_alike), []).append((average, current))
+        self._groups = [([a for a, _ in group], [c for _, c in group], key[-1]) for key, group in pairs.items()]
 
     @torch.no_grad()
     def update(self, is_bad: Tensor) -> None:
         """Move the average towards the model.
 
         Args:
-            is_bad: 0-dim tensor; nonzero leaves the average unchanged.
+            is_bad: 0-dim float32 tensor, 0 or 1; 1 leaves the average unchanged.
         """
         self.num_updates += 1
         rate = 1.0 - min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
-        source = self._source
-        if any(s.dtype != a.dtype for s, a in zip(source, self._average, strict=True)):
-            source = [s.to(a.dtype) for s, a in zip(source, self._average, strict=True)]
-        if is_bad.device.type == "cpu":
-            if not is_bad.item():
-                torch._foreach_lerp_(self._average, source, rate)
-            return
-        weights = {d: ((is_bad == 0) * rate).to(d) for d in {a.device for a in self._average}}
-        for average, current in zip(self._average, source, strict=True):
-            average.lerp_(current, weights[average.device].to(average.dtype))
+        for averages, sources, is_alike in self._groups:
+            if not is_alike:
+                current, sources = sources, [torch.empty_like(average) for average in averages]
+                torch._foreach_copy_(sources, current)
+            # average += rate * (source - average) is a step of SGD along the gradient average - source, which torch's
+            # fused kernel forms as weight decay minus `source`. It goes over 64 tensors in a launch, and leaves all as
+            # they are where found_inf is set, without asking the host.
+            torch._fused_sgd_(
+                averages,
+                sources,
+                [],
+                weight_decay=1.0,
+                momentum=0.0,
+                lr=rate,
+                dampening=0.0,
+                nesterov=False,
+                maximize=True,
+                is_first_step=False,
+                found_inf=is_bad.to(averages[0].device),
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averaged module's state and the number of updates."""
@@ -187,3 +196,7 @@ class WeightAverage(Generic[Module]):
         """Load what `state_dict` returned."""
         self.module.load_state_dict(state["module"])
         self.num_updates = int(state["num_updates"])
+
+
+def _floating(module: nn.Module) -> list[Tensor]:
+    return [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]

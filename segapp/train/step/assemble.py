@@ -366,6 +366,6 @@ def _tag_state(engine: StepEngine, backend: DeviceBackend) -> None:
     backend.tag((p for p in updated if id(p) not in own), "masters")
     if engine.average is not None:
         backend.tag((*engine.average.module.parameters(), *engine.average.module.buffers()), "average")
-    backend.tag(engine.guard.kept, "buffers")
+    backend.tag((*engine.model.buffers(), *engine.guard.kept), "buffers")
     states = [state for each in optimizers for state in each.state.values()]
     backend.tag((tensor for state in states for tensor in state.values() if isinstance(tensor, Tensor)), "optimizer")

@@ -2,48 +2,115 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+_ALIGNED_BYTES = 64
+
 TorchRng = tuple[Tensor, list[tuple[torch.device, Tensor]]]
 
 
 class BufferGuard:
-    """Keeps a copy of a model's buffers (BatchNorm statistics) from the start of a step, to restore them."""
+    """Keeps a copy of a model's buffers (BatchNorm statistics) from the start of a step, to restore them.
+
+    The buffers become views of one storage for each dtype and device, so that a copy, or a restore that the device
+    decides about, is one kernel for each of them, however many buffers there are. (`torch._foreach_copy_` would need a
+    launch for every 64 tensors, and there is no `where` for lists.)
+
+    Attributes:
+        kept: the copies, one for each storage.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._names = [name for name, _ in model.named_buffers()]
-        self._live = list(model.buffers())
-        self.kept = [b.clone() for b in self._live]
+        self._model = model
+        self._live: list[Tensor] = []
+        self._take_in()
+
+    def _take_in(self) -> None:
+        """Move the present buffers into common storages, and copy these."""
+        # An expanded tensor cannot be changed in place, so no step changes it.
+        named = {name: buffer for name, buffer in self._model.named_buffers() if not _is_expanded(buffer)}
+        own = {live.untyped_storage()._cdata for live in self._live}
+        users = Counter(tensor.untyped_storage()._cdata for tensor in (*self._model.parameters(), *named.values()))
+        groups: dict[Any, dict[str, Tensor]] = {}
+        for name, buffer in named.items():
+            storage = buffer.untyped_storage()._cdata
+            can_move = storage in own or (users[storage] == 1 and _is_dense(buffer))
+            groups.setdefault((buffer.device, buffer.dtype) if can_move else name, {})[name] = buffer
+        self._live, self.kept, self._kept_by_name = [], [], {}
+        for key, group in groups.items():
+            live = group[key] if key in group else _common_storage(list(group.values()))
+            kept = live.clone()
+            self._live.append(live)
+            self.kept.append(kept)
+            for name, buffer in group.items():
+                is_part = live is not buffer
+                place = buffer.shape, buffer.stride(), buffer.storage_offset()
+                self._kept_by_name[name] = kept.as_strided(*place) if is_part else kept
+        self._slots = [
+            (slots, key, each)
+            for module in self._model.modules()
+            for slots in (module._buffers, module._modules)
+            for key, each in slots.items()
+        ]
 
     @torch.no_grad()
     def remember(self) -> None:
-        """Copy the present buffers."""
-        if self._live:
-            torch._foreach_copy_(self.kept, self._live)
+        """Copy the present buffers; those that replaced others since the last call are moved first."""
+        if any(slots.get(key) is not known for slots, key, known in self._slots):
+            self._take_in()
+            return
+        for kept, live in zip(self.kept, self._live, strict=True):
+            kept.copy_(live)
 
     def kept_by_name(self, among: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the copies whose names are in `among`."""
-        return {name: kept for name, kept in zip(self._names, self.kept, strict=True) if name in among}
+        return {name: kept for name, kept in self._kept_by_name.items() if name in among}
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the buffers from the copies."""
-        if self._live:
-            torch._foreach_copy_(self._live, self.kept)
+        for live, kept in zip(self._live, self.kept, strict=True):
+            live.copy_(kept)
 
     @torch.no_grad()
     def restore_where(self, is_bad: Tensor) -> None:
-        """Restore the buffers if `is_bad` (0-dim) is nonzero; on a GPU without waiting for it."""
-        if is_bad.device.type == "cpu":
-            if is_bad.item():
-                self.restore()
-            return
+        """Restore the buffers if `is_bad` (0-dim) is nonzero, without waiting for the device."""
+        flags = {device: is_bad.to(device) != 0 for device in dict.fromkeys(live.device for live in self._live)}
         for live, kept in zip(self._live, self.kept, strict=True):
-            live.copy_(torch.where(is_bad.to(live.device) != 0, kept, live))
+            torch.where(flags[live.device], kept, live, out=live)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return True if the tensor fills a block of memory, in the usual order or channels last."""
+    is_channels_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    return tensor.layout == torch.strided and (tensor.is_contiguous() or is_channels_last)
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+@torch.no_grad()
+def _common_storage(buffers: Sequence[Tensor]) -> Tensor:
+    """Make dense tensors of one dtype and device views of a new storage, in place; return all of it, one-dimensional.
+
+    The tensors stay the same objects with the same values and layouts. They begin at multiples of `_ALIGNED_BYTES`, for
+    which kernels have their widest loads.
+    """
+    step = _ALIGNED_BYTES // buffers[0].element_size()
+    *places, total = accumulate((-(-buffer.numel() // step) * step for buffer in buffers), initial=0)
+    storage = torch.zeros(total, dtype=buffers[0].dtype, device=buffers[0].device)
+    for buffer, place in zip(buffers, places, strict=True):
+        view = storage.as_strided(buffer.shape, buffer.stride(), place)
+        view.copy_(buffer)
+        buffer.data = view
+    return storage
 
 
 def capture_torch_rng(devices: Sequence[torch.device] = ()) -> TorchRng:
