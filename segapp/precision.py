@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
+from segapp.errors import CheckpointError
+
 PRECISIONS = ("fp32", "fp16", "amp-fp16", "amp-bf16")
 
 
@@ -47,10 +48,14 @@ class LossScaler:
         self.growth_tracker.copy_(state["growth_tracker"])
 
 
-def half_except_norm(model: nn.Module) -> nn.Module:
-    """Convert parameters and buffers to float16, in place, except in normalisation layers (Apex's O2)."""
+def half_except_batchnorm(model: nn.Module) -> nn.Module:
+    """Convert parameters and buffers to float16, in place, except in BatchNorm and InstanceNorm layers (Apex's O2).
+
+    CUDA's BatchNorm takes float32 weights with float16 inputs. Its LayerNorm and GroupNorm take one dtype only
+    (pytorch/pytorch#135969) and compute their statistics in float32 in any case, so their weights are converted too.
+    """
     for module in model.modules():
-        if isinstance(module, _NORM_LAYERS):
+        if isinstance(module, nn.modules.batchnorm._NormBase):
             continue
         for parameter in module.parameters(recurse=False):
             parameter.data = parameter.data.half()
@@ -79,7 +84,7 @@ class Precision:
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Return the model with its weights cast, in place, to the mode's dtype."""
-        return half_except_norm(model) if self.name == "fp16" else model
+        return half_except_batchnorm(model) if self.name == "fp16" else model
 
     def master_weights(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return the parameters for the optimizer: fp32 copies of half parameters, the others themselves."""
@@ -147,9 +152,19 @@ class Precision:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned."""
+        """Load what `state_dict` returned.
+
+        Raises:
+            CheckpointError: it is of an fp16 run that kept LayerNorm and GroupNorm in fp32.
+        """
         if self.scaler is not None and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
         if self._pairs and "masters" in state:
+            if len(state["masters"]) != len(self._pairs):
+                raise CheckpointError(
+                    f"{len(state['masters'])} fp32 master weights are saved and this fp16 model has {len(self._pairs)}:"
+                    " earlier versions kept LayerNorm and GroupNorm in fp32, which CUDA refuses: resume with"
+                    " train.precision=amp-fp16"
+                )
             for (_, master), saved in zip(self._pairs, state["masters"], strict=True):
                 master.copy_(saved)

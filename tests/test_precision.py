@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from segapp.precision import LossScaler, Precision, half_except_norm
+from segapp.precision import LossScaler, Precision, half_except_batchnorm
 
 CPU = torch.device("cpu")
 
 
-def test_half_except_norm_keeps_normalisation_in_fp32() -> None:
-    model = half_except_norm(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.GroupNorm(2, 4)))
+def test_only_batchnorm_stays_in_fp32() -> None:
+    model = half_except_batchnorm(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.GroupNorm(2, 4)))
     assert {n: p.dtype for n, p in model.named_parameters()} == {
         "0.weight": torch.float16, "0.bias": torch.float16,
         "1.weight": torch.float32, "1.bias": torch.float32,
-        "2.weight": torch.float32, "2.bias": torch.float32,
+        "2.weight": torch.float16, "2.bias": torch.float16,
     }  # fmt: skip
     assert model[1].running_var.dtype == torch.float32
     assert model(torch.randn(2, 3, 8, 8).half()).dtype == torch.float16

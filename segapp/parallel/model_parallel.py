@@ -5,18 +5,18 @@ For models that do not fit one device. Results and state-dict keys are those of 
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
 from segapp.parallel.replicas import check_replicable
-from segapp.parallel.scatter_gather import DeviceLike, resolve_devices, to_device
+from segapp.parallel.scatter_gather import DeviceLike, map_tensors, resolve_devices, to_device
 
 
 @dataclass
@@ -155,22 +155,30 @@ def plan_stages(costs: Sequence[float], num_devices: int) -> tuple[int, ...]:
 def measure_stages(module: nn.Module, names: Iterable[str], *inputs: Any) -> dict[str, int]:
     """Return the bytes that each stage keeps in a training step: parameters, gradients, tensors saved for backward.
 
+    The module runs on the meta device: nothing is computed, no memory is allocated, and the module is not changed. So
+    a model that is too large for one device can be measured.
+
     Args:
-        module: the model; its buffers and the random state are restored.
+        module: the model, on any device.
         names: stages, none inside another; together they should hold most of the memory.
-        *inputs: a small example batch, on the module's device.
+        *inputs: a small example batch, of which only shapes and dtypes are used.
 
     Returns:
         Stage name -> bytes, in the order of execution.
+
+    Raises:
+        ValueError: the module needs values and cannot run on the meta device.
     """
     costs: dict[str, int] = {}
     running: list[str] = []
-    seen = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    parameters = {name: p.detach().to("meta").requires_grad_(p.requires_grad) for name, p in module.named_parameters()}
+    state = parameters | {name: buffer.to("meta") for name, buffer in module.named_buffers()}
+    seen = {tensor.untyped_storage()._cdata for tensor in parameters.values()}
 
     def save(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if running and storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
+        if running and storage._cdata not in seen:
+            seen.add(storage._cdata)  # the graph keeps it alive, so that no two storages share an address
             costs[running[-1]] += storage.nbytes()
         return tensor
 
@@ -188,30 +196,18 @@ def measure_stages(module: nn.Module, names: Iterable[str], *inputs: Any) -> dic
         hooks.append(part.register_forward_pre_hook(enter(name)))
         hooks.append(part.register_forward_hook(lambda *_: running.pop() and None))
     try:
-        with _preserved_state(module), torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-            kept = module(*inputs)  # alive until the end, so that no two tensors share an address
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+            kept = functional_call(module, state, tuple(map_tensors(lambda t: t.to("meta"), item) for item in inputs))
+    except (RuntimeError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{type(module).__name__} cannot be measured without values ({reason}): name the device of each stage"
+        ) from error
     finally:
         for hook in hooks:
             hook.remove()
     del kept
     return costs
-
-
-@contextlib.contextmanager
-def _preserved_state(module: nn.Module) -> Iterator[None]:
-    """Enable gradients, and restore buffers (BatchNorm statistics) and the random state at the end."""
-    kept = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    try:
-        with torch.random.fork_rng(_cuda_devices(module)), torch.enable_grad():
-            yield
-    finally:
-        with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                buffer.copy_(kept[name])
-
-
-def _cuda_devices(module: nn.Module) -> list[torch.device]:
-    return list({p.device: None for p in module.parameters() if p.device.type == "cuda"})
 
 
 def balance_stages(
@@ -222,11 +218,11 @@ def balance_stages(
     Args:
         module: the model.
         device_ids: devices to fill, in order.
-        *inputs: a small example batch, on the module's device.
+        *inputs: a small example batch, of which only shapes and dtypes are used.
         names: the stages; by default the module's direct children, such as encoder, decoder and head.
 
     Raises:
-        ValueError: no stage runs on these inputs.
+        ValueError: no stage runs on these inputs, or the module cannot run without values.
     """
     devices = resolve_devices(device_ids)
     costs = measure_stages(module, [n for n, _ in module.named_children()] if names is None else names, *inputs)

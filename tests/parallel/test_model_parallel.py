@@ -102,12 +102,27 @@ def test_measured_memory_counts_parameters_and_activations():
         balance_stages(net, ["cpu"], x, names=[])
 
 
-def test_measuring_keeps_statistics_and_random_state():
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5))
-    buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
+def test_measuring_needs_no_values_and_changes_nothing():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5)).half()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    example = torch.randn(2, 3, 5, 5).half()
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
-    balance_stages(net, ["cpu", "cpu"], torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(0)))
+    costs = measure_stages(net, ["0", "1", "2"], example)
     assert torch.equal(torch.rand(2), expected)
-    assert all(torch.equal(buffer, buffers[name]) for name, buffer in net.named_buffers())
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert measure_stages(net.to("meta"), ["0", "1", "2"], example) == costs  # the example is on another device
+
+
+def test_model_that_reads_values_is_refused():
+    class Reading(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.part(x) * x.sum().item()
+
+    with pytest.raises(ValueError, match=r"Reading cannot be measured without values .*: name the"):
+        balance_stages(Reading(), ["cpu", "cpu"], torch.ones(1, 2))

@@ -76,7 +76,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.skipped = frozenset(skipped)
         self.allocations: list[Allocation] = []
         self.modules: list[str] = [""]
-        self.modules_seen: list[str] = []
         self._events: list[int] = []  # a storage's number at its creation, the complement (~number) when it is freed
         self._marks: list[tuple[int, str]] = [(0, "build")]
         self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
@@ -93,19 +92,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def enter(self, module: str) -> None:
         """Record that a module begins to run."""
         self.modules.append(module)
-        if module not in self.modules_seen:
-            self.modules_seen.append(module)
 
     def leave(self) -> None:
         """Record that the module that began last has run."""
         self.modules.pop()
-
-    def alive_by_module(self) -> Counter[str]:
-        """Return the bytes alive now, by the module that created them."""
-        found: Counter[str] = Counter()
-        for number, _ in self._alive.values():
-            found[self.allocations[number].module] += self.allocations[number].num_bytes
-        return found
 
     def tag(self, tensors: Iterable[Tensor | None], kind: str) -> None:
         """Set the kind of tensors; those not recorded yet are recorded."""

@@ -32,7 +32,8 @@ from segapp.memory.simulation.backend import BACKEND, CHANGE_IN_PLACE, place, se
 from segapp.memory.simulation.buckets import Buckets
 from segapp.memory.simulation.jobs import EVAL, PHASES, PhasePeak, SimulationJob, SimulationResult
 from segapp.memory.simulation.recorder import CUDA_GRANULE_BYTES, PeakMoment, PhaseMarks, Recorder
-from segapp.parallel import plan_stages, smallest_chunk
+from segapp.parallel import balance_stages, smallest_chunk
+from segapp.precision import Precision
 from segapp.train.planning.blank_data import blank_batch, evaluate_blank, evaluation_size
 from segapp.train.step.assemble import StepAssembler, StepLayout, StepParts
 from segapp.train.step.engine import StepEngine
@@ -155,7 +156,6 @@ class Simulator:
         """Enter a simulation with the engine of a job, assembled as training assembles it."""
         assembler = self.assembler
         set_up()  # torch knows the devices by name from here on
-        stages = self._stages(devices) if job.mode == "model" else {}
         layout = StepLayout(
             job.mode,
             tuple(torch.device(device) for device in devices),
@@ -163,6 +163,7 @@ class Simulator:
             loss=job.loss,
         )
         source = assembler.prepare(copy.deepcopy(self._plain), layout)
+        stages = self._stages(source, devices) if job.mode == "model" else {}
         critic = assembler.build_critic(layout, torch.device("cpu"))
         criterion = assembler.build_criterion(self._equal_weights, job.loss)
         as_views = assembler.config.parallel.gradient_as_bucket_view
@@ -179,7 +180,7 @@ class Simulator:
     def _equal_weights(self, _rule: str) -> list[float]:
         return [1.0] * self.assembler.scheme.num_classes
 
-    def _stages(self, devices: Sequence[str]) -> dict[str, str]:
+    def _stages(self, source: nn.Module, devices: Sequence[str]) -> dict[str, str]:
         """Return `parallel.stages` on simulated devices, or stages balanced by memory as the trainer balances them."""
         wanted = self.assembler.config.parallel.stages
         if wanted:
@@ -187,20 +188,10 @@ class Simulator:
             if len(order) > len(devices):
                 raise ConfigError(f"parallel.stages names {len(order)} devices and --gpus {len(devices)}: name as many")
             return {name: devices[order.index(str(device))] for name, device in wanted.items()}
-        recorder = Recorder()
-        with simulation(recorder):
-            model = _placed(self._plain, {}, recorder)
-            outputs = model(torch.empty(2, 3, *self._crop_px, device=f"{BACKEND}:0"))
-            saved = recorder.alive_by_module()
-            del outputs
-        costs = {
-            name: sum(size for part, size in saved.items() if part.partition(".")[0] == name)
-            + 2 * sum(p.numel() * p.element_size() for p in part.parameters())
-            for name, part in self._plain.named_children()
-        }
-        order_of_use = list(dict.fromkeys(name for seen in recorder.modules_seen if (name := seen.partition(".")[0])))
-        numbers = plan_stages([costs[name] for name in order_of_use], len(devices))
-        return {name: devices[number] for name, number in zip(order_of_use, numbers, strict=True)}
+        dtype = Precision(self.assembler.config.train.precision, torch.device("cpu")).input_dtype
+        example = torch.empty(2, 3, *self._crop_px, dtype=dtype, device="meta")
+        balanced = balance_stages(source, devices, example)
+        return {name: str(device) for name, device in balanced.items()}
 
 
 def build_simulator(config: RunConfig) -> Simulator:

@@ -117,7 +117,13 @@ class DeviceBackend(Protocol):
         """Note what tensors are for (a kind of `segapp.memory.simulation.jobs.KINDS`)."""
 
     def stages(self, model: nn.Module, layout: StepLayout, example: Tensor) -> Mapping[str, Any]:
-        """Return the device of each part of the model, in mode model."""
+        """Return the device of each part of the model, in mode model.
+
+        Args:
+            model: as `StepAssembler.prepare` returns it.
+            layout: its devices are filled in order.
+            example: input of the model, of which only shape and dtype are used.
+        """
 
     def replica_mode(self, devices: Sequence[torch.device]) -> Any:
         """Return the `mode` of `DataParallelModel`."""
@@ -151,8 +157,8 @@ class RealDevices:
         return copy.deepcopy(module).to(device)
 
     def stages(self, model: nn.Module, layout: StepLayout, example: Tensor) -> Mapping[str, Any]:
-        """Return `parallel.stages`, or stages balanced by the memory of one forward pass."""
-        return self._stages or balance_stages(model, layout.devices, example.float().expand(2, -1, -1, -1))
+        """Return `parallel.stages`, or stages balanced by the memory that a training step needs."""
+        return self._stages or balance_stages(model, layout.devices, example)
 
     def replica_mode(self, devices: Sequence[torch.device]) -> Any:
         """Return "threads"; logical devices share one random generator: one replica at a time keeps dropout exact."""
@@ -242,9 +248,14 @@ class StepAssembler:
     def build_parts(
         self, layout: StepLayout, class_weights: Callable[[str], list[float]], *, with_weights: bool
     ) -> StepParts:
-        """Build all modules of a step on the first of real devices."""
+        """Build all modules of a step on the first of real devices.
+
+        In mode model the model stays on the host until its stages are placed, because no device may hold all of it.
+        """
         device = layout.devices[0]
-        model = self.prepare(self.build_model(with_weights=with_weights), layout).to(device)
+        model = self.prepare(self.build_model(with_weights=with_weights), layout)
+        if layout.mode != "model":
+            model.to(device)
         critic = self.build_critic(layout, device)
         return StepParts(model, self.build_criterion(class_weights), critic)
 
@@ -331,9 +342,10 @@ class StepAssembler:
                     check_batchnorm(bare, [batch_size // ranks.world_size], self._example())
                 return backend.wrap_ddp(inner, layout.devices[0])
             if layout.mode == "model":
-                stages = backend.stages(inner.model, layout, self._example())
-                named = {f"model.{name}": device for name, device in stages.items()}
-                place_stages(inner, named, layout.devices[0], layout.devices[0])
+                # On the model, because evaluation calls it without `inner`.
+                example = self._example().to(bare.normalizer.dtype).expand(2, -1, -1, -1)
+                stages = backend.stages(bare.model, layout, example)
+                place_stages(bare.model, stages, layout.devices[0], layout.devices[0])
                 return inner
             return self._replicated(inner, bare, layout, backend)
         except (ValueError, TypeError) as error:

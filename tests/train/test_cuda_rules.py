@@ -1,0 +1,79 @@
+"""Steps and evaluations of every mode, precision and architecture keep CUDA's rules; no GPU is needed."""
+
+import json
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from segapp.config import load_config
+from segapp.precision import PRECISIONS
+from tests.support import ROOT
+
+SPLITS = {"single": [4], "dp": [2, 1, 1], "ddp": [4], "model": [4, 0]}
+
+NETWORKS: dict[str, dict[str, Any]] = {
+    "lraspp": {"library": "torchvision", "name": "lraspp", "encoder": "mobilenet_v3_small"},
+    "deeplabv3": {"library": "torchvision", "name": "deeplabv3", "encoder": "mobilenet_v3_small"},
+    "deeplabv3plus": {"library": "smp", "name": "DeepLabV3Plus", "encoder": "tu-test_resnet"},
+    "pspnet": {"library": "smp", "name": "PSPNet", "encoder": "tu-test_resnet"},
+    "upernet-convnext": {"library": "smp", "name": "UPerNet", "encoder": "tu-test_convnext"},
+    "segformer": {"library": "smp", "name": "Segformer", "encoder": "mit_b0"},
+    "dpt": {"library": "smp", "name": "DPT", "encoder": "tu-test_vit"},
+}
+"""Small forms of the recipes' architectures, and transformers, whose LayerNorm is what CUDA is strict about."""
+
+
+def case_of(network: dict[str, Any], mode: str, precision: str, crop: int = 64) -> dict[str, Any]:
+    crop = 160 if network["name"] == "DPT" else crop
+    config = {
+        "name": "rules",
+        "data": {"format": "folder", "root": "nowhere", "classes": ["a", "b", "c"], "crop_px": [crop, crop]},
+        "model": network,
+        "train": {"precision": precision, "ema": 0.99},
+        "optim": {"name": "sgd", "momentum": 0.9, "clip_grad_norm": 1.0},
+    }
+    num_ranks = 2 if mode == "ddp" else 1
+    return {"config": config, "mode": mode, "split": SPLITS[mode], "num_ranks": num_ranks, "eval_px": [crop, 2 * crop]}
+
+
+def errors_of(cases: list[dict[str, Any]], tmp_path: Path) -> list[str | None]:
+    file = tmp_path / "cases.json"
+    file.write_text(json.dumps(cases))
+    command = [sys.executable, "-m", "tests.support.cuda_rules", str(file)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(found) == len(cases)
+    return found
+
+
+def test_architectures_and_modes_keep_cudas_rules(tmp_path: Path) -> None:
+    """One process, because most of its time is imports; the last two cases have faults that must be found."""
+    names = [(name, "model", "fp16") for name in NETWORKS]
+    names += [("deeplabv3plus", *pair) for pair in zip(SPLITS, ("amp-fp16", "amp-bf16", "fp16", "fp32"), strict=True)]
+    cases = [case_of(NETWORKS[name], mode, precision) for name, mode, precision in names]
+    faults = [case_of(NETWORKS["segformer"], "single", "fp16"), case_of(NETWORKS["lraspp"], "model", "fp32")]
+    *errors, float_norms, far_logits = errors_of([*cases, *({**case, "fault": True} for case in faults)], tmp_path)
+    assert {name: error for name, error in zip(names, errors, strict=True) if error} == {}
+    assert "expected scalar type Half but found Float" in str(float_norms)
+    assert "simgpu:1" in str(far_logits)
+
+
+@pytest.mark.slow
+def test_every_mode_and_precision_keeps_cudas_rules(tmp_path: Path) -> None:
+    names = list(product(NETWORKS, SPLITS, PRECISIONS))
+    errors = errors_of([case_of(NETWORKS[name], mode, precision) for name, mode, precision in names], tmp_path)
+    assert {name: error for name, error in zip(names, errors, strict=True) if error} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
+def test_every_recipe_keeps_cudas_rules(tmp_path: Path, recipe: str) -> None:
+    config = load_config(recipe, ["distill=null"] if recipe == "camvid-distill" else [])
+    model = {**config.model.model_dump(mode="json"), "weights": None, "weights_backbone": None}
+    names = [("model", "fp16"), ("dp", "fp16"), ("dp", "amp-fp16")]
+    errors = errors_of([case_of(model, mode, precision) for mode, precision in names], tmp_path)
+    assert errors == [None] * len(names)
