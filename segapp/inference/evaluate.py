@@ -17,6 +17,7 @@ from torch import Tensor
 from segapp.failpoints import failpoint
 from segapp.inference.sliding import Inference
 from segapp.losses import CriterionCE, View, upsample_confusion, upsample_logits
+from segapp.memory.oom_errors import is_out_of_memory
 from segapp.memory.oom_failpoint import oom_failpoint
 from segapp.metrics import ConfusionMatrix, SegmentationScores
 from segapp.parallel.ranks import PeerOutOfMemoryError, Ranks
@@ -106,7 +107,7 @@ def evaluate(
             collective call of it.
 
     Raises:
-        torch.OutOfMemoryError: on every rank, if one of them ran out of memory.
+        torch.OutOfMemoryError: another rank ran out of memory; this one raises its own error, whatever its type.
     """
     ranks = ranks or Ranks()
     was_training = model.training
@@ -114,7 +115,7 @@ def evaluate(
     matrix = ConfusionMatrix(settings.num_classes, settings.ignore_index, settings.device)
     totals = settings.no_statistics()
     num_images = num_batches = 0
-    failure: torch.OutOfMemoryError | None = None
+    failure: Exception | None = None
     try:
         for batch in batches:
             failpoint("eval.batch")
@@ -127,8 +128,8 @@ def evaluate(
                     counts, statistics = _count(model, images, target, settings)
                     matrix.add(counts)
                     totals = tuple(a + b for a, b in zip(totals, statistics, strict=True))
-            except torch.OutOfMemoryError as error:
-                if ranks.world_size == 1:
+            except Exception as error:
+                if ranks.world_size == 1 or not is_out_of_memory(error):
                     raise
                 failure = error
             num_images += len(batch.indices)

@@ -23,6 +23,7 @@ from segapp.inference.boundary_iou import BoundaryIoU
 from segapp.inference.evaluate import Evaluation, EvaluationSettings, count_views
 from segapp.inference.sliding import Inference
 from segapp.losses import upsample_argmax
+from segapp.memory.oom_errors import is_out_of_memory
 from segapp.metrics import ConfusionMatrix
 from segapp.models import SegmentationModel
 
@@ -125,7 +126,9 @@ class Evaluator:
         while True:
             try:
                 return self._count(inference, images, target)
-            except torch.OutOfMemoryError:
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
                 if self.settings.device.type == "cuda":
                     torch.cuda.empty_cache()
             inference = self._smaller(inference, (height, width), len(images))

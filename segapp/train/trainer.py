@@ -19,12 +19,12 @@ from segapp.config import LiveSettings
 from segapp.errors import DataError, NonFiniteError, OutOfMemoryError, WorkerError
 from segapp.failpoints import failpoint
 from segapp.inference.evaluate import Evaluation
+from segapp.memory.oom_errors import is_out_of_memory
 from segapp.train.control.progress import TrainingProgress
 from segapp.train.control.safe_point import SafePoint
 from segapp.train.process.context import RunContext
 from segapp.train.process.signals import PauseRequest, StopRequest
 from segapp.train.recovery.fallbacks import MemoryFallbacks
-from segapp.train.recovery.out_of_memory import is_out_of_memory
 from segapp.train.reporting import TrainerParts, TrainingReporter
 from segapp.train.saving.position import Best, Position
 from segapp.train.saving.saver import Captured, CheckpointSaver

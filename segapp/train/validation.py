@@ -59,7 +59,7 @@ class Validation:
             check: called before every batch; may raise to leave.
 
         Raises:
-            torch.OutOfMemoryError: on every rank, if one of them ran out of memory.
+            torch.OutOfMemoryError: another rank ran out of memory; this one raises its own error, whatever its type.
         """
         if self._precise_bn is not None:
             self._precise_bn.recompute(self.model, self._inference, self._engine.device, fallbacks.num_bn_pieces)

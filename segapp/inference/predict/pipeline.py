@@ -29,6 +29,7 @@ from segapp.inference.predict.reading import MAX_PREDICTED_PX, Picture, read_pic
 from segapp.inference.predict.sources import ImageFile
 from segapp.inference.predict.tiles import Strip, Workspace, plan_workspace, predict_strips
 from segapp.inference.predict.video import VideoOutputs, VideoReader
+from segapp.memory.oom_errors import is_out_of_memory
 
 READERS = 2
 WRITERS = 2
@@ -165,7 +166,9 @@ class _Job:
             return
         try:
             strips = self._together(pictures)
-        except torch.OutOfMemoryError:
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             torch.cuda.empty_cache()
             self.workspace.halve()
             strips = [list(self._strips(picture)) for picture in pictures]

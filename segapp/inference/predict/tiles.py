@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from segapp.datasets.dataset import available_bytes
 from segapp.errors import OutOfMemoryError
 from segapp.inference.predict.predictor import Predictor, TrainedPredictor, infer_labels
+from segapp.memory.oom_errors import is_out_of_memory
 from segapp.memory.simulation.recorder import Recorder
 
 MAX_HOST_BYTES = 2 << 30
@@ -116,7 +117,9 @@ def predict_strips(
         rows = next(core for core in _cores(height, frame[0]) if core[2] > done)
         try:
             yield _strip(predictor, image, frame, rows, done, with_probabilities=with_probabilities)
-        except torch.OutOfMemoryError:
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             torch.cuda.empty_cache()
             workspace.halve()
             continue

@@ -18,13 +18,13 @@ from segapp.config import RunConfig, validate_config
 from segapp.datasets.files import check_pairs
 from segapp.errors import ConfigError
 from segapp.memory.gpu_specs import GpuSpec
+from segapp.memory.oom_errors import is_out_of_memory
 from segapp.memory.planner import OverheadEstimate
 from segapp.memory.saved_plan import SavedMemoryPlan, advice_text, read_saved_plan
 from segapp.parallel.ranks import Ranks
 from segapp.run.folder import RunFolder
 from segapp.train.planning.plan import plan_largest, plan_memory
 from segapp.train.planning.trial_step import trial_step
-from segapp.train.recovery.out_of_memory import is_out_of_memory
 from segapp.train.telemetry.device_memory import DeviceInfo, DeviceMemoryTracker
 
 _FEWER = 7, 8

@@ -7,8 +7,8 @@ import re
 import torch.distributed as dist
 
 from segapp.errors import DistributedError, OutOfMemoryError, RunError, SegappError, StorageError
+from segapp.memory.oom_errors import is_out_of_memory
 from segapp.parallel import ReplicaError
-from segapp.train.recovery.out_of_memory import is_out_of_memory
 
 _OF_A_COLLECTIVE = re.compile(
     r"gloo|nccl|ProcessGroup|Connection closed by peer|Connection reset by peer", re.IGNORECASE

@@ -1,4 +1,4 @@
-"""Recognise out-of-memory errors, examine the device, and report: an event, a file, lines on the terminal."""
+"""Examine a device after an out-of-memory error, and report: an event, a file, lines on the terminal."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,14 +27,9 @@ _LARGEST = 8
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (KiB|MiB|GiB)")
 _UNITS = {"KiB": 1 / 1024, "MiB": 1.0, "GiB": 1024.0}
 
+T = TypeVar("T")
+
 logger = logging.getLogger("segapp")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if a device, or this machine, had no memory left."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):  # a replica's is one of torch's
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 class OomHandler:
@@ -71,7 +67,7 @@ class OomHandler:
             seen = seen.__cause__ or seen.__context__
         gc.collect()
         if device.type == "cuda":
-            torch.cuda.empty_cache()
+            _read("how to empty its cache", torch.cuda.empty_cache)
 
     def report(
         self, report: OomReport, fallbacks: MemoryFallbacks | None = None, *, is_final: bool = False
@@ -141,28 +137,46 @@ def _with_counters(snapshot: OomSnapshot, memory: DeviceMemoryTracker) -> OomSna
         info = memory.devices[snapshot.device] if snapshot.device < len(memory.devices) else None
         return replace(snapshot, total_mib=None if info is None else info.total_mib)
     device = torch.device(snapshot.name)
+    counters = _read("its memory", lambda: _counters_of(device)) or {}
+    largest = _read("its largest tensors", lambda: _largest_on(device)) or ()
+    others = _read("its processes", lambda: tuple(processes_on(_uuid_of(device)))) or ()
+    return replace(snapshot, **counters, largest=largest, others=others)
+
+
+def _read(what: str, read: Callable[[], T]) -> T | None:
+    """Return what `read` returns; None if the device does not answer, so that the report says the rest."""
     try:
-        free, total = torch.cuda.mem_get_info(device)
-        reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-    except RuntimeError:
-        return snapshot
-    uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
-    return replace(
-        snapshot,
-        allocated_mib=allocated / MIB,
-        reserved_mib=reserved / MIB,
-        total_mib=total / MIB,
-        largest=_largest_on(device),
-        others=tuple(processes_on(uuid)),
-        others_mib=max(0.0, (total - free - reserved) / MIB),
-    )
+        return read()
+    except Exception:
+        logger.exception("after an out-of-memory error the device does not tell %s", what)
+        return None
+
+
+def _counters_of(device: torch.device) -> dict[str, Any]:
+    """Return the amounts of a GPU's memory in MiB, as fields of `OomSnapshot`."""
+    free, total = torch.cuda.mem_get_info(device)
+    reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    return {
+        "allocated_mib": allocated / MIB,
+        "reserved_mib": reserved / MIB,
+        "total_mib": total / MIB,
+        "others_mib": max(0.0, (total - free - reserved) / MIB),
+    }
+
+
+def _uuid_of(device: torch.device) -> str:
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
 def _largest_on(device: torch.device) -> tuple[LiveTensor, ...]:
-    """Return the largest blocks of a GPU's allocator, with the shapes of those that Python can see."""
+    """Return the largest blocks of a GPU's allocator, with the shapes of those that Python can see.
+
+    Raises:
+        RuntimeError: the allocator, such as cudaMallocAsync, has no snapshot.
+    """
     shapes: dict[int, str] = {}
-    for item in gc.get_objects():
-        if isinstance(item, torch.Tensor) and item.device == device and item.layout is torch.strided:
+    for item in gc.get_objects():  # its `__class__` is not asked: a proxy may do anything then
+        if issubclass(type(item), torch.Tensor) and item.device == device and item.layout is torch.strided:
             words = f"{'x'.join(map(str, item.shape))} {str(item.dtype).removeprefix('torch.')}"
             shapes.setdefault(item.untyped_storage().data_ptr(), words)
     blocks = []

@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from segapp.errors import OutOfMemoryError
 from segapp.inference.evaluate import Evaluation
 from segapp.inference.sliding import Inference
+from segapp.memory.oom_errors import is_out_of_memory
 from segapp.memory.oom_report import OomReport, OomSnapshot
 from segapp.parallel.ranks import PeerOutOfMemoryError
 from segapp.train.control.commands import CommandController
 from segapp.train.recovery.fallbacks import MemoryFallbacks, next_eval_fallback
 from segapp.train.recovery.memory_limit import MemoryLimit
-from segapp.train.recovery.out_of_memory import OomHandler, final_error, first_line, is_out_of_memory
+from segapp.train.recovery.out_of_memory import OomHandler, final_error, first_line
 from segapp.train.saving.position import Position
 from segapp.train.step.engine import StepEngine
 from segapp.train.step.precise_bn import BatchNormMemoryError

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from segapp.inference.sliding import Inference
+from segapp.memory.oom_errors import is_out_of_memory
 from segapp.train.step.rollback import BufferGuard
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def recompute_batchnorm(model: nn.Module, inputs: Iterable[Tensor], device: torc
         guard.restore()
         for module, momentum in momenta.items():
             module.momentum = momentum
-        if isinstance(error, torch.OutOfMemoryError):
+        if is_out_of_memory(error):
             raise BatchNormMemoryError(str(error)) from error
         raise
 

@@ -1,0 +1,76 @@
+"""The report of an out-of-memory error, on devices that answer no question."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from segapp.memory.oom_report import OomReport
+from segapp.parallel import ReplicaError
+from segapp.parallel.ranks import Ranks
+from segapp.run.events import EventReader, EventWriter
+from segapp.run.folder import RunFolder
+from segapp.train.process.context import RunContext
+from segapp.train.recovery import out_of_memory
+from segapp.train.recovery.out_of_memory import OomHandler
+from segapp.train.telemetry.device_memory import DeviceInfo, DeviceMemoryTracker
+from segapp.train.telemetry.event_log import EventLog
+
+
+class Dead(types.ModuleType):
+    """`torch.cuda` after which nothing works."""
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*_args: Any, **_kwargs: Any) -> Any:
+            raise torch.AcceleratorError(f"CUDA error in {name}")
+
+        return call
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> RunContext:
+    folder = RunFolder.create("tiny", path=tmp_path / "run")
+    log = EventLog(EventWriter(folder.events))
+    memory = DeviceMemoryTracker([DeviceInfo("cpu"), DeviceInfo("cpu")])
+    return RunContext(folder, log, Ranks(), None, memory, None)  # type: ignore[arg-type]
+
+
+def reported(context: RunContext, error: Exception) -> dict[str, Any]:
+    handler = OomHandler(context, lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    snapshot = handler.examine(error)
+    handler.release(error, torch.device("cuda"))
+    handler.report(OomReport(snapshot, 1, 2, str(error), "nothing"), is_final=True)
+    found = [raw for raw in EventReader(context.folder.events).read_raw() if raw["type"] == "oom"]
+    assert len(found) == 1
+    return found[0]
+
+
+def test_report_is_whole_where_cuda_calls_raise(context: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = ReplicaError(1, torch.device("cuda:1"), "CUDA out of memory. Tried to allocate 2.00 GiB")
+    monkeypatch.setattr(torch, "cuda", Dead("cuda"))
+    event = reported(context, error)
+    assert (event["device"], event["index"], event["requested_mib"]) == ("cuda:1", 1, 2048.0)
+    assert (event.get("total_mib"), event.get("largest"), event.get("others")) == (None, [], [])
+
+
+def test_report_keeps_counters_without_a_snapshot(context: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> Any:
+        raise RuntimeError("cudaMallocAsync does not yet support snapshot")
+
+    fake = types.SimpleNamespace(
+        mem_get_info=lambda _: (1 << 30, 24 << 30),
+        memory_reserved=lambda _: 20 << 30,
+        memory_allocated=lambda _: 18 << 30,
+        get_device_properties=lambda _: types.SimpleNamespace(uuid="1234"),
+        memory_snapshot=refused,
+        empty_cache=lambda: None,
+    )
+    monkeypatch.setattr(torch, "cuda", fake)
+    monkeypatch.setattr(out_of_memory, "processes_on", lambda _: [])
+    event = reported(context, ReplicaError(0, torch.device("cuda:0"), "CUDA error: out of memory"))
+    assert (event["total_mib"], event["reserved_mib"], event["allocated_mib"]) == (24576.0, 20480.0, 18432.0)
+    assert (event["others_mib"], event.get("largest")) == (3072.0, [])
