@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
 
 from segapp.config import DataConfig
 from segapp.datasets.augment import EvalTransform, TrainTransform
+from segapp.datasets.cache.pixel_cache import PixelCache
+from segapp.datasets.cache.places import CacheFiles, cache_digest, default_folder, disk_files, memory_files
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.doctor import check_masks
 from segapp.datasets.files import ImagePair, check_pairs
 from segapp.datasets.layouts.formats import ClassScheme, DataLocation, class_scheme, find_pairs
 from segapp.datasets.layouts.published_classes import CITYSCAPES_CATEGORIES, CITYSCAPES_NAMES
+from segapp.datasets.loader import LoadOptions
+from segapp.datasets.resources import cores_of_rank
+from segapp.datasets.workers import plan_workers, sample_seconds
 from segapp.errors import ConfigError
+from segapp.parallel.ranks import Ranks
 
 
 def build_scheme(data: DataConfig) -> ClassScheme:
@@ -62,17 +73,35 @@ def build_groups(data: DataConfig, scheme: ClassScheme) -> dict[str, tuple[int, 
 
 
 def build_dataset(
-    data: DataConfig, scheme: ClassScheme, split: str, *, is_training: bool, seed: int, most: int | None = None
+    data: DataConfig,
+    scheme: ClassScheme,
+    split: str,
+    *,
+    is_training: bool,
+    seed: int,
+    most: int | None = None,
+    ranks: Ranks | None = None,
 ) -> SegmentationDataset:
     """Return the data set of a split, its headers checked, with the training or the evaluation transform.
 
+    Args:
+        data: the section of the config.
+        scheme: of the classes.
+        split: name of the split.
+        is_training: use the training transform.
+        seed: of the augmentation.
+        most: use only so many images; None: all.
+        ranks: of a training, which share `data.cache`; all must call. None: images are read once, and so decoded.
+
     Raises:
+        ConfigError: `data.cache_dir` lies in the data set.
         DataError: a file is missing or cannot be used.
     """
     pairs = build_pairs(data, split)
     if most is not None:
         pairs = pairs[:: max(1, len(pairs) // max(most, 1))][:most]
-    check_masks(pairs, check_pairs(pairs), scheme)
+    sizes = check_pairs(pairs)
+    check_masks(pairs, sizes, scheme)
     transform: TrainTransform | EvalTransform | None = None
     if is_training:
         transform = TrainTransform(
@@ -86,7 +115,60 @@ def build_dataset(
         )
     elif data.resize_px is not None:
         transform = EvalTransform(data.resize_px)
-    return SegmentationDataset(pairs, scheme, transform, seed=seed, cache=data.cache)
+    cache: PixelCache | None = None
+    notes: list[str] = []
+    if data.cache != "none" and ranks is not None:
+        try:
+            cache = PixelCache(_cache_files(data, split, scheme, ranks), pairs, sizes, scheme.dtype)
+        except OSError as error:
+            notes.append(
+                f"data.cache = {data.cache} cannot be used for {split} ({error}): every image is decoded each time it "
+                "is read; name another folder in data.cache_dir, or set data.cache to none"
+            )
+    return SegmentationDataset(pairs, scheme, transform, seed=seed, cache=cache, notes=notes)
+
+
+def _cache_files(data: DataConfig, split: str, scheme: ClassScheme, ranks: Ranks) -> CacheFiles:
+    """Return the files of a split's cache; those in memory are made by one rank of each machine for all of them.
+
+    Raises:
+        ConfigError: `data.cache_dir` lies in the data set.
+        OSError: they cannot be made.
+    """
+    digest = cache_digest(data.root, split, scheme)
+    if data.cache == "disk":
+        folder = Path(data.cache_dir).expanduser() if data.cache_dir is not None else default_folder()
+        root = Path(os.path.realpath(data.root))
+        if Path(os.path.realpath(folder)).is_relative_to(root):
+            raise ConfigError(f"data.cache_dir = {folder} lies in data.root = {data.root}: name a folder outside it")
+        return disk_files(folder, split, digest, scheme.dtype)
+    hosts = ranks.gather(socket.gethostname())
+    first_here = hosts.index(hosts[ranks.rank])
+    own: CacheFiles | OSError | None = None
+    if ranks.rank == first_here:
+        try:
+            own = memory_files(digest)
+        except OSError as error:
+            own = error
+    found = ranks.gather(own)[first_here]
+    if isinstance(found, OSError):
+        raise found
+    files: CacheFiles = own if isinstance(own, CacheFiles) else found
+    return files
+
+
+def build_load_options(data: DataConfig, dataset: SegmentationDataset, device: torch.device) -> LoadOptions:
+    """Return how batches are loaded for a device: `data.workers: auto` becomes a number.
+
+    Args:
+        data: the section of the config.
+        dataset: whose samples are measured.
+        device: that the batches go to; for a GPU they are page-locked.
+    """
+    workers = data.workers
+    if workers == "auto":
+        workers = plan_workers(sample_seconds(dataset), data.crop_px, cores_of_rank(), device.type)
+    return LoadOptions(workers, data.timeout_s, pin_memory=device.type == "cuda")
 
 
 def split_names(data: DataConfig) -> tuple[str, str]:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from segapp.build.criterion import build_criterion
-from segapp.build.data import build_dataset, build_groups
+from segapp.build.data import build_dataset, build_groups, build_load_options
 from segapp.build.devices import choose_devices
 from segapp.build.trained import TrainedModel, load_trained
 from segapp.datasets.dataset import SegmentationDataset
-from segapp.datasets.loader import EvalLoader, LoadOptions
+from segapp.datasets.loader import EvalLoader
 from segapp.errors import ConfigError, storage_errors
 from segapp.inference.evaluate import EvaluationSettings
 from segapp.inference.evaluator import EvaluationResult, Evaluator, evaluate_on_devices
@@ -62,9 +62,14 @@ def evaluate_target(target: str, options: EvalOptions) -> None:
     data = config.data.model_copy(update={} if options.data_root is None else {"root": options.data_root})
     groups = build_groups(data, scheme)
     dataset = build_dataset(data, scheme, options.split, is_training=False, seed=config.seed)
-    loader = EvalLoader(dataset, options=LoadOptions(data.workers, data.timeout_s), batch_size=config.eval.batch_size)
+    evaluators = _build_evaluators(trained, options)
+    loader = EvalLoader(
+        dataset,
+        options=build_load_options(data, dataset, evaluators[0].settings.device),
+        batch_size=config.eval.batch_size,
+    )
     with progress_bar(len(dataset), "evaluating") as progress:
-        found = evaluate_on_devices(_build_evaluators(trained, options), loader, progress)
+        found = evaluate_on_devices(evaluators, loader, progress)
     for note in found.notes:
         print(f"note: {printable(note)}", file=sys.stderr)
     _print_scores(found, trained, groups, options.split)

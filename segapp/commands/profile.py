@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,14 +21,17 @@ from torch import nn
 from torch.profiler import profile, record_function
 from torch.utils.hooks import RemovableHandle
 
-from segapp.build.data import build_dataset, build_scheme, split_names
+from segapp.build.data import build_dataset, build_load_options, build_scheme, split_names
 from segapp.build.devices import plan_devices
 from segapp.config import RunConfig, load_config
-from segapp.datasets.loader import Batch, LoadOptions, TrainLoader
+from segapp.datasets.loader import Batch, TrainLoader
+from segapp.datasets.resources import cores_of_rank
+from segapp.datasets.workers import sample_seconds, wait_advice
 from segapp.errors import ConfigError, DataError
 from segapp.memory.report import aligned
 from segapp.memory.simulation.jobs import PHASES, PhasePeak
 from segapp.memory.simulation.recorder import PhaseMarks, Recorder
+from segapp.parallel.ranks import Ranks
 from segapp.train.build import seed_everything
 from segapp.train.planning.blank_data import blank_batch
 from segapp.train.planning.simulate import phase_peaks, watch_modules
@@ -54,6 +57,7 @@ class StepProfile:
         module_s: seconds of the forward pass by part of the model, without its inner parts; GPU time on a GPU.
         peaks: highest memory of each device, by phase.
         module_mib: activations by part of the model at the peak of the first device.
+        advice: what to change if the device waits for data; None if it hardly does.
     """
 
     devices: tuple[str, ...]
@@ -63,6 +67,7 @@ class StepProfile:
     module_s: dict[str, float]
     peaks: tuple[dict[str, PhasePeak], ...]
     module_mib: dict[str, float]
+    advice: str | None = None
 
 
 def print_profile(config_name: str | None, overrides: Sequence[str], num_steps: int, *, as_json: bool) -> None:
@@ -90,7 +95,14 @@ def profile_steps(config: RunConfig, num_steps: int = 3) -> StepProfile:
         raise ConfigError(f"parallel.mode = {plan.mode}: a profile runs in one process: use parallel.mode=dp or single")
     seed_everything(config.seed)
     devices = [str(device) for device in plan.devices]
-    batches, source = _batches(config)
+    loader = _training_loader(config, plan.devices[0])
+    batches: Iterator[Batch]
+    if loader is None:
+        source = "black images: no data set found"
+        batches = itertools.repeat(blank_batch(build_scheme(config.data), config.train.batch_size, config.data.crop_px))
+    else:
+        source = f"{len(loader.dataset)} training images"
+        batches = itertools.chain.from_iterable(loader.epoch(number) for number in itertools.count(1))
     recorder = Recorder()
     gpu0_bsz = None if config.parallel.gpu0_bsz == "auto" else config.parallel.gpu0_bsz
     engine = build_trial_engine(config, build_layout(config, plan, gpu0_bsz), recorder.tag)
@@ -98,20 +110,35 @@ def profile_steps(config: RunConfig, num_steps: int = 3) -> StepProfile:
     phase_s, module_s = _time_steps(engine, batches, num_steps)
     last = next(batches)
     peaks, module_mib = _record_step(engine, last, recorder, devices)
-    return StepProfile(tuple(devices), tuple(engine.split_of(last)), source, phase_s, module_s, peaks, module_mib)
+    advice = None if loader is None else _data_advice(loader, phase_s)
+    split = tuple(engine.split_of(last))
+    return StepProfile(tuple(devices), split, source, phase_s, module_s, peaks, module_mib, advice)
 
 
-def _batches(config: RunConfig) -> tuple[Iterator[Batch], str]:
-    """Return an endless iterator over batches, and where the images come from."""
+def _training_loader(config: RunConfig, device: torch.device) -> TrainLoader | None:
+    """Return the loader of a training on a device; None if the data set is missing."""
     try:
         scheme = build_scheme(config.data)
-        train_set = build_dataset(config.data, scheme, split_names(config.data)[0], is_training=True, seed=config.seed)
+        split = split_names(config.data)[0]
+        train_set = build_dataset(config.data, scheme, split, is_training=True, seed=config.seed, ranks=Ranks())
     except (DataError, OSError):
-        blank = blank_batch(build_scheme(config.data), config.train.batch_size, config.data.crop_px)
-        return itertools.repeat(blank), "black images: no data set found"
-    loader = TrainLoader(train_set, config.train.batch_size, seed=config.seed, options=LoadOptions(config.data.workers))
-    epochs = (loader.epoch(number) for number in itertools.count(1))
-    return itertools.chain.from_iterable(epochs), f"{len(train_set)} training images"
+        return None
+    options = build_load_options(config.data, train_set, device)
+    return TrainLoader(train_set, config.train.batch_size, seed=config.seed, options=options)
+
+
+def _data_advice(loader: TrainLoader, phase_s: Mapping[str, float]) -> str | None:
+    """Return what to change if loading takes longer than the rest of a step; None if it does not.
+
+    A few steps take batches that were loaded before the first of them, so the cost of a sample counts too.
+    """
+    busy_s = sum(phase_s.values()) - phase_s[WAIT]
+    load_s = loader.batch_size * (sample_seconds(loader.dataset) or 0.0) / max(1, loader.workers)
+    expected_s = max(0.0, load_s - busy_s) if loader.workers else load_s
+    wait_s = max(phase_s[WAIT], expected_s)
+    cache = loader.dataset.cache
+    kind = "none" if cache is None else cache.files.kind
+    return wait_advice(wait_s / (busy_s + wait_s), loader.workers, cores_of_rank(), kind)
 
 
 class _Spans:
@@ -223,6 +250,7 @@ def profile_lines(found: StepProfile) -> list[str]:
         "",
         *aligned(rows),
         f"{total_s:.3f} s a step, {sum(found.split) / total_s:.1f} images/s (# time, = memory)",
+        *([found.advice] if found.advice else []),
         "",
     ]
     for device, phases in zip(dict.fromkeys(found.devices), found.peaks, strict=False):

@@ -284,8 +284,15 @@ def report_lines(config: RunConfig, measured: Measured, full: FullRunEstimate) -
 
 
 def _more_memory(config: RunConfig) -> str:
-    workers = f", plus {config.data.workers} data workers" if config.data.workers else ""
-    cache = "; data.cache = ram adds all decoded images" if config.data.cache == "ram" else ""
+    data = config.data
+    workers = (
+        ""
+        if not data.workers
+        else ", plus the data workers"
+        if data.workers == "auto"
+        else (f", plus {data.workers} data workers")
+    )
+    cache = "; data.cache = ram adds all decoded images" if data.cache == "ram" else ""
     return workers + cache
 
 

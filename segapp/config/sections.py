@@ -115,10 +115,12 @@ class DataConfig(Section):
     """End of the mask file names, e.g. "_mask.png"; null: .png."""
     allow_outside_root: bool = False
     """Accept files outside root, reached by links or named in a list file; root itself may be a link in any case."""
-    workers: Annotated[Count, Field(le=512)] = 4
-    """Number of data loading processes; 0: load in the trainer itself."""
-    cache: Literal["none", "ram"] = "none"
-    """ram: keep decoded images and masks in memory."""
+    workers: Annotated[Count, Field(le=512)] | Literal["auto"] = "auto"
+    """Data loading processes of each rank; auto: by processors and the measured cost of a sample; 0: none."""
+    cache: Literal["none", "ram", "disk"] = "none"
+    """Keep decoded images and masks from their first read on, for all workers and ranks: ram, or disk (cache_dir)."""
+    cache_dir: str | None = None
+    """Folder of data.cache = disk, on a local disk outside data.root; null: $XDG_CACHE_HOME/segapp/pixels."""
     timeout_s: NonNegativeFloat = 120.0
     """Seconds to wait for a data worker before the run fails; 0: no limit."""
 

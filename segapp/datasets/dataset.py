@@ -5,12 +5,9 @@ Images are uint8, a quarter of the bytes to transfer, and are normalised on the 
 Shapes: H, W height and width in pixels.
 """
 
-import mmap
-import multiprocessing
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import cv2
 import numpy as np
@@ -18,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from segapp.datasets.cache.pixel_cache import PixelCache
 from segapp.datasets.files import ImagePair, check_same_size, read_header, shown
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import read_image, read_mask
@@ -25,8 +23,6 @@ from segapp.datasets.sampling import mix_seed
 from segapp.errors import DataError
 
 Pixels = NDArray[Any]
-
-_ALIGN_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -60,11 +56,11 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
         scheme: Classes and the ids of the masks.
         transform: Applied with a seed of (seed, epoch, index); None: no transform, full size.
         seed: Seed of the augmentation.
-        cache: "ram" keeps decoded images and masks in memory shared by all workers, filled at the first read.
+        cache: Of the decoded images and masks, filled at the first read; None: every read decodes.
+        notes: Sentences for the user about how the images are read.
 
     Raises:
-        DataError: No pairs; or with "ram", a header cannot be read or the decoded data exceed the free memory.
-        ValueError: `cache` is neither "none" nor "ram".
+        DataError: No pairs.
     """
 
     def __init__(
@@ -74,17 +70,17 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
         transform: Transform | None = None,
         *,
         seed: int = 0,
-        cache: Literal["none", "ram"] = "none",
+        cache: PixelCache | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
         if not pairs:
             raise DataError("the data set has no images: check data.root and the split")
-        if cache not in {"none", "ram"}:
-            raise ValueError(f"cache={cache!r}: use 'none' or 'ram'")
         self.pairs = tuple(pairs)
         self.scheme = scheme
         self.transform = transform
         self.seed = seed
-        self._cache = RamCache(image_sizes(self.pairs), scheme.dtype) if cache == "ram" else None
+        self.cache = cache
+        self.notes = tuple(notes)
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -114,15 +110,15 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
         Raises:
             DataError: One of the files cannot be used, or their sizes differ.
         """
-        cached = self._cache.get(index) if self._cache is not None else None
+        cached = self.cache.get(index) if self.cache is not None else None
         if cached is not None:
             return cached
         pair = self.pairs[index]
         image = read_image(pair.image)
         mask = self.read_mask(index, image.shape[:2])
         check_same_size(pair, image.shape[:2], mask.shape[:2])
-        if self._cache is not None:
-            self._cache.put(index, image, mask, pair)
+        if self.cache is not None:
+            self.cache.put(index, image, mask)
         return image, mask
 
     def read_mask(self, index: int, size_px: tuple[int, ...]) -> Pixels:
@@ -145,92 +141,3 @@ def image_sizes(pairs: Sequence[ImagePair]) -> list[tuple[int, int]]:
     """Return the upright (height, width) of every image in pixels, from the headers."""
     headers = (read_header(pair.image) for pair in pairs)
     return [(header.height_px, header.width_px) for header in headers]
-
-
-class RamCache:
-    """Decoded images and masks in anonymous memory that forked workers share; pages are allocated when filled.
-
-    A pickled copy (for a spawned process) starts empty.
-
-    Args:
-        sizes: Height and width of every image.
-        dtype: Of the masks.
-
-    Raises:
-        DataError: The images do not fit into the free memory.
-    """
-
-    def __init__(self, sizes: Sequence[tuple[int, int]], dtype: np.dtype[Any]) -> None:
-        self._sizes = list(sizes)
-        self._dtype = dtype
-        lengths = [_aligned(h * w * 3) + _aligned(h * w * dtype.itemsize) for h, w in sizes]
-        self._offsets = [_aligned(len(sizes)) + int(offset) for offset in np.cumsum([0, *lengths[:-1]])]
-        num_bytes = _aligned(len(sizes)) + sum(lengths)
-        _check_memory(num_bytes)
-        self._buffer = mmap.mmap(-1, num_bytes)
-        self._lock = multiprocessing.Lock()  # a memory barrier: no process may see a flag before its pixels
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RamCache, (self._sizes, self._dtype)
-
-    def get(self, index: int) -> tuple[Pixels, Pixels] | None:
-        """Return read-only views of the image (H, W, 3) and the mask (H, W); None if not cached yet."""
-        with self._lock:
-            is_filled = self._buffer[index] != 0
-        return self._views(index, is_writeable=False) if is_filled else None
-
-    def put(self, index: int, image: Pixels, mask: Pixels, pair: ImagePair) -> None:
-        """Store an image and its mask.
-
-        Raises:
-            DataError: The image's size is not the one in its header.
-        """
-        if image.shape[:2] != self._sizes[index]:
-            raise DataError(f"{shown(pair.image)}: the image changed during the run: start the run again")
-        image_view, mask_view = self._views(index, is_writeable=True)
-        image_view[:] = image
-        mask_view[:] = mask
-        with self._lock:
-            self._buffer[index] = 1
-
-    def _views(self, index: int, *, is_writeable: bool) -> tuple[Pixels, Pixels]:
-        height, width = self._sizes[index]
-        offset = self._offsets[index]
-        image = np.ndarray((height, width, 3), np.uint8, self._buffer, offset)
-        mask = np.ndarray((height, width), self._dtype, self._buffer, offset + _aligned(height * width * 3))
-        image.flags.writeable = mask.flags.writeable = is_writeable
-        return image, mask
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-
-
-def _check_memory(num_bytes: int) -> None:
-    """Raise DataError if a cache does not fit into the free memory."""
-    available = available_bytes()
-    if available is not None and num_bytes > available:
-        raise DataError(
-            f"data.cache=ram needs {num_bytes / 2**30:.1f} GiB for the decoded images, {available / 2**30:.1f} GiB of "
-            "memory are free: set data.cache to none"
-        )
-
-
-def available_bytes() -> int | None:
-    """Return the memory available without swapping, within the container's limit; None if unknown."""
-    available: list[int] = []
-    group = Path("/sys/fs/cgroup")
-    try:
-        available.append(_counters(Path("/proc/meminfo"))["MemAvailable:"] * 1024)
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text()) - _counters(group / "memory.stat")["file"]
-        available.append(limit - used)
-    except (OSError, ValueError, KeyError):
-        pass  # no Linux, no control group, or no limit ("max")
-    return min(available, default=None)
-
-
-def _counters(path: Path) -> dict[str, int]:
-    """Return the numbers of a file of "name number" lines."""
-    words = (line.split() for line in path.read_text().splitlines())
-    return {word[0]: int(word[1]) for word in words if len(word) > 1}

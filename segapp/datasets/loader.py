@@ -61,6 +61,11 @@ class TrainLoader:
     def __len__(self) -> int:
         return self._num_batches
 
+    @property
+    def workers(self) -> int:
+        """Processes that load."""
+        return self._pool.options.workers
+
     def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
         """Return the batches of an epoch from `start_batch` (counted from 0) on; earlier ones are not loaded.
 

@@ -209,7 +209,7 @@ class BatchPool:
 
     def __init__(self, dataset: SegmentationDataset, options: LoadOptions) -> None:
         self._dataset = dataset
-        self._options = options
+        self.options = options
         self._workers = options.workers
         self._plan = _Plan()
         self._guarded = _GuardedDataset(dataset, options.workers)
@@ -263,7 +263,7 @@ class BatchPool:
             batch_sampler=self._plan,
             collate_fn=_first,
             num_workers=self._workers,
-            pin_memory=self._options.pin_memory,
+            pin_memory=self.options.pin_memory,
             timeout=_POLL_S if many else 0,
             worker_init_fn=_start_worker if many else None,
             multiprocessing_context="fork" if many and "fork" in get_all_start_methods() else None,
@@ -282,7 +282,7 @@ class BatchPool:
                     raise
                 waited_s += _POLL_S
                 timed_out = "timed out" in str(error)
-                if timed_out and (not self._options.timeout_s or waited_s < self._options.timeout_s):
+                if timed_out and (not self.options.timeout_s or waited_s < self.options.timeout_s):
                     continue
                 failure = self._timeout_error(batch) if timed_out else self._death_error(error)
                 self._kill([number for number in range(self._workers) if self._guarded.slots[number]])
@@ -292,7 +292,7 @@ class BatchPool:
     def _timeout_error(self, batch: list[Key]) -> WorkerError:
         names = self._being_read() or [shown(self._dataset.pairs[index].image) for _, index in batch[:1]]
         return WorkerError(
-            f"the data workers gave no batch for {self._options.timeout_s:g} s, at {', '.join(names)}: "
+            f"the data workers gave no batch for {self.options.timeout_s:g} s, at {', '.join(names)}: "
             "check that the storage answers, or raise data.timeout_s"
         )
 

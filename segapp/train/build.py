@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from segapp.build.class_weights import cached_frequencies, class_weights
-from segapp.build.data import build_dataset, build_scheme, split_names
+from segapp.build.data import build_dataset, build_load_options, build_scheme, split_names
 from segapp.build.devices import DevicePlan
 from segapp.build.network import build_inference
 from segapp.build.optimizer import build_schedule
@@ -21,7 +21,7 @@ from segapp.config import LiveSettings, RunConfig, config_hash
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.frequencies import ClassFrequencies, compute_class_frequencies
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.datasets.loader import EvalLoader, LoadOptions, TrainLoader
+from segapp.datasets.loader import EvalLoader, TrainLoader
 from segapp.errors import ConfigError
 from segapp.memory.saved_plan import SavedMemoryPlan
 from segapp.optim import lr_at
@@ -175,12 +175,16 @@ def _build_datasets(
     train_split, val_split = split_names(config.data)
     num_train = None if limit is None else limit.num_batches * config.train.batch_size
     num_val = None if limit is None else limit.num_val
-    train_set = build_dataset(config.data, scheme, train_split, is_training=True, seed=config.seed, most=num_train)
+    train_set = build_dataset(
+        config.data, scheme, train_split, is_training=True, seed=config.seed, most=num_train, ranks=ranks
+    )
     if len(train_set) < ranks.world_size:
         raise ConfigError(
             f"parallel: {ranks.world_size} ranks cannot share {len(train_set)} training images: use one each"
         )
-    val_set = build_dataset(config.data, scheme, val_split, is_training=False, seed=config.seed, most=num_val)
+    val_set = build_dataset(
+        config.data, scheme, val_split, is_training=False, seed=config.seed, most=num_val, ranks=ranks
+    )
     return train_set, val_set
 
 
@@ -205,18 +209,19 @@ def _build_engine(
 def _build_loaders(
     config: RunConfig, ranks: Ranks, train_set: SegmentationDataset, val_set: SegmentationDataset, device: torch.device
 ) -> tuple[TrainLoader, EvalLoader]:
-    data, rank, world_size = config.data, ranks.rank, ranks.world_size
+    rank, world_size = ranks.rank, ranks.world_size
+    options = build_load_options(config.data, train_set, device)
     train_loader = TrainLoader(
         train_set,
         config.train.batch_size,
         seed=config.seed,
-        options=LoadOptions(data.workers, data.timeout_s, pin_memory=device.type == "cuda"),
+        options=options,
         rank=rank,
         world_size=world_size,
     )
     val_loader = EvalLoader(
         val_set,
-        options=LoadOptions(data.workers, data.timeout_s),
+        options=options,
         batch_size=config.eval.batch_size,
         rank=rank,
         world_size=world_size,

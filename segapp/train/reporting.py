@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from segapp.checkpoint.training_state import CheckpointStore
 from segapp.inference.evaluate import Evaluation
-from segapp.run.events import EpochStart, RunStart, Step, Val
+from segapp.run.events import Alert, EpochStart, RunStart, Step, Val
 from segapp.train.control.commands import CommandController
 from segapp.train.control.progress import TrainingProgress
 from segapp.train.recovery.policy import OomPolicy
 from segapp.train.settings import RunFacts, TrainerSettings
 from segapp.train.step.engine import StepEngine, StepResult
+from segapp.train.telemetry.data_watch import DataWatch
 from segapp.train.telemetry.event_log import EventLog
 from segapp.train.validation import Validation
 
@@ -59,6 +61,7 @@ class TrainingReporter:
         self._event_log, self._settings, self._progress = event_log, settings, progress
         self._engine, self._controller = parts.engine, parts.controller
         self._num_batches = len(parts.train_loader)
+        self._data_watch = DataWatch(parts.train_loader, parts.validation.loader.dataset)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -83,6 +86,7 @@ class TrainingReporter:
         )
         for report in self._engine.model.load_reports:
             self._event_log.emit(report.as_event())
+        self._alert(self._data_watch.at_start())
 
     def epoch_start(self, lr: float) -> None:
         """Emit `epoch_start` with the learning rate of the first step."""
@@ -114,7 +118,12 @@ class TrainingReporter:
                 terms={name: float(value) for name, value in result.terms.items()} or None,
             )
         )
+        self._alert(self._data_watch.after_interval(clock.wait_s, elapsed_s))
         clock.restart()
+
+    def _alert(self, messages: Iterable[str]) -> None:
+        for message in messages:
+            self._event_log.emit(Alert(kind="data", message=message, step=self._progress.position.step))
 
     def validation(self, found: Evaluation) -> None:
         """Emit `val`."""

@@ -252,11 +252,12 @@ def _restore(trainer: Trainer, context: RunContext, config: RunConfig, checkpoin
 def _build_watchdog(
     folder: RunFolder, config: RunConfig, event_log: EventLog, memory: DeviceMemoryTracker, ranks: Ranks
 ) -> Watchdog:
+    num_workers = 1 if config.data.workers == "auto" else config.data.workers  # auto is at least 1
     return Watchdog(
         folder.path,
         event_log,
         memory,
-        HangLimits(config.train.hang_timeout_s, config.data.timeout_s, config.data.workers),
+        HangLimits(config.train.hang_timeout_s, config.data.timeout_s, num_workers),
         rank=ranks.rank,
         rank_pids=ranks.gather((socket.gethostname(), os.getpid())),
     )

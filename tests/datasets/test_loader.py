@@ -1,7 +1,6 @@
 """Order, seeds and shares; equal batches for any number of workers and after any interruption."""
 
 import hashlib
-import os
 import pickle
 import random
 from collections.abc import Callable
@@ -309,68 +308,6 @@ def test_ranks_evaluate_every_image_once(world_size: int, write_pairs: WritePair
 def test_evaluation_at_a_given_size_resizes_images(write_pairs: WritePairs, scheme: ClassScheme) -> None:
     dataset = SegmentationDataset(write_pairs([(20, 30), (40, 60)]), scheme, EvalTransform((10, 15)))
     assert [tuple(batch.images.shape) for batch in EvalLoader(dataset)] == [(1, 3, 10, 15)] * 2
-
-
-# --- the cache
-
-
-def test_cache_gives_equal_batches_and_reads_files_once(dataset: SegmentationDataset) -> None:
-    cached = SegmentationDataset(dataset.pairs, dataset.scheme, dataset.transform, seed=5, cache="ram")
-    expected = {key: dataset[key] for key in ((0, 2), (1, 2), (1, 7))}
-    for _ in range(2):
-        for key, sample in expected.items():
-            assert torch.equal(cached[key].image, sample.image)
-            assert torch.equal(cached[key].target, sample.target)
-        for path in (cached.pairs[2].image, cached.pairs[7].mask):
-            path.unlink(missing_ok=True)
-    copy = pickle.loads(pickle.dumps(cached))
-    with pytest.raises(DataError, match="does not exist"):
-        copy[0, 2]
-
-
-def test_workers_share_one_cache(dataset: SegmentationDataset) -> None:
-    expected = [[digest(batch) for batch in TrainLoader(dataset, 4).epoch(epoch)] for epoch in (0, 1)]
-    cached = SegmentationDataset(dataset.pairs, dataset.scheme, dataset.transform, seed=5, cache="ram")
-    loader = TrainLoader(cached, 4, options=LoadOptions(2), drop_last=False)
-    assert [digest(batch) for batch in loader.epoch(0)][:3] == expected[0]
-    for pair in cached.pairs:
-        pair.image.unlink()
-    assert [digest(batch) for batch in loader.epoch(1)][:3] == expected[1]
-    loader.close()
-    assert [digest(batch) for batch in TrainLoader(cached, 4).epoch(1)] == expected[1]
-
-
-def test_cached_pixels_cannot_be_written_to(write_pairs: WritePairs, scheme: ClassScheme) -> None:
-    dataset = SegmentationDataset(write_pairs([(20, 30)]), scheme, cache="ram")
-    for _ in range(2):
-        sample = dataset[0, 0]
-        sample.image.zero_()
-        sample.target.zero_()
-    np.testing.assert_array_equal(dataset[0, 0].image.numpy(), draw_image(0, 20, 30).transpose(2, 0, 1))
-    np.testing.assert_array_equal(dataset[0, 0].target.numpy(), draw_mask(0, 20, 30))
-
-
-def test_cache_larger_than_the_memory_is_refused(dataset: SegmentationDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset_module, "available_bytes", lambda: 1000)
-    with pytest.raises(DataError, match=r"data.cache=ram needs .* GiB of memory are free: set data.cache to none"):
-        SegmentationDataset(dataset.pairs, dataset.scheme, cache="ram")
-
-
-def test_cached_image_that_changed_its_size_is_named(dataset: SegmentationDataset) -> None:
-    cached = SegmentationDataset(dataset.pairs, dataset.scheme, cache="ram")
-    image, mask = cached.pairs[0].image, cached.pairs[0].mask
-    Image.fromarray(draw_image(0, 8, 9)).save(image)
-    Image.fromarray(draw_mask(0, 8, 9)).save(mask)
-    with pytest.raises(DataError, match=r"000\.png: the image changed"):
-        cached[0, 0]
-
-
-def test_free_memory_is_known_on_linux() -> None:
-    if not os.path.exists("/proc/meminfo"):
-        pytest.skip("no /proc/meminfo")
-    available = dataset_module.available_bytes()
-    assert available is not None
-    assert 0 < available < 2**50
 
 
 # --- counts

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from segapp.datasets.dataset import available_bytes
+from segapp.datasets.resources import available_bytes
 from segapp.errors import OutOfMemoryError
 from segapp.inference.predict.predictor import Predictor, TrainedPredictor, infer_labels
 from segapp.memory.oom_errors import is_out_of_memory

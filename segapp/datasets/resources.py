@@ -1,0 +1,42 @@
+"""Memory and processors that this process may use, within the limits of its control group."""
+
+import os
+from pathlib import Path
+
+_GROUP = Path("/sys/fs/cgroup")
+
+
+def available_bytes() -> int | None:
+    """Return the memory available without swapping, within the container's limit; None if unknown."""
+    available: list[int] = []
+    try:
+        available.append(_counters(Path("/proc/meminfo"))["MemAvailable:"] * 1024)
+        limit = int((_GROUP / "memory.max").read_text())
+        kinds = _counters(_GROUP / "memory.stat")
+        page_cache = kinds["file"] - kinds.get("shmem", 0)  # shared memory cannot be given back
+        available.append(limit - int((_GROUP / "memory.current").read_text()) + page_cache)
+    except (OSError, ValueError, KeyError):
+        pass  # no Linux, no control group, or no limit ("max")
+    return min(available, default=None)
+
+
+def _counters(path: Path) -> dict[str, int]:
+    """Return the numbers of a file of "name number" lines."""
+    words = (line.split() for line in path.read_text().splitlines())
+    return {word[0]: int(word[1]) for word in words if len(word) > 1}
+
+
+def usable_cores() -> float:
+    """Return the processors that this process may use: its affinity, or the quota of its container if that is less."""
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    try:
+        quota, period = (_GROUP / "cpu.max").read_text().split()
+        return min(cores, int(quota) / int(period))
+    except (OSError, ValueError):
+        return cores  # no Linux, no control group, or no limit ("max")
+
+
+def cores_of_rank() -> float:
+    """Return the processors for this process: the usable ones divided by torchrun's ranks on this machine."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return usable_cores() / max(1, int(ranks) if ranks.isdigit() else 1)

@@ -1,0 +1,87 @@
+"""Numbers of data workers from the cost of a sample, and advice where a device waits for data."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Literal
+
+from segapp.datasets.dataset import SegmentationDataset
+
+PX_PER_S = {"cuda": 120e6, "cpu": 5e6}
+"""Crop pixels that a device trains on each second, upper estimates: DeepLabV3-ResNet50 in bf16 takes 2.3 TFLOP for an
+image of 768x768, of which an H200 does about 200 a second; a small network on some processor cores."""
+
+WAITING_FRAC = 0.2
+"""Share of the time spent waiting for data from which advice is given; the screen marks the same share."""
+
+_MARGIN = 1.25
+
+
+def sample_seconds(dataset: SegmentationDataset, num_samples: int = 3) -> float | None:
+    """Return the least time to load one of a few training samples, seconds; None if one of them cannot be loaded.
+
+    The greater of elapsed and processor time counts: the storage may be slow, and here several threads may share the
+    work that is one thread's in a worker.
+    """
+    step = max(1, len(dataset) // num_samples)
+    times_s = []
+    for index in range(0, len(dataset), step)[:num_samples]:
+        began_s, work_s = time.perf_counter(), time.process_time()
+        try:
+            dataset[0, index]
+        except Exception:  # the loader reports the file, when it comes to it
+            return None
+        times_s.append(max(time.perf_counter() - began_s, time.process_time() - work_s))
+    return min(times_s)
+
+
+def plan_workers(sample_s: float | None, crop_px: tuple[int, int], cores: float, device_type: str) -> int:
+    """Return the number of workers that keep a device busy, as far as there are processors.
+
+    Args:
+        sample_s: time to load a sample in one process, seconds; None: unknown, all processors are used.
+        crop_px: height and width of a sample.
+        cores: processors of this rank; one is left to the training thread.
+        device_type: "cuda" or "cpu".
+
+    >>> plan_workers(0.053, (768, 768), 16, "cuda"), plan_workers(0.004, (768, 768), 16, "cuda")
+    (14, 2)
+    >>> plan_workers(0.053, (768, 768), 4, "cuda"), plan_workers(0.053, (768, 768), 2, "cpu")
+    (3, 1)
+    """
+    most = max(1, math.floor(cores) - 1)
+    if sample_s is None:
+        return most
+    images_per_s = PX_PER_S.get(device_type, PX_PER_S["cuda"]) / (crop_px[0] * crop_px[1])
+    return min(most, max(1, math.ceil(_MARGIN * images_per_s * sample_s)))
+
+
+def wait_advice(
+    wait_frac: float, workers: int, cores: float, cache: Literal["none", "ram", "disk"], *, is_filling: bool = False
+) -> str | None:
+    """Return, in one sentence, that the device waits for data and what to change; None if it hardly waits.
+
+    Args:
+        wait_frac: share of the time spent waiting for data, 0 to 1.
+        workers: data workers of a rank.
+        cores: processors of a rank.
+        cache: `data.cache`.
+        is_filling: True while the cache does not hold every image yet.
+    """
+    if wait_frac < WAITING_FRAC:
+        return None
+    moves = []
+    if cache == "none":
+        moves.append("set data.cache: disk (or ram), which decodes each image once")
+    elif is_filling:
+        moves.append("the wait should end when data.cache holds every image")
+    most = max(1, math.floor(cores) - 1)
+    if workers < most:
+        moves.append(f"raise data.workers to {most}")
+    if not moves:
+        moves.append("use a machine with more processors or a faster disk, or lower data.resize_px or data.crop_px")
+    return (
+        f"the device waits for data {wait_frac:.0%} of the time ({workers} data workers, {cores:g} processors): "
+        + ", or ".join(moves)
+    )

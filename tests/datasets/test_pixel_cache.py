@@ -1,0 +1,507 @@
+"""The cache of decoded images: equal samples, one copy for all processes, and what kills, damage and full disks do."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from segapp import failpoints
+from segapp.build.data import build_dataset, build_scheme
+from segapp.config import DataConfig
+from segapp.datasets import dataset as dataset_module
+from segapp.datasets.augment import TrainTransform
+from segapp.datasets.cache import pixel_cache, places
+from segapp.datasets.cache.pixel_cache import PixelCache
+from segapp.datasets.cache.pixel_file import ENTRY, HEADER_BYTES
+from segapp.datasets.cache.places import CacheFiles, cache_digest, disk_files, memory_files
+from segapp.datasets.dataset import image_sizes
+from segapp.datasets.files import ImagePair
+from segapp.datasets.layouts.formats import ClassScheme, class_scheme
+from segapp.datasets.loader import LoadOptions, SegmentationDataset, TrainLoader
+from segapp.datasets.resources import available_bytes
+from segapp.errors import ConfigError
+from segapp.parallel.ranks import Ranks
+from tests.support.drawn_data import draw_image, draw_mask
+
+WritePairs = Callable[..., tuple[ImagePair, ...]]
+NUM_IMAGES = 9
+
+
+@pytest.fixture(autouse=True)
+def small_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pixel_cache, "RESERVE_BYTES", 0)
+
+
+@pytest.fixture
+def pairs(write_pairs: WritePairs) -> tuple[ImagePair, ...]:
+    return write_pairs([(40 + 3 * i % 17, 50 + 5 * i % 23) for i in range(NUM_IMAGES)])
+
+
+class Caches:
+    """Makes data sets over one cache, as one process after the other would."""
+
+    def __init__(self, folder: Path, pairs: tuple[ImagePair, ...], scheme: ClassScheme) -> None:
+        self.folder, self.pairs, self.scheme = folder, pairs, scheme
+
+    def files(self, kind: str = "disk") -> CacheFiles:
+        digest = cache_digest("root", "train", self.scheme)
+        if kind == "ram":
+            return memory_files(digest)
+        return disk_files(self.folder, "train", digest, self.scheme.dtype)
+
+    def dataset(self, kind: str = "disk", pairs: tuple[ImagePair, ...] | None = None) -> SegmentationDataset:
+        pairs = self.pairs if pairs is None else pairs
+        cache = None
+        if kind != "none":
+            cache = PixelCache(self.files(kind), pairs, image_sizes(pairs), self.scheme.dtype)
+        return SegmentationDataset(pairs, self.scheme, TrainTransform((24, 32)), seed=5, cache=cache)
+
+    def paths(self) -> tuple[Path, Path]:
+        files = self.files()
+        return Path(files.index), Path(files.pixels)
+
+
+@pytest.fixture
+def caches(tmp_path: Path, pairs: tuple[ImagePair, ...], scheme: ClassScheme) -> Caches:
+    return Caches(tmp_path / "cache", pairs, scheme)
+
+
+def fill(dataset: SegmentationDataset, indices: range = range(NUM_IMAGES)) -> None:
+    for index in indices:
+        dataset.read(index)
+
+
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that grows by the name of each image file that is decoded."""
+    names: list[str] = []
+    original = dataset_module.read_image
+    monkeypatch.setattr(dataset_module, "read_image", lambda path: names.append(path.name) or original(path))
+    return names
+
+
+def assert_equal_to_none(dataset: SegmentationDataset, caches: Caches) -> None:
+    plain = caches.dataset("none", dataset.pairs)
+    for epoch in range(2):
+        for index in range(len(plain)):
+            ours, truth = dataset[epoch, index], plain[epoch, index]
+            assert torch.equal(ours.image, truth.image)
+            assert torch.equal(ours.target, truth.target)
+            assert ours.target.dtype == truth.target.dtype
+
+
+@pytest.mark.parametrize("kind", ["disk", "ram"])
+def test_cached_samples_equal_decoded_ones(kind: str, caches: Caches, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = caches.dataset(kind)
+    assert_equal_to_none(dataset, caches)
+    names = decoded(monkeypatch)
+    fill(dataset)
+    if kind == "disk":
+        fill(caches.dataset())  # another process
+    assert names == []
+    assert dataset.cache is not None
+    assert dataset.cache.state().num_stored == NUM_IMAGES
+
+
+def test_cache_holds_what_the_readers_return(tmp_path: Path) -> None:
+    """16 bits, alpha, palettes, turned images, ids mapped to int16, and an image without mask."""
+    rng = np.random.default_rng(0)
+    wide = rng.integers(0, 2**16, (20, 30), dtype=np.uint16)
+    Image.fromarray(wide).save(tmp_path / "a.png")
+    Image.fromarray(rng.integers(0, 256, (20, 30, 4), dtype=np.uint8)).save(tmp_path / "b.png")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(draw_image(0, 30, 20)).save(tmp_path / "c.jpg", exif=exif)
+    Image.fromarray(draw_image(1, 17, 13)).save(tmp_path / "d.png")
+    palette = Image.fromarray(draw_mask(0, 20, 30)).convert("P")
+    palette.save(tmp_path / "a_mask.png")
+    Image.fromarray(draw_mask(1, 20, 30).astype(np.uint16)).save(tmp_path / "b_mask.png")
+    Image.fromarray(draw_mask(2, 20, 30)).save(tmp_path / "c_mask.png")
+    pairs = tuple(
+        ImagePair(tmp_path / name, mask if (mask := tmp_path / f"{name[0]}_mask.png").exists() else None, name[0])
+        for name in ("a.png", "b.png", "c.jpg", "d.png")
+    )
+    scheme = class_scheme("folder", classes=list("abcde"), ignore_index=-1, label_map={255: -1, 0: 3})
+    caches = Caches(tmp_path / "cache", pairs, scheme)
+    for _ in range(2):
+        assert_equal_to_none(caches.dataset(), caches)
+    image, mask = caches.dataset().read(2)
+    assert image.shape == (20, 30, 3)
+    assert mask.dtype == np.int16
+
+
+@pytest.mark.parametrize("kind", ["disk", "ram"])
+def test_workers_fill_one_cache_together(kind: str, caches: Caches) -> None:
+    plain = caches.dataset("none")
+    expected = [[batch.images for batch in TrainLoader(plain, 3).epoch(epoch)] for epoch in (0, 1)]
+    dataset = caches.dataset(kind)
+    loader = TrainLoader(dataset, 3, options=LoadOptions(2))
+    for epoch in (0, 1):
+        for batch, images in zip(loader.epoch(epoch), expected[epoch], strict=True):
+            assert torch.equal(batch.images, images)
+        for pair in caches.pairs:
+            pair.image.unlink(missing_ok=True)  # the second epoch has the cache alone
+    loader.close()
+    assert dataset.cache is not None
+    assert dataset.cache.state().num_stored == NUM_IMAGES
+
+
+def test_cached_pixels_cannot_be_written_to(caches: Caches) -> None:
+    dataset = caches.dataset()
+    fill(dataset)
+    image, mask = dataset.read(0)
+    assert not image.flags.writeable
+    assert not mask.flags.writeable
+    dataset[0, 0].target.zero_()
+    assert_equal_to_none(dataset, caches)
+
+
+def test_a_changed_image_is_decoded_again_alone(caches: Caches, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(caches.dataset())
+    Image.fromarray(draw_image(50, 8, 9)).save(caches.pairs[2].image)
+    Image.fromarray(draw_mask(50, 8, 9)).save(caches.pairs[2].mask or "")
+    os.utime(caches.pairs[4].mask or "", ns=(1, 1))
+    names = decoded(monkeypatch)
+    fill(caches.dataset())
+    assert names == ["002.png", "004.png"]
+    names.clear()
+    dataset = caches.dataset()
+    fill(dataset)
+    assert names == []
+    assert_equal_to_none(dataset, caches)
+
+
+def test_a_change_during_the_run_is_not_stored(caches: Caches) -> None:
+    dataset = caches.dataset()
+    Image.fromarray(draw_image(50, 8, 9)).save(caches.pairs[0].image)
+    Image.fromarray(draw_mask(50, 8, 9)).save(caches.pairs[0].mask or "")
+    assert dataset.read(0)[0].shape == (8, 9, 3)
+    assert dataset.cache is not None
+    assert dataset.cache.state().num_stored == 0
+
+
+def test_a_larger_split_keeps_what_is_stored(caches: Caches, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(caches.dataset("disk", caches.pairs[2:6]), range(4))
+    names = decoded(monkeypatch)
+    fill(caches.dataset())
+    assert names == [f"{i:03}.png" for i in (0, 1, 6, 7, 8)]
+
+
+def test_other_classes_have_a_cache_of_their_own(caches: Caches, tmp_path: Path) -> None:
+    fill(caches.dataset())
+    scheme = class_scheme("folder", classes=list("abcde"), label_map={0: 1})
+    other = Caches(caches.folder, caches.pairs, scheme)
+    assert_equal_to_none(other.dataset(), other)
+    assert other.files().pixels != caches.files().pixels
+
+
+# --- kills
+
+
+def in_child(action: Callable[[], object]) -> int:
+    """Run in a forked process; return its exit code, negative for a signal."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            action()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize("place", ["cache.before_pixels", "cache.before_entry"])
+def test_a_killed_builder_is_continued(place: str, caches: Caches, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build() -> None:
+        failpoints.arm(f"{place}=4:kill")
+        fill(caches.dataset())
+
+    assert in_child(build) == -signal.SIGKILL
+    names = decoded(monkeypatch)
+    dataset = caches.dataset()
+    assert dataset.cache is not None
+    assert dataset.cache.state().num_stored == 3
+    fill(dataset)
+    assert len(names) == NUM_IMAGES - 3
+    assert_equal_to_none(caches.dataset(), caches)
+
+
+def test_lock_of_a_killed_builder_is_free(caches: Caches) -> None:
+    """While one process stores an image, another decodes it and stores nothing; kill -9 ends the lock."""
+    dataset = caches.dataset()
+    cache = dataset.cache
+    assert cache is not None
+    ready, stay = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with cache._file.storing(int(cache._keys[0])):
+            os.write(ready[1], b"x")
+            os.read(stay[0], 1)
+        os._exit(0)
+    os.read(ready[0], 1)
+    dataset.read(0)
+    dataset.read(1)
+    assert cache.state().num_stored == 1
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    dataset.read(0)
+    assert cache.state().num_stored == 2
+    for fd in (*ready, *stay):
+        os.close(fd)
+
+
+def test_builders_side_by_side_store_each_image_once(caches: Caches) -> None:
+    alone = Caches(caches.folder / "alone", caches.pairs, caches.scheme)
+    fill(alone.dataset())
+    pids = []
+    for _ in range(4):
+        pid = os.fork()
+        if pid == 0:
+            fill(caches.dataset())
+            os._exit(0)
+        pids.append(pid)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0] * 4
+    fill(caches.dataset())
+    assert caches.paths()[1].stat().st_size == alone.paths()[1].stat().st_size
+    assert_equal_to_none(caches.dataset(), caches)
+
+
+# --- damage
+
+
+def truncate(path: Path, num_bytes: int) -> None:
+    os.truncate(path, num_bytes)
+
+
+def flip(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 255
+    path.write_bytes(content)
+
+
+def clear(path: Path, offset: int, num_bytes: int) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:offset] + bytes(num_bytes) + content[offset + num_bytes :])
+
+
+@pytest.mark.parametrize(
+    ("damage", "num_kept"),
+    [
+        (lambda index, pixels: truncate(pixels, 30_000), None),
+        (lambda index, pixels: truncate(pixels, 0), 0),
+        (lambda index, pixels: pixels.unlink(), 0),
+        (lambda index, pixels: flip(index, 3), 0),
+        (lambda index, pixels: truncate(index, 10), 0),
+        (lambda index, pixels: truncate(index, HEADER_BYTES + 3 * ENTRY.itemsize + 5), 3),
+        (lambda index, pixels: flip(index, HEADER_BYTES + 3 * ENTRY.itemsize + 20), NUM_IMAGES - 1),
+        (lambda index, pixels: clear(index, HEADER_BYTES, 2 * ENTRY.itemsize), NUM_IMAGES - 2),
+        (lambda index, pixels: index.unlink(), 0),
+    ],
+    ids=["short", "empty", "gone", "header", "short header", "torn entry", "bad entry", "zeros", "no index"],
+)
+def test_a_damaged_cache_is_rebuilt(
+    damage: Callable[[Path, Path], object], num_kept: int | None, caches: Caches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(caches.dataset())
+    damage(*caches.paths())
+    names = decoded(monkeypatch)
+    dataset = caches.dataset()
+    assert dataset.cache is not None
+    assert num_kept in (None, dataset.cache.state().num_stored)
+    assert_equal_to_none(dataset, caches)
+    names.clear()
+    assert dataset.cache.state().num_stored == NUM_IMAGES
+    fill(caches.dataset())
+    assert names == []
+    assert len(list(caches.paths()[1].parent.glob("pixels-*"))) == 1
+
+
+def test_flipped_pixels_are_noticed_at_the_first_read(caches: Caches, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(caches.dataset())
+    flip(caches.paths()[1], 100)
+    names = decoded(monkeypatch)
+    dataset = caches.dataset()
+    fill(dataset)
+    assert names == ["000.png"]
+    assert dataset.cache is not None
+    assert dataset.cache.num_damaged == 1
+    names.clear()
+    fill(dataset)
+    fill(caches.dataset())
+    assert names == []
+    assert_equal_to_none(dataset, caches)
+
+
+def test_truncation_during_a_run_is_no_crash(caches: Caches) -> None:
+    dataset = caches.dataset()
+    fill(dataset)
+    truncate(caches.paths()[1], 1000)
+    assert_equal_to_none(dataset, caches)
+
+
+def test_mostly_superseded_cache_starts_anew(caches: Caches, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(caches.dataset())
+    size = caches.paths()[1].stat().st_size
+    truncate(caches.paths()[1], size + 2**29)  # sparse
+    fill(caches.dataset())
+    assert caches.paths()[1].stat().st_size == size
+
+
+# --- room
+
+
+@pytest.mark.parametrize("code", ["ENOSPC", "EDQUOT", "EIO"])
+def test_a_full_disk_ends_the_storing_not_the_run(code: str, caches: Caches) -> None:
+    failpoints.arm(f"cache.before_entry=3:raise:{code}")
+    try:
+        dataset = caches.dataset()
+        assert_equal_to_none(dataset, caches)
+    finally:
+        failpoints.arm("")
+    assert dataset.cache is not None
+    state = dataset.cache.state()
+    assert (state.num_stored, state.stopped) == (2, os.strerror(getattr(errno, code)))
+
+
+def test_workers_tell_the_trainer_of_a_full_disk(caches: Caches) -> None:
+    failpoints.arm("cache.before_pixels=raise:ENOSPC")
+    try:
+        dataset = caches.dataset()
+        loader = TrainLoader(dataset, 3, options=LoadOptions(2))
+        assert len(list(loader.epoch(0))) == 3
+        loader.close()
+    finally:
+        failpoints.arm("")
+    assert dataset.cache is not None
+    assert dataset.cache.state().stopped == os.strerror(errno.ENOSPC)
+
+
+@pytest.mark.parametrize("kind", ["disk", "ram"])
+def test_nothing_is_stored_where_the_rest_does_not_fit(
+    kind: str, caches: Caches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CacheFiles, "free_bytes", lambda self: 20_000)
+    dataset = caches.dataset(kind)
+    assert_equal_to_none(dataset, caches)
+    assert dataset.cache is not None
+    state = dataset.cache.state()
+    assert state.num_stored == 0
+    assert "GiB are free there" in (state.stopped or "")
+
+
+def test_free_memory_is_known_on_linux() -> None:
+    if not os.path.exists("/proc/meminfo"):
+        pytest.skip("no /proc/meminfo")
+    available = available_bytes()
+    assert available is not None
+    assert 0 < available < 2**50
+
+
+# --- ranks and other processes
+
+
+def test_ram_cache_is_one_for_all_processes(caches: Caches) -> None:
+    """A process that opens the files by name, as another rank does, reads what this one stored, and the reverse."""
+    dataset = caches.dataset("ram")
+    fill(dataset, range(4))
+    pickled = pickle.dumps(dataset)
+
+    def other() -> None:
+        theirs = pickle.loads(pickled)
+        num_stored = theirs.cache.state().num_stored
+        fill(theirs)
+        os._exit(100 + num_stored)
+
+    assert in_child(other) == 104
+    assert dataset.cache is not None
+    assert dataset.cache.state().num_stored == NUM_IMAGES
+    assert_equal_to_none(dataset, caches)
+
+
+def test_killed_run_leaves_no_memory_behind(caches: Caches) -> None:
+    pipe = os.pipe()
+
+    def build() -> None:
+        dataset = caches.dataset("ram")
+        fill(dataset)
+        assert dataset.cache is not None
+        os.write(pipe[1], dataset.cache.files.pixels.encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    assert in_child(build) == -signal.SIGKILL
+    path = os.read(pipe[0], 1000).decode()
+    assert path.startswith("/proc/")
+    assert not os.path.exists(path)
+    for fd in pipe:
+        os.close(fd)
+
+
+def config_of(caches: Caches, **more: object) -> DataConfig:
+    root = caches.pairs[0].image.parent
+    for pair in caches.pairs:
+        for kind, path in (("images", pair.image), ("masks", pair.mask)):
+            folder = root / kind / "train"
+            folder.mkdir(parents=True, exist_ok=True)
+            assert path is not None
+            (folder / f"{pair.name}.png").write_bytes(path.read_bytes())
+    return DataConfig.model_validate(
+        {"format": "folder", "root": str(root), "classes": list("abcde"), "crop_px": [24, 32], **more}
+    )
+
+
+class TwoRanks(Ranks):
+    """One of two ranks on this machine, whose exchanges are those of a recorded first rank."""
+
+    def __init__(self, rank: int, exchanged: list[object]) -> None:
+        super().__init__()
+        self.rank, self.world_size, self.exchanged = rank, 2, exchanged
+        self.position = 0
+
+    def gather(self, value: object) -> list[object]:
+        if self.rank == 0:
+            self.exchanged.append(value)
+            return [value, value]
+        self.position += 1
+        first = pickle.loads(pickle.dumps(self.exchanged[self.position - 1]))
+        return [first, value]
+
+
+def test_ranks_share_one_ram_cache(caches: Caches) -> None:
+    data = config_of(caches, cache="ram")
+    exchanged: list[object] = []
+    sets = [
+        build_dataset(data, build_scheme(data), "train", is_training=True, seed=0, ranks=TwoRanks(rank, exchanged))
+        for rank in (0, 1)
+    ]
+    fill(sets[0])
+    assert sets[1].cache is not None
+    assert sets[1].cache.state().num_stored == NUM_IMAGES
+
+
+def test_disk_cache_in_the_data_set_is_refused(caches: Caches) -> None:
+    data = config_of(caches, cache="disk", cache_dir=str(caches.pairs[0].image.parent / "cache"))
+    with pytest.raises(ConfigError, match=r"data.cache_dir = .* lies in data.root"):
+        build_dataset(data, build_scheme(data), "train", is_training=True, seed=0, ranks=Ranks())
+
+
+def test_unusable_cache_folder_is_noted(caches: Caches, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    data = config_of(caches, cache="disk", cache_dir=str(tmp_path / "file" / "below"))
+    dataset = build_dataset(data, build_scheme(data), "train", is_training=True, seed=0, ranks=Ranks())
+    assert dataset.cache is None
+    assert "every image is decoded each time" in dataset.notes[0]
+    assert dataset.read(0)[0].ndim == 3
+
+
+def test_default_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert places.default_folder() == tmp_path / "segapp" / "pixels"

@@ -1,0 +1,112 @@
+"""`data.workers: auto`, and what is said where the device waits for data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from segapp.build.data import build_load_options
+from segapp.config import DataConfig
+from segapp.datasets import resources
+from segapp.datasets.augment import TrainTransform
+from segapp.datasets.files import ImagePair
+from segapp.datasets.layouts.formats import ClassScheme
+from segapp.datasets.loader import SegmentationDataset
+from segapp.datasets.resources import usable_cores
+from segapp.datasets.workers import PX_PER_S, plan_workers, sample_seconds, wait_advice
+
+
+@pytest.mark.parametrize(
+    ("sample_s", "cores", "device", "expected"),
+    [
+        (0.053, 64, "cuda", 14),
+        (0.053, 8, "cuda", 7),
+        (0.0042, 64, "cuda", 2),
+        (0.053, 1, "cuda", 1),
+        (0.053, 0.5, "cuda", 1),
+        (None, 8, "cuda", 7),
+        (0.053, 16, "cpu", 1),
+    ],
+)
+def test_workers_by_hand(sample_s: float | None, cores: float, device: str, expected: int) -> None:
+    assert plan_workers(sample_s, (768, 768), cores, device) == expected
+
+
+def test_planned_workers_keep_up_with_the_device() -> None:
+    for sample_s in (0.002, 0.02, 0.2):
+        for side in (256, 512, 1024):
+            workers = plan_workers(sample_s, (side, side), 10_000, "cuda")
+            assert workers / sample_s >= PX_PER_S["cuda"] / side**2
+            assert workers == 1 or (workers - 1) / sample_s < 1.25 * PX_PER_S["cuda"] / side**2
+
+
+def test_cores_are_those_of_affinity_and_quota(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    monkeypatch.setattr(resources, "_GROUP", tmp_path)
+    assert usable_cores() == len(os.sched_getaffinity(0))
+    (tmp_path / "cpu.max").write_text("50000 100000\n")  # type: ignore[operator]
+    assert usable_cores() == 0.5
+    (tmp_path / "cpu.max").write_text("max 100000\n")  # type: ignore[operator]
+    assert usable_cores() == len(os.sched_getaffinity(0))
+
+
+@pytest.fixture
+def dataset(write_pairs: Callable[..., tuple[ImagePair, ...]], scheme: ClassScheme) -> SegmentationDataset:
+    return SegmentationDataset(write_pairs([(40, 50)] * 4), scheme, TrainTransform((24, 32)))
+
+
+def data_config(**more: object) -> DataConfig:
+    return DataConfig.model_validate({"format": "folder", "root": ".", "crop_px": [24, 32], **more})
+
+
+def test_ranks_of_a_machine_divide_its_cores(dataset: SegmentationDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "usable_cores", lambda: 48.0)
+    monkeypatch.setattr("segapp.build.data.sample_seconds", lambda _: 1000.0)
+    data, device, found = data_config(), torch.device("cuda"), []
+    for ranks in ("", "1", "8"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        found.append(build_load_options(data, dataset, device).workers)
+    assert found == [47, 47, 5]
+    assert build_load_options(data_config(workers=3), dataset, device).workers == 3
+
+
+@pytest.mark.parametrize(("device", "is_pinned"), [("cuda", True), ("cpu", False)])
+def test_batches_for_a_gpu_are_page_locked(device: str, is_pinned: bool, dataset: SegmentationDataset) -> None:
+    options = build_load_options(data_config(workers=1, timeout_s=7), dataset, torch.device(device))
+    assert (options.pin_memory, options.timeout_s) == (is_pinned, 7)
+
+
+def test_cost_of_a_sample_is_measured(dataset: SegmentationDataset) -> None:
+    seconds = sample_seconds(dataset)
+    assert seconds is not None
+    assert 0 < seconds < 5
+    dataset.pairs[0].image.unlink()
+    assert sample_seconds(dataset) is None  # the loader names the file
+
+
+@pytest.mark.parametrize(
+    ("wait_frac", "workers", "cache", "is_filling", "expected"),
+    [
+        (0.1, 1, "none", False, None),
+        (
+            0.4,
+            4,
+            "none",
+            False,
+            "set data.cache: disk (or ram), which decodes each image once, or raise data.workers to 7",
+        ),
+        (0.4, 4, "disk", True, "the wait should end when data.cache holds every image, or raise data.workers to 7"),
+        (0.4, 4, "ram", False, "raise data.workers to 7"),
+        (0.4, 7, "disk", False, "use a machine with more processors"),
+    ],
+)
+def test_advice_by_hand(wait_frac: float, workers: int, cache: str, is_filling: bool, expected: str | None) -> None:
+    advice = wait_advice(wait_frac, workers, 8, cache, is_filling=is_filling)  # type: ignore[arg-type]
+    if expected is None:
+        assert advice is None
+    else:
+        assert advice is not None
+        assert advice.startswith(f"the device waits for data 40% of the time ({workers} data workers, 8 processors): ")
+        assert expected in advice
