@@ -192,7 +192,9 @@ def ctl(
 @app.command("eval")
 def evaluate(
     target: Target,
-    split: Annotated[str, typer.Option(help="Split of the data set.")] = "val",
+    split: Annotated[
+        str | None, typer.Option(help="Split of the data set; by default the run's own for validation.")
+    ] = None,
     json_file: Annotated[Path | None, _option("--json", "Write the result as JSON.")] = None,
     slide: SlideFlag = False,
     tta: TtaFlag = False,
@@ -324,7 +326,12 @@ def init(
 def report(
     run: RunArgument,
     out: Annotated[Path | None, _option("--out", "File to write; by default report.html in the run folder.")] = None,
-    split: Annotated[str, typer.Option("--split", help="Split for the confusion matrix and the pictures.")] = "val",
+    split: Annotated[
+        str | None,
+        typer.Option(
+            "--split", help="Split for the confusion matrix and the pictures; by default the run's own for validation."
+        ),
+    ] = None,
     worst: Annotated[int, typer.Option("--worst", min=0, help="Number of images to show, the worst first.")] = 8,
     no_images: Annotated[
         bool, typer.Option("--no-images", help="Use the events of the run alone: no model, no data.")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from segapp.build.criterion import build_criterion
-from segapp.build.data import build_dataset, build_groups, build_load_options
+from segapp.build.data import build_dataset, build_groups, build_load_options, split_names
 from segapp.build.devices import choose_devices
 from segapp.build.trained import TrainedModel, load_trained
 from segapp.datasets.dataset import SegmentationDataset
@@ -32,9 +32,9 @@ from segapp.train.telemetry.console import iou_table
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Options of `segapp eval`."""
+    """Options of `segapp eval`; without `split`, the run's own validation split."""
 
-    split: str = "val"
+    split: str | None = None
     slide: bool = False
     tta: bool = False
     data_root: str | None = None
@@ -61,7 +61,8 @@ def evaluate_target(target: str, options: EvalOptions) -> None:
     config, scheme = trained.config, trained.scheme
     data = config.data.model_copy(update={} if options.data_root is None else {"root": options.data_root})
     groups = build_groups(data, scheme)
-    dataset = build_dataset(data, scheme, options.split, is_training=False, seed=config.seed)
+    split = options.split or split_names(data)[1]
+    dataset = build_dataset(data, scheme, split, is_training=False, seed=config.seed)
     evaluators = _build_evaluators(trained, options)
     loader = EvalLoader(
         dataset,
@@ -72,9 +73,9 @@ def evaluate_target(target: str, options: EvalOptions) -> None:
         found = evaluate_on_devices(evaluators, loader, progress)
     for note in found.notes:
         print(f"note: {printable(note)}", file=sys.stderr)
-    _print_scores(found, trained, groups, options.split)
+    _print_scores(found, trained, groups, split)
     if options.json_file is not None:
-        _write(options.json_file, lambda path: write_json(path, as_json(found, trained, groups, options.split)))
+        _write(options.json_file, lambda path: write_json(path, as_json(found, trained, groups, split)))
     if options.per_image is not None:
         text = per_image_csv(found, dataset, trained)
         _write(options.per_image, lambda path: write_atomic(path, text))

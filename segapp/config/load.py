@@ -157,15 +157,20 @@ def resume_differences(saved: Mapping[str, Any], config: RunConfig) -> list[str]
     """Return the keys in which `config` differs from a saved one so that it cannot resume its run.
 
     Args:
-        saved: the config in the checkpoint, as nested plain values.
+        saved: the config in the checkpoint, as nested plain values; keys that its version did not have are taken to
+            have their defaults.
         config: the requested config.
 
     Returns:
         One line per key: "optim.lr: 0.01 -> 0.02".
     """
+    try:
+        old_config: Mapping[str, Any] = validate_config(saved).model_dump(mode="json")
+    except ConfigError:
+        old_config = saved
     return [
         f"{key}: {old!r} -> {new!r}"
-        for key, old, new in _changed(dict(saved), config.model_dump(mode="json"), "")
+        for key, old, new in _changed(old_config, config.model_dump(mode="json"), "")
         if not any(key == allowed or key.startswith(allowed + ".") for allowed in RESUME_MAY_CHANGE)
     ]
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from segapp.build.data import build_dataset
+from segapp.build.data import build_dataset, split_names
 from segapp.build.trained import load_trained
 from segapp.errors import SegappError
 from segapp.inference.progress_bar import progress_bar
@@ -42,14 +42,14 @@ class ClassRow:
 
 
 def write_report(
-    run: str, out: Path | None = None, *, split: str = "val", num_worst: int = 8, has_pictures: bool = True
+    run: str, out: Path | None = None, *, split: str | None = None, num_worst: int = 8, has_pictures: bool = True
 ) -> Path:
     """Write the report of a run and return its path.
 
     Args:
         run: name or folder.
         out: the file; None: `report.html` in the run folder.
-        split: of the data set, for the confusion matrix and the pictures.
+        split: of the data set, for the confusion matrix and the pictures; None: the run's own validation split.
         num_worst: number of images shown, those with the lowest mIoU.
         has_pictures: False: leave out the parts that need the model and the data.
 
@@ -72,8 +72,9 @@ def write_report(
     return out
 
 
-def _evaluate(report: RunReport, split: str, num_worst: int) -> SplitEvaluation:
+def _evaluate(report: RunReport, split: str | None, num_worst: int) -> SplitEvaluation:
     trained = load_trained(str(report.folder.path))
+    split = split or split_names(trained.config.data)[1]
     dataset = build_dataset(trained.config.data, trained.scheme, split, is_training=False, seed=trained.config.seed)
     with progress_bar(len(dataset), "evaluating") as progress:
         return evaluate_split(trained, dataset, split, num_worst, progress)
