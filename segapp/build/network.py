@@ -20,6 +20,7 @@ def build_network(section: ModelConfig, num_classes: int, *, with_weights: bool 
         num_classes,
         weights=section.weights if with_weights else None,
         weights_backbone=section.weights_backbone if with_weights else None,
+        partial_weights=section.partial_weights,
         aux=section.aux,
         encoder=section.encoder,
         options=section.options,

@@ -147,7 +147,8 @@ def config_schema() -> dict[str, Any]:
 RESUME_MAY_CHANGE = (
     "name", "data.root", "data.workers", "data.cache", "data.cache_dir", "data.timeout_s", "data.val_split",
     "data.allow_outside_root",
-    "model.weights", "model.weights_backbone", "train.epochs", "train.max_bad_steps", "train.early_stop",
+    "model.weights", "model.weights_backbone", "model.partial_weights", "train.epochs",
+    "train.max_bad_steps", "train.early_stop",
     "train.hang_timeout_s", "train.cudnn_benchmark", "train.channels_last", "parallel", "eval", "checkpoint", "log",
     "distill.teacher",
 )  # fmt: skip

@@ -138,6 +138,8 @@ class ModelConfig(Section):
     """Initial weights of the whole model: name of a torchvision weights enum, or a file; null: random."""
     weights_backbone: str | None = None
     """Initial weights of the backbone: IMAGENET1K_V1 (torchvision), imagenet (smp), or a file; null: random."""
+    partial_weights: bool = False
+    """Take the tensors of a weights file that match, also of another backbone or of a part of one."""
     aux: bool = True
     """Build the auxiliary head, if the model has one."""
     options: dict[str, Any] = {}

@@ -29,6 +29,7 @@ def build_model(
     *,
     weights: str | None = None,
     weights_backbone: str | None = None,
+    partial_weights: bool = False,
     aux: bool = True,
     encoder: str | None = None,
     options: Mapping[str, Any] | None = None,
@@ -46,6 +47,7 @@ def build_model(
             Tensors of another shape, as a head for other classes has, stay at their initialisation.
         weights_backbone: for the backbone: a name of torchvision (`IMAGENET1K_V1`, `DEFAULT`), one of smp's names for
             its encoders (`imagenet`), or a local file. Loaded before `weights`.
+        partial_weights: take the tensors that match, also of another backbone or of a part of one.
         aux: train the auxiliary head of torchvision's FCN and DeepLabV3; the other families have none.
         encoder: the backbone's name, for smp and for torchvision's bare families.
         options: further arguments of the network, plain values.
@@ -75,29 +77,29 @@ def build_model(
         raise unknown_name("model.library", library, "a library of models", LIBRARIES)
     inspect_model(model)
     if weights_backbone is not None:
-        _load_backbone(model, weights_backbone)
+        _load_backbone(model, weights_backbone, is_partial=partial_weights)
     if weights is not None:
-        _load_whole(model, weights)
+        _load_whole(model, weights, is_partial=partial_weights)
     return model.train()
 
 
-def _load_whole(model: SegmentationModel, weights: str) -> None:
+def _load_whole(model: SegmentationModel, weights: str, *, is_partial: bool) -> None:
     key = "model.weights"
     named: dict[str, Callable[[], Path]] = {}
     if model.library == "torchvision":
         family = model.name.partition("_")[0]
         named = _torchvision_weights(f"{family}_{model.encoder_name}", key)
     state = read_weights_file(_locate(weights, named, f"weights of {model.name}", key), key)
-    model.record_load(load_weights(model, state, weights, key, model.backbone_prefix))
+    model.record_load(load_weights(model, state, weights, key, model.backbone_prefix, is_partial=is_partial))
 
 
-def _load_backbone(model: SegmentationModel, weights: str) -> None:
+def _load_backbone(model: SegmentationModel, weights: str, *, is_partial: bool) -> None:
     key = "model.weights_backbone"
     named = _torchvision_weights(model.encoder_name, key)
     if model.library == "smp":
         named |= _smp_weights(model.encoder_name, key)
     state = read_weights_file(_locate(weights, named, f"weights of backbone {model.encoder_name}", key), key)
-    model.record_load(load_weights(model.backbone_module, state, weights, key))
+    model.record_load(load_weights(model.backbone_module, state, weights, key, is_partial=is_partial))
 
 
 def _locate(weights: str, named: Mapping[str, Callable[[], Path]], what: str, key: str) -> Path:

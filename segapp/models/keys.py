@@ -58,7 +58,9 @@ class _Renaming:
     notes: Mapping[str, str] = field(default_factory=dict)
 
 
-def map_keys(found: Shapes, wanted: Shapes, backbone: str = "", optional: Collection[str] = ()) -> KeyMap:
+def map_keys(
+    found: Shapes, wanted: Shapes, backbone: str = "", optional: Collection[str] = (), *, is_partial: bool = False
+) -> KeyMap:
     """Return the mapping between the tensors of a file and of a network.
 
     Args:
@@ -66,6 +68,7 @@ def map_keys(found: Shapes, wanted: Shapes, backbone: str = "", optional: Collec
         wanted: shape of each tensor of the network, or of its backbone alone.
         backbone: prefix of the backbone's names in `wanted`, with the dot; "" if it is all backbone.
         optional: names in `wanted` that older or other programs do not save (buffers).
+        is_partial: accept any tensors that match, also a part of a backbone or of a head.
 
     Raises:
         CheckpointError: too few tensors match, they are of another backbone, or the file has several networks that
@@ -84,8 +87,9 @@ def map_keys(found: Shapes, wanted: Shapes, backbone: str = "", optional: Collec
             f"holds no tensor of this model (it has {some_names(found)}, the model {some_names(wanted)}"
             f"{_nearest(found, wanted)}); give weights of this model, or a backbone's as model.weights_backbone"
         )
-    _check_backbone(taken, found, wanted, backbone, optional)
-    _check_head(taken, found, wanted, backbone, optional)
+    if not is_partial:
+        _check_backbone(renaming, taken, found, wanted, backbone, optional)
+        _check_head(taken, found, wanted, backbone, optional)
     shapes = _shape_reasons(renaming, found, wanted, backbone)
     used = set(taken.values())
     targets = {name: target for target, name in renaming.names.items()}
@@ -205,20 +209,26 @@ def _same(a: Sequence[int], b: Sequence[int]) -> bool:
 
 
 def _check_backbone(
-    taken: Mapping[str, str], found: Shapes, wanted: Shapes, backbone: str, optional: Collection[str]
+    renaming: _Renaming,
+    taken: Mapping[str, str],
+    found: Shapes,
+    wanted: Shapes,
+    backbone: str,
+    optional: Collection[str],
 ) -> None:
-    """Raise CheckpointError if only a part of the backbone matches; no part of it at all is a head alone."""
+    """Raise CheckpointError if the file has a backbone of which only a part matches, or nothing; a head alone may."""
     own = [name for name in wanted if name.startswith(backbone) and name not in optional]
     absent = [name for name in own if name not in taken]
-    if absent and len(absent) < len(own):
+    has_backbone = bool(backbone) and any(name.startswith(backbone) for name in renaming.names)
+    if absent and (has_backbone or len(absent) < len(own)):
         problem = f"{len(absent)} of {len(own)} tensors are missing or of another shape, such as {some_names(absent)}"
     elif not absent and (further := _further_blocks({n: taken[n] for n in own}, found)):
         problem = f"it has further blocks: {some_names(further)}"
     else:
         return
     raise CheckpointError(
-        f"is of another backbone: {problem}{_stem_hint(found, absent)}; give weights of this backbone, or change the "
-        "model"
+        f"is of another backbone: {problem}{_stem_hint(found, absent)}; give weights of this backbone, change the "
+        "model, or set model.partial_weights: true to take what matches"
     )
 
 

@@ -275,7 +275,9 @@ def _no_safetensors(path: Path, key: str, error: Exception) -> CheckpointError:
 # From tensors into a network
 
 
-def load_weights(module: nn.Module, state: StateDict, source: str, key: str, backbone_prefix: str = "") -> LoadReport:
+def load_weights(
+    module: nn.Module, state: StateDict, source: str, key: str, backbone_prefix: str = "", *, is_partial: bool = False
+) -> LoadReport:
     """Copy the matching tensors of `state` into a network or a backbone, in place.
 
     Args:
@@ -285,6 +287,7 @@ def load_weights(module: nn.Module, state: StateDict, source: str, key: str, bac
         source: where the tensors are from, for messages.
         key: the config key that asked for them.
         backbone_prefix: prefix of the backbone's tensors in `module`; "" for a backbone alone.
+        is_partial: take whatever matches, also of another backbone.
 
     Returns:
         The loaded and the unused tensors. A missing head, or one for other classes, keeps its initialisation.
@@ -296,7 +299,8 @@ def load_weights(module: nn.Module, state: StateDict, source: str, key: str, bac
     buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
     found = {name: tuple(value.shape) for name, value in state.items()}
     try:
-        keys = map_keys(found, {name: tuple(v.shape) for name, v in own.items()}, backbone_prefix, buffers)
+        wanted = {name: tuple(value.shape) for name, value in own.items()}
+        keys = map_keys(found, wanted, backbone_prefix, buffers, is_partial=is_partial)
     except CheckpointError as error:
         raise CheckpointError(f"{key}: {source} {error}") from None
     module.load_state_dict({name: state[file_name] for name, file_name in keys.taken.items()}, strict=False)

@@ -198,6 +198,21 @@ def test_deeper_backbone_holding_all_names_is_refused(tmp_path):
             loaded("smp", "FPN", state, tmp_path, encoder="resnet18", key=key)
 
 
+def test_head_of_a_network_with_another_backbone_is_refused(tmp_path):
+    """The decoders of both networks are alike, so half of the tensors match and the encoder would stay random."""
+    torch.manual_seed(0)
+    other = smp.Unet("vgg11", encoder_weights=None)
+    file = other.state_dict()
+    kwargs = {"encoder": "tu-test_resnet", "options": {}}
+    with pytest.raises(
+        CheckpointError, match=r"is of another backbone: (\d+) of \1 tensors .*set model\.partial_weights: true"
+    ):
+        loaded("smp", "Unet", file, tmp_path, num_classes=1, **kwargs)
+    _, keys = loaded("smp", "Unet", file, tmp_path, num_classes=1, partial_weights=True, **kwargs)
+    assert any(name.startswith("decoder.") for name in keys.taken)
+    assert not any(name.startswith("encoder.") for name in keys.taken)
+
+
 def test_file_of_two_networks_is_refused_unless_one_fits_better(tmp_path, resnet18):
     state = resnet18.state_dict()
     both = {f"{who}.{name}": value for who in ("student", "teacher") for name, value in state.items()}
