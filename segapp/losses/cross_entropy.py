@@ -8,8 +8,7 @@ Shapes: N images, C classes, h x w of the logits, H x W of the target.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
+import warnings
 from typing import Any, Literal
 
 import torch
@@ -25,6 +24,8 @@ from segapp.losses.fused.checks import (
     is_simulated,
     needs_plain_operators,
 )
+from segapp.losses.fused.kernel_errors import KernelError
+from segapp.losses.fused.kernel_shapes import MAX_CLASSES, buffers_of
 from segapp.losses.fused.pixel_sums import CrossEntropySums, upsampled_sums
 from segapp.losses.fused.reference import (
     compute_dtype,
@@ -32,18 +33,19 @@ from segapp.losses.fused.reference import (
     soft_cross_entropy_sums,
     target_weight_sum,
 )
+from segapp.losses.fused.triton_trial import has_kernels, load_kernels, note_failure
 
 Implementation = Literal["auto", "reference", "bands", "compiled", "triton", "sums"]
 """How the loss is computed; "auto" chooses by device, sizes and number of classes."""
 
+BAND_DEVICES = frozenset({"cpu"})
+"""Types of devices whose loss is computed on bands by torch's operators; the others take the Triton kernels."""
 SMALL_BYTES = 8 << 20
 """Upsampled float32 logits up to this size are computed whole: bands would save nothing and cost time."""
 SMALL_BYTES_PER_THREAD = 6 << 20
-"""The same limit on the CPU, per thread of torch."""
+"""The same limit, per thread of torch."""
 MIN_CLASSES = 4
 """With fewer classes the passes over (N, H, W) dominate the time, and bands take more of them."""
-MIN_PIXELS_PER_LOGIT = 9.0
-"""H W / (h w) below which the kernel's partial results take as much memory as it saves (a scale of 3)."""
 LARGE_BYTES = 64 << 20
 """Upsampled logits above this size are never computed whole for speed alone."""
 
@@ -73,8 +75,9 @@ def upsample_cross_entropy(
         weight: (C,) factor of each class, or None.
         label_smoothing: share of the target spread evenly over the classes, 0 to 1.
         implementation: "auto"; "bands" (CPU); "compiled" (CPU, through torch.compile; falls back to "bands" without a
-            compiler); "triton" (CUDA); "sums" (any device: torch's operators on bands, gradient by recomputation);
-            "reference" (interpolate + cross-entropy).
+            compiler, and to "auto" on another device); "triton" (CUDA; where "auto" chooses it and it fails, "sums"
+            takes its place); "sums" (any device: torch's operators on bands, gradient by recomputation); "reference"
+            (interpolate + cross-entropy).
 
     Returns:
         loss_sum: scalar, float32 (float64 for float64 logits), differentiable.
@@ -83,7 +86,8 @@ def upsample_cross_entropy(
     Raises:
         TypeError: dtypes other than the above.
         ValueError: shapes that do not fit, ids that are no class. On a CUDA device ids are checked asynchronously: the
-            loss is NaN and a later call raises the error.
+            loss is NaN and a later call raises the error (none while a CUDA graph is captured).
+        KernelError: implementation="triton", and its kernels cannot run.
 
     Example:
         >>> import torch
@@ -101,13 +105,36 @@ def upsample_cross_entropy(
             )
     check_inputs(logits, target, weight)
     options = CrossEntropyOptions(align_corners, ignore_index, label_smoothing)
-    if implementation == "auto":
+    if implementation in ("bands", "compiled") and not logits.is_cpu:
+        implementation = _off_the_cpu(implementation, logits)
+    is_automatic = implementation == "auto"
+    if is_automatic:
         implementation = choose_implementation(logits, target)
     if implementation == "reference":
         return _reference(logits, target, weight, options)
     if implementation == "sums":
         return _sums(logits, target, weight, options)
-    return _fused(logits, target, weight, options, implementation)
+    if implementation != "triton" or not is_automatic or torch.compiler.is_compiling():
+        return _fused(logits, target, weight, options, implementation)
+    try:
+        return _fused(logits, target, weight, options, implementation)
+    except KernelError as error:
+        note_failure(logits.device, error)
+    return _sums(logits, target, weight, options)
+
+
+def _off_the_cpu(implementation: Implementation, logits: Tensor) -> Implementation:
+    """Return "auto" in place of "compiled", with a warning, for logits that are not on the CPU.
+
+    Raises:
+        ValueError: the implementation is "bands".
+    """
+    if implementation == "bands":
+        raise ValueError(f'implementation="bands" is for the CPU and the logits are on {logits.device}: give "auto"')
+    if not torch.compiler.is_compiling() and not is_simulated(logits):
+        message = 'implementation="compiled" of the loss is for the CPU: on other devices "auto" is used'
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+    return "auto"
 
 
 def choose_implementation(logits: Tensor, target: Tensor) -> Implementation:
@@ -117,16 +144,15 @@ def choose_implementation(logits: Tensor, target: Tensor) -> Implementation:
     """
     if plain_reason(logits, target) is not None:
         return "reference"
-    if logits.device.type == "cpu":
+    if _takes_bands(logits):
         return "bands"
-    has_kernel = (logits.device.type == "cuda" and has_triton()) or is_simulated(logits)
-    fits_kernel = logits.shape[1] <= MAX_TRITON_CLASSES and not _has_small_scale(logits, target)
-    return "triton" if has_kernel and fits_kernel else "sums"
+    if logits.shape[1] > MAX_CLASSES:
+        return "sums"
+    return "triton" if is_simulated(logits) or has_kernels(logits.device) else "sums"
 
 
-def _has_small_scale(logits: Tensor, target: Tensor) -> bool:
-    pixels = target.shape[-2] * target.shape[-1]
-    return MIN_PIXELS_PER_LOGIT * logits.shape[-2] * logits.shape[-1] > pixels
+def _takes_bands(logits: Tensor) -> bool:
+    return logits.device.type in BAND_DEVICES
 
 
 def plain_reason(logits: Tensor, target: Tensor) -> str | None:
@@ -145,28 +171,18 @@ def plain_reason(logits: Tensor, target: Tensor) -> str | None:
         return "a functional transform or a trace is active"
     if h > H or w > W:
         return "the target is smaller than the logits"
-    if full_bytes <= _small_bytes(logits):
+    if not _takes_bands(logits):
+        return "the logits have the target's size" if (h, w) == (H, W) else None
+    if full_bytes <= _small_bytes():
         return "the upsampled logits are small"
-    if logits.device.type == "cpu" and full_bytes <= LARGE_BYTES and C < MIN_CLASSES:
+    if full_bytes <= LARGE_BYTES and C < MIN_CLASSES:
         return "there are few classes"
     return None
 
 
-def _small_bytes(logits: Tensor) -> int:
+def _small_bytes() -> int:
     """Return the size up to which full resolution is faster; it gains from more threads, small bands do not."""
-    if logits.device.type != "cpu":
-        return SMALL_BYTES
     return min(LARGE_BYTES, max(SMALL_BYTES, SMALL_BYTES_PER_THREAD * torch.get_num_threads()))
-
-
-MAX_TRITON_CLASSES = 256
-"""The kernel holds all classes of a pixel in registers."""
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Return True if Triton is installed, without importing it."""
-    return importlib.util.find_spec("triton") is not None
 
 
 def _reference(
@@ -238,7 +254,7 @@ def _operator(
     """
     options = CrossEntropyOptions(align_corners, ignore_index, label_smoothing)
     if implementation == "triton":
-        from segapp.losses.fused.triton_cross_entropy import cross_entropy_by_triton as compute
+        compute = load_kernels(logits.device).cross_entropy_by_triton
     elif implementation == "compiled":
         from segapp.losses.fused.compiled import cross_entropy_on_cells as compute
     elif implementation == "bands":
@@ -266,8 +282,14 @@ def _(
     dtype = compute_dtype(logits)
     gradient = logits.new_empty(logits.shape if with_gradient else (0,), dtype=dtype)
     if with_gradient and implementation == "triton" and is_simulated(logits):
-        # The kernel's temporary memory, about 4 low-resolution tensors, so that memory plans include it.
-        logits.new_empty((4, *logits.shape), dtype=dtype)
+        # The launch's temporary memory, so that memory plans include it.
+        size = (target.shape[-2], target.shape[-1])
+        buffers = buffers_of(tuple(logits.shape), size, align_corners, dtype, with_gradient)
+        _ = (
+            logits.new_empty(buffers.num_partials, dtype=dtype),
+            logits.new_empty((2, buffers.num_places), dtype=dtype),
+            logits.new_empty(buffers.num_places, dtype=torch.int32),
+        )
     return logits.new_empty((), dtype=dtype), logits.new_empty((), dtype=torch.float64), gradient
 
 

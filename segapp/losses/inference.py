@@ -196,7 +196,7 @@ def _count_part(
         labels = counter.add(band.images, band.rows, band.values, with_loss=False)
         if with_loss:
             terms.add(band, labels, with_gradient=False)
-    loss_sum, weight_sum = torch.tensor([terms.loss_sum, terms.weight_sum], dtype=torch.float64)
+    loss_sum, weight_sum = torch.tensor([terms.loss_sum, terms.weight_sum], dtype=torch.float64, device="cpu")
     return counter.sums[0], loss_sum, weight_sum
 
 
@@ -210,7 +210,7 @@ def class_of_largest(values: Tensor) -> Tensor:
         prediction = values.argmax(1)
         return prediction if C > 256 else prediction.to(torch.uint8)
     is_largest = (values >= values.amax(1, keepdim=True)).view(torch.uint8)
-    from_the_end = torch.arange(C - 1, -1, -1, dtype=torch.uint8).view(1, C, 1, 1)
+    from_the_end = torch.arange(C - 1, -1, -1, dtype=torch.uint8, device="cpu").view(1, C, 1, 1)
     return (C - 1) - is_largest.mul_(from_the_end).amax(1)
 
 

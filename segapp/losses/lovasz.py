@@ -17,65 +17,74 @@ from segapp.losses.fused.bands import Band, sweep_bands
 from segapp.losses.fused.checks import check_inputs, check_target_range, class_ids, has_values, valid_pixels
 from segapp.losses.fused.reference import compute_dtype, upsample
 
+HELD_BYTES = 64 << 20
+"""Probabilities that are held at a time: those of as many images as fit, at least one."""
+SORT_BYTES = 256 << 20
+"""Temporary memory of one sort: as many classes of the held images as fit are sorted together, at least one."""
+CPU_SORT_BYTES = 16 << 20
+"""The same on the CPU, where a call costs little and the cache is small."""
+BYTES_OF_A_SORTED_PIXEL = 40
+"""Temporary bytes for each pixel and class: keys, order, and the terms of the slopes."""
 
-def jaccard_slopes(own_sorted: Tensor, valid_sorted: Tensor) -> Tensor:
+
+def jaccard_slopes(own_sorted: Tensor, num_valid: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the gradient of the Jaccard loss's Lovász extension in the sorted errors (Berman et al., alg. 1).
 
     The differences of successive Jaccard losses, in closed form: 1 / union where the pixel is of the class, and
     intersection / (union before x union after) where it is not; subtracting the losses would lose digits.
 
     Args:
-        own_sorted: (P,) bool, the pixel is of the class; sorted by descending error, invalid pixels last.
-        valid_sorted: (P,) bool in the same order.
+        own_sorted: (..., P) bool, the pixel is valid and of the class; by descending error, invalid pixels last.
+        num_valid: (..., 1) int64, number of valid pixels.
+        dtype: of the result.
 
     Returns:
-        (P,) float64; 0 for invalid pixels.
+        (..., P); 0 for invalid pixels.
     """
-    own = own_sorted & valid_sorted
-    other = ~own_sorted & valid_sorted
-    size = own.sum().double()
-    intersection = size - own.cumsum(0).double()
-    union = size + other.cumsum(0).double()
-    before = (union - other.double()).clamp_min(1.0)
-    slopes = torch.where(
-        own, 1 / union.clamp_min(1.0), torch.where(other, intersection / (before * union.clamp_min(1.0)), 0.0)
-    )
-    first = torch.arange(own.numel(), device=own.device) == 0
-    return torch.where(size > 0, slopes, (first & valid_sorted).double())
+    rank = torch.arange(1, own_sorted.shape[-1] + 1, device=own_sorted.device)
+    own_so_far = own_sorted.cumsum(-1)
+    size = own_so_far[..., -1:]
+    union = (size + rank - own_so_far).to(dtype)
+    intersection = (size - own_so_far).to(dtype)
+    slopes = torch.where(own_sorted, 1.0, intersection / (union - 1).clamp_min(1.0)) / union.clamp_min(1.0)
+    # An absent class: the loss is the largest error.
+    slopes = torch.where(size > 0, slopes, (rank == 1).to(dtype))
+    return torch.where(rank <= num_valid, slopes, 0.0)
 
 
 def sorted_slopes(probability: Tensor, own: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss of one class of one image, and its derivative in each pixel's error |own - probability|.
+    """Return the loss of some classes of some images, and its derivative in each pixel's error |own - probability|.
 
     Args:
-        probability: (P,) of the class.
-        own: (P,) bool, the pixel is of the class.
-        valid: (P,) bool.
+        probability: (..., P) of the class.
+        own: (..., P) bool, the pixel is valid and of the class.
+        valid: (..., P) bool, broadcast over the classes.
 
     Returns:
-        The loss, a scalar, and the derivatives (P,), both without gradient, in the probability's dtype.
+        The losses (...) in float64 and the derivatives (..., P) in the probability's dtype, both without gradient.
     """
     error = torch.where(valid, (own.to(probability.dtype) - probability.detach()).abs(), -1.0)
-    ranked, order = error.sort(descending=True, stable=True)
-    ranked_slopes = jaccard_slopes(own[order], valid[order])
-    slopes = torch.empty_like(error).scatter_(0, order, ranked_slopes.to(error.dtype))
-    return (ranked.double() * ranked_slopes).sum().to(error.dtype), slopes
+    ranked, order = error.sort(dim=-1, descending=True, stable=True)
+    slopes = jaccard_slopes(own.gather(-1, order), valid.sum(-1, keepdim=True), error.dtype)
+    return (ranked * slopes).sum(-1, dtype=torch.float64), torch.empty_like(error).scatter_(-1, order, slopes)
 
 
-def class_shares(ids: Tensor, valid: Tensor, num_classes: int, classes: str) -> Tensor:
-    """Return each class's factor in the image's mean, (C,) float64: 1 / number of counted classes, 0 for the others.
+def own_pixels(ids: Tensor, valid: Tensor, classes: slice) -> Tensor:
+    """Return which valid pixels are of each class, (m, k, P) bool, from ids and valid, (m, P) each."""
+    numbers = torch.arange(classes.start, classes.stop, device=ids.device).view(1, -1, 1)
+    return (ids.unsqueeze(1) == numbers) & valid.unsqueeze(1)
+
+
+def class_shares(is_present: Tensor, valid: Tensor, classes: str) -> Tensor:
+    """Return each class's factor in an image's mean, (m, C) float64: 1 / number of counted classes, 0 for the others.
 
     Args:
-        ids: (P,) int64 class ids.
-        valid: (P,) bool.
-        num_classes: C.
+        is_present: (m, C) bool, the class has a valid pixel.
+        valid: (m, P) bool.
         classes: "present" or "all".
     """
-    if classes == "all":
-        counted = valid.any().expand(num_classes)
-    else:
-        counted = torch.stack([((ids == c) & valid).any() for c in range(num_classes)])
-    return counted.double() / counted.sum().clamp_min(1)
+    counted = valid.any(-1, keepdim=True).expand_as(is_present) if classes == "all" else is_present
+    return counted.double() / counted.sum(-1, keepdim=True).clamp_min(1)
 
 
 def lovasz_of_image(logits: Tensor, target: Tensor, align_corners: bool, ignore_index: int, classes: str) -> Tensor:
@@ -88,37 +97,35 @@ def lovasz_of_image(logits: Tensor, target: Tensor, align_corners: bool, ignore_
         ignore_index: id that counts nowhere.
         classes: "present" or "all".
     """
-    probability = torch.softmax(upsample(logits, (target.shape[0], target.shape[1]), align_corners), 1)[0].flatten(1)
-    ids, valid = class_ids(target.flatten(), logits.shape[1], ignore_index)
-    shares = class_shares(ids, valid, logits.shape[1], classes)
-    total = probability.sum() * 0.0
-    for c, share in enumerate(shares.unbind()):
-        own = (ids == c) & valid
-        error = (own.to(probability.dtype) - probability[c]).abs()
-        total = total + share.to(error.dtype) * (error * sorted_slopes(probability[c], own, valid)[1]).sum()
-    return total
+    probability = torch.softmax(upsample(logits, (target.shape[0], target.shape[1]), align_corners), 1).flatten(2)
+    ids, valid = class_ids(target.view(1, -1), logits.shape[1], ignore_index)
+    own = own_pixels(ids, valid, slice(0, logits.shape[1]))
+    shares = class_shares(own.any(-1), valid, classes).to(probability.dtype).unsqueeze(-1)
+    error = (own.to(probability.dtype) - probability).abs()
+    return (error * sorted_slopes(probability, own, valid.unsqueeze(1))[1] * shares).sum()
 
 
 class _LovaszOfBatch(torch.autograd.Function):
-    """Sum of the images' losses and its gradient in one pass; holds one image's probabilities at a time."""
+    """Sum of the images' losses and its gradient in one pass; holds the probabilities of a few images at a time."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, align_corners: bool, ignore_index: int, classes: str
     ) -> Tensor:
         with_gradient = bool(ctx.needs_input_grad[0])
-        total = torch.zeros((), dtype=compute_dtype(logits), device=logits.device)
+        total = torch.zeros((), dtype=torch.float64, device=logits.device)
         gradients = []
-        for image in range(logits.shape[0]):
-            image_logits = logits[image : image + 1].detach()
-            loss, gradient = _loss_and_gradient(
-                image_logits, target[image], align_corners, ignore_index, classes, with_gradient
-            )
-            total += loss
-            gradients.append(gradient)
+        image_bytes = logits.shape[1] * target[0].numel() * compute_dtype(logits).itemsize
+        step = max(1, HELD_BYTES // image_bytes)
+        for first in range(0, logits.shape[0], step):
+            images = slice(first, first + step)
+            group = _Images(logits[images].detach(), target[images], align_corners, ignore_index)
+            total += group.add_up(classes, with_gradient)
+            if with_gradient:
+                gradients.append(group.gradient())
         ctx.save_for_backward(logits, target, torch.cat(gradients) if with_gradient else None)
         ctx.options = align_corners, ignore_index, classes
-        return total
+        return total.to(compute_dtype(logits))
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
@@ -131,42 +138,52 @@ class _LovaszOfBatch(torch.autograd.Function):
         return (gradient * slopes[0]).to(logits.dtype), None, None, None, None
 
 
-def _loss_and_gradient(
-    logits: Tensor, target: Tensor, align_corners: bool, ignore_index: int, classes: str, with_gradient: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the loss of one image and its gradient (1, C, h, w); the gradient is empty unless `with_gradient`."""
-    C, size = logits.shape[1], (target.shape[0], target.shape[1])
-    dtype = compute_dtype(logits)
-    held = torch.empty((C, *size), dtype=dtype, device=logits.device)
+class _Images:
+    """Losses of some images whose probabilities are held: logits (m, C, h, w), target (m, H, W)."""
 
-    def store_probabilities(bands: Iterator[Band]) -> None:
-        for band in bands:
-            held[:, band.rows] = torch.softmax(band.values, 1)[0]
+    def __init__(self, logits: Tensor, target: Tensor, align_corners: bool, ignore_index: int) -> None:
+        self.logits, self.size, self.align_corners = logits, (target.shape[1], target.shape[2]), align_corners
+        self.ids, self.valid = class_ids(target.flatten(1), logits.shape[1], ignore_index)
+        self.held = logits.new_empty((*logits.shape[:2], *self.size), dtype=compute_dtype(logits))
+        self.mean_slope = torch.zeros_like(self.held[:, :1])
+        budget = CPU_SORT_BYTES if logits.is_cpu else SORT_BYTES
+        step = max(1, budget // (BYTES_OF_A_SORTED_PIXEL * target.numel()))
+        C = logits.shape[1]
+        self.chunks = [slice(c, min(C, c + step)) for c in range(0, C, step)]
 
-    sweep_bands(store_probabilities, logits, size, align_corners)
-    ids, valid = class_ids(target.flatten(), C, ignore_index)
-    total = torch.zeros((), dtype=dtype, device=logits.device)
-    mean_slope = torch.zeros_like(held[0])
-    for c, share in enumerate(class_shares(ids, valid, C, classes).to(dtype).unbind()):
-        own = (ids == c) & valid
-        probability = held[c].flatten()
-        loss, slopes = sorted_slopes(probability, own, valid)
-        total += share * loss
-        if with_gradient:
-            slopes = torch.where(own, -slopes, slopes) * share
-            held[c] = (probability * slopes).view(size)
-            mean_slope += held[c]
-    if not with_gradient:
-        return total, logits.new_empty(0)
+        def store_probabilities(bands: Iterator[Band]) -> None:
+            for band in bands:
+                self.held[band.images, :, band.rows] = torch.softmax(band.values, 1)
 
-    def collect(bands: Iterator[Band]) -> None:
-        # held is p_c g_c here; the softmax's derivative is p_c (g_c - sum_k p_k g_k).
-        for band in bands:
-            band.add_gradient(held[:, band.rows] - torch.softmax(band.values, 1) * mean_slope[band.rows])
+        sweep_bands(store_probabilities, logits, self.size, align_corners)
 
-    _, gradient = sweep_bands(collect, logits, size, align_corners, with_gradient=True)
-    assert gradient is not None
-    return total, gradient
+    def add_up(self, classes: str, with_gradient: bool) -> Tensor:
+        """Return the sum of the images' losses, float64; with gradient `held` becomes p_c g_c, g the slopes."""
+        is_present = [own_pixels(self.ids, self.valid, chunk).any(-1) for chunk in self.chunks]
+        shares = class_shares(torch.cat(is_present, 1), self.valid, classes)
+        total = torch.zeros((), dtype=torch.float64, device=self.held.device)
+        for chunk in self.chunks:
+            own, probability = own_pixels(self.ids, self.valid, chunk), self.held[:, chunk].flatten(2)
+            loss, slopes = sorted_slopes(probability, own, self.valid.unsqueeze(1))
+            total += (loss * shares[:, chunk]).sum()
+            if with_gradient:
+                slopes = torch.where(own, -slopes, slopes).mul_(shares[:, chunk, None].to(slopes.dtype))
+                self.held[:, chunk] *= slopes.view_as(self.held[:, chunk])
+                self.mean_slope += self.held[:, chunk].sum(1, keepdim=True)
+        return total
+
+    def gradient(self) -> Tensor:
+        """Return the gradient of the sum, (m, C, h, w), after `add_up`."""
+
+        def collect(bands: Iterator[Band]) -> None:
+            # The softmax's derivative is p_c (g_c - sum_k p_k g_k).
+            for band in bands:
+                mean = torch.softmax(band.values, 1) * self.mean_slope[band.images, :, band.rows]
+                band.add_gradient(self.held[band.images, :, band.rows] - mean)
+
+        _, gradient = sweep_bands(collect, self.logits, self.size, self.align_corners, with_gradient=True)
+        assert gradient is not None
+        return gradient
 
 
 class CriterionLovasz(MeanCriterion):

@@ -9,6 +9,7 @@ Shapes: N images, C classes, h x w of the logits, H x W of the target.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,9 +26,34 @@ SMALLEST_LOSS = 2.0**-24
 """Losses below this (float32's resolution at 1) fall into the last bin."""
 
 
+DEVICE_COLUMNS = 64
+"""Columns over which the pixels of a bin are spread on a device, so that few are added one after the other."""
+
+
 def _bin_of(loss: float) -> int:
     """Return the bin of a positive float32: its leading bits, which increase with the value."""
-    return int(torch.tensor(loss, dtype=torch.float32).view(torch.int32)) >> DROPPED_BITS
+    (bits,) = struct.unpack("<i", struct.pack("<f", loss))
+    return int(bits) >> DROPPED_BITS
+
+
+def sums_by_bin(terms: Sequence[Tensor], bins: Tensor, num_bins: int, num_columns: int) -> list[Tensor]:
+    """Return the sum of each term by bin, (num_bins,) each; differentiable any number of times, and deterministic.
+
+    Accumulating `index_put` sorts the indices on CUDA, in place of atomics on one address: early in a training all
+    pixels are in one bin. A bin is spread over columns, because equal indices are added one after the other.
+
+    Args:
+        terms: (P,) each, float64; other dtypes are added in parallel on the CPU, in any order.
+        bins: (P,) int64.
+        num_bins: number of bins.
+        num_columns: columns of a bin.
+    """
+    place = bins
+    if num_columns > 1:
+        place = bins * num_columns + torch.arange(bins.numel(), device=bins.device) % num_columns
+    empty = terms[0].new_zeros(num_bins * num_columns, len(terms))
+    table = empty.index_put((place,), torch.stack(list(terms), 1), accumulate=True)
+    return list(table.view(num_bins, num_columns, len(terms)).sum(1).unbind(1))
 
 
 @dataclass(frozen=True)
@@ -58,15 +84,13 @@ class HardnessHistogram:
         """See `PixelSums`."""
         nll = pixel_cross_entropy(values, ids)
         bins = self.bins(nll).flatten()
-        weight = valid.to(nll.dtype) if self.weight is None else self.weight.to(nll.device, nll.dtype)[ids] * valid
-        empty = nll.new_zeros(self.num_bins)
-        loss = empty.index_add(0, bins, torch.where(valid, weight * nll, 0.0).flatten())
-        counts = empty.double()
-        return (
-            loss,
-            counts.index_add(0, bins, weight.double().flatten()),
-            counts.index_add(0, bins, valid.double().flatten()),
-        )
+        count = valid.double()
+        weight = count if self.weight is None else self.weight.to(nll.device, torch.float64)[ids] * valid
+        terms = [torch.where(valid, weight * nll, 0.0).flatten(), count.flatten()]
+        if self.weight is not None:
+            terms.append(weight.flatten())
+        loss, counts, *weights = sums_by_bin(terms, bins, self.num_bins, 1 if nll.is_cpu else DEVICE_COLUMNS)
+        return loss.to(nll.dtype), weights[0] if weights else counts, counts
 
 
 class CriterionOHEM(HeadCriterion):
@@ -118,7 +142,8 @@ class CriterionOHEM(HeadCriterion):
     def finalize_head(self, totals: Statistics) -> Tensor:
         """Return the mean loss over the kept bins: bin 0, and each bin with fewer than `min_kept` pixels before it."""
         loss, weight, count = totals
-        kept = count.cumsum(0) - count < self.min_kept
+        number = count.long()  # torch adds up floating-point numbers in any order on CUDA
+        kept = number.cumsum(0) - number < self.min_kept
         kept = kept | (torch.arange(kept.numel(), device=kept.device) == 0)
         kept_weight = torch.where(kept, weight, 0.0).sum()
         return (torch.where(kept, loss, 0.0).sum() * reciprocal_or_zero(kept_weight)).to(loss.dtype)

@@ -248,11 +248,32 @@ def test_plain_loss_is_used_where_fused_is_not_supported(low, high, expected):
     assert choose_implementation(logits, target) == ("bands" if expected is None else "reference")
 
 
-def test_simulated_accelerator_is_planned_as_cuda():
+@pytest.mark.parametrize(
+    ("num_classes", "low", "expected"),
+    [
+        (19, (97, 97), "triton"),
+        (2, (25, 25), "triton"),
+        (19, (385, 385), "triton"),
+        (19, (600, 769), "triton"),
+        (19, (769, 769), "reference"),
+        (19, (800, 769), "reference"),
+        (300, (97, 97), "sums"),
+    ],
+)
+def test_simulated_accelerator_is_planned_as_cuda(num_classes, low, expected):
+    target = torch.empty(2, 769, 769, device="meta", dtype=torch.uint8)
+    assert choose_implementation(torch.empty(2, num_classes, *low, device="meta"), target) == expected
+
+
+def test_compiled_and_bands_are_for_the_cpu(monkeypatch):
     logits, target = torch.empty(2, 19, 97, 97, device="meta"), torch.empty(2, 769, 769, device="meta").byte()
-    assert choose_implementation(logits, target) == "triton"
-    assert choose_implementation(torch.empty(2, 19, 700, 700, device="meta"), target) == "sums"
-    assert choose_implementation(torch.empty(2, 300, 97, 97, device="meta"), target) == "sums"
+    with pytest.raises(ValueError, match='"bands" is for the CPU and the logits are on meta'):
+        upsample_cross_entropy(logits, target, implementation="bands")
+    loss_sum, _ = upsample_cross_entropy(logits, target, implementation="compiled")  # simulated: no warning
+    assert loss_sum.is_meta
+    monkeypatch.setattr(cross_entropy, "is_simulated", lambda _: False)
+    with pytest.warns(RuntimeWarning, match='"auto" is used'):
+        assert cross_entropy._off_the_cpu("compiled", logits) == "auto"
 
 
 def test_unknown_implementation_is_named():

@@ -7,11 +7,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from segapp.losses import cross_entropy, upsample_cross_entropy
+from segapp.losses.fused import triton_trial
 from segapp.losses.fused.bands_cross_entropy import CrossEntropyOptions
 from segapp.losses.fused.checks import raise_reported
 from segapp.losses.fused.triton_cross_entropy import cross_entropy_by_triton
+from tests.support.loss_cases import draw, relative_error
 
-SHAPES = [(2, 5, 3, 7, 13, 70), (1, 19, 3, 6, 24, 48), (2, 3, 4, 6, 4, 6), (1, 150, 2, 3, 16, 20), (1, 60, 1, 1, 9, 11)]
+SHAPES = [  # N, C, h, w, H, W
+    (2, 5, 3, 7, 13, 70),
+    (1, 19, 3, 6, 24, 48),
+    (2, 3, 4, 6, 4, 6),
+    (1, 150, 2, 3, 16, 20),
+    (1, 60, 1, 1, 9, 11),
+    (2, 7, 4, 50, 5, 75),
+    (1, 3, 3, 65, 3, 66),
+]
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 TARGETS = [torch.uint8, torch.int16, torch.int64]
 
@@ -63,9 +74,27 @@ def check_edges():
     cross_entropy_by_triton(logits, ignored, None, options, with_gradient=True)
 
 
+def check_automatic_choice():
+    """The public function as on CUDA, with the trial launch and the kernels, both interpreted."""
+    cross_entropy.BAND_DEVICES = frozenset()
+    logits, target = draw(2, 5, (4, 6), (17, 23), dtype=torch.float32)
+    results = []
+    for implementation in ("auto", "triton", "reference"):
+        x = logits.clone().requires_grad_()
+        loss_sum, weight_sum = upsample_cross_entropy(x, target, label_smoothing=0.1, implementation=implementation)
+        (loss_sum / weight_sum).backward()
+        results.append([loss_sum.detach(), weight_sum, x.grad])
+    assert triton_trial._results == {torch.device("cpu"): None}
+    for one, two in zip(results[0], results[1], strict=True):
+        assert torch.equal(one, two)
+    for mine, truth in zip(results[0], results[2], strict=True):
+        assert relative_error(mine, truth) < 1e-5
+
+
 if __name__ == "__main__":
     chosen = cases(int(sys.argv[1]))
     for seed, case in enumerate(chosen):
         check(case, seed)
     check_edges()
+    check_automatic_choice()
     print(len(chosen), "cases")

@@ -232,7 +232,7 @@ class _Window:
 
     def __init__(self, sweep: _CellSweep, images: slice) -> None:
         self.sweep, self.images, self.wide_images = sweep, images, images.stop - images.start
-        self.wide = self.wide_gradient = torch.empty(0)
+        self.wide = self.wide_gradient = sweep.logits.new_empty(0)
         self.base = self.end = sweep.first_source
 
     def slide(self, source: int) -> None:

@@ -78,8 +78,9 @@ def cross_entropy_on_bands(
     except (IndexError, RuntimeError):
         check_target_range(target, logits.shape[1], options.ignore_index)
         raise
-    loss_sum, weight_sum = sum(part.loss_sum for part in parts), sum(part.weight_sum for part in parts)
-    return torch.tensor(loss_sum, dtype=torch.float64), torch.tensor(weight_sum, dtype=torch.float64), gradient
+    sums = sum(part.loss_sum for part in parts), sum(part.weight_sum for part in parts)
+    loss_sum, weight_sum = (torch.tensor(value, dtype=torch.float64, device="cpu") for value in sums)
+    return loss_sum, weight_sum, gradient
 
 
 class CrossEntropyTerms:
@@ -92,7 +93,7 @@ class CrossEntropyTerms:
         self.options, self.dtype = options, dtype
         self.eps, self.share = options.label_smoothing, options.label_smoothing / num_classes
         self.total_weight = float(num_classes) if weight is None else float(weight.double().sum())
-        per_class = torch.ones(num_classes, dtype=dtype) if self.weight is None else self.weight
+        per_class = torch.ones(num_classes, dtype=dtype, device="cpu") if self.weight is None else self.weight
         self.per_class = per_class.view(1, -1, 1, 1)
         self.loss_sum = self.weight_sum = 0.0
 

@@ -5,6 +5,7 @@ Shapes: N images, C classes, h x w of the logits, H x W of the target.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -108,7 +109,12 @@ def has_values(tensor: Tensor) -> bool:
         return False
     if is_simulated(tensor):
         return False
-    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    return not is_capturing(tensor)
+
+
+def is_capturing(tensor: Tensor) -> bool:
+    """Return True while a CUDA graph is captured: the host may neither wait for the device nor ask it anything."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def is_simulated(tensor: Tensor) -> bool:
@@ -144,7 +150,9 @@ class _Report:
 
 
 _reports: deque[_Report] = deque(maxlen=64)
-"""Pending checks, oldest first; the only global state of the library, needed because devices run asynchronously."""
+"""Pending checks, oldest first; global, because devices run asynchronously."""
+_reports_lock = threading.Lock()
+"""Replicas run in threads, and each of them adds and takes reports."""
 
 
 def report_range(bounds: Tensor, num_classes: int, ignore_index: int) -> Tensor:
@@ -159,12 +167,14 @@ def report_range(bounds: Tensor, num_classes: int, ignore_index: int) -> Tensor:
         Scalar on the bounds' device: 0, or NaN where there is a bad id.
     """
     if bounds.is_cuda:
-        host = torch.empty(2, dtype=torch.int64, pin_memory=True)
+        host = torch.empty(2, dtype=torch.int64, device="cpu", pin_memory=True)
         host.copy_(bounds, non_blocking=True)
         arrival = torch.cuda.current_stream(bounds.device).record_event()
-        _reports.append(_Report(host, arrival.query, num_classes, ignore_index))
+        report = _Report(host, arrival.query, num_classes, ignore_index)
     else:
-        _reports.append(_Report(bounds.cpu(), lambda: True, num_classes, ignore_index))
+        report = _Report(bounds.cpu(), lambda: True, num_classes, ignore_index)
+    with _reports_lock:
+        _reports.append(report)
     return poison_of(bounds)
 
 
@@ -175,12 +185,17 @@ def poison_of(bounds: Tensor) -> Tensor:
 
 def raise_reported() -> None:
     """Raise ValueError for a bad id that an earlier call found on a device."""
-    while _reports and _reports[0].has_arrived():
-        report = _reports.popleft()
+    while (report := _next_report()) is not None:
         low, high = report.bounds.tolist()
         if low <= high:
             ids = [low] if low == high else [low, high]
             raise ValueError(out_of_range_message(ids, report.num_classes, report.ignore_index))
+
+
+def _next_report() -> _Report | None:
+    """Remove the oldest report and return it; None if it has not arrived, or there is none."""
+    with _reports_lock:
+        return _reports.popleft() if _reports and _reports[0].has_arrived() else None
 
 
 def out_of_range_message(ids: Sequence[int], num_classes: int, ignore_index: int) -> str:

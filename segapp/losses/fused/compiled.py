@@ -108,7 +108,7 @@ def cross_entropy_on_cells(
     The program of a shape is compiled on its first use (20 s for the first, 2 s for another shape) and cached on disk.
 
     Args:
-        logits: (N, C, h, w).
+        logits: (N, C, h, w) on the CPU.
         target: (N, H, W) integers.
         weight: (C,) or None.
         options: options of the loss.
@@ -191,11 +191,11 @@ class _Chunks:
         images = max(1, min(N, CHUNK_BYTES // (cell_bytes * self.cells)))
         self.images = next(m for m in range(images, 0, -1) if N % m == 0)
         padded = -(-h // self.cells) * self.cells
-        self.row_ids = torch.zeros(padded, R, dtype=torch.int64)
-        self.row_exists = torch.zeros(padded, R, dtype=torch.bool)
-        fraction = torch.zeros(padded, R, dtype=torch.float64)
+        self.row_ids = torch.zeros(padded, R, dtype=torch.int64, device="cpu")
+        self.row_exists = torch.zeros(padded, R, dtype=torch.bool, device="cpu")
+        fraction = torch.zeros(padded, R, dtype=torch.float64, device="cpu")
         for source, start, stop in self.grid.cells:
-            self.row_ids[source, : stop - start] = torch.arange(start, stop)
+            self.row_ids[source, : stop - start] = torch.arange(start, stop, device="cpu")
             self.row_exists[source, : stop - start] = True
             fraction[source, : stop - start] = self.grid.rows.fraction[start:stop]
         self.fraction = fraction.to(self.dtype)
@@ -203,7 +203,7 @@ class _Chunks:
     def run(self, program: Callable[..., ChunkSums]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return loss sum, weight sum and gradient."""
         loss_sum = weight_sum = 0.0
-        gradient = torch.zeros(self.logits.shape, dtype=self.dtype) if self.with_gradient else None
+        gradient = self.logits.new_zeros(self.logits.shape, dtype=self.dtype) if self.with_gradient else None
         for first in range(0, self.logits.shape[0], self.images):
             images = slice(first, first + self.images)
             carried: Tensor | None = None
@@ -212,7 +212,7 @@ class _Chunks:
                 loss_sum, weight_sum = loss_sum + loss, weight_sum + count
                 if gradient is not None:
                     carried = self._collect(gradient, images, start, above, below, carried)
-        totals = torch.tensor([loss_sum, weight_sum], dtype=torch.float64)
+        totals = torch.tensor([loss_sum, weight_sum], dtype=torch.float64, device="cpu")
         return totals[0].clone(), totals[1].clone(), gradient
 
     def _chunk(

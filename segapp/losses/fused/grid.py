@@ -192,13 +192,16 @@ class _BlockedMatrix:
             flat = torch.nn.functional.pad(flat, (0, self.num_blocks * self.block - self.W))
         blocks = torch.bmm(flat.view(-1, self.num_blocks, self.block).transpose(0, 1), self.down)
         joined = blocks.transpose(0, 1).reshape(-1, self.num_blocks * self.span)
-        sums = torch.zeros(joined.shape[0], self.w, dtype=gradient.dtype)
+        sums = gradient.new_zeros(joined.shape[0], self.w)
         return sums.index_add_(1, self.columns, joined).view(*gradient.shape[:-1], self.w)
 
 
 def products_are_exact() -> bool:
     """Return True unless float32 matrix products run in TF32 or bfloat16, too coarse for interpolation."""
-    return torch.get_float32_matmul_precision() == "highest"
+    try:
+        return torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # the precision was set for one backend alone, through torch's newer settings
+        return False
 
 
 def dense_matrices(

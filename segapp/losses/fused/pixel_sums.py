@@ -18,7 +18,7 @@ from torch import Tensor
 
 from segapp.losses.fused.bands import Band, sweep_bands
 from segapp.losses.fused.checks import check_inputs, check_target_range, class_ids, has_values
-from segapp.losses.fused.reference import compute_dtype, upsample
+from segapp.losses.fused.reference import compute_dtype, sum_of_cross_entropy, upsample
 
 FULL_BYTES = 4 << 20
 """Upsampled logits smaller than this are computed whole: fewer operations, and little memory to save."""
@@ -74,7 +74,7 @@ def upsampled_sums(
 
 def pixel_cross_entropy(values: Tensor, ids: Tensor) -> Tensor:
     """Return -log of the target's softmax probability, (N, 1, R, W), from values (N, C, R, W) and ids (N, 1, R, W)."""
-    return -F.log_softmax(values, 1).gather(1, ids)
+    return F.cross_entropy(values, ids.squeeze(1), reduction="none").unsqueeze(1)
 
 
 def _at_full_resolution(
@@ -165,8 +165,6 @@ class CrossEntropySums:
         """See `PixelSums`."""
         weight = None if self.weight is None else self.weight.to(values.device, values.dtype)
         marked = torch.where(valid, ids, -100).squeeze(1)
-        loss = F.cross_entropy(
-            values, marked, weight, ignore_index=-100, reduction="sum", label_smoothing=self.label_smoothing
-        )
+        loss = sum_of_cross_entropy(values, marked, weight, self.label_smoothing)
         count = valid.sum(dtype=torch.float64) if weight is None else (weight.double()[ids] * valid).sum()
         return loss, count

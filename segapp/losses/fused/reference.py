@@ -81,10 +81,28 @@ def cross_entropy_sums(
         ids, ignored = torch.where(valid, ids, -100), -100
     if weight is not None:
         weight = weight.to(values.device, values.dtype)
-    loss_sum = F.cross_entropy(
-        values, ids, weight=weight, ignore_index=ignored, reduction="sum", label_smoothing=label_smoothing
-    )
+    loss_sum = sum_of_cross_entropy(values, ids, weight, label_smoothing, ignored)
     return loss_sum, target_weight_sum(target, ignore_index, weight)
+
+
+def sum_of_cross_entropy(
+    values: Tensor, ids: Tensor, weight: Tensor | None, label_smoothing: float, ignore_index: int = -100
+) -> Tensor:
+    """Return the sum of the pixels' cross-entropies, in the values' dtype, added in float64.
+
+    The pixels are added here, because the sum within `F.cross_entropy` uses atomics on CUDA and is not deterministic.
+
+    Args:
+        values: (N, C, H, W) logits.
+        ids: (N, H, W) int64 class ids.
+        weight: (C,) in the values' dtype, or None.
+        label_smoothing: share of the target spread evenly over the classes.
+        ignore_index: id that counts nowhere.
+    """
+    losses = F.cross_entropy(
+        values, ids, weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
+    )
+    return losses.sum(dtype=torch.float64).to(values.dtype)
 
 
 def soft_cross_entropy_sums(

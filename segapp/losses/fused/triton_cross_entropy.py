@@ -1,7 +1,7 @@
 """Launch of the Triton kernels: upsampling cross-entropy and its gradient on CUDA, without waiting for the device.
 
-Shapes: N images, C classes, h x w of the logits, H x W of the target; BC classes, BX output columns and BJ source
-columns of a program (see `triton_kernels`).
+Shapes: N images, C classes, h x w of the logits, H x W of the target; BX output columns of a program (see
+`kernel_shapes`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,40 +19,15 @@ import triton.language as tl
 from torch import Tensor
 
 from segapp.losses.fused.bands_cross_entropy import CrossEntropyOptions
-from segapp.losses.fused.checks import raise_reported, report_range
+from segapp.losses.fused.checks import is_capturing, poison_of, raise_reported, report_range
 from segapp.losses.fused.grid import Axis
+from segapp.losses.fused.kernel_errors import KernelError, is_out_of_memory
+from segapp.losses.fused.kernel_shapes import block_shape, buffers_of, column_blocks, power_of_two
 from segapp.losses.fused.reference import compute_dtype
 from segapp.losses.fused.triton_kernels import bad_ids_kernel, gather_kernel, loss_kernel
 
 NO_ID = 1 << 62
 """Larger than every class id."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Block sizes of the loss kernel, chosen so that no register spills (tested by compiling ahead of time).
-
-    Attributes:
-        BC: classes of a program, a power of two of at least 16.
-        BX: output columns of a program.
-        num_warps: warps of a program.
-    """
-
-    BC: int
-    BX: int
-    num_warps: int
-
-
-def shape_of(num_classes: int, dtype: torch.dtype) -> Shape:
-    """Return the block sizes for a number of classes."""
-    BC = max(16, triton.next_power_of_2(num_classes))
-    if dtype == torch.float64:
-        return Shape(BC, 32 if BC <= 64 else 16, 4 if BC <= 32 else 8)
-    if BC == 16:
-        return Shape(BC, 64, 2)
-    if BC == 32:
-        return Shape(BC, 64, 4)
-    return Shape(BC, 32 if BC <= 128 else 16, 4 if BC == 64 else 8)
 
 
 @dataclass(frozen=True)
@@ -66,7 +42,7 @@ class _Tables:
     first_block: Tensor
     last_block: Tensor
     num_blocks: int
-    BJ: int
+    pitch: int
     max_blocks: int
 
 
@@ -81,16 +57,14 @@ def _tables(
 ) -> _Tables:
     with torch.inference_mode(False):
         rows, columns = Axis(low[0], high[0], align_corners), Axis(low[1], high[1], align_corners)
-        num_blocks = -(-high[1] // BX)
-        begins = torch.arange(num_blocks) * BX
-        first = columns.lower[begins]
-        last = columns.upper[(begins + BX).clamp(max=high[1]) - 1]
-        sources = torch.arange(low[1])
+        blocks = column_blocks(low[1], high[1], align_corners, BX)
+        first, last = (torch.tensor(edge, device="cpu") for edge in (blocks.first, blocks.last))
+        sources = torch.arange(low[1], device="cpu")
         first_block = torch.searchsorted(last, sources)
         last_block = torch.searchsorted(first, sources, right=True) - 1
 
         def place(values: Tensor | list[int]) -> Tensor:
-            return torch.as_tensor(values).to(device, torch.int32)
+            return torch.as_tensor(values, device="cpu").to(device, torch.int32)
 
         return _Tables(
             starts=place(rows.starts),
@@ -100,14 +74,19 @@ def _tables(
             first_column=place(first),
             first_block=place(first_block),
             last_block=place(last_block),
-            num_blocks=num_blocks,
-            BJ=max(16, triton.next_power_of_2(int((last - first).max()) + 1)),
+            num_blocks=len(blocks.first),
+            pitch=blocks.pitch,
             max_blocks=max(1, int((last_block - first_block).max()) + 1),
         )
 
 
 _launch_lock = threading.Lock()
 """Replicas run in threads, and Triton compiles at the first launch of a shape."""
+
+TRANSPOSED = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7)
+"""See `loss_kernel`."""
+FP_FUSION = {"enable_fp_fusion": True}
+"""Multiplications and additions are fused: Triton up to 3.9 does by default, and 3.10 does not."""
 
 
 def cross_entropy_by_triton(
@@ -131,88 +110,121 @@ def cross_entropy_by_triton(
         loss_sum and weight_sum, float64 scalars, and the gradient (N, C, h, w) in float32 (float64 for float64 logits).
 
     Raises:
+        KernelError: a kernel could not be compiled or launched.
         ValueError: an earlier call had an id that is no class; in this call such an id makes the loss NaN.
     """
-    raise_reported()
-    N, C, h, w = logits.shape
-    H, W = target.shape[-2:]
+    if not is_capturing(target):
+        raise_reported()
+    C, size = logits.shape[1], (target.shape[1], target.shape[2])
     dtype, device = compute_dtype(logits), logits.device
-    shape = shape_of(C, dtype)
-    tables = _tables((h, w), (H, W), options.align_corners, dtype, device, shape.BX)
-    places = N * h * tables.num_blocks
-    partial = torch.empty(places * 2 * C * tables.BJ if with_gradient else 1, dtype=dtype, device=device)
-    loss, count = torch.empty(2, places, dtype=dtype, device=device)
-    bad = torch.empty(places, dtype=torch.int32, device=device)
-    gradient = torch.empty((N, C, h, w), dtype=dtype, device=device) if with_gradient else None
-    cut: dict[str, Any] = {"C": C, "BC": shape.BC, "BJ": tables.BJ}
+    buffers = buffers_of(tuple(logits.shape), size, options.align_corners, dtype, with_gradient)
+    partial = torch.empty(buffers.num_partials, dtype=dtype, device=device)
+    loss, count = torch.empty(2, buffers.num_places, dtype=dtype, device=device)
+    bad = torch.empty(buffers.num_places, dtype=torch.int32, device=device)
+    gradient = torch.empty(logits.shape, dtype=dtype, device=device) if with_gradient else None
+    if weight is not None:
+        weight = weight.to(device, dtype).contiguous()
+    with launching(device):
+        _launch(logits.detach(), target, weight, options, (partial, loss, count, bad), gradient)
+        bounds = bounds_of_bad_ids(bad.sum(), target, C, options.ignore_index)
+    poison = poison_of(bounds) if is_capturing(target) else report_range(bounds, C, options.ignore_index)
+    return loss.sum(dtype=torch.float64) + poison, count.sum(dtype=torch.float64), gradient
+
+
+@contextlib.contextmanager
+def launching(device: torch.device) -> Iterator[None]:
+    """Launch kernels on a device in the body of the `with` statement, one thread at a time.
+
+    Raises:
+        KernelError: in place of any error but one of memory, which others handle.
+    """
+    try:
+        with _launch_lock, torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            yield
+    except Exception as error:  # whatever Triton, a C compiler, ptxas, a driver or a full disk raises
+        if is_out_of_memory(error):
+            raise
+        raise KernelError(device, error) from error
+
+
+def _launch(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    options: CrossEntropyOptions,
+    buffers: tuple[Tensor, Tensor, Tensor, Tensor],
+    gradient: Tensor | None,
+) -> None:
+    """Launch the kernels that fill the buffers (partial gradients, losses, weight sums, bad ids) and the gradient."""
+    (N, C, h, w), (H, W), (partial, loss, count, bad) = logits.shape, target.shape[-2:], buffers
+    dtype = compute_dtype(logits)
+    shape = block_shape(C, dtype)
+    tables = _tables((h, w), (H, W), options.align_corners, dtype, logits.device, shape.BX)
+    cut: dict[str, Any] = {"C": C, "BC": shape.BC, "PITCH": tables.pitch, **FP_FUSION}
     cut["ACC"] = tl.float64 if dtype == torch.float64 else tl.float32
-    with _launch_lock, torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        loss_kernel[(N * h, tables.num_blocks)](
-            logits.detach(),
-            target,
-            loss if weight is None else weight.to(device, dtype).contiguous(),
+    loss_kernel[(N * h, tables.num_blocks)](
+        logits,
+        target,
+        loss if weight is None else weight,
+        partial,
+        loss,
+        count,
+        bad,
+        tables.starts,
+        tables.row_fraction,
+        tables.lower,
+        tables.fraction,
+        tables.first_column,
+        h,
+        w,
+        W,
+        tables.num_blocks,
+        *logits.stride(),
+        *target.stride(),
+        options.ignore_index,
+        **cut,
+        KEEP=1.0 - options.label_smoothing,
+        SHARE=options.label_smoothing / C,
+        SMOOTH=options.label_smoothing > 0,
+        HAS_WEIGHT=weight is not None,
+        WITH_GRADIENT=gradient is not None,
+        DOT=dtype != torch.float64,
+        BX=shape.BX,
+        BJ=power_of_two(tables.pitch),
+        TRANSPOSED=TRANSPOSED,
+        LONG_IDS=target.dtype == torch.int64,
+        num_warps=shape.num_warps,
+    )
+    if gradient is not None:
+        gather_kernel[(N * h, -(-w // 32))](
             partial,
-            loss,
-            count,
-            bad,
-            tables.starts,
-            tables.row_fraction,
-            tables.lower,
-            tables.fraction,
+            gradient,
             tables.first_column,
+            tables.first_block,
+            tables.last_block,
             h,
             w,
-            W,
             tables.num_blocks,
-            *logits.stride(),
-            *target.stride(),
-            options.ignore_index,
             **cut,
-            **loss_constants(options, C, weight is not None, with_gradient, dtype),
-            BX=shape.BX,
-            LONG_IDS=target.dtype == torch.int64,
-            num_warps=shape.num_warps,
+            BW=32,
+            MAX_BLOCKS=tables.max_blocks,
+            num_warps=8 if shape.BC > 64 else 4,
         )
-        if gradient is not None:
-            gather_kernel[(N * h, -(-w // 32))](
-                partial,
-                gradient,
-                tables.first_column,
-                tables.first_block,
-                tables.last_block,
-                h,
-                w,
-                tables.num_blocks,
-                **cut,
-                BW=32,
-                MAX_BLOCKS=tables.max_blocks,
-                num_warps=8 if shape.BC > 64 else 4,
-            )
-        bounds = _bounds_of_bad_ids(bad, target, C, options.ignore_index)
-    loss_sum = loss.sum(dtype=torch.float64) + report_range(bounds, C, options.ignore_index)
-    return loss_sum, count.sum(dtype=torch.float64), gradient
 
 
-def loss_constants(
-    options: CrossEntropyOptions, num_classes: int, has_weight: bool, with_gradient: bool, dtype: torch.dtype
-) -> dict[str, Any]:
-    """Return the loss kernel's compile-time constants."""
-    return {
-        "KEEP": 1.0 - options.label_smoothing,
-        "SHARE": options.label_smoothing / num_classes,
-        "SMOOTH": options.label_smoothing > 0,
-        "HAS_WEIGHT": has_weight,
-        "WITH_GRADIENT": with_gradient,
-        "DOT": dtype != torch.float64,
-    }
+def bounds_of_bad_ids(num_bad: Tensor, target: Tensor, num_classes: int, ignore_index: int) -> Tensor:
+    """Return the smallest and the largest id that is no class, (2,) int64; smallest > largest where there is none.
 
-
-def _bounds_of_bad_ids(bad: Tensor, target: Tensor, num_classes: int, ignore_index: int) -> Tensor:
-    """Return the smallest and the largest id that is no class, (2,) int64."""
+    Args:
+        num_bad: scalar; where it is 0 the target is not read.
+        target: (N, H, W).
+        num_classes: C.
+        ignore_index: id that counts nowhere.
+    """
     N, H, W = target.shape
     low, high = torch.empty(2, N * H, dtype=torch.int64, device=target.device)
     bad_ids_kernel[(N * H,)](
-        bad.sum(),
+        num_bad,
         target,
         low,
         high,
@@ -223,5 +235,6 @@ def _bounds_of_bad_ids(bad: Tensor, target: Tensor, num_classes: int, ignore_ind
         C=num_classes,
         NO_BAD_ID=NO_ID,
         BX=128,
+        **FP_FUSION,
     )
     return torch.stack([low.amin(), high.amax()])

@@ -9,8 +9,8 @@ has a fixed order, so the result is deterministic.
 The formulae are those of `bands_cross_entropy`. The kernels also run in Triton's interpreter (TRITON_INTERPRET=1). They
 have many parameters because a kernel takes pointers, sizes, strides and constants only.
 
-Shapes: N images, C classes, h x w of the logits, H x W of the target; BC classes, BX columns, BJ source columns of a
-program, C and the numbers of columns rounded up.
+Shapes: N images, C classes, h x w of the logits, H x W of the target; BC classes (C rounded up), BX output columns and
+PITCH source columns of a program, BJ the latter rounded up.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -22,15 +22,21 @@ import triton.language as tl
 
 
 @triton.jit
-def source_values(pointer, offset, mask, ACC: tl.constexpr):
+def source_values(pointer, offset, mask, TRANSPOSED: tl.constexpr, ACC: tl.constexpr):
     """Return source logits (BC, BX) less their maximum over the classes; 0 for padded classes."""
-    values = tl.load(pointer + offset, mask=mask, other=-float("inf")).to(ACC)
+    if TRANSPOSED:
+        values = tl.trans(tl.load(tl.trans(pointer + offset), mask=tl.trans(mask), other=-float("inf"))).to(ACC)
+    else:
+        values = tl.load(pointer + offset, mask=mask, other=-float("inf")).to(ACC)
     largest = tl.max(values, axis=0)
     largest = tl.where(largest == -float("inf"), 0.0, largest)
     return tl.where(mask, values - largest[None, :], 0.0)
 
 
-@triton.jit
+# Neighbouring threads are to hold neighbouring columns, so that sums over the classes stay within a thread: a fifth of
+# the instructions. Triton takes this layout from the loads: unless it sees that the classes of a column are adjacent in
+# memory (stride_c of 1), and before 3.7 only if the load is transposed.
+@triton.jit(do_not_specialize=["stride_c"])
 def loss_kernel(
     logits_ptr,
     target_ptr,
@@ -63,13 +69,15 @@ def loss_kernel(
     BC: tl.constexpr,
     BX: tl.constexpr,
     BJ: tl.constexpr,
+    PITCH: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     SMOOTH: tl.constexpr,
     WITH_GRADIENT: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     ACC: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Store the loss, weight sum and number of bad ids of a cell x block, and its partial gradient (2, C, BJ)."""
+    """Store the loss, weight sum and number of bad ids of a cell x block, and its partial gradient (2, C, PITCH)."""
     cell = tl.program_id(0)
     block = tl.program_id(1)
     n = (cell // h).to(tl.int64)
@@ -86,11 +94,11 @@ def loss_kernel(
     left_offset = left.to(tl.int64)[None, :] * stride_w
     right_offset = right.to(tl.int64)[None, :] * stride_w
     base = logits_ptr + n * stride_n + classes.to(tl.int64)[:, None] * stride_c
-    start = source_values(base + i * stride_h, left_offset, mask, ACC)
-    end = source_values(base + i * stride_h, right_offset, mask, ACC)
+    start = source_values(base + i * stride_h, left_offset, mask, TRANSPOSED, ACC)
+    end = source_values(base + i * stride_h, right_offset, mask, TRANSPOSED, ACC)
     above = start + across[None, :] * (end - start)
-    start = source_values(base + below * stride_h, left_offset, mask, ACC)
-    end = source_values(base + below * stride_h, right_offset, mask, ACC)
+    start = source_values(base + below * stride_h, left_offset, mask, TRANSPOSED, ACC)
+    end = source_values(base + below * stride_h, right_offset, mask, TRANSPOSED, ACC)
     slope = start + across[None, :] * (end - start) - above
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + classes, mask=is_class, other=0.0).to(ACC)
@@ -161,18 +169,18 @@ def loss_kernel(
             matrix = tl.where(left[:, None] == sources[None, :], 1.0 - across[:, None], 0.0)
             matrix += tl.where(right[:, None] == sources[None, :], across[:, None], 0.0)
             matrix = tl.where(is_column[:, None], matrix, 0.0)
-            stored = is_class[:, None] & (sources[None, :] < w)
-            out_ptr = partial_ptr + place * 2 * C * BJ + classes[:, None] * BJ + offsets[None, :]
+            stored = is_class[:, None] & (offsets < PITCH)[None, :]
+            out_ptr = partial_ptr + place * (2 * C * PITCH) + classes[:, None] * PITCH + offsets[None, :]
             tl.store(out_ptr, tl.dot(upper_gradient, matrix, input_precision="ieee"), mask=stored)
-            tl.store(out_ptr + C * BJ, tl.dot(lower_gradient, matrix, input_precision="ieee"), mask=stored)
+            tl.store(out_ptr + C * PITCH, tl.dot(lower_gradient, matrix, input_precision="ieee"), mask=stored)
         else:
-            for k in range(0, BJ):
+            for k in range(0, PITCH):
                 column = tl.where(left == first_column + k, 1.0 - across, 0.0)
                 column += tl.where(right == first_column + k, across, 0.0)
                 column = tl.where(is_column, column, 0.0)
-                out_ptr = partial_ptr + place * 2 * C * BJ + classes * BJ + k
+                out_ptr = partial_ptr + place * (2 * C * PITCH) + classes * PITCH + k
                 tl.store(out_ptr, tl.sum(upper_gradient * column[None, :], axis=1), mask=is_class)
-                tl.store(out_ptr + C * BJ, tl.sum(lower_gradient * column[None, :], axis=1), mask=is_class)
+                tl.store(out_ptr + C * PITCH, tl.sum(lower_gradient * column[None, :], axis=1), mask=is_class)
 
 
 @triton.jit
@@ -187,7 +195,7 @@ def gather_kernel(
     num_blocks,
     C: tl.constexpr,
     BC: tl.constexpr,
-    BJ: tl.constexpr,
+    PITCH: tl.constexpr,
     BW: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
     ACC: tl.constexpr,
@@ -207,15 +215,18 @@ def gather_kernel(
         block = first + k
         touches = is_column & (block <= last)
         offset = columns - tl.load(first_column_ptr + block, mask=touches, other=0)
-        touches = touches & (offset >= 0) & (offset < BJ)
-        place = cell.to(tl.int64) * num_blocks + block
-        own_ptr = partial_ptr + (place[None, :] * 2 * C + classes[:, None]) * BJ + offset[None, :]
+        touches = touches & (offset >= 0) & (offset < PITCH)
+        # A half is the partial gradient of one source row: a program stores its upper row's, then its lower row's.
+        half = (cell.to(tl.int64) * num_blocks + block) * 2
+        own_ptr = partial_ptr + (half[None, :] * C + classes[:, None]) * PITCH + offset[None, :]
         mask = is_class[:, None] & touches[None, :]
         total += tl.load(own_ptr, mask=mask, other=0.0)
-        above_ptr = own_ptr - (num_blocks * 2 - 1).to(tl.int64) * C * BJ
+        # Triton compiles num_blocks = 1 as a Python integer, so the offset is taken from the tensor `half`.
+        half_above = half - (num_blocks * 2 - 1)
+        above_ptr = partial_ptr + (half_above[None, :] * C + classes[:, None]) * PITCH + offset[None, :]
         total += tl.load(above_ptr, mask=mask & (rows > 0)[None, :], other=0.0)
         # The row below the last source row is the last one itself.
-        total += tl.load(own_ptr + C * BJ, mask=mask & (rows == h - 1)[None, :], other=0.0)
+        total += tl.load(own_ptr + C * PITCH, mask=mask & (rows == h - 1)[None, :], other=0.0)
     n = (cell // h).to(tl.int64)
     out_ptr = gradient_ptr + ((n * C + classes[:, None]) * h + i) * w + columns[None, :]
     tl.store(out_ptr, total, mask=is_class[:, None] & is_column[None, :])

@@ -23,7 +23,7 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import _disable_current_modes
 
 from segapp.errors import RunError
-from segapp.losses import lovasz, ohem
+from segapp.losses import lovasz
 from segapp.losses.fused import bands, views
 from segapp.losses.fused import pixel_sums as sums
 from segapp.losses.fused.grid import Axis, Grid
@@ -178,15 +178,8 @@ class _SimulatedGrid(Grid):
 
 def _patch_losses() -> None:
     """Patch the losses that work band by band: the tables whose numbers Python reads stay real."""
-    bin_of = ohem._bin_of
-
-    def bin_of_real(loss: float) -> int:
-        with _disable_current_modes():
-            return bin_of(loss)
-
     for users_of_grids in (bands, views):
         users_of_grids.grid_of = _SimulatedGrid  # type: ignore[attr-defined]
-    ohem._bin_of = bin_of_real
     for module in (sums, lovasz):
         module.has_values = lambda _: True  # type: ignore[attr-defined]
 

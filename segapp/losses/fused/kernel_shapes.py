@@ -1,0 +1,116 @@
+"""Block sizes and buffers of the Triton kernels as plain numbers, without Triton: the launch and the memory plan agree.
+
+Shapes: N images, C classes, h x w of the logits, H x W of the target; BC classes and BX output columns of a program.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from segapp.losses.fused.grid import Axis
+
+MAX_CLASSES = 256
+"""The kernel holds all classes of a pixel in registers."""
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """Block sizes of the loss kernel.
+
+    With them no register is spilled, for Triton 3.6 and 3.9 on compute capabilities 7.5 to 9.0
+    (`python -m tests.support.kernel_usage`), except at scales below 3: there the product after the last row spills some
+    hundred bytes.
+
+    Attributes:
+        BC: classes of a program, a power of two of at least 16.
+        BX: output columns of a program.
+        num_warps: warps of a program.
+    """
+
+    BC: int
+    BX: int
+    num_warps: int
+
+
+def block_shape(num_classes: int, dtype: torch.dtype) -> BlockShape:
+    """Return the block sizes for a number of classes and a compute dtype."""
+    BC = power_of_two(num_classes)
+    if dtype == torch.float64:
+        return BlockShape(BC, 32 if BC <= 64 else 16, 4 if BC <= 32 else 8)
+    if BC == 16:
+        return BlockShape(BC, 64, 2)
+    if BC == 32:
+        return BlockShape(BC, 64, 4)
+    return BlockShape(BC, 32 if BC <= 128 else 16, 4 if BC == 64 else 8)
+
+
+def power_of_two(number: int) -> int:
+    """Return the smallest power of two that is at least the number and 16, the least side of Triton's dot."""
+    return max(16, 1 << (number - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class ColumnBlocks:
+    """Blocks of output columns, and the source columns that each of them depends on.
+
+    Attributes:
+        first: the first source column of each block.
+        last: the last one.
+    """
+
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+
+    @property
+    def pitch(self) -> int:
+        """The largest number of source columns of a block: the width of its partial results."""
+        return 1 + max(last - first for first, last in zip(self.first, self.last, strict=True))
+
+
+@functools.lru_cache(maxsize=256)
+def column_blocks(w: int, W: int, align_corners: bool, BX: int) -> ColumnBlocks:
+    """Return the blocks of BX of the W output columns that are interpolated from w source columns."""
+    with _disable_current_modes(), torch.inference_mode(False):
+        columns = Axis(w, W, align_corners)
+        lower, upper = columns.lower.tolist(), columns.upper.tolist()
+    starts = range(0, W, BX)
+    return ColumnBlocks(tuple(lower[x] for x in starts), tuple(upper[min(x + BX, W) - 1] for x in starts))
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Numbers of elements of the launch's temporary tensors.
+
+    Attributes:
+        num_places: programs of the loss kernel; each stores a loss and a weight sum in the compute dtype, and how many
+            of its ids are bad as int32.
+        num_partials: elements of the partial gradients, in the compute dtype.
+    """
+
+    num_places: int
+    num_partials: int
+
+
+def buffers_of(
+    shape: tuple[int, ...], size: tuple[int, int], align_corners: bool, dtype: torch.dtype, with_gradient: bool
+) -> Buffers:
+    """Return the sizes of the temporary tensors.
+
+    Each program stores the gradient of two source rows, so the partial gradients take 2 pitch W / (BX w) times the
+    logits in the compute dtype: 2.5 times at a scale of 8 and 19 classes, 4 times for 150 classes.
+
+    Args:
+        shape: (N, C, h, w) of the logits.
+        size: (H, W).
+        align_corners: as in `F.interpolate`.
+        dtype: the compute dtype.
+        with_gradient: compute the gradient.
+    """
+    N, C, h, w = shape
+    blocks = column_blocks(w, size[1], align_corners, block_shape(C, dtype).BX)
+    num_places = N * h * len(blocks.first)
+    return Buffers(num_places, num_places * 2 * C * blocks.pitch if with_gradient else 1)

@@ -1,0 +1,90 @@
+"""Whether the Triton kernels run on a device: tried once per device and process, with one small kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import threading
+import warnings
+from types import ModuleType
+
+import torch
+
+from segapp.losses.fused.kernel_errors import NEXT_MOVE, KernelError
+
+_IS_INSTALLED = importlib.util.find_spec("triton") is not None
+
+_lock = threading.Lock()
+"""Replicas run in threads, and each device is tried once."""
+_results: dict[torch.device, str | None] = {}
+"""Why the kernels cannot run on a device; None where they can."""
+_warned: set[str] = set()
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Return True if the Triton kernels run on a device; the first call launches a small one and waits for it.
+
+    While a graph is captured or compiled nothing is tried: a device without a result counts as one with kernels.
+    """
+    if not _IS_INSTALLED:
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    if device not in _results:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return True
+        with _lock:
+            if device not in _results:
+                try:
+                    _try(device)
+                    _results[device] = None
+                except KernelError as error:
+                    _note(device, error)
+    return _results[device] is None
+
+
+def note_failure(device: torch.device, error: KernelError) -> None:
+    """Record that the kernels cannot run on a device after all; the first time a reason occurs, warn of it."""
+    with _lock:
+        _note(device, error)
+
+
+def _note(device: torch.device, error: KernelError) -> None:
+    _results[device] = error.reason
+    if error.reason not in _warned:
+        _warned.add(error.reason)
+        warnings.warn(
+            f"the loss uses torch's operators in place of its Triton kernels, which is slower: {error.reason}. "
+            f"{NEXT_MOVE}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def load_kernels(device: torch.device) -> ModuleType:
+    """Return `triton_cross_entropy`, which imports Triton.
+
+    Raises:
+        KernelError: Triton cannot be imported.
+    """
+    try:
+        return importlib.import_module("segapp.losses.fused.triton_cross_entropy")
+    except Exception as error:  # Triton's import runs code of its back ends
+        raise KernelError(device, error) from error
+
+
+def _try(device: torch.device) -> None:
+    """Launch the smallest kernel and check its result, on a stream of its own: it waits for no other work.
+
+    Raises:
+        KernelError: it could not be launched, or its result is wrong.
+    """
+    kernels = load_kernels(device)
+    is_cuda = device.type == "cuda"
+    stream = torch.cuda.stream(torch.cuda.Stream(device)) if is_cuda else contextlib.nullcontext()  # type: ignore[no-untyped-call]
+    with stream, kernels.launching(device):
+        ids = torch.tensor([[[0, 7, 255, -3]]], device=device)
+        found = kernels.bounds_of_bad_ids(torch.ones((), dtype=torch.int64, device=device), ids, 5, 255).tolist()
+        if found != [-3, 7]:
+            raise RuntimeError(f"a kernel returned {found} in place of [-3, 7]")
