@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import NoReturn
 
-import typer
-
-from segapp.cli import app, with_resume_value
 from segapp.errors import SegappError
 
 _STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
@@ -21,6 +20,10 @@ _NAME_ERRNOS = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM}
 def main(arguments: list[str] | None = None) -> None:
     """Run segapp with the process's arguments (or those given) and exit."""
     _open_closed_streams()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+    from segapp.cli import app, with_resume_value  # takes a while: an interrupt must be handled by then
+
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["__complete"]:
         _complete(arguments[1:])
@@ -32,12 +35,27 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _complete(asked: list[str]) -> NoReturn:
     """Answer a shell's completion script; an error prints nothing, because it would appear in the user's prompt."""
+    import typer
+
+    from segapp.cli import app
     from segapp.completion import answer
 
     with contextlib.suppress(Exception):
         for line in answer(typer.main.get_command(app), asked):
             print(line)
     sys.exit(0)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt; while a module is being imported, exit at once.
+
+    Nothing needs to be cleaned up then, and libraries turn a KeyboardInterrupt in their import into other errors.
+    """
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            os._exit(130)
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 def _open_closed_streams() -> None:

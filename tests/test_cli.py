@@ -214,3 +214,22 @@ def test_help_is_fast_and_loads_no_torch() -> None:
 )
 def test_resume_option_may_have_no_value(given: list[str], expected: list[str]) -> None:
     assert with_resume_value(given) == expected
+
+
+@pytest.mark.parametrize("module", ["typer", "yaml", "torch"])
+def test_interrupt_during_an_import_is_no_traceback(config_file: Path, tmp_path: Path, module: str) -> None:
+    (tmp_path / "interrupted.py").write_text(
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            print('importing', name, flush=True)\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "from segapp.__main__ import main\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "main(['train', '--config', 'tiny.yaml', '--plain', '--run', 'run'])\n"
+    )
+    result = subprocess.run([sys.executable, "interrupted.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert result.stdout.strip() == f"importing {module}"
+    assert (result.returncode, result.stderr) == (130, "")
+    assert not (tmp_path / "run").exists()
