@@ -15,13 +15,13 @@ from segapp.datasets.cache.pixel_cache import PixelCache
 from segapp.datasets.cache.places import CacheFiles, cache_digest, default_folder, disk_files, memory_files
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.doctor import check_masks
-from segapp.datasets.files import ImagePair, check_pairs
+from segapp.datasets.files import ImagePair, check_pairs, shared_images, shown
 from segapp.datasets.layouts.formats import ClassScheme, DataLocation, class_scheme, find_pairs
 from segapp.datasets.layouts.published_classes import CITYSCAPES_CATEGORIES, CITYSCAPES_NAMES
 from segapp.datasets.loader import LoadOptions
 from segapp.datasets.resources import cores_of_rank
 from segapp.datasets.workers import plan_workers, sample_seconds
-from segapp.errors import ConfigError
+from segapp.errors import ConfigError, DataError
 from segapp.parallel.ranks import Ranks
 
 
@@ -174,3 +174,28 @@ def build_load_options(data: DataConfig, dataset: SegmentationDataset, device: t
 def split_names(data: DataConfig) -> tuple[str, str]:
     """Return the names of the training and the validation split."""
     return data.train_split or "train", data.val_split or "val"
+
+
+def check_splits_apart(data: DataConfig, train: Sequence[ImagePair], val: Sequence[ImagePair]) -> None:
+    """Check that no image is used for training and for validation.
+
+    Raises:
+        DataError: some are, and `data.allow_overlap` is false.
+    """
+    problem = None if data.allow_overlap else overlap_problem(data, train, val)
+    if problem is not None:
+        raise DataError(problem)
+
+
+def overlap_problem(data: DataConfig, train: Sequence[ImagePair], val: Sequence[ImagePair]) -> str | None:
+    """Return which images both splits have, and what to do; None if they have none in common."""
+    both = shared_images(train, val)
+    if not both:
+        return None
+    names = ", ".join(shown(path) for path in both[:3]) + (f" and {len(both) - 3} more" if len(both) > 3 else "")
+    train_split, val_split = split_names(data)
+    return (
+        f"{len(both)} of the {len(val)} validation images are training images too ({names}), so scores say nothing "
+        f"about new images: give {train_split} and {val_split} (data.train_split, data.val_split) images of their own, "
+        "or set data.allow_overlap: true to overfit on purpose"
+    )

@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from segapp.build.class_weights import RULES, class_weights
-from segapp.build.data import build_location, build_pairs, build_scheme, split_names
+from segapp.build.data import build_location, build_pairs, build_scheme, overlap_problem, split_names
 from segapp.commands.check_findings import Group, grouped
 from segapp.commands.check_html import check_page
 from segapp.config import DataConfig, RunConfig
@@ -59,6 +59,7 @@ def check_data(
             crop_px=data.crop_px,
             resize_px=data.resize_px,
             threads=threads,
+            allow_overlap=data.allow_overlap,
             progress=lambda: bar.advance(task),
         )
     if sums_file is not None:
@@ -97,6 +98,10 @@ def _collect(data: DataConfig) -> tuple[dict[str, Sequence[ImagePair]], list[Fin
             findings += _beside(data, name)
     if not any(splits.values()):
         raise errors[0]
+    train, val = split_names(data)
+    problem = overlap_problem(data, splits[train], splits[val])
+    if problem is not None and not data.allow_overlap:
+        findings.append(Finding("error", "leak", val, problem))
     return splits, findings
 
 

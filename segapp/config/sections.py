@@ -113,6 +113,8 @@ class DataConfig(Section):
     """End of the image file names, replaced by mask_suffix to find the mask; null: any image extension."""
     mask_suffix: str | None = None
     """End of the mask file names, e.g. "_mask.png"; null: .png."""
+    allow_overlap: bool = False
+    """Accept images that are in the training and in the validation split, to overfit on purpose."""
     allow_outside_root: bool = False
     """Accept files outside root, reached by links or named in a list file; root itself may be a link in any case."""
     workers: Annotated[Count, Field(le=512)] | Literal["auto"] = "auto"

@@ -119,6 +119,7 @@ def examine(
     crop_px: tuple[int, int],
     resize_px: tuple[int, int] | None = None,
     threads: int = 2,
+    allow_overlap: bool = False,
     progress: Callable[[], None] = lambda: None,
 ) -> list[SplitReport]:
     """Read every image and mask of some splits, and return a report for each.
@@ -129,6 +130,7 @@ def examine(
         crop_px: height and width of a training crop.
         resize_px: height and width to which images are resized first; None: not resized.
         threads: number of files decoded at a time.
+        allow_overlap: images in two splits are a warning, not an error.
         progress: called once per pair.
     """
 
@@ -143,7 +145,7 @@ def examine(
         except BaseException:
             pool.shutdown(cancel_futures=True)  # so that Ctrl-C does not wait for all files
             raise
-    twice = _seen_twice(examined)
+    twice = _seen_twice(examined, allow_overlap=allow_overlap)
     reports = []
     for number, (name, pairs) in enumerate(examined.items()):
         is_training = number == 0
@@ -291,7 +293,7 @@ def _of_pairs(split: str, pairs: Iterable[_Examined]) -> list[Finding]:
     return findings
 
 
-def _seen_twice(examined: Mapping[str, Sequence[_Examined]]) -> dict[str, list[Finding]]:
+def _seen_twice(examined: Mapping[str, Sequence[_Examined]], *, allow_overlap: bool) -> dict[str, list[Finding]]:
     """Return leaks (images in two splits) and duplicates (images twice in a split) by split."""
     findings: dict[str, list[Finding]] = {name: [] for name in examined}
     everything = [(name, each) for name, pairs in examined.items() for each in pairs if each.digest is not None]
@@ -299,11 +301,11 @@ def _seen_twice(examined: Mapping[str, Sequence[_Examined]]) -> dict[str, list[F
     for split, each in everything:
         first_split, first = first_of.setdefault(each.digest, (split, each))
         if first is not each:
-            findings[split].append(_twice(split, each, first_split, first, is_exact=True))
+            findings[split].append(_twice(split, each, first_split, first, is_exact=True, is_error=not allow_overlap))
     distinct = list(first_of.values())
     for one, other in _alike([each.difference_hash for _, each in distinct]):
         (first_split, first), (split, each) = distinct[one], distinct[other]
-        findings[split].append(_twice(split, each, first_split, first, is_exact=False))
+        findings[split].append(_twice(split, each, first_split, first, is_exact=False, is_error=False))
     return findings
 
 
@@ -323,7 +325,9 @@ def _alike(hashes: Sequence[bytes | None]) -> Iterator[tuple[int, int]]:
                 yield known[int(earlier[0])], known[row]
 
 
-def _twice(split: str, each: _Examined, first_split: str, first: _Examined, *, is_exact: bool) -> Finding:
+def _twice(
+    split: str, each: _Examined, first_split: str, first: _Examined, *, is_exact: bool, is_error: bool
+) -> Finding:
     is_leak = split != first_split
     likeness = "the same pixels as" if is_exact else "looks like"
     what = f"{shown(each.pair.image)}: {likeness} {shown(first.pair.image)}"
@@ -331,7 +335,7 @@ def _twice(split: str, each: _Examined, first_split: str, first: _Examined, *, i
         move = f"of split {first_split}: scores on {split} would be too good; remove it from one of them"
     else:
         move = "of the same split: it counts twice; remove one"
-    severity: Literal["error", "warning"] = "error" if is_leak and is_exact else "warning"
+    severity: Literal["error", "warning"] = "error" if is_leak and is_error else "warning"
     return Finding(severity, "leak" if is_leak else "duplicate", split, f"{what} {move}", each.pair, first.pair)
 
 

@@ -11,7 +11,7 @@ import stat
 import struct
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -58,6 +58,21 @@ class Header:
     mode: str
     height_px: int
     width_px: int
+
+
+def shared_images(first: Iterable[ImagePair], second: Iterable[ImagePair]) -> list[Path]:
+    """Return the images of `second` that are files of `first` too, by any name of the file."""
+    known = {_identity(pair.image) for pair in first}
+    return [pair.image for pair in second if _identity(pair.image) in known]
+
+
+def _identity(path: Path) -> tuple[int, int] | str:
+    """Return what all names of a file have in common; its path where it cannot be examined."""
+    try:
+        status = path.stat()
+    except OSError:
+        return str(path)
+    return status.st_dev, status.st_ino
 
 
 def shown(path: str | os.PathLike[str]) -> str:

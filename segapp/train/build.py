@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from segapp.build.class_weights import cached_frequencies, class_weights
-from segapp.build.data import build_dataset, build_load_options, build_scheme, split_names
+from segapp.build.data import build_dataset, build_load_options, build_scheme, check_splits_apart, split_names
 from segapp.build.devices import DevicePlan
 from segapp.build.network import build_inference
 from segapp.build.optimizer import build_schedule
@@ -185,6 +185,7 @@ def _build_datasets(
     val_set = build_dataset(
         config.data, scheme, val_split, is_training=False, seed=config.seed, most=num_val, ranks=ranks
     )
+    check_splits_apart(config.data, train_set.pairs, val_set.pairs)
     return train_set, val_set
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from segapp.datasets.files import ImagePair, shared_images
 from segapp.datasets.layouts.formats import DATASETS, DataLocation, class_scheme, find_pairs
 from segapp.datasets.layouts.published_classes import bit_palette
 from segapp.errors import ConfigError, DataError
@@ -403,3 +404,32 @@ def test_own_classes_of_a_published_format_need_a_label_map() -> None:
     scheme = class_scheme("cityscapes", classes=["flat", "other"], label_map={7: 0, 8: 0, 11: 1, 0: 255})
     assert scheme.file_ids == (7, 11)
     assert scheme.train_id_suffix is None
+
+
+def test_folder_named_by_the_user_never_serves_two_splits(tmp_path: Path) -> None:
+    touch(tmp_path, "img/train/1.jpg", "img/train/2.jpg", "mask/1.png", "mask/2.png")
+    location = DataLocation("folder", tmp_path, image_dir="img", mask_dir="mask")
+    assert [pair.name for pair in find_pairs(location, "train")] == ["1", "2"]  # masks of all splits in one folder
+    with pytest.raises(DataError, match=r"img/val does not exist \(.*img holds train\)"):
+        find_pairs(location, "val")
+    with pytest.raises(DataError, match="img/vla does not exist"):  # a typo in data.val_split
+        find_pairs(location, "vla")
+
+
+def test_split_lists_hold_for_folders_named_by_the_user(tmp_path: Path) -> None:
+    touch(tmp_path, "img/1.jpg", "img/2.jpg", "img/3.jpg", "mask/1.png", "mask/2.png", "mask/3.png")
+    (tmp_path / "train.txt").write_text("1\n2\n")
+    (tmp_path / "val.txt").write_text("3\n")
+    location = DataLocation("folder", tmp_path, image_dir="img", mask_dir="mask")
+    assert [pair.name for pair in find_pairs(location, "train")] == ["1", "2"]
+    assert [pair.name for pair in find_pairs(location, "val")] == ["3"]
+
+
+def test_shared_images_are_found_under_every_name(tmp_path: Path) -> None:
+    touch(tmp_path, "a/1.jpg", "a/2.jpg")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    os.link(tmp_path / "a" / "2.jpg", tmp_path / "3.jpg")
+    first = [ImagePair(tmp_path / "a" / name, tmp_path / "m.png", name) for name in ("1.jpg", "2.jpg")]
+    second = [ImagePair(path, tmp_path / "m.png", "x") for path in (tmp_path / "b/1.jpg", tmp_path / "3.jpg")]
+    assert shared_images(first, second) == [tmp_path / "b/1.jpg", tmp_path / "3.jpg"]
+    assert shared_images(first[:1], second[1:]) == []

@@ -284,16 +284,20 @@ def _choose_layout(known: DatasetFormat, folder: Path, split: str, given: Folder
 
 
 def _fill_in(layout: FolderLayout, given: FolderLayout, base: Path, split: str) -> FolderLayout:
-    """Return the layout with the user's folders and endings, and the split's name in place of `{split}`."""
+    """Return the layout with the user's folders and endings, and the split's name in place of `{split}`.
 
-    def folder(own: str, users: str) -> str:
-        if users and "{split}" in own and "{split}" not in users and (base / users / split).is_dir():
-            users = f"{users}/{{split}}"
+    The images of a split lie in a folder of their own, or its file names them; masks may lie in one folder for all
+    splits.
+    """
+
+    def folder(own: str, users: str, *, is_shared: bool) -> str:
+        if users and "{split}" in own and "{split}" not in users:
+            users = users if is_shared and not (base / users / split).is_dir() else f"{users}/{{split}}"
         return (users or own).replace("{split}", split)
 
     return FolderLayout(
-        image_dir=folder(layout.image_dir, given.image_dir),
-        mask_dir=folder(layout.mask_dir, given.mask_dir),
+        image_dir=folder(layout.image_dir, given.image_dir, is_shared=False),
+        mask_dir=folder(layout.mask_dir, given.mask_dir, is_shared=True),
         image_suffix=given.image_suffix or layout.image_suffix,
         mask_suffixes=given.mask_suffixes or layout.mask_suffixes,
         split_file=layout.split_file and layout.split_file.replace("{split}", split),

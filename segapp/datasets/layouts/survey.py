@@ -15,7 +15,7 @@ from statistics import median
 
 import numpy as np
 
-from segapp.datasets.files import ImagePair, open_bytes, read_bytes, read_header, shown
+from segapp.datasets.files import ImagePair, open_bytes, read_bytes, read_header, shared_images, shown
 from segapp.datasets.layouts.formats import DATASETS, DataLocation, find_pairs
 from segapp.datasets.layouts.pairing import IMAGE_SUFFIXES
 from segapp.errors import ConfigError, DataError
@@ -91,6 +91,11 @@ def find_layout(root: Path) -> Found:
         val = _first_split(format, root, "val", folders, reasons, allow_outside_root=leads_outside)
         if val is not None:
             found["val"] = val[0]
+            if both := shared_images(pairs, val[1]):
+                raise DataError(
+                    f"{len(both)} validation images are training images too, such as {shown(both[0])}: take them out "
+                    "of one of the lists"
+                )
         return Found(format, folders, found, pairs, 0 if val is None else len(val[1]), leads_outside)
     raise DataError(_no_layout(root, reasons))
 

@@ -1,0 +1,42 @@
+"""Training and validation images must differ: train, check and init refuse an overlap and name the files."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from segapp.commands.check import check_data
+from segapp.commands.init import propose_config
+from segapp.errors import DataError
+from tests.support.runs import events, merged, train
+
+
+def config_of(tiny: dict[str, Any], **data: Any) -> Any:
+    return merged(tiny, data=data, train={"epochs": 1, "batch_size": 3, "ema": None})
+
+
+def test_training_on_the_validation_images_is_refused(tiny: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"validation images are training images too \(.*\.png.*allow_overlap: true"):
+        train(config_of(tiny, val_split="train"), tmp_path / "run")
+    assert train(config_of(tiny, val_split="train", allow_overlap=True), tmp_path / "meant") == 0
+    assert len(events(tmp_path / "meant", "val")) == 1
+
+
+def test_check_reports_the_overlap_as_an_error(tiny: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_data(config_of(tiny, val_split="train"), as_json=False, html_file=None) == 3
+    assert "training images too" in " ".join(capsys.readouterr().out.split())
+    assert check_data(config_of(tiny, val_split="train", allow_overlap=True), as_json=False, html_file=None) == 0
+
+
+def test_init_refuses_lists_with_a_common_image(tiny_root: Path, tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    for kind, name in (("images", "images/train"), ("masks", "masks/train")):
+        (root / kind).mkdir(parents=True)
+        for file in sorted((tiny_root / name).rglob("*.png")):
+            (root / kind / file.name).write_bytes(file.read_bytes())
+    names = sorted(path.stem for path in (root / "images").iterdir())
+    (root / "train.txt").write_text("\n".join(names))
+    (root / "val.txt").write_text(names[0])
+    with pytest.raises(DataError, match=f"1 validation images are training images too, such as .*{names[0]}"):
+        propose_config(root, tmp_path / "made.yaml", val_share=None, force=False)
+    assert not (tmp_path / "made.yaml").exists()
