@@ -90,7 +90,7 @@ def profile_steps(config: RunConfig, num_steps: int = 3) -> StepProfile:
     """
     if not config.train.batch_size:
         raise ConfigError("train.batch_size = auto: a profile needs a number: add train.batch_size=8")
-    plan = plan_devices(config.parallel)
+    plan = plan_devices(config.parallel, is_one_process=True)
     if plan.mode not in ("single", "dp"):
         raise ConfigError(f"parallel.mode = {plan.mode}: a profile runs in one process: use parallel.mode=dp or single")
     seed_everything(config.seed)
@@ -111,7 +111,7 @@ def profile_steps(config: RunConfig, num_steps: int = 3) -> StepProfile:
     last = next(batches)
     peaks, module_mib = _record_step(engine, last, recorder, devices)
     advice = None if loader is None else _data_advice(loader, phase_s)
-    split = tuple(engine.split_of(last))
+    split = tuple(engine.split_of(len(last)))
     return StepProfile(tuple(devices), split, source, phase_s, module_s, peaks, module_mib, advice)
 
 

@@ -95,7 +95,7 @@ def run_smoke(request: TrainRequest, config_name: str, *, as_json: bool) -> int:
     Raises:
         SegappError: as the training itself raises it.
     """
-    devices = plan_devices(request.config.parallel)
+    devices = plan_devices(request.config.parallel, is_one_process=True)
     if devices.mode == "ddp":
         raise ConfigError("parallel.mode = ddp: --smoke runs in one process: add parallel.mode=dp, or single")
     try:
@@ -103,7 +103,9 @@ def run_smoke(request: TrainRequest, config_name: str, *, as_json: bool) -> int:
         num_train, num_val = (len(build_pairs(request.config.data, split)) for split in splits)
         home = _existing_parent(Path("runs") if request.run is None else request.run)
         with _folder_in(home) as folder:
-            code = _train_twice(request.config, folder)
+            # A mode that this process can run: `auto` would start ranks on several GPUs.
+            parallel = request.config.parallel.model_copy(update={"mode": devices.mode})
+            code = _train_twice(request.config.model_copy(update={"parallel": parallel}), folder)
             if code != 0:
                 return code
             batch_size = validate_config(_read_config(folder)).train.batch_size

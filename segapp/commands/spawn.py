@@ -95,7 +95,7 @@ class TrainerProcess:
         code = self.exit_code or 0
         lines = self._lines()
         first = next((i for i, line in enumerate(lines) if line.startswith("error: ")), None)
-        if first is not None:
+        if first is not None and code not in (0, EXIT_STOPPED_AND_SAVED):  # ranks that started again had failed before
             print("\n".join(map(printable, lines[first:])), file=sys.stderr, flush=True)
         elif lines and code in (0, EXIT_STOPPED_AND_SAVED):
             print(printable(lines[-1]), flush=True)

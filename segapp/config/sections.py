@@ -261,13 +261,13 @@ class ParallelConfig(Section):
     """`parallel:` the devices, and how a batch is divided among them."""
 
     mode: Literal["auto", "single", "dp", "ddp", "model"] = "auto"
-    """auto: ddp under torchrun, dp on several GPUs, single otherwise."""
+    """auto: one process per GPU (ddp) on several GPUs, dp if gpu0_bsz or shares is set, single on one device."""
     devices: str | list[int | str] = "auto"
     """auto, one device ("cuda:1"), or a list ([0, 1], [cpu, cpu])."""
     gpu0_bsz: Count | Literal["auto"] | None = None
-    """Images of a batch on the first device (dp); null: even split; 0: weights only; auto: balanced by memory."""
+    """Images of a batch on the first device (dp, ddp); null: even split; 0: weights only; auto: balanced by memory."""
     shares: list[Count] | None = None
-    """Images of a full batch on each device (dp), for GPUs of different size; null: gpu0_bsz applies."""
+    """Images of a full batch on each device (dp, ddp), for GPUs of different size; null: gpu0_bsz applies."""
     stages: dict[str, int | str] | None = None
     """Module -> device (model), e.g. {backbone: cuda:0, classifier: cuda:1}; null: balanced by memory."""
     memory_budget_mib: list[PositiveFloat] | None = None
@@ -276,6 +276,11 @@ class ParallelConfig(Section):
     """Synchronise BatchNorm statistics over devices (dp, ddp)."""
     gradient_as_bucket_view: bool = True
     """Gradients are views into DDP's buckets, which saves their memory (ddp)."""
+
+    @property
+    def has_split(self) -> bool:
+        """True if the batch is to be divided in a certain way, for which `auto` takes dp."""
+        return self.gpu0_bsz is not None or self.shares is not None
 
 
 class EvalConfig(Section):

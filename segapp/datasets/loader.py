@@ -4,12 +4,12 @@ The contents of a batch depend on (seed, epoch, position) alone: not on the numb
 run was interrupted.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 from segapp.datasets.dataset import Sample, SegmentationDataset, image_sizes
 from segapp.datasets.pool import Batch, BatchPool, LoadOptions
-from segapp.datasets.sampling import global_batch, num_batches, sample_order, share_of
+from segapp.datasets.sampling import global_batch, num_batches, part_of, plan_shares, sample_order, share_of
 
 __all__ = ["Batch", "EvalLoader", "LoadOptions", "Sample", "SegmentationDataset", "TrainLoader"]
 
@@ -19,8 +19,8 @@ _IN_PROCESS = LoadOptions()
 class TrainLoader:
     """Shuffled, augmented batches of one rank.
 
-    The order of the global batch is the same for any `world_size`; each rank takes a contiguous, even share of it, the
-    larger shares first. If a short last batch has fewer samples than ranks, the later ranks get an empty batch.
+    The order of the global batch is the same for any `world_size`; each rank takes a contiguous share of it. A rank
+    without a share gets an empty batch.
 
     Args:
         dataset: The samples; its transform must return images of one size.
@@ -30,6 +30,10 @@ class TrainLoader:
         drop_last: Drop a last batch that is not full; never the only batch of an epoch.
         rank: This process's rank, 0 to world_size - 1.
         world_size: Number of ranks, which share each batch.
+
+    Attributes:
+        divide: Returns the samples of every rank for a batch of so many; called when an epoch begins. Even shares at
+            first.
 
     Raises:
         ValueError: batch_size, rank or world_size is out of range.
@@ -55,6 +59,7 @@ class TrainLoader:
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
+        self.divide: Callable[[int], Sequence[int]] = lambda num_samples: plan_shares(num_samples, world_size)
         self._num_batches = num_batches(len(dataset), batch_size, drop_last=drop_last)
         self._pool = BatchPool(dataset, options)
 
@@ -77,7 +82,7 @@ class TrainLoader:
         """
         order = sample_order(len(self.dataset), self.seed, epoch)
         batches = (global_batch(order, self.batch_size, batch) for batch in range(start_batch, len(self)))
-        shares = (share_of(samples, self.rank, self.world_size) for samples in batches)
+        shares = (part_of(samples, self.rank, self.divide(len(samples))) for samples in batches)
         return self._pool.run([[(epoch, index) for index in share] for share in shares])
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ Global generators are not used.
 """
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -41,9 +42,17 @@ def share_of(samples: list[int], rank: int, world_size: int) -> list[int]:
     >>> [share_of([5, 6, 7, 8, 9], rank, 2) for rank in (0, 1)]
     [[5, 6, 7], [8, 9]]
     """
-    shares = plan_shares(len(samples), world_size)
-    start = sum(shares[:rank])
-    return samples[start : start + shares[rank]]
+    return part_of(samples, rank, plan_shares(len(samples), world_size))
+
+
+def part_of(samples: list[int], rank: int, sizes: Sequence[int]) -> list[int]:
+    """Return the contiguous part of the samples for one rank, where the ranks get so many each.
+
+    >>> [part_of([5, 6, 7, 8, 9], rank, (0, 4, 1)) for rank in range(3)]
+    [[], [5, 6, 7, 8], [9]]
+    """
+    start = sum(sizes[:rank])
+    return samples[start : start + sizes[rank]]
 
 
 def num_batches(num_samples: int, batch_size: int, *, drop_last: bool) -> int:

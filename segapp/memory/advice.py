@@ -73,7 +73,8 @@ def split_advice(plan_row: PlanRow, best: PlanRow, planner: Planner) -> list[Adv
     if best.gpu0_bsz is None or gain < 1.0:
         return []
     note = f"split {list(best.split)} instead of {list(plan_row.split)}; same loss and gradients"
-    return [Advice(f"parallel.gpu0_bsz={best.gpu0_bsz}", round(gain, 1), max(best.peak_mib), best.fits, note)]
+    mode = "parallel.mode=ddp " if planner.model.mode == "ddp" else ""  # `auto` takes dp with a gpu0_bsz
+    return [Advice(f"{mode}parallel.gpu0_bsz={best.gpu0_bsz}", round(gain, 1), max(best.peak_mib), best.fits, note)]
 
 
 def variant_advice(variant: Variant, reference_mib: float, varied_mib: float, row: PlanRow, planner: Planner) -> Advice:

@@ -79,7 +79,9 @@ class MemoryModel:
     def _numbers_of(self, device: int, samples: int, batch: int) -> Numbers:
         if self.mode == "model":
             return _highest((self.first, *self.others)[device], batch, batch)
-        if device == 0 or self.mode == "ddp":
+        if self.mode == "ddp":  # a rank without samples has weights, gradients and optimizer too
+            return _highest(self.first, samples, batch)
+        if device == 0:
             return _highest(self.first if samples else self.idle, samples, batch)
         return _highest(self.others[0] if samples else (), samples, batch)
 

@@ -140,9 +140,14 @@ class Planner:
         self.model, self.gpus, self.overhead = model, tuple(gpus), overhead
         self.smallest_chunk = smallest_chunk
 
+    @property
+    def has_split(self) -> bool:
+        """True if the batch can be divided in several ways."""
+        return self.model.mode in ("dp", "ddp")
+
     def rows(self, batch_size: int) -> tuple[tuple[PlanRow, ...], tuple[tuple[int, str], ...]]:
         """Return every possible split of a batch, and the refused values of `gpu0_bsz` with the reasons."""
-        if self.model.mode != "dp":
+        if not self.has_split:
             return (self.row(batch_size),), ()
         rows, refused = [], []
         for gpu0_bsz in range(batch_size + 1):
@@ -206,9 +211,6 @@ class Planner:
 
     def _evaluate(self, batch_size: int, gpu0_bsz: int | None, shares: Sequence[int] | None = None) -> PlanRow | str:
         num_devices = len(self.gpus)
-        if self.model.mode == "ddp":
-            each, left_over = divmod(batch_size, num_devices)
-            shares = [each + (rank < left_over) for rank in range(num_devices)]
         num_shares = num_devices if self.model.mode != "model" else 1
         check = split_verdict(SplitFacts(batch_size, num_shares, smallest_chunk=self.smallest_chunk), gpu0_bsz, shares)
         if check.split is None:

@@ -10,8 +10,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from segapp.parallel.batchnorm_guard import batchnorm_single_value_problem, check_batchnorm, smallest_chunk
-    from segapp.parallel.chunks import SplitCheck, check_gpu0_bsz, check_split, plan_chunks
+    from segapp.parallel.batchnorm_guard import (
+        batchnorm_single_value_problem,
+        check_batchnorm,
+        no_samples_problem,
+        smallest_chunk,
+    )
+    from segapp.parallel.chunks import RankSplit, SplitCheck, check_gpu0_bsz, check_split, plan_chunks
     from segapp.parallel.data_parallel import (
         BalancedDataParallel,
         DataParallelCriterion,
@@ -21,6 +26,7 @@ if TYPE_CHECKING:
     from segapp.parallel.distributed import (
         DistributedSetupError,
         RankInfo,
+        abandon,
         all_reduce_gradients,
         any_rank,
         init_from_env,
@@ -30,7 +36,7 @@ if TYPE_CHECKING:
         wrap_ddp,
     )
     from segapp.parallel.exchange import allreduce, sum_over_ranks
-    from segapp.parallel.launch import die_with_parent, launch_local
+    from segapp.parallel.launch import die_with_parent, end_with_peers, launch_local
     from segapp.parallel.model_parallel import StagePlacement, balance_stages, measure_stages, place_stages, plan_stages
     from segapp.parallel.penalties import gradient_penalty
     from segapp.parallel.ranks import PeerOutOfMemoryError, Ranks
@@ -41,6 +47,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "chunks": (
+        "RankSplit",
         "SplitCheck",
         "check_gpu0_bsz",
         "check_split",
@@ -84,12 +91,14 @@ _HOMES = {
     "batchnorm_guard": (
         "batchnorm_single_value_problem",
         "check_batchnorm",
+        "no_samples_problem",
         "smallest_chunk",
     ),
     "penalties": ("gradient_penalty",),
     "distributed": (
         "DistributedSetupError",
         "RankInfo",
+        "abandon",
         "all_reduce_gradients",
         "any_rank",
         "init_from_env",
@@ -100,6 +109,7 @@ _HOMES = {
     ),
     "launch": (
         "die_with_parent",
+        "end_with_peers",
         "launch_local",
     ),
     "model_parallel": (
@@ -119,6 +129,7 @@ __all__ = [
     "DistributedSetupError",
     "PeerOutOfMemoryError",
     "RankInfo",
+    "RankSplit",
     "Ranks",
     "ReplicaDesyncError",
     "ReplicaError",
@@ -127,6 +138,7 @@ __all__ = [
     "SplitCheck",
     "StagePlacement",
     "SyncBatchNorm",
+    "abandon",
     "all_reduce_gradients",
     "allreduce",
     "any_rank",
@@ -138,12 +150,14 @@ __all__ = [
     "convert_sync_batchnorm",
     "current_replica",
     "die_with_parent",
+    "end_with_peers",
     "gather",
     "gradient_penalty",
     "init_from_env",
     "is_launched",
     "launch_local",
     "measure_stages",
+    "no_samples_problem",
     "place_stages",
     "plan_chunks",
     "plan_stages",

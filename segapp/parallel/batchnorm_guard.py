@@ -1,4 +1,4 @@
-"""Find BatchNorm layers that a split leaves with a single value per channel, before a device is used.
+"""Find what a network cannot train on: a single value per channel in BatchNorm, or a rank's batch without samples.
 
 BatchNorm cannot train on one value: a chunk of one sample behind image-wide pooling (1 x 1 pixels, as in DeepLab's
 ASPP) has no variance. Synchronised over the batch it has.
@@ -64,6 +64,35 @@ def check_batchnorm(module: nn.Module, split: Sequence[int], *inputs: Any) -> No
     problem = batchnorm_single_value_problem(module, split, *inputs)
     if problem is not None:
         raise ValueError(problem)
+
+
+def no_samples_problem(module: nn.Module, *inputs: Any) -> str | None:
+    """Return why a rank cannot train this module without samples; None if it can.
+
+    Without samples a rank still runs its forward and backward pass, because it takes part in the ranks' exchanges.
+
+    Args:
+        module: the model on its device, in the mode it will be trained in.
+        *inputs: example inputs on that device; only their shapes and dtypes are used.
+
+    Example:
+        >>> no_samples_problem(nn.Conv2d(3, 4, 1), torch.zeros(2, 3, 8, 8))
+        >>> no_samples_problem(nn.BatchNorm2d(3), torch.zeros(2, 3, 8, 8))
+        "BatchNorm layer '' is not synchronised (sync_bn: true), and its statistics need samples"
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm) and layer.training:
+            return f"BatchNorm layer {name!r} is not synchronised (sync_bn: true), and its statistics need samples"
+    modes = [(each, each.training) for each in module.modules()]
+    try:
+        with torch.no_grad():
+            module.eval()(*(map_tensors(lambda tensor: tensor[:0], item) for item in inputs))
+    except (RuntimeError, ValueError, TypeError, IndexError, ZeroDivisionError) as error:
+        return f"the network cannot run without samples ({str(error).partition(chr(10))[0]})"
+    finally:
+        for each, is_training in modes:
+            each.training = is_training
+    return None
 
 
 def _starved_layers(module: nn.Module, inputs: Sequence[Any]) -> list[str]:

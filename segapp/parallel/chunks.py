@@ -31,6 +31,36 @@ class SplitCheck:
         return not self.reasons
 
 
+class RankSplit:
+    """The split of every batch over ranks, the same on all of them; `gpu0_bsz` and `shares` may change between steps.
+
+    Args:
+        num_ranks: Ranks that share a batch.
+        gpu0_bsz: Samples of rank 0 in a full batch; None for an even split.
+        shares: Samples of every rank in a full batch, instead of `gpu0_bsz`.
+        full_batch: Samples of a full batch.
+
+    Raises:
+        TypeError: A number is not an integer.
+        ValueError: No such split of a full batch exists.
+
+    Example:
+        >>> RankSplit(3, gpu0_bsz=0, full_batch=8).plan(8)
+        (0, 4, 4)
+    """
+
+    def __init__(
+        self, num_ranks: int, gpu0_bsz: int | None = None, *, shares: Sequence[int] | None = None, full_batch: int = 1
+    ) -> None:
+        self.num_ranks, self.gpu0_bsz, self.shares = num_ranks, gpu0_bsz, shares
+        self.full_batch: int | None = full_batch
+        self.plan(full_batch)  # raises for an impossible split
+
+    def plan(self, num_samples: int) -> tuple[int, ...]:
+        """Return the samples of each rank for a batch of this size, with zeros; see `plan_chunks`."""
+        return plan_chunks(num_samples, self.num_ranks, self.gpu0_bsz, full_batch=self.full_batch, shares=self.shares)
+
+
 def plan_chunks(
     num_samples: int,
     num_devices: int,

@@ -9,8 +9,11 @@ with the weight of all micro-batches of all ranks.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import gc
 import os
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -150,6 +153,24 @@ def shutdown() -> None:
     # the group, the sleep gives them time.
     gc.collect()
     time.sleep(_GLOO_RELEASE_S)
+
+
+def abandon(exit_code: int) -> None:
+    """Let this process end without leaving the process group, after a failure that the other ranks do not share.
+
+    Destroying an NCCL group waits for its operations, which wait for the other ranks, which wait for this one.
+
+    Args:
+        exit_code: of this process.
+    """
+    atexit.register(_end_now, exit_code)
+
+
+def _end_now(exit_code: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(exit_code)
 
 
 def _read_rank(environ: Mapping[str, str]) -> tuple[int, int, int]:

@@ -11,15 +11,19 @@ import ctypes
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 
 _PARENT_PID = "SEGAPP_PARENT_PID"
 """Process id of the parent, for the agent and each rank: the parent may die while Python still starts."""
+
+PEER_GRACE_S = 10.0
+"""Seconds that a rank has to end by itself after another one is gone."""
 
 _PR_SET_PDEATHSIG = 1
 _watched: set[int] = set()
@@ -57,6 +61,10 @@ def launch_local(
     environ[_PARENT_PID] = str(os.getpid())
     environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(shutdown_s))
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        # The ranks of one machine meet on its loopback interface: another may be down, filtered, or a VPN's.
+        environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     # The loopback address, because the machine's host name may not resolve.
     options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={num_ranks}"]
     agent = [sys.executable, "-m", "segapp.parallel.launch", *options]
@@ -121,6 +129,40 @@ def die_with_parent(poll_s: float = 1.0, grace_s: float = 30.0) -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
+def end_with_peers(
+    pids: Iterable[int], exit_code: int, before: Callable[[], None] = lambda: None, *, grace_s: float = PEER_GRACE_S
+) -> Callable[[], None]:
+    """End this process when another rank on this machine is gone, in case it waits for that rank for ever.
+
+    A collective operation on a GPU does not notice that a peer has died, and a thread that waits for it handles no
+    signals. Where the operation fails by itself, as with gloo, this process ends before that.
+
+    Args:
+        pids: process ids of the other ranks.
+        exit_code: of this process.
+        before: called before it ends.
+        grace_s: seconds from the end of the peer.
+
+    Returns:
+        A function that ends the watch; to be called when no rank waits for another any more.
+    """
+    watched, is_over = tuple(pids), threading.Event()
+
+    def watch() -> None:
+        while all(_is_alive(pid) for pid in watched):
+            if is_over.wait(min(1.0, grace_s / 4)):
+                return
+        if is_over.wait(grace_s):
+            return
+        with contextlib.suppress(Exception):
+            before()
+        _signal_children(signal.SIGKILL)
+        os._exit(exit_code)
+
+    threading.Thread(target=watch, name="peer-watch", daemon=True).start()
+    return is_over.set
+
+
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -171,6 +213,10 @@ def run_agent(arguments: Sequence[str]) -> int:
 
 
 def _pass_on_to_children(number: int, _frame: FrameType | None) -> None:
+    _signal_children(number)
+
+
+def _signal_children(number: int) -> None:
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/children") as listed:
             for pid in listed.read().split():

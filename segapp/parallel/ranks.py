@@ -67,10 +67,18 @@ class Ranks:
 
     @torch.no_grad()
     def sums(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the sums of the ranks' tensors, without gradient; of the same shapes on every rank."""
+        """Return the sums of the ranks' tensors, without gradient, in one exchange.
+
+        Args:
+            tensors: Of the same shapes and types on every rank; several travel together in float64.
+        """
         if self.world_size == 1:
             return tensors
-        totals = tuple(tensor.detach().clone() for tensor in tensors)
-        for total in totals:
+        if len(tensors) == 1:
+            total = tensors[0].detach().clone()
             dist.all_reduce(total)
-        return totals
+            return (total,)
+        flat = torch.cat([tensor.detach().reshape(-1).double() for tensor in tensors])
+        dist.all_reduce(flat)
+        parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+        return tuple(part.view(own.shape).to(own.dtype) for part, own in zip(parts, tensors, strict=True))

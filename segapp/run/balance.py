@@ -75,6 +75,8 @@ def _candidates(facts: SplitFacts, current: tuple[int, ...]) -> dict[tuple[int, 
         split = check_split(facts.batch_size, len(current), gpu0_bsz, smallest_chunk=facts.smallest_chunk).split
         if split is None or split == current or split in facts.failed:
             continue
+        if facts.needs_samples is not None and 0 in split:
+            continue
         if facts.ceiling is None or split[0] < facts.ceiling:
             splits.setdefault(split, gpu0_bsz)
     return splits

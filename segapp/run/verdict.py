@@ -25,8 +25,9 @@ class SplitFacts:
     Attributes:
         batch_size: Samples of a full batch, over all devices.
         num_devices: Devices that share it.
-        mode: Of the training; only `dp` has a split that can be chosen.
+        mode: Of the training; `dp` and `ddp` have a split that can be chosen.
         smallest_chunk: Samples that a device with samples needs at least (`segapp.parallel.smallest_chunk`).
+        needs_samples: Why no device can be left without samples; None if one can.
         current: The split in force.
         usable_mib: Memory of each device for this run (`usable_mib`); None where unknown.
         observed: Measured peak of each device for each split that was in force, MiB.
@@ -39,6 +40,7 @@ class SplitFacts:
     num_devices: int
     mode: str = "dp"
     smallest_chunk: int = 1
+    needs_samples: str | None = None
     current: tuple[int, ...] | None = None
     usable_mib: Sequence[float | None] = ()
     observed: Mapping[tuple[int, ...], Sequence[float | None]] = field(default_factory=dict)
@@ -111,7 +113,7 @@ def split_verdict(
         >>> split_verdict(SplitFacts(8, 2, usable_mib=[1000, 1000]), 4, predicted_mib=[980, 500]).level
         "won't fit"
     """
-    if facts.mode != "dp":
+    if facts.mode not in ("dp", "ddp"):
         return SplitVerdict(None, "refused", _nothing_to_split(facts.mode))
     if gpu0_bsz == "auto":
         return _auto_verdict(facts)
@@ -120,6 +122,9 @@ def split_verdict(
     )
     if check.split is None:
         return SplitVerdict(None, "refused", check.reasons[0])
+    if facts.needs_samples is not None and 0 in check.split:
+        reason = f"split {format_split(check.split)} leaves a rank without samples, and {facts.needs_samples}"
+        return SplitVerdict(None, "refused", f"{reason}: give every rank one")
     fit = None if predicted_mib else facts.fit()
     predicted = tuple(predicted_mib) if fit is None else fit.predict(check.split)
     if facts.current == check.split:
@@ -149,11 +154,9 @@ def format_split(split: Sequence[int] | None) -> str:
 
 
 def _nothing_to_split(mode: str) -> str:
-    why = {
-        "ddp": "parallel.mode = ddp: every rank has a device of its own, with an even part of the batch",
-        "model": "parallel.mode = model: every device has the whole batch",
-    }.get(mode, "there is one device: it takes the whole batch")
-    return f"{why}: gpu0_bsz and shares are for parallel.mode = dp"
+    why = "parallel.mode = model: every device has the whole batch"
+    why = why if mode == "model" else "there is one device: it takes the whole batch"
+    return f"{why}: gpu0_bsz and shares are for parallel.mode = dp or ddp"
 
 
 def _auto_verdict(facts: SplitFacts) -> SplitVerdict:

@@ -91,6 +91,8 @@ def build_trainer(
     inference = build_inference(config.data, config.eval, engine.model, engine.precision, config.loss.align_corners)
     torch.manual_seed(config.seed + ranks.rank)  # every rank drops out other pixels
     train_loader, val_loader = _build_loaders(config, ranks, train_set, val_set, engine.device)
+    if engine.rank_split is not None:
+        train_loader.divide = engine.rank_split.plan
     samples = SamplePictures(context.folder.samples, val_set, inference, engine.device) if ranks.is_main else None
     precise_bn = PreciseBatchNorm(train_loader, config.train.precise_bn) if config.train.precise_bn else None
     oom_policy = OomPolicy(
@@ -117,6 +119,8 @@ def build_trainer(
         num_train=len(train_set),
         num_val=len(val_set),
         config=config.model_dump(mode="json"),
+        mode=devices.mode,
+        mode_reason=devices.mode_reason or None,
     )
     return Trainer(context, build_settings(config, len(train_loader)), parts, facts)
 
@@ -161,7 +165,13 @@ def build_controller(
     """Build what handles commands, with the settings that the config begins with."""
     parallel = config.parallel
     batch_split = BatchSplitController(
-        engine.network, config.train.batch_size, devices.mode, engine.smallest_chunk, saved_plan
+        engine.rank_split or engine.network,
+        config.train.batch_size,
+        devices.mode,
+        engine.smallest_chunk,
+        saved_plan,
+        engine.ranks,
+        engine.needs_samples,
     )
     gpu0_bsz = first_gpu0_bsz(config, saved_plan)
     settings = LiveSettings(gpu0_bsz=gpu0_bsz, gpu0_bsz_auto=parallel.gpu0_bsz == "auto", shares=parallel.shares)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import platform
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
@@ -18,10 +19,19 @@ from segapp import __version__
 from segapp.build.devices import DevicePlan, plan_devices
 from segapp.checkpoint.training_state import LoadedCheckpoint
 from segapp.config import RunConfig, dump_config
-from segapp.errors import CommandError, ConfigError, DataError, DistributedError
+from segapp.errors import CommandError, ConfigError, DataError, DistributedError, OutOfMemoryError
 from segapp.memory.saved_plan import SavedMemoryPlan
-from segapp.parallel import DistributedSetupError, init_from_env, is_launched, launch_local, shutdown
+from segapp.parallel import (
+    DistributedSetupError,
+    abandon,
+    end_with_peers,
+    init_from_env,
+    is_launched,
+    launch_local,
+    shutdown,
+)
 from segapp.parallel.ranks import Ranks
+from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.commands import CheckpointCommand, send_command
 from segapp.run.events import Alert, EventWriter, RunEnd
 from segapp.run.folder import RunFolder
@@ -33,6 +43,7 @@ from segapp.train.process.inbox import Inbox
 from segapp.train.process.malloc import keep_freed_memory
 from segapp.train.process.signals import EXIT_STOPPED_AND_SAVED, StopRequest, StopSignals
 from segapp.train.recovery.failures import as_segapp_error
+from segapp.train.recovery.fallbacks import fallbacks_after
 from segapp.train.request import TrainRequest
 from segapp.train.saving.resume import check_resumable, checkpoint_to_resume
 from segapp.train.telemetry.console import PlainReporter
@@ -42,6 +53,9 @@ from segapp.train.telemetry.sampler import MemorySampler
 from segapp.train.telemetry.trackers import make_trackers
 from segapp.train.telemetry.watchdog import HangLimits, Watchdog
 from segapp.train.trainer import Trainer
+
+_DEVICES = "SEGAPP_RANK_DEVICES"
+"""The devices of the ranks and the reasons for them, as JSON, from the process that starts the ranks."""
 
 logger = logging.getLogger("segapp")
 
@@ -60,7 +74,9 @@ def run_session(request: TrainRequest, arguments: Sequence[str] = ()) -> int:
         SegappError: the training could not begin, or failed.
     """
     with StopSignals() as signals:
-        devices = plan_devices(request.config.parallel)
+        devices = _devices_of_launcher() or plan_devices(
+            request.config.parallel, batch_size=request.config.train.batch_size
+        )
         if devices.mode == "ddp" and not is_launched():
             return _launch_ranks(request, devices, arguments, signals)
         with _joined_ranks(request.config, devices) as (ranks, own_devices):
@@ -74,14 +90,34 @@ def run_session(request: TrainRequest, arguments: Sequence[str] = ()) -> int:
 
 
 def _launch_ranks(request: TrainRequest, devices: DevicePlan, arguments: Sequence[str], signals: StopSignals) -> int:
-    """Start the ranks and wait for them; a checkpoint request that reaches this process goes to their inbox."""
-    names = ", ".join(str(device) for device in devices.devices)
-    print(f"devices: {names} ({devices.reason}), one rank each", flush=True)
+    """Start the ranks and wait for them; a checkpoint request that reaches this process goes to their inbox.
+
+    A rank that runs out of memory ends all ranks, because the others wait for it in an exchange. If it has reported a
+    way to go on with less, they start again and continue from the last checkpoint in that way.
+    """
+    print(f"{devices.description}, one rank each", flush=True)
     folder = request.folder or RunFolder.create(request.config.name, path=request.run)
-    run = [] if request.folder is not None else ["--run", str(folder.path)]
     signals.forward_checkpoint_requests(lambda: _ask_for_checkpoint(folder))
-    override = f"parallel.devices=[{names}]"
-    return launch_local(["-m", "segapp", *arguments, *run, override], len(devices.devices))
+    command = ["-m", "segapp", *arguments, *([] if request.folder is not None else ["--run", str(folder.path)])]
+    words = {"devices": [str(each) for each in devices.devices], "reasons": [devices.reason, devices.mode_reason]}
+    while True:
+        adopted = fallbacks_after(folder, 0)
+        code = launch_local(command, len(devices.devices), env={_DEVICES: json.dumps(words)})
+        if code != OutOfMemoryError.exit_code or signals.is_set or fallbacks_after(folder, 0) == adopted:
+            return code
+        if request.checkpoint is not None and CheckpointFolder(folder.checkpoints).is_untouched():
+            return code  # it began from another run's checkpoint, and has none of its own to continue from
+        print("the ranks start again, in the way that was reported", flush=True)
+        debug = [word for word in arguments if word == "--debug"]
+        command = ["-m", "segapp", *debug, "train", "--plain", "--resume", str(folder.path)]
+
+
+def _devices_of_launcher() -> DevicePlan | None:
+    """Return the devices that `_launch_ranks` chose; None in a process that it did not start."""
+    if _DEVICES not in os.environ or not is_launched():
+        return None
+    words = json.loads(os.environ[_DEVICES])
+    return DevicePlan("ddp", tuple(torch.device(name) for name in words["devices"]), *words["reasons"])
 
 
 def _ask_for_checkpoint(folder: RunFolder) -> None:
@@ -96,16 +132,22 @@ def _joined_ranks(config: RunConfig, devices: DevicePlan) -> Iterator[tuple[Rank
         yield Ranks(), devices
         return
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    own = None if config.parallel.devices == "auto" else devices.devices[local_rank % len(devices.devices)]
+    is_chosen = config.parallel.devices != "auto" or _DEVICES in os.environ
+    own = devices.devices[local_rank % len(devices.devices)] if is_chosen else None
     try:
         info = init_from_env(device=own)
     except DistributedSetupError as error:
         raise DistributedError(str(error)) from None
     try:
-        ranks = Ranks(info)
-        yield ranks, DevicePlan("ddp", (info.device,), f"rank {info.rank} of {info.world_size}")
-    finally:
-        shutdown()
+        reason = f"rank {info.rank} of {info.world_size}"
+        yield Ranks(info), DevicePlan("ddp", (info.device,), reason, devices.mode_reason)
+    except Exception as error:
+        if info.backend == "nccl":
+            abandon(as_segapp_error(error).exit_code)
+        else:
+            shutdown()
+        raise
+    shutdown()
 
 
 @contextlib.contextmanager
@@ -123,9 +165,8 @@ def _opened_folder(request: TrainRequest, devices: DevicePlan, ranks: Ranks) -> 
     folder = request.folder or RunFolder.create(request.config.name, path=request.run)
     with folder:
         print(f"run folder: {printable(str(folder.path))}", flush=True)
-        if len(devices.devices) > 1 or devices.devices[0].type == "cuda":
-            names = ", ".join(str(device) for device in devices.devices)
-            print(f"devices: {names} ({devices.reason}), mode {devices.mode}", flush=True)
+        if (len(devices.devices) > 1 or devices.devices[0].type == "cuda") and _DEVICES not in os.environ:
+            print(devices.description, flush=True)
         ranks.from_main(str(folder.path))
         folder.write_info(versions=_versions(), gpus=_gpus())
         with _logging_to(folder):
@@ -167,8 +208,10 @@ def _run_in(folder: RunFolder, request: TrainRequest, devices: DevicePlan, ranks
     event_log = EventLog(EventWriter(folder.events), [PlainReporter()]) if ranks.is_main else EventLog(None)
     memory = DeviceMemoryTracker(_device_infos(devices, ranks, request.config.parallel.memory_budget_mib))
     sampler = MemorySampler(event_log, memory, blocked_s=request.config.checkpoint.grace_s)
-    watchdog = _build_watchdog(folder, request.config, event_log, memory, ranks)
-    is_saved = False
+    rank_pids = ranks.gather((socket.gethostname(), os.getpid()))
+    watchdog = _build_watchdog(folder, request.config, event_log, memory, ranks, rank_pids)
+    end_peer_watch = _watch_peers(event_log, rank_pids, sampler)
+    is_saved = has_begun = False
     try:
         config, saved_plan = _with_resolved_auto(folder, request.config, devices, memory.devices, ranks)
         checkpoint = _checkpoint_of(folder, request, ranks)
@@ -187,7 +230,7 @@ def _run_in(folder: RunFolder, request: TrainRequest, devices: DevicePlan, ranks
                 return 0
             sampler.follow(lambda: trainer.position.step, trainer.saver.written_for_s)
             watchdog.follow(lambda: trainer.position.step, trainer.save_last_boundary)
-            is_saved = True  # from here on every way out saves first, or raises
+            is_saved = has_begun = True  # from here on every way out saves first, or raises
             reason = trainer.fit()
         event_log.emit(RunEnd(status="finished", reason=reason, exit_code=0, step=sampler.step()))
         return 0
@@ -199,6 +242,7 @@ def _run_in(folder: RunFolder, request: TrainRequest, devices: DevicePlan, ranks
     except Exception as error:
         known = as_segapp_error(error)
         logger.exception("training failed")
+        has_begun = False  # the other ranks may be elsewhere
         reason = str(known).partition("\n")[0]  # the report of an out-of-memory error has an event of its own
         event_log.emit(RunEnd(status="failed", reason=reason, exit_code=known.exit_code, step=sampler.step()))
         if known is error:
@@ -206,6 +250,9 @@ def _run_in(folder: RunFolder, request: TrainRequest, devices: DevicePlan, ranks
         raise type(known)(f"{known}\n(traceback in {folder.log})") from error
     finally:
         event_log.close()
+        if has_begun:
+            ranks.any_of(False)  # the last exchange: no rank ends while another one still writes
+        end_peer_watch()
 
 
 def _with_resolved_auto(
@@ -249,8 +296,28 @@ def _restore(trainer: Trainer, context: RunContext, config: RunConfig, checkpoin
         event_log.add_listeners(make_trackers(config, context.folder, trainer.facts.classes, at_step))
 
 
+def _watch_peers(
+    event_log: EventLog, rank_pids: Sequence[tuple[str, int]], sampler: MemorySampler
+) -> Callable[[], None]:
+    """End this process soon after another rank of this machine is gone; return what ends the watch."""
+    code, here = DistributedError.exit_code, socket.gethostname()
+    others = [pid for host, pid in rank_pids if host == here and pid != os.getpid()]
+
+    def report() -> None:
+        reason = "another rank is gone, and this one waited for it: look at its lines"
+        event_log.emit(RunEnd(status="failed", reason=reason, exit_code=code, step=sampler.step()))
+        event_log.close()
+
+    return end_with_peers(others, code, report) if others else lambda: None
+
+
 def _build_watchdog(
-    folder: RunFolder, config: RunConfig, event_log: EventLog, memory: DeviceMemoryTracker, ranks: Ranks
+    folder: RunFolder,
+    config: RunConfig,
+    event_log: EventLog,
+    memory: DeviceMemoryTracker,
+    ranks: Ranks,
+    rank_pids: Sequence[tuple[str, int]],
 ) -> Watchdog:
     num_workers = 1 if config.data.workers == "auto" else config.data.workers  # auto is at least 1
     return Watchdog(
@@ -259,7 +326,7 @@ def _build_watchdog(
         memory,
         HangLimits(config.train.hang_timeout_s, config.data.timeout_s, num_workers),
         rank=ranks.rank,
-        rank_pids=ranks.gather((socket.gethostname(), os.getpid())),
+        rank_pids=rank_pids,
     )
 
 

@@ -53,6 +53,8 @@ class RunFacts:
         num_train: training images.
         num_val: validation images.
         config: the complete config as plain values.
+        mode: how the devices work together.
+        mode_reason: why `parallel.mode: auto` chose it; None where the config names it.
     """
 
     classes: list[str]
@@ -61,3 +63,5 @@ class RunFacts:
     num_train: int
     num_val: int
     config: dict[str, Any]
+    mode: str | None = None
+    mode_reason: str | None = None

@@ -170,9 +170,11 @@ class Trainer:
             failpoint("train.step")
             self.safe_point.check()
             num_pieces = oom.begin(self.position).num_pieces
+            num_samples = images_in(self.position.batch, 1, self.settings.batch_size, len(self.train_loader.dataset))
             try:
                 with oom.within_limit():
-                    result = self.engine.step(group, self.safe_point.check_within_step, num_pieces=num_pieces)
+                    check = self.safe_point.check_within_step
+                    result = self.engine.step(group, check, num_pieces=num_pieces, num_samples=num_samples)
             except PauseRequest:
                 continue
             except Exception as error:

@@ -95,7 +95,7 @@ def test_measured_scale_and_context_change_the_need():
     assert row.peak_mib[0] == pytest.approx(700 + 3300 / 0.95, abs=0.1)
 
 
-@pytest.mark.parametrize("mode", ["single", "ddp", "model"])
+@pytest.mark.parametrize("mode", ["single", "model"])
 def test_modes_without_gpu0_bsz_give_one_row(mode):
     lines = {"backward": Line(100.0, 10.0)}
     gpus = GPUS[:1] if mode == "single" else GPUS
@@ -106,8 +106,26 @@ def test_modes_without_gpu0_bsz_give_one_row(mode):
     )
     rows, _ = own.rows(6)
     assert [row.gpu0_bsz for row in rows] == [None]
-    expected = {"single": (160.0,), "ddp": (120.0,) * 3, "model": (160.0,) * 3}
+    expected = {"single": (160.0,), "model": (160.0,) * 3}
     assert rows[0].tensors_mib == expected[mode]
+    assert own.largest_batch()[0] > 0
+
+
+def test_ranks_have_every_split_and_the_fixed_part_without_samples():
+    lines = {"backward": Line(100.0, 10.0)}
+    own = Planner(MemoryModel("ddp", (lines,)), GPUS, OverheadEstimate((0.0,) * 3))
+    rows, refused = own.rows(6)
+    assert {row.gpu0_bsz: row.tensors_mib for row in rows} == {
+        0: (100.0, 130.0, 130.0),
+        1: (110.0, 130.0, 120.0),
+        2: (120.0, 120.0, 120.0),
+        3: (130.0, 120.0, 110.0),
+        4: (140.0, 110.0, 110.0),
+        5: (150.0, 110.0, 100.0),
+        6: (160.0, 100.0, 100.0),
+    }
+    assert not refused
+    assert own.row(6, shares=[0, 1, 5]).tensors_mib == (100.0, 110.0, 150.0)
     assert own.largest_batch()[0] > 0
 
 

@@ -45,14 +45,25 @@ def test_verdict_names_one_device_and_idle_devices() -> None:
     assert "device 0 computes nothing" in split_verdict(SplitFacts(8, 2), 0).reason
 
 
-@pytest.mark.parametrize(
-    ("mode", "reason"), [("ddp", "every rank"), ("model", "whole batch"), ("single", "one device")]
-)
+@pytest.mark.parametrize(("mode", "reason"), [("model", "whole batch"), ("single", "one device")])
 def test_modes_without_a_split_refuse_every_request(mode: str, reason: str) -> None:
     for gpu0_bsz in (0, 4, None, "auto"):
         verdict = split_verdict(SplitFacts(8, 2, mode=mode), gpu0_bsz)  # type: ignore[arg-type]
         assert verdict.level == "refused"
         assert reason in verdict.reason
+
+
+@pytest.mark.parametrize("gpu0_bsz", [0, 2, 8, None])
+def test_ranks_take_the_splits_of_devices(gpu0_bsz: int | None) -> None:
+    dp, ddp = (split_verdict(SplitFacts(8, 3, mode=mode), gpu0_bsz) for mode in ("dp", "ddp"))
+    assert (ddp.split, ddp.level) == (dp.split, dp.level)
+
+
+def test_rank_without_samples_is_refused_where_the_network_needs_some() -> None:
+    facts = SplitFacts(8, 2, mode="ddp", needs_samples="the network cannot run without samples")
+    for gpu0_bsz, level in ((0, "refused"), (1, "ok"), (8, "refused")):
+        assert split_verdict(facts, gpu0_bsz).level == level
+    assert "give every rank one" in split_verdict(facts, 0).reason
 
 
 def test_auto_is_refused_where_device_memory_is_unknown() -> None:

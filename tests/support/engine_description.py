@@ -31,7 +31,7 @@ def description(engine: StepEngine) -> dict[str, Any]:
         "parameters": _tensors(engine.model.named_parameters()),
         "buffers": _tensors(engine.model.named_buffers()),
         "network": _wrappers(engine.network),
-        "split": engine.split_of(_Images(6)) if hasattr(engine.network, "plan") else None,
+        "split": engine.split_of(6) if hasattr(engine.network, "plan") else None,
         "criterion": [type(part).__name__ for part in engine.criterion.modules()],
         "optimizer": type(engine.optimizer).__name__,
         "groups": [
@@ -46,13 +46,6 @@ def description(engine: StepEngine) -> dict[str, Any]:
         "participants": [type(participant).__name__ for participant in engine.participants],
         "clip": engine.clip_grad_norm,
     }
-
-
-class _Images:
-    """As much of a batch as `StepEngine.split_of` looks at."""
-
-    def __init__(self, count: int) -> None:
-        self.indices = tuple(range(count))
 
 
 def _tensors(named: Any) -> dict[str, list[Any]]:

@@ -80,6 +80,10 @@ class RunStart(_Event):
     versions: dict[str, str] | None = None
     num_train: int | None = None
     num_val: int | None = None
+    mode: str | None = None
+    """Parallel mode: single, dp, ddp or model."""
+    mode_reason: Text | None = None
+    """Why `parallel.mode: auto` chose it; None where the config names the mode."""
 
 
 class Weights(_Event):

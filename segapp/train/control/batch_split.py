@@ -1,4 +1,4 @@
-"""The split of the batch over the devices of one process, and the memory measured under each split."""
+"""The split of the batch over the devices of one process or over ranks, and the memory measured under each split."""
 
 from __future__ import annotations
 
@@ -9,34 +9,42 @@ from torch import nn
 
 from segapp.config import LiveSettings
 from segapp.memory.saved_plan import SavedMemoryPlan
-from segapp.parallel import DataParallelModel
+from segapp.parallel import DataParallelModel, RankSplit
+from segapp.parallel.ranks import Ranks
 from segapp.run.balance import SplitMove, plan_move
 from segapp.run.verdict import SplitFacts, SplitVerdict, split_verdict
 
 
 class BatchSplitController:
-    """The split of the batch over the devices, changed between steps, and the peaks measured under each split.
+    """The split of the batch over devices or ranks, changed between steps, and the peaks measured under each split.
 
     Args:
-        network: Runs the batches; only a `DataParallelModel` over two devices or more has a split.
+        divider: What divides a batch: a network, of which only a `DataParallelModel` has a split, or the `RankSplit` of
+            ddp. With fewer than two devices or ranks there is nothing to split.
         batch_size: Samples of a full batch.
         mode: Of the training, for the message where there is nothing to split.
         smallest_chunk: Samples that a device with samples needs at least (`segapp.parallel.smallest_chunk`).
         saved_plan: The memory plan that the run began with, if one was made.
+        ranks: The processes that share a batch.
+        needs_samples: Why no rank can be left without samples; None if one can.
     """
 
     def __init__(
         self,
-        network: nn.Module,
+        divider: nn.Module | RankSplit,
         batch_size: int,
         mode: str,
         smallest_chunk: int = 1,
         saved_plan: SavedMemoryPlan | None = None,
+        ranks: Ranks | None = None,
+        needs_samples: str | None = None,
     ) -> None:
-        self._network = network if isinstance(network, DataParallelModel) and len(network.devices) > 1 else None
+        is_split = isinstance(divider, (DataParallelModel, RankSplit)) and len(divider.plan(batch_size)) > 1
+        self._divider: Any = divider if is_split else None
         self.batch_size, self._mode = batch_size, mode
-        self._smallest_chunk = smallest_chunk
+        self._smallest_chunk, self._needs_samples = smallest_chunk, needs_samples
         self._saved_plan = saved_plan
+        self._ranks = ranks or Ranks()
         self._observed: dict[tuple[int, ...], tuple[float | None, ...]] = {}
         self._failed: set[tuple[int, ...]] = set()
         self._ceiling: int | None = None
@@ -44,7 +52,7 @@ class BatchSplitController:
     @property
     def current(self) -> tuple[int, ...] | None:
         """Samples of a full batch for each device; None where there is nothing to split."""
-        return None if self._network is None else self._network.plan(self.batch_size)
+        return None if self._divider is None else self._divider.plan(self.batch_size)
 
     def facts(self, usable_mib: Sequence[float | None] = ()) -> SplitFacts:
         """Return what is known when a split is chosen.
@@ -52,12 +60,15 @@ class BatchSplitController:
         Args:
             usable_mib: Memory of each device for this run; None where unknown.
         """
-        mode = self._mode if self._mode in ("ddp", "model") else "single"
+        mode = "ddp" if isinstance(self._divider, RankSplit) else "dp"
+        if self._divider is None:
+            mode = "model" if self._mode == "model" else "single"
         return SplitFacts(
             self.batch_size,
-            1 if self._network is None else len(self._network.devices),
-            mode=mode if self._network is None else "dp",
+            len(self.current or (self.batch_size,)),
+            mode=mode,
             smallest_chunk=self._smallest_chunk,
+            needs_samples=self._needs_samples,
             current=self.current,
             usable_mib=usable_mib,
             observed=self._observed,
@@ -95,6 +106,12 @@ class BatchSplitController:
         if split[0] > old[0]:
             self._ceiling = min(split[0], self._ceiling or split[0])
 
+    def gathered(self, peaks_mib: Sequence[float | None]) -> list[float | None]:
+        """Return the peaks of all devices; in ddp every rank knows its own only, and every rank must call it."""
+        if self._ranks.world_size == 1:
+            return list(peaks_mib)
+        return [theirs[rank] for rank, theirs in enumerate(self._ranks.gather(list(peaks_mib)))]
+
     def record_peaks(self, split: Sequence[int], peaks_mib: Sequence[float | None]) -> None:
         """Record the peaks measured under a split; the highest of each device is kept."""
         known = self._observed.get(tuple(split), (None,) * len(split))
@@ -129,12 +146,12 @@ class BatchSplitController:
             False if that is impossible here, such as a split saved on a machine with other devices; then nothing
             changes.
         """
-        if self._network is None:
+        divider = self._divider
+        if divider is None:
             return settings.shares is None
         if not self.check(settings.gpu0_bsz, settings.shares).is_possible:
             return False
-        network = self._network
-        network.shares = None if settings.shares is None else list(settings.shares)
-        network.full_batch = None if settings.shares is not None else self.batch_size
-        network.gpu0_bsz = None if settings.shares is not None else settings.gpu0_bsz
+        divider.shares = None if settings.shares is None else list(settings.shares)
+        divider.full_batch = None if settings.shares is not None else self.batch_size
+        divider.gpu0_bsz = None if settings.shares is not None else settings.gpu0_bsz
         return True

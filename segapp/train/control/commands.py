@@ -331,7 +331,7 @@ class CommandController:
         self._has_full_batch = False
 
     def _record_peaks(self, split: Sequence[int]) -> list[float | None]:
-        observed = self._device_memory.observed_mib()[: len(split)]
+        observed = self.batch_split.gathered(self._device_memory.observed_mib()[: len(split)])
         if not self._device_memory.is_shared:  # logical devices without budgets share one peak
             self.batch_split.record_peaks(split, observed)
         return observed

@@ -50,13 +50,15 @@ def choose_mode(config: RunConfig, num_gpus: int) -> Mode:
             f"parallel.mode = ddp: {num_gpus} ranks cannot share train.batch_size = {config.train.batch_size}: "
             f"use {num_gpus} or more"
         )
-    if section.shares is not None and len(section.shares) != num_gpus and mode in ("auto", "dp"):
+    if section.shares is not None and len(section.shares) != num_gpus and mode in ("auto", "dp", "ddp"):
         raise ConfigError(
             f"parallel.shares = {section.shares} is for {len(section.shares)} GPUs and --gpus names {num_gpus}: "
             "make them equal"
         )
-    if mode == "auto" or (mode == "dp" and num_gpus == 1):
-        return "dp" if num_gpus > 1 else "single"
+    if num_gpus == 1 and mode in ("auto", "dp"):
+        return "single"
+    if mode == "auto":
+        return "dp" if section.has_split or 0 < config.train.batch_size < num_gpus else "ddp"
     return mode
 
 
@@ -122,7 +124,7 @@ def plan_largest(
     planner = Planner(
         found.model, gpus, overhead or OverheadEstimate((CONTEXT_MIB,) * len(gpus)), found.facts["smallest_chunk"]
     )
-    is_free = mode == "dp" and config.parallel.gpu0_bsz == "auto"
+    is_free = mode in ("dp", "ddp") and config.parallel.gpu0_bsz == "auto"
     allowed = range(1, LARGEST_BATCH + 1) if batches is None else batches
     allowed = [batch for batch in allowed if batch >= _least_batch(config, found.facts, mode, len(gpus))]
 
@@ -151,7 +153,7 @@ def _least_batch(config: RunConfig, facts: Mapping[str, Any], mode: Mode, num_gp
     return max(
         int(facts["min_train_batch"]),
         num_gpus if mode == "ddp" else 1,
-        gpu0_bsz if isinstance(gpu0_bsz, int) and mode == "dp" else 1,
+        gpu0_bsz if isinstance(gpu0_bsz, int) and mode in ("dp", "ddp") else 1,
     )
 
 
@@ -214,7 +216,7 @@ def _assembled(config: RunConfig, planner: Planner, found: _Simulated) -> Memory
         raise ConfigError(f"train.batch_size = {config.train.batch_size}: {refused[0][1]}")
     current = _current_row(config, planner)
     max_batch, max_row = planner.largest_batch()
-    shares = planner.largest_shares() if planner.model.mode == "dp" else ()
+    shares = planner.largest_shares() if planner.has_split else ()
     plan = MemoryPlan(
         name=config.name,
         mode=planner.model.mode,
@@ -239,14 +241,11 @@ def _assembled(config: RunConfig, planner: Planner, found: _Simulated) -> Memory
 def _current_row(config: RunConfig, planner: Planner) -> PlanRow | None:
     """Return the split of the config; None if it is automatic or not possible."""
     section = config.parallel
-    is_dp = planner.model.mode == "dp"
     gpu0_bsz = section.gpu0_bsz
-    if gpu0_bsz == "auto":
-        if is_dp:
-            return None
-        gpu0_bsz = None
     try:
-        return planner.row(config.train.batch_size, gpu0_bsz if is_dp else None, section.shares if is_dp else None)
+        if not planner.has_split:
+            return planner.row(config.train.batch_size)
+        return None if gpu0_bsz == "auto" else planner.row(config.train.batch_size, gpu0_bsz, section.shares)
     except ValueError:
         return None
 
@@ -268,7 +267,7 @@ def _advice(
     if plan.mode == "dp" and config.train.batch_size >= len(plan.gpus):
         rank_mib = planner.overhead.required_mib(0, planner.overhead.tensors_mib(0, varied[-1]))
         fits = all(rank_mib <= gpu.total_mib for gpu in plan.gpus)
-        note = f"one process a GPU (torchrun --nproc-per-node {len(plan.gpus)}); every GPU holds an optimizer state"
+        note = "one process a GPU; every GPU holds an optimizer state"
         found.append(
             Advice("parallel.mode=ddp", round(max(plan.best.peak_mib) - rank_mib, 1), round(rank_mib, 1), fits, note)
         )

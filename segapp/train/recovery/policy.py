@@ -153,7 +153,7 @@ class OomPolicy:
         """Return fallbacks with twice as many pieces; None where BatchNorm, or the batch, allows no more."""
         num_pieces = 2 * self.fallbacks.num_pieces
         size = self._sizes.batch_size // num_pieces
-        if num_pieces > MAX_PIECES or size < self._ranks.world_size or not self._engine.can_train_on(size):
+        if num_pieces > MAX_PIECES or size < 1 or not self._engine.can_train_on(size, num_pieces):
             return None
         return replace(self.fallbacks, num_pieces=num_pieces)
 

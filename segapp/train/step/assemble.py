@@ -31,9 +31,11 @@ from segapp.optim import WeightAverage
 from segapp.parallel import (
     BalancedDataParallel,
     DataParallelModel,
+    RankSplit,
     balance_stages,
     check_batchnorm,
     convert_sync_batchnorm,
+    no_samples_problem,
     place_stages,
     smallest_chunk,
     wrap_ddp,
@@ -60,8 +62,8 @@ class StepLayout:
     Attributes:
         mode: how the devices work together.
         devices: of this process; the first one holds the weights.
-        gpu0_bsz: samples of a full batch on the first device, in dp; None: an even split.
-        shares: samples of a full batch on each device, in dp; None: as `gpu0_bsz` says.
+        gpu0_bsz: samples of a full batch on the first device or rank, in dp and ddp; None: an even split.
+        shares: samples of a full batch on each device or rank, in dp and ddp; None: as `gpu0_bsz` says.
         loss: style of the loss; the planner compares segapp's with others.
     """
 
@@ -294,18 +296,27 @@ class StepAssembler:
         normalizer = Normalizer(config.data.mean, config.data.std, precision.input_dtype).to(device)
         bare = NormalizedInput(model, normalizer)
         inner = self._inner(parts, layout, backend, normalizer)
-        network = self._wrapped(inner, bare, layout, backend, ranks)
+        rank_split = self._rank_split(layout, ranks) if layout.mode == "ddp" else None
+        network = self._wrapped(inner, bare, layout, backend, rank_split)
         optimizer = build_optimizer(config.optim, build_parameter_groups(config.optim, model, precision))
         average = None if config.train.ema is None else WeightAverage(model, config.train.ema)
         participants = []
         if isinstance(inner, DistilledInput):
             participants.append(build_distillation(config, network, inner, device, ranks))
         criterion = distilled_criterion(config, parts.criterion) if participants else parts.criterion
-        least = 1
-        if backend.has_values and isinstance(network, DataParallelModel) and not config.parallel.sync_bn:
+        least, needs_samples = 1, None
+        is_split = rank_split is not None or isinstance(network, DataParallelModel)
+        if backend.has_values and is_split and not config.parallel.sync_bn:
             least = smallest_chunk(bare, self._example())
+        if backend.has_values and rank_split is not None:
+            needs_samples = no_samples_problem(inner, self._example().to(device))
+            if needs_samples is not None and 0 in rank_split.plan(config.train.batch_size):
+                raise ConfigError(
+                    f"parallel: split {list(rank_split.plan(config.train.batch_size))} leaves a rank without samples, "
+                    f"and {needs_samples}: give every rank one, or use parallel.mode=dp"
+                )
         engine = StepEngine(
-            StepModules(model, network, criterion.to(device), average, least),
+            StepModules(model, network, criterion.to(device), average, least, rank_split, needs_samples),
             optimizer,
             precision,
             clip_grad_norm=config.optim.clip_grad_norm,
@@ -327,19 +338,31 @@ class StepAssembler:
         teacher = build_teacher(self.teacher, layout.devices, normalizer.dtype, backend.copy_to)
         return build_distilled_input(config, model, normalizer, teacher, parts.critic, device)
 
+    def _rank_split(self, layout: StepLayout, ranks: Ranks) -> RankSplit:
+        """Return the split of a batch over the ranks."""
+        batch_size = self.config.train.batch_size
+        if batch_size < ranks.world_size:
+            raise ConfigError(
+                f"parallel: {ranks.world_size} ranks cannot share train.batch_size = {batch_size}: use one each"
+            )
+        try:
+            return RankSplit(ranks.world_size, layout.gpu0_bsz, shares=layout.shares, full_batch=batch_size)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"parallel: {error}") from None
+
     def _wrapped(
-        self, inner: NormalizedInput, bare: NormalizedInput, layout: StepLayout, backend: DeviceBackend, ranks: Ranks
+        self,
+        inner: NormalizedInput,
+        bare: NormalizedInput,
+        layout: StepLayout,
+        backend: DeviceBackend,
+        rank_split: RankSplit | None,
     ) -> nn.Module:
         """Return `inner` on its devices, in the way that the mode asks for."""
-        batch_size = self.config.train.batch_size
         try:
-            if layout.mode == "ddp":
-                if batch_size < ranks.world_size:
-                    raise ValueError(
-                        f"{ranks.world_size} ranks cannot share train.batch_size = {batch_size}: use one each"
-                    )
+            if rank_split is not None:
                 if backend.has_values:
-                    check_batchnorm(bare, [batch_size // ranks.world_size], self._example())
+                    check_batchnorm(bare, rank_split.plan(self.config.train.batch_size), self._example())
                 return backend.wrap_ddp(inner, layout.devices[0])
             if layout.mode == "model":
                 # On the model, because evaluation calls it without `inner`.

@@ -20,7 +20,7 @@ from segapp.failpoints import failpoint
 from segapp.losses import AdditiveCriterion, Statistics, surrogate
 from segapp.memory.oom_failpoint import oom_failpoint
 from segapp.optim import WeightAverage, set_lr
-from segapp.parallel import DataParallelCriterion, DataParallelModel
+from segapp.parallel import DataParallelCriterion, DataParallelModel, RankSplit
 from segapp.parallel.ranks import Ranks
 from segapp.precision import Precision
 from segapp.train.step.participant import StepParticipant
@@ -55,6 +55,8 @@ class StepModules:
         criterion: additive statistics of the network's outputs.
         average: moving average of the weights, or None.
         smallest_chunk: samples that every busy device needs; more than 1 where BatchNorm is not synchronised.
+        rank_split: the split of a batch over the ranks; None outside ddp.
+        needs_samples: why the network cannot run without samples, as a rank with a share of 0 does; None if it can.
     """
 
     model: SegmentationModel
@@ -62,6 +64,8 @@ class StepModules:
     criterion: AdditiveCriterion
     average: WeightAverage[SegmentationModel] | None = None
     smallest_chunk: int = 1
+    rank_split: RankSplit | None = None
+    needs_samples: str | None = None
 
 
 class StepEngine:
@@ -95,6 +99,7 @@ class StepEngine:
     ) -> None:
         self.model, self.network, self.criterion = modules.model, modules.network, modules.criterion
         self.average, self.smallest_chunk = modules.average, modules.smallest_chunk
+        self.rank_split, self.needs_samples = modules.rank_split, modules.needs_samples
         self.optimizer, self.precision, self.clip_grad_norm = optimizer, precision, clip_grad_norm
         self.participants = tuple(participants)
         self.ranks = ranks or Ranks()
@@ -112,7 +117,12 @@ class StepEngine:
         self._rng_before_step: TorchRng | None = None
 
     def step(
-        self, batches: Sequence[Batch], check: Callable[[], None] = lambda: None, *, num_pieces: int = 1
+        self,
+        batches: Sequence[Batch],
+        check: Callable[[], None] = lambda: None,
+        *,
+        num_pieces: int = 1,
+        num_samples: int | None = None,
     ) -> StepResult:
         """Make one optimizer update from one or more micro-batches, with the mean over all of them and all ranks.
 
@@ -122,8 +132,9 @@ class StepEngine:
             batches: this rank's micro-batches of the step; every rank has as many.
             check: called before each micro-batch but the first; it may raise to leave the step.
             num_pieces: cut every micro-batch into so many; the same mean, in less memory.
+            num_samples: of the first micro-batch over all ranks, for the result's split; None: this rank's alone.
         """
-        split = self.split_of(batches[0])
+        split = self.split_of(len(batches[0].indices) if num_samples is None else num_samples)
         if num_pieces > 1:
             batches = [piece for batch in batches for piece in self._cut(batch, num_pieces)]
         self._begin()
@@ -142,7 +153,8 @@ class StepEngine:
             self.device_memory.mark("step")
             oom_failpoint("train.optimizer")
             with torch.no_grad():
-                sums = self.ranks.sums(sums)
+                if len(batches) > 1:  # a single micro-batch has the sums over all ranks already
+                    sums = self.ranks.sums(sums)
                 loss = self.criterion.finalize(sums)
                 terms = self.criterion.terms(sums)
             if failpoint("train.value") == "inf":
@@ -186,10 +198,19 @@ class StepEngine:
         own = sum(parameter.nbytes for parameter in self.model.parameters())
         return own + sum(participant.replicated_bytes() for participant in self.participants)
 
-    def can_train_on(self, num_samples: int) -> bool:
-        """Return True if BatchNorm gets enough values from a micro-batch of `num_samples`."""
+    def can_train_on(self, num_samples: int, num_pieces: int = 1) -> bool:
+        """Return True if every device gets enough samples of a piece, for BatchNorm and for the network.
+
+        Args:
+            num_samples: of a piece, over all devices and ranks.
+            num_pieces: pieces of a micro-batch; every rank cuts its own share.
+        """
         if num_samples < self.model.min_train_batch:
             return False
+        if self.rank_split is not None:
+            shares = [share for share in self.rank_split.plan(num_samples * num_pieces) if share]
+            least = self.smallest_chunk if self.smallest_chunk > 1 else int(self.needs_samples is not None)
+            return max(shares) >= num_pieces and min(shares) // num_pieces >= least
         if self.smallest_chunk == 1 or not isinstance(self.network, DataParallelModel):
             return True
         return all(size == 0 or size >= self.smallest_chunk for size in self.network.plan(num_samples))
@@ -200,13 +221,17 @@ class StepEngine:
         for participant in self.participants:
             participant.set_lr(lr)
 
-    def split_of(self, batch: Batch) -> list[int]:
-        """Return the samples of a batch on each device of this process."""
+    def split_of(self, num_samples: int) -> list[int]:
+        """Return the samples on each device, or on each rank, of a batch of `num_samples`."""
         if isinstance(self.network, DataParallelModel):
-            return list(self.network.plan(len(batch.indices)))
-        return [len(batch.indices)]
+            return list(self.network.plan(num_samples))
+        return [num_samples] if self.rank_split is None else list(self.rank_split.plan(num_samples))
 
     def _backward(self, batch: Batch, totals: Statistics | None) -> Statistics:
+        """Compute the gradient of this rank's part of a micro-batch, given the statistics of the whole step.
+
+        Return this rank's statistics; without `totals`, for the only micro-batch of a step, the sums over all ranks.
+        """
         with self.precision.autocast():
             statistics = self._statistics(batch)
         failpoint("train.device")
@@ -216,9 +241,10 @@ class StepEngine:
         if totals is None and self.ranks.world_size == 1:
             loss = self.criterion.finalize(statistics)
         else:
+            if totals is None:
+                own = totals = self.ranks.sums(own)
             # DDP takes the mean of the ranks' gradients; the step's gradient is their sum.
-            step_totals = self.ranks.sums(own) if totals is None else totals
-            loss = surrogate(self.criterion, statistics, step_totals) * self.ranks.world_size
+            loss = surrogate(self.criterion, statistics, totals) * self.ranks.world_size
         self.precision.scale(loss).backward()  # type: ignore[no-untyped-call]
         self.precision.gradients_to_master()
         return own

@@ -111,12 +111,12 @@ def test_invalid_or_redundant_command_is_answered_at_once(
     assert_answered_once(harness.folder.path)
 
 
-@pytest.mark.parametrize("mode", ["ddp", "model", "single"])
+@pytest.mark.parametrize("mode", ["model", "single"])
 def test_gpu0_bsz_in_modes_without_split_is_rejected_with_why(tmp_path: Path, mode: str) -> None:
     harness = ControllerHarness(tmp_path / "run", num_devices=1, mode=mode)
     harness.send("set gpu0_bsz=1")
     assert harness.last()["status"] == "rejected"
-    assert {"ddp": "every rank", "model": "whole batch", "single": "one device"}[mode] in harness.last()["reason"]
+    assert {"model": "whole batch", "single": "one device"}[mode] in harness.last()["reason"]
 
 
 def test_pending_auto_is_superseded_by_a_newer_request(

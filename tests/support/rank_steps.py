@@ -1,0 +1,230 @@
+"""Program of test_rank_steps.py: forks three ranks, whose training steps are compared with those of one device."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from segapp.build.optimizer import build_optimizer
+from segapp.config import OptimConfig
+from segapp.datasets.loader import Batch
+from segapp.inference.normalize import NormalizedInput, Normalizer
+from segapp.losses import AdditiveCriterion, CriterionCE, CriterionDice, CriterionLovasz, CriterionOHEM
+from segapp.parallel import RankSplit, convert_sync_batchnorm, init_from_env, shutdown, wrap_ddp
+from segapp.parallel.ranks import Ranks
+from segapp.precision import Precision
+from segapp.train.step.engine import StepEngine, StepModules
+
+NUM_RANKS, FULL_BATCH = 3, 8
+CPU = torch.device("cpu")
+MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+
+SPLITS: dict[str, dict[str, Any]] = {
+    "even": {},
+    "gpu0_bsz=1": {"gpu0_bsz": 1},
+    "gpu0_bsz=0": {"gpu0_bsz": 0},
+    "gpu0_bsz=8": {"gpu0_bsz": 8},
+    "shares 5 1 2": {"shares": [5, 1, 2]},
+    "shares 0 8 0": {"shares": [0, 8, 0]},
+    "shares 3 0 5": {"shares": [3, 0, 5]},
+}
+
+CRITERIA: dict[str, Callable[[], AdditiveCriterion]] = {
+    "ce": lambda: CriterionCE(weight=torch.tensor([1.0, 2.0, 0.5]), label_smoothing=0.1),
+    "dice": CriterionDice,
+    "ohem": lambda: CriterionOHEM(0.7, 100),
+    "lovasz": CriterionLovasz,
+}
+
+
+class SmallNet(nn.Module):
+    """Logits at a quarter of the size, behind two BatchNorm layers, one of them over pooled features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 6, 3, stride=4, padding=1), nn.BatchNorm2d(6), nn.Tanh())
+        self.pooled = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6))
+        self.head = nn.Conv2d(6, 3, 1)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        features = self.body(images)
+        return (self.head(features + self.pooled(features)),)
+
+
+def images_of(num: int, seed: int) -> Batch:
+    """Return a whole batch; the ignored pixels fall unevenly on its images."""
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randint(0, 256, (num, 3, 16, 24), generator=generator, dtype=torch.uint8)
+    target = torch.randint(0, 3, (num, 16, 24), generator=generator, dtype=torch.uint8)
+    target[torch.rand(target.shape, generator=generator) < torch.linspace(0, 1, num).view(-1, 1, 1)] = 255
+    return Batch(images, target, tuple(range(num)))
+
+
+def part(batch: Batch, sizes: Sequence[int], rank: int) -> Batch:
+    at = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    return Batch(batch.images[at], batch.target[at], batch.indices[at])
+
+
+def engine_of(criterion: AdditiveCriterion, ranks: Ranks | None = None, **split: Any) -> StepEngine:
+    """Return an engine in float64: of one device, or of one rank."""
+    torch.manual_seed(0)
+    model = SmallNet().double()
+    inner = NormalizedInput(model, Normalizer(MEAN, STD, torch.float64))  # type: ignore[arg-type]
+    network: nn.Module = inner
+    rank_split = None
+    if ranks is not None:
+        convert_sync_batchnorm(model)
+        network = wrap_ddp(inner)
+        rank_split = RankSplit(ranks.world_size, full_batch=FULL_BATCH, **split)
+    groups = [{"params": list(model.parameters()), "lr_factor": 1.0, "weight_decay": 0.01}]
+    modules = StepModules(model, network, criterion.double(), rank_split=rank_split)  # type: ignore[arg-type]
+    optimizer = build_optimizer(OptimConfig(lr=0.1, momentum=0.9), groups)
+    return StepEngine(modules, optimizer, Precision("fp32", CPU), clip_grad_norm=1.0, ranks=ranks)
+
+
+def state_of(engine: StepEngine) -> list[Tensor]:
+    return [tensor.detach().double() for tensor in engine.model.state_dict().values()]
+
+
+def errors_of(
+    criterion: Callable[[], AdditiveCriterion],
+    ranks: Ranks,
+    splits: Sequence[dict[str, Any]],
+    sizes: Sequence[int] = (FULL_BATCH,),
+) -> list[float]:
+    """Make one step for each split; return the largest errors of losses, gradient norms and state over all ranks.
+
+    Args:
+        criterion: builds the criterion.
+        ranks: the ranks.
+        splits: of the steps: `gpu0_bsz` or `shares`, changed between them.
+        sizes: samples of the micro-batches of every step.
+    """
+    ours, alone = engine_of(criterion(), ranks, **splits[0]), engine_of(criterion())
+    errors = [0.0, 0.0]
+    for number, split in enumerate(splits):
+        assert ours.rank_split is not None
+        ours.rank_split.shares, ours.rank_split.gpu0_bsz = split.get("shares"), split.get("gpu0_bsz")
+        whole = [images_of(size, 10 * number + i) for i, size in enumerate(sizes)]
+        own = [part(each, ours.rank_split.plan(len(each)), ranks.rank) for each in whole]
+        result = ours.step(own, num_samples=sizes[0])
+        with as_one_device():
+            expected = alone.step(whole)
+        assert result.split == list(ours.rank_split.plan(sizes[0]))
+        errors[0] = max(errors[0], abs(float(result.loss - expected.loss)))
+        errors[1] = max(errors[1], abs(float(result.grad_norm - expected.grad_norm)))
+    pairs = zip(state_of(ours), state_of(alone), strict=True)
+    errors.append(max(float((a - b).abs().max()) for a, b in pairs))
+    row = torch.tensor(errors, dtype=torch.float64)
+    dist.all_reduce(row, dist.ReduceOp.MAX)
+    return row.tolist()
+
+
+@contextlib.contextmanager
+def as_one_device() -> Iterator[None]:
+    """Let BatchNorm and losses of the reference see no other ranks."""
+    with mock.patch("torch.distributed.get_world_size", return_value=1):
+        yield
+
+
+def collectives_of_a_step(ranks: Ranks, num_micro_batches: int) -> dict[str, int]:
+    """Count the exchanges that Python code begins in the third step; those of DDP's reducer are in C++."""
+    engine = engine_of(CriterionCE(), ranks)
+    assert engine.rank_split is not None
+    own = [part(images_of(FULL_BATCH, i), engine.rank_split.plan(FULL_BATCH), ranks.rank) for i in range(4)]
+    for _ in range(2):
+        engine.step(own[:num_micro_batches])
+    counts: Counter[str] = Counter()
+    with contextlib.ExitStack() as stack:
+        for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "broadcast_object_list"):
+            call = getattr(dist, name)
+
+            def counted(*args: Any, _name: str = name, _call: Any = call, **options: Any) -> Any:
+                counts[_name] += 1
+                return _call(*args, **options)
+
+            stack.enter_context(mock.patch.object(dist, name, counted))
+        engine.step(own[:num_micro_batches])
+    return dict(counts)
+
+
+def resumed_step(ranks: Ranks) -> float:
+    """Return the largest difference between three steps, and two that were saved, loaded and followed by one."""
+    whole, parts = (engine_of(CriterionCE(), ranks, shares=[1, 0, 7]) for _ in range(2))
+    assert whole.rank_split is not None
+    own = [part(images_of(FULL_BATCH, i), (1, 0, 7), ranks.rank) for i in range(3)]
+    for each in own:
+        whole.step([each])
+    for each in own[:2]:
+        parts.step([each])
+    again = engine_of(CriterionCE(), ranks, shares=[1, 0, 7])
+    again.load_state_dict(parts.state_dict())
+    again.step(own[2:])
+    return max(float((a - b).abs().max()) for a, b in zip(state_of(whole), state_of(again), strict=True))
+
+
+def figures(ranks: Ranks) -> dict[str, Any]:
+    """Return every figure of the tests."""
+    table: dict[str, Any] = {
+        f"{name}, {title}": errors_of(criterion, ranks, [split] * 2)
+        for name, criterion in CRITERIA.items()
+        for title, split in SPLITS.items()
+        if name == "ce" or title in ("gpu0_bsz=0", "shares 5 1 2")
+    }
+    changing = list(SPLITS.values())
+    table["split changed before every step"] = errors_of(CRITERIA["ce"], ranks, changing)
+    for name in ("ce", "dice"):
+        table[f"{name}, accumulated"] = errors_of(CRITERIA[name], ranks, changing[1:5], sizes=(8, 8, 5))
+    table["short batch of 5"] = errors_of(CRITERIA["ce"], ranks, changing[:5], sizes=(5,))
+    table["short batch of 2"] = errors_of(CRITERIA["ce"], ranks, changing[:5], sizes=(2,))
+    return {
+        "errors": table,
+        "collectives": {str(number): collectives_of_a_step(ranks, number) for number in (1, 4)},
+        "resumed": resumed_step(ranks),
+    }
+
+
+def run_rank(rank: int, port: int, path: Path) -> None:
+    words = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in words.items()})
+    torch.set_num_threads(1)
+    ranks = Ranks(init_from_env(device="cpu", start_timeout_s=120))
+    found = figures(ranks)
+    if ranks.is_main:
+        path.write_text(json.dumps(found))
+    shutdown()
+
+
+def main(path: Path) -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    children = []
+    for rank in range(NUM_RANKS):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                run_rank(rank, port, path)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        children.append(pid)
+    return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

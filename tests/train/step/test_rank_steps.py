@@ -1,0 +1,45 @@
+"""Steps over three ranks (gloo), at any split of the batch, against the same steps on one device in float64."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.support import ROOT
+from tests.support.rank_steps import CRITERIA, SPLITS
+
+NUM_BATCHNORMS = 2
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("ranks") / "figures.json"
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.rank_steps", str(path)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=280)
+    return dict(json.loads(path.read_text()))
+
+
+def test_losses_and_state_equal_one_device_at_every_split(figures: dict[str, Any]) -> None:
+    errors = figures["errors"]
+    assert {f"ce, {split}" for split in SPLITS} <= errors.keys()
+    assert {f"{name}, gpu0_bsz=0" for name in CRITERIA} <= errors.keys()
+    for title, (loss, norm, state) in errors.items():
+        assert max(loss, norm, state) <= 1e-10, f"{title}: loss {loss}, gradient norm {norm}, state {state}"
+
+
+def test_resumed_steps_equal_the_uninterrupted_ones_bit_for_bit(figures: dict[str, Any]) -> None:
+    assert figures["resumed"] == 0.0
+
+
+@pytest.mark.parametrize(("num_micro_batches", "most"), [(1, 1), (4, 2)])
+def test_exchanges_of_a_step_beside_ddp_and_batchnorm(
+    figures: dict[str, Any], num_micro_batches: int, most: int
+) -> None:
+    """One sum of statistics; under accumulation the step's denominators as well."""
+    exchanges = sum(figures["collectives"][str(num_micro_batches)].values())
+    of_batchnorm = 2 * NUM_BATCHNORMS * num_micro_batches  # one each in forward and backward
+    assert exchanges - of_batchnorm <= most
