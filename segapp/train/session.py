@@ -44,6 +44,7 @@ from segapp.train.process.malloc import keep_freed_memory
 from segapp.train.process.signals import EXIT_STOPPED_AND_SAVED, StopRequest, StopSignals
 from segapp.train.recovery.failures import as_segapp_error
 from segapp.train.recovery.fallbacks import fallbacks_after
+from segapp.train.recovery.reverted import report_reverted_split
 from segapp.train.request import TrainRequest
 from segapp.train.saving.resume import check_resumable, checkpoint_to_resume
 from segapp.train.telemetry.console import PlainReporter
@@ -216,6 +217,8 @@ def _run_in(folder: RunFolder, request: TrainRequest, devices: DevicePlan, ranks
         config, saved_plan = _with_resolved_auto(folder, request.config, devices, memory.devices, ranks)
         checkpoint = _checkpoint_of(folder, request, ranks)
         is_saved = checkpoint is not None
+        if ranks.world_size > 1 and ranks.is_main:
+            report_reverted_split(folder, event_log)
         with watchdog, sampler if ranks.is_main else contextlib.nullcontext():
             inbox = Inbox(folder if ranks.is_main else None, event_log)
             context = RunContext(folder, event_log, ranks, signals, memory, inbox)

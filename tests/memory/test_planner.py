@@ -111,7 +111,7 @@ def test_modes_without_gpu0_bsz_give_one_row(mode):
     assert own.largest_batch()[0] > 0
 
 
-def test_ranks_have_every_split_and_the_fixed_part_without_samples():
+def test_ranks_have_every_split_also_without_samples():
     lines = {"backward": Line(100.0, 10.0)}
     own = Planner(MemoryModel("ddp", (lines,)), GPUS, OverheadEstimate((0.0,) * 3))
     rows, refused = own.rows(6)

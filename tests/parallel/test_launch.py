@@ -30,6 +30,15 @@ RANK = """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     (folder / f"agent{rank}").write_text(str(os.getppid()))
     (folder / f"rank{rank}").write_text(str(os.getpid()))
+    if what == "deaf":
+        from segapp.parallel.launch import end_with_peers
+        pids, other = [], folder / f"rank{1 - int(rank)}"
+        while not pids:
+            time.sleep(0.05)
+            pids = [int(other.read_text())] if other.exists() and other.read_text() else []
+        end_with_peers(pids, 8, lambda: (folder / f"told{rank}").write_text(""), grace_s=0.5)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # as a thread that waits for a GPU
+        (folder / f"deaf{rank}").write_text("")
     if what == "exit" and rank == "1":
         sys.exit(6)
     if what == "die" and rank == "1":
@@ -98,6 +107,17 @@ def test_signal_to_launcher_reaches_every_rank_in_time_to_save(script, tmp_path)
     assert launcher.wait(30) == 75, "the launcher ends with the status of its ranks"
     assert [(tmp_path / f"saved{i}").read_text() for i in range(2)] == [str(int(signal.SIGTERM))] * 2
     assert not any(is_alive(pid) for pid in [agent, *ranks])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_deaf_rank_ends_soon_after_its_peer_was_killed(script, tmp_path):
+    launcher, _, ranks = start(script, tmp_path, "deaf")
+    wait_until(lambda: all((tmp_path / f"deaf{i}").exists() for i in range(2)))
+    os.kill(ranks[1], signal.SIGKILL)
+    began = time.monotonic()
+    assert launcher.wait(60) == 137, "the first failure is the cause"
+    assert time.monotonic() - began < 20, "torchrun alone waits 30 s for a rank that handles no signal"
+    assert (tmp_path / "told0").exists()
 
 
 @pytest.mark.slow

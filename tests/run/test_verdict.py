@@ -59,7 +59,7 @@ def test_ranks_take_the_splits_of_devices(gpu0_bsz: int | None) -> None:
     assert (ddp.split, ddp.level) == (dp.split, dp.level)
 
 
-def test_rank_without_samples_is_refused_where_the_network_needs_some() -> None:
+def test_rank_without_samples_is_refused_if_network_needs_any() -> None:
     facts = SplitFacts(8, 2, mode="ddp", needs_samples="the network cannot run without samples")
     for gpu0_bsz, level in ((0, "refused"), (1, "ok"), (8, "refused")):
         assert split_verdict(facts, gpu0_bsz).level == level

@@ -44,6 +44,21 @@ def test_split_of_ranks_is_changed_by_command_and_exact(tiny: dict[str, Any], tm
     assert losses(run) == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
 
 
+def test_ranks_start_again_in_pieces_after_out_of_memory(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """Rank 1 fails in the fourth step; the second start has fewer passes left than the failpoint counts to."""
+    (tmp_path / "ddp.yaml").write_text(dump_config(ranks_of(tiny, 2)))
+    points = "train.backward.rank1=4:oom"
+    done = segapp("train", "--plain", "--config", "ddp.yaml", "--run", "run", cwd=tmp_path, SEGAPP_FAILPOINTS=points)
+    assert done.returncode == 0, done.stderr
+    assert "the ranks start again" in done.stdout
+    run = tmp_path / "run"
+    assert [event["step"] for event in events(run, "step")] == [1, 2, 3, 4]
+    starts = events(run, "run_start")
+    assert [event.get("resumed_from_step") for event in starts] == [None, 2]
+    assert events(run, "run_end")[-1]["status"] == "finished"
+    assert torch.load(run / "checkpoints" / "last.pt", weights_only=True)["lessons"] == {"num_pieces": 2}
+
+
 @pytest.mark.slow
 def test_run_goes_between_two_ranks_three_and_one_device(tiny: dict[str, Any], tmp_path: Path) -> None:
     reference = small(tiny, 4, parallel={"mode": "single"}, train={"batch_size": 5})
@@ -66,8 +81,6 @@ def test_uneven_ranks_resume_bit_for_bit(tiny: dict[str, Any], tmp_path: Path) -
             resume = ["--resume", name] if (tmp_path / name).exists() else ["--run", name]
             words = ["schedule.name=constant", "schedule.warmup_steps=0"]
             assert segapp("train", "--config", "ddp.yaml", *resume, *words, cwd=tmp_path).returncode == 0
-    states = [
-        torch.load(tmp_path / name / "checkpoints" / "last.pt", weights_only=True) for name in ("whole", "parts")
-    ]
+    states = [torch.load(tmp_path / name / "checkpoints" / "last.pt", weights_only=True) for name in ("whole", "parts")]
     found = [path for path in differing(*states) if not path.startswith(("/best", "/memory"))]
     assert found == []

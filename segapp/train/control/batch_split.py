@@ -100,10 +100,11 @@ class BatchSplitController:
             return self.facts().fit().predict(self.current)
         return () if self._saved_plan is None else self._saved_plan.predicted_mib(self.current)
 
-    def record_failure(self, split: Sequence[int], old: Sequence[int]) -> None:
-        """Record that a split ran out of memory after `old` did not."""
+    def record_failure(self, split: Sequence[int], old: Sequence[int] | None = None) -> None:
+        """Record that a split ran out of memory after `old` did not; None: the present split."""
         self._failed.add(tuple(split))
-        if split[0] > old[0]:
+        old = self.current if old is None else old
+        if old is not None and split[0] > old[0]:
             self._ceiling = min(split[0], self._ceiling or split[0])
 
     def gathered(self, peaks_mib: Sequence[float | None]) -> list[float | None]:
@@ -136,8 +137,9 @@ class BatchSplitController:
         """Load the result of `state_dict`, without measurements on another number of devices."""
         num_devices = len(self.current or ())
         self._observed = {tuple(s): tuple(p) for s, p in state.get("observed", ()) if len(s) == num_devices}
-        self._failed = {tuple(split) for split in state.get("failed", ()) if len(split) == num_devices}
-        self._ceiling = state.get("ceiling")
+        self._failed |= {tuple(split) for split in state.get("failed", ()) if len(split) == num_devices}
+        ceilings = [each for each in (self._ceiling, state.get("ceiling")) if each is not None]
+        self._ceiling = min(ceilings, default=None)
 
     def apply(self, settings: LiveSettings) -> bool:
         """Split all following batches as the settings say.

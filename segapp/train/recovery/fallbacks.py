@@ -27,12 +27,14 @@ class MemoryFallbacks:
         is_eval_single: evaluate image by image, whatever `eval.batch_size` says.
         window_px: evaluate in windows of this height and width; None: as the config says.
         num_bn_pieces: `train.precise_bn` cuts its batches into so many.
+        failed_splits: splits over ranks that ran out of memory; the run is back at the one before.
     """
 
     num_pieces: int = 1
     is_eval_single: bool = False
     window_px: tuple[int, int] | None = None
     num_bn_pieces: int = 1
+    failed_splits: tuple[tuple[int, ...], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, those that differ from the defaults."""
@@ -47,7 +49,9 @@ class MemoryFallbacks:
         """Return the fallbacks of `to_json`'s values; unknown names are ignored."""
         known = {name: value for name, value in values.items() if name in cls.__dataclass_fields__}
         window = known.get("window_px")
-        return cls(**{**known, "window_px": None if window is None else (int(window[0]), int(window[1]))})
+        known["window_px"] = None if window is None else (int(window[0]), int(window[1]))
+        known["failed_splits"] = tuple(tuple(split) for split in known.get("failed_splits", ()))
+        return cls(**known)
 
     def joined(self, other: MemoryFallbacks) -> MemoryFallbacks:
         """Return the fallbacks after both were adopted."""
@@ -57,6 +61,7 @@ class MemoryFallbacks:
             self.is_eval_single or other.is_eval_single,
             min(windows, key=lambda window: window[0] * window[1], default=None),
             max(self.num_bn_pieces, other.num_bn_pieces),
+            tuple(sorted({*self.failed_splits, *other.failed_splits})),
         )
 
     def adapted(self, inference: Inference) -> Inference:

@@ -73,6 +73,8 @@ class OomPolicy:
         self._inference, self._sizes, self._limit = inference, sizes, limit
         self._ranks = engine.ranks
         self._later = list(later)
+        for split in {split for _, fallbacks in later for split in fallbacks.failed_splits}:
+            controller.batch_split.record_failure(split)
         self._has_left_step = False
         self._cut_at_step: int | None = None
         """The step for which micro-batches were cut; failing there again ends the training."""
@@ -140,11 +142,18 @@ class OomPolicy:
         """Return the error of a rank that ran out of memory while the others wait in a collective of the same step."""
         self._has_left_step = True
         snapshot, problem = self._handler.examine(error, self._ranks.rank), first_line(error)
-        smaller = self._smaller_pieces()
+        failed = self._controller.batch_split.current
+        reverted = self._controller.revert_split(problem, position.step)
         action, advice = "all ranks stop: the others wait in a collective of this step", self._simple_advice(snapshot)
-        if smaller is not None:
-            pieces = f"micro-batches in {smaller.num_pieces} pieces, the same mean over the step"
-            advice = (f"segapp train --resume goes on from the last checkpoint with {pieces}", *advice)
+        smaller: MemoryFallbacks | None
+        way = None
+        if reverted is not None and failed is not None:
+            smaller = self.fallbacks.joined(MemoryFallbacks(failed_splits=(failed,)))
+            action, way = f"{action}; {reverted}", "with the split before"
+        elif (smaller := self._smaller_pieces()) is not None:
+            way = f"with micro-batches in {smaller.num_pieces} pieces, the same mean over the step"
+        if way is not None:
+            advice = (f"segapp train --resume goes on from the last checkpoint {way}", *advice)
         report = OomReport(snapshot, position.epoch, position.step, problem, action, advice=advice)
         self._handler.report_alone(report, smaller)
         return final_error(report)
