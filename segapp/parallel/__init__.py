@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         check_batchnorm,
         no_samples_problem,
         smallest_chunk,
+        unused_parameters,
     )
     from segapp.parallel.chunks import RankSplit, SplitCheck, check_gpu0_bsz, check_split, plan_chunks
     from segapp.parallel.data_parallel import (
@@ -93,6 +94,7 @@ _HOMES = {
         "check_batchnorm",
         "no_samples_problem",
         "smallest_chunk",
+        "unused_parameters",
     ),
     "penalties": ("gradient_penalty",),
     "distributed": (
@@ -171,6 +173,7 @@ __all__ = [
     "smallest_chunk",
     "sum_over_ranks",
     "tighten_timeout",
+    "unused_parameters",
     "wrap_ddp",
 ]
 

@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from segapp.parallel.scatter_gather import map_tensors
-from segapp.parallel.sync_batchnorm import SyncBatchNorm
+from segapp.parallel.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 
 
 def smallest_chunk(module: nn.Module, *inputs: Any) -> int:
@@ -93,6 +93,48 @@ def no_samples_problem(module: nn.Module, *inputs: Any) -> str | None:
         for each, is_training in modes:
             each.training = is_training
     return None
+
+
+def unused_parameters(module: nn.Module, *inputs: Any) -> list[str]:
+    """Return the trainable parameters on which no output depends; empty if the module cannot run on the meta device.
+
+    `DistributedDataParallel` waits for the gradient of every parameter, unless it looks for the unused ones itself.
+
+    Args:
+        module: the model in the mode it will be trained in.
+        *inputs: as for `smallest_chunk`.
+
+    Example:
+        >>> net = nn.Linear(2, 1)
+        >>> net.spare = nn.Linear(2, 1, bias=False)
+        >>> unused_parameters(net, torch.zeros(2, 2))
+        ['spare.weight']
+    """
+    synced = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
+    named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    trained = {name: torch.empty_like(each, device="meta", requires_grad=True) for name, each in named.items()}
+    state = {name: each.to("meta") for name, each in (*module.named_parameters(), *module.named_buffers())}
+    outputs: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        outputs.append(tensor)
+        return tensor
+
+    try:
+        for layer in synced:  # the other ranks are not asked
+            revert_sync_batchnorm(layer)
+        found = functional_call(module, {**state, **trained}, tuple(map_tensors(_as_two_samples, i) for i in inputs))
+        map_tensors(note, found)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, KeyError):
+        return []
+    finally:
+        for layer in synced:
+            convert_sync_batchnorm(layer)
+    sums = [output.float().sum() for output in outputs if output.requires_grad]
+    if not sums or not trained:
+        return []
+    gradients = torch.autograd.grad(sum(sums[1:], sums[0]), list(trained.values()), allow_unused=True)
+    return [name for name, gradient in zip(trained, gradients, strict=True) if gradient is None]
 
 
 def _starved_layers(module: nn.Module, inputs: Sequence[Any]) -> list[str]:

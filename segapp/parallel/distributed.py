@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import gc
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from segapp.parallel.launch import die_with_parent
+from segapp.parallel.launch import die_with_parent, signal_children
 from segapp.parallel.scatter_gather import DeviceLike, resolve_devices
 from segapp.parallel.sync_batchnorm import SyncBatchNorm
 
@@ -170,6 +171,7 @@ def _end_now(exit_code: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+    signal_children(signal.SIGKILL)
     os._exit(exit_code)
 
 

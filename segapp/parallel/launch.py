@@ -156,7 +156,7 @@ def end_with_peers(
             return
         with contextlib.suppress(Exception):
             before()
-        _signal_children(signal.SIGKILL)
+        signal_children(signal.SIGKILL)
         os._exit(exit_code)
 
     threading.Thread(target=watch, name="peer-watch", daemon=True).start()
@@ -213,11 +213,12 @@ def run_agent(arguments: Sequence[str]) -> int:
 
 
 def _pass_on_to_children(number: int, _frame: FrameType | None) -> None:
-    _signal_children(number)
+    signal_children(number)
 
 
-def _signal_children(number: int) -> None:
-    for task in os.listdir("/proc/self/task"):
+def signal_children(number: int) -> None:
+    """Send a signal to every child of this process; on Linux only."""
+    for task in os.listdir("/proc/self/task") if sys.platform == "linux" else ():
         with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/children") as listed:
             for pid in listed.read().split():
                 with contextlib.suppress(ProcessLookupError):

@@ -142,8 +142,8 @@ def _joined_ranks(config: RunConfig, devices: DevicePlan) -> Iterator[tuple[Rank
     try:
         reason = f"rank {info.rank} of {info.world_size}"
         yield Ranks(info), DevicePlan("ddp", (info.device,), reason, devices.mode_reason)
-    except Exception as error:
-        if info.backend == "nccl":
+    except BaseException as error:
+        if info.backend == "nccl" and isinstance(error, Exception):
             abandon(as_segapp_error(error).exit_code)
         else:
             shutdown()
@@ -177,6 +177,7 @@ def _opened_folder(request: TrainRequest, devices: DevicePlan, ranks: Ranks) -> 
 def _device_infos(devices: DevicePlan, ranks: Ranks, budgets_mib: Sequence[float] | None) -> list[DeviceInfo]:
     """Return the devices of all ranks, as this process sees them; a budget limits a device's total."""
     own = [device_info_of(device) for device in devices.devices]
+    own = [replace(info, usable_mib=mib) for info, mib in zip(own, DeviceMemoryTracker(own).usable_mib(), strict=True)]
     host = socket.gethostname()
     device_infos = []
     for rank, (theirs, there) in enumerate(ranks.gather((own, host))):
@@ -186,7 +187,7 @@ def _device_infos(devices: DevicePlan, ranks: Ranks, budgets_mib: Sequence[float
     if budgets_mib is not None:
         # Logical devices with budgets are told apart; a number too few is an error that the budgets' owner reports.
         device_infos = [
-            replace(info, total_mib=min(mib, info.total_mib or mib), slot=i)
+            replace(info, total_mib=min(mib, info.total_mib or mib), usable_mib=None, slot=i)
             for i, (info, mib) in enumerate(zip(device_infos, budgets_mib, strict=False))
         ] + device_infos[len(budgets_mib) :]
     return device_infos

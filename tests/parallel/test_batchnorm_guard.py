@@ -2,7 +2,15 @@ import pytest
 import torch
 from torch import nn
 
-from segapp.parallel import batchnorm_single_value_problem, check_batchnorm, convert_sync_batchnorm, smallest_chunk
+from segapp.parallel import (
+    SyncBatchNorm,
+    batchnorm_single_value_problem,
+    check_batchnorm,
+    convert_sync_batchnorm,
+    no_samples_problem,
+    smallest_chunk,
+    unused_parameters,
+)
 
 
 class Pooled(nn.Module):
@@ -66,3 +74,30 @@ def test_model_reading_values_is_assumed_to_need_two_samples():
             return self.norm(x) if x.sum().item() > -1e9 else x
 
     assert smallest_chunk(NeedsValues(), torch.randn(2, 3, 8, 8)) == 2
+
+
+def test_network_without_samples_runs_or_says_why_not():
+    class Flat(nn.Module):
+        def forward(self, x):
+            return x.reshape(x.size(0), -1)
+
+    x = torch.randn(2, 3, 9, 9)
+    net = convert_sync_batchnorm(Pooled())
+    assert no_samples_problem(net, x) is None
+    assert net.training
+    assert all(module.training for module in net.modules())
+    assert "is not synchronised" in no_samples_problem(Pooled(), x)
+    assert "cannot run without samples (cannot reshape" in no_samples_problem(Flat(), x)
+
+
+@pytest.mark.parametrize("build", [Pooled, lambda: convert_sync_batchnorm(Pooled())], ids=["plain", "synchronised"])
+def test_unused_parameters_are_found_and_model_unchanged(build):
+    net = build()
+    net.spare, net.frozen = nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)
+    kinds = [type(module) for module in net.modules()]
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    assert unused_parameters(net, torch.randn(5, 3, 9, 9)) == ["spare.weight", "spare.bias"]
+    assert [type(module) for module in net.modules()] == kinds
+    assert (SyncBatchNorm in kinds) == (build is not Pooled)
+    assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
+    assert all(parameter.grad is None for parameter in net.parameters())

@@ -1,4 +1,7 @@
-"""Program of test_rank_steps.py: forks three ranks, whose training steps are compared with those of one device."""
+"""Program that forks ranks, on the CPU or on GPUs, and compares their training steps with those of one device.
+
+`python -m tests.support.rank_steps FILE [NUM_RANKS [cpu|cuda]]` writes the figures as JSON.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +31,22 @@ from segapp.parallel.ranks import Ranks
 from segapp.precision import Precision
 from segapp.train.step.engine import StepEngine, StepModules
 
-NUM_RANKS, FULL_BATCH = 3, 8
-CPU = torch.device("cpu")
+FULL_BATCH = 8
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 
-SPLITS: dict[str, dict[str, Any]] = {
-    "even": {},
-    "gpu0_bsz=1": {"gpu0_bsz": 1},
-    "gpu0_bsz=0": {"gpu0_bsz": 0},
-    "gpu0_bsz=8": {"gpu0_bsz": 8},
-    "shares 5 1 2": {"shares": [5, 1, 2]},
-    "shares 0 8 0": {"shares": [0, 8, 0]},
-    "shares 3 0 5": {"shares": [3, 0, 5]},
-}
+
+def splits_of(num_ranks: int) -> dict[str, dict[str, Any]]:
+    """Return splits of a full batch, among them some with ranks that have no samples."""
+    if num_ranks == 1:
+        return {"even": {}}
+    shares = [[5, 1, 2], [0, 8, 0], [3, 0, 5]]
+    fitted = [[*each[:1], sum(each[1:])] if num_ranks == 2 else each + [0] * (num_ranks - 3) for each in shares]
+    return {
+        "even": {},
+        **{f"gpu0_bsz={samples}": {"gpu0_bsz": samples} for samples in (1, 0, 8)},
+        **{f"shares {shares}": {"shares": shares} for shares in fitted},
+    }
+
 
 CRITERIA: dict[str, Callable[[], AdditiveCriterion]] = {
     "ce": lambda: CriterionCE(weight=torch.tensor([1.0, 2.0, 0.5]), label_smoothing=0.1),
@@ -81,18 +87,24 @@ def part(batch: Batch, sizes: Sequence[int], rank: int) -> Batch:
 def engine_of(criterion: AdditiveCriterion, ranks: Ranks | None = None, **split: Any) -> StepEngine:
     """Return an engine in float64: of one device, or of one rank."""
     torch.manual_seed(0)
-    model = SmallNet().double()
-    inner = NormalizedInput(model, Normalizer(MEAN, STD, torch.float64))  # type: ignore[arg-type]
+    device = own_device()
+    model = SmallNet().double().to(device)
+    inner = NormalizedInput(model, Normalizer(MEAN, STD, torch.float64).to(device))  # type: ignore[arg-type]
     network: nn.Module = inner
     rank_split = None
     if ranks is not None:
         convert_sync_batchnorm(model)
-        network = wrap_ddp(inner)
+        network = wrap_ddp(inner, device)
         rank_split = RankSplit(ranks.world_size, full_batch=FULL_BATCH, **split)
     groups = [{"params": list(model.parameters()), "lr_factor": 1.0, "weight_decay": 0.01}]
-    modules = StepModules(model, network, criterion.double(), rank_split=rank_split)  # type: ignore[arg-type]
+    modules = StepModules(model, network, criterion.double().to(device), rank_split=rank_split)  # type: ignore[arg-type]
     optimizer = build_optimizer(OptimConfig(lr=0.1, momentum=0.9), groups)
-    return StepEngine(modules, optimizer, Precision("fp32", CPU), clip_grad_norm=1.0, ranks=ranks)
+    return StepEngine(modules, optimizer, Precision("fp32", device), clip_grad_norm=1.0, ranks=ranks)
+
+
+def own_device() -> torch.device:
+    """Return the device of this rank."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 def state_of(engine: StepEngine) -> list[Tensor]:
@@ -128,7 +140,7 @@ def errors_of(
         errors[1] = max(errors[1], abs(float(result.grad_norm - expected.grad_norm)))
     pairs = zip(state_of(ours), state_of(alone), strict=True)
     errors.append(max(float((a - b).abs().max()) for a, b in pairs))
-    row = torch.tensor(errors, dtype=torch.float64)
+    row = torch.tensor(errors, dtype=torch.float64, device=own_device())
     dist.all_reduce(row, dist.ReduceOp.MAX)
     return row.tolist()
 
@@ -163,14 +175,15 @@ def collectives_of_a_step(ranks: Ranks, num_micro_batches: int) -> dict[str, int
 
 def resumed_step(ranks: Ranks) -> float:
     """Return the largest difference between three steps, and two that were saved, loaded and followed by one."""
-    whole, parts = (engine_of(CriterionCE(), ranks, shares=[1, 0, 7]) for _ in range(2))
+    split = list(splits_of(ranks.world_size).values())[-1]
+    whole, parts = (engine_of(CriterionCE(), ranks, **split) for _ in range(2))
     assert whole.rank_split is not None
-    own = [part(images_of(FULL_BATCH, i), (1, 0, 7), ranks.rank) for i in range(3)]
+    own = [part(images_of(FULL_BATCH, i), whole.rank_split.plan(FULL_BATCH), ranks.rank) for i in range(3)]
     for each in own:
         whole.step([each])
     for each in own[:2]:
         parts.step([each])
-    again = engine_of(CriterionCE(), ranks, shares=[1, 0, 7])
+    again = engine_of(CriterionCE(), ranks, **split)
     again.load_state_dict(parts.state_dict())
     again.step(own[2:])
     return max(float((a - b).abs().max()) for a, b in zip(state_of(whole), state_of(again), strict=True))
@@ -178,16 +191,17 @@ def resumed_step(ranks: Ranks) -> float:
 
 def figures(ranks: Ranks) -> dict[str, Any]:
     """Return every figure of the tests."""
+    splits = splits_of(ranks.world_size)
     table: dict[str, Any] = {
         f"{name}, {title}": errors_of(criterion, ranks, [split] * 2)
         for name, criterion in CRITERIA.items()
-        for title, split in SPLITS.items()
-        if name == "ce" or title in ("gpu0_bsz=0", "shares 5 1 2")
+        for title, split in splits.items()
+        if name == "ce" or title in ("even", "gpu0_bsz=0", "gpu0_bsz=1")
     }
-    changing = list(SPLITS.values())
+    changing = list(splits.values())
     table["split changed before every step"] = errors_of(CRITERIA["ce"], ranks, changing)
     for name in ("ce", "dice"):
-        table[f"{name}, accumulated"] = errors_of(CRITERIA[name], ranks, changing[1:5], sizes=(8, 8, 5))
+        table[f"{name}, accumulated"] = errors_of(CRITERIA[name], ranks, changing[-4:], sizes=(8, 8, 5))
     table["short batch of 5"] = errors_of(CRITERIA["ce"], ranks, changing[:5], sizes=(5,))
     table["short batch of 2"] = errors_of(CRITERIA["ce"], ranks, changing[:5], sizes=(2,))
     return {
@@ -197,27 +211,27 @@ def figures(ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def run_rank(rank: int, port: int, path: Path) -> None:
-    words = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+def run_rank(rank: int, num_ranks: int, kind: str, port: int, path: Path) -> None:
+    words = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in words.items()})
     torch.set_num_threads(1)
-    ranks = Ranks(init_from_env(device="cpu", start_timeout_s=120))
+    ranks = Ranks(init_from_env(device=kind if kind == "cpu" else f"cuda:{rank}", start_timeout_s=120))
     found = figures(ranks)
     if ranks.is_main:
         path.write_text(json.dumps(found))
     shutdown()
 
 
-def main(path: Path) -> int:
+def main(path: Path, num_ranks: int = 3, kind: str = "cpu") -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     children = []
-    for rank in range(NUM_RANKS):
+    for rank in range(num_ranks):
         pid = os.fork()
         if pid == 0:
             try:
-                run_rank(rank, port, path)
+                run_rank(rank, num_ranks, kind, port, path)
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
@@ -227,4 +241,4 @@ def main(path: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), *map(int, sys.argv[2:3]), *sys.argv[3:4]))

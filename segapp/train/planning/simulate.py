@@ -70,7 +70,7 @@ class SimulatedDevices:
         """Return "lockstep": the recorder follows one replica at a time."""
         return "lockstep"
 
-    def wrap_ddp(self, network: nn.Module, device: torch.device) -> nn.Module:
+    def wrap_ddp(self, network: nn.Module, device: torch.device, example: Tensor) -> nn.Module:
         """Return the network itself, with hooks that fill gradient buckets as DDP's reducer does."""
         is_lazy = "lazy_bucket_allocation" in signature(DistributedDataParallel.__init__).parameters
         parameters = (p for p in network.parameters() if p.requires_grad)

@@ -38,6 +38,7 @@ from segapp.parallel import (
     no_samples_problem,
     place_stages,
     smallest_chunk,
+    unused_parameters,
     wrap_ddp,
 )
 from segapp.parallel.ranks import Ranks
@@ -130,7 +131,7 @@ class DeviceBackend(Protocol):
     def replica_mode(self, devices: Sequence[torch.device]) -> Any:
         """Return the `mode` of `DataParallelModel`."""
 
-    def wrap_ddp(self, network: nn.Module, device: torch.device) -> nn.Module:
+    def wrap_ddp(self, network: nn.Module, device: torch.device, example: Tensor) -> nn.Module:
         """Return the network of one rank, whose gradients are reduced over the ranks."""
 
 
@@ -166,9 +167,10 @@ class RealDevices:
         """Return "threads"; logical devices share one random generator: one replica at a time keeps dropout exact."""
         return "threads" if len(set(devices)) == len(devices) else "lockstep"
 
-    def wrap_ddp(self, network: nn.Module, device: torch.device) -> nn.Module:
-        """Return the network in `DistributedDataParallel`."""
-        return wrap_ddp(network, device, gradient_as_bucket_view=self._as_views)
+    def wrap_ddp(self, network: nn.Module, device: torch.device, example: Tensor) -> nn.Module:
+        """Return the network in `DistributedDataParallel`, which looks for unused parameters where there are any."""
+        has_unused = bool(unused_parameters(network, example))
+        return wrap_ddp(network, device, gradient_as_bucket_view=self._as_views, find_unused_parameters=has_unused)
 
 
 class Upsampled(nn.Module):
@@ -363,7 +365,7 @@ class StepAssembler:
             if rank_split is not None:
                 if backend.has_values:
                     check_batchnorm(bare, rank_split.plan(self.config.train.batch_size), self._example())
-                return backend.wrap_ddp(inner, layout.devices[0])
+                return backend.wrap_ddp(inner, layout.devices[0], self._example())
             if layout.mode == "model":
                 # On the model, because evaluation calls it without `inner`.
                 example = self._example().to(bare.normalizer.dtype).expand(2, -1, -1, -1)

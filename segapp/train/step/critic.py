@@ -134,7 +134,7 @@ class CriticTrainer:
         for index in batch.indices:
             generator = torch.Generator().manual_seed(mix_seed("critic", self.penalty.seed, self.num_steps, index))
             rows.append(torch.rand(tuple(shape), generator=generator))
-        return torch.stack(rows)
+        return torch.stack(rows) if rows else torch.zeros(0, *shape)
 
     def _run(self, maps: Tensor) -> Any:
         with self.precision.autocast():

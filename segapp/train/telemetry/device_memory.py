@@ -42,6 +42,7 @@ class DeviceInfo:
         is_own: True if it is this process.
         name: product name.
         slot: index of a logical device with a memory budget of its own; None where logical devices share counters.
+        usable_mib: memory for this run when it began, as the device's own process measured it; None: not measured.
     """
 
     device: str
@@ -51,6 +52,7 @@ class DeviceInfo:
     is_own: bool = True
     name: str | None = None
     slot: int | None = None
+    usable_mib: float | None = None
 
 
 class MemoryCounters(Protocol):
@@ -247,13 +249,14 @@ class DeviceMemoryTracker:
     @staticmethod
     def _usable_mib(info: DeviceInfo, counters: MemoryCounters | None) -> float | None:
         if not isinstance(counters, CudaCounters):
-            return info.total_mib
+            return info.total_mib if info.usable_mib is None else info.usable_mib
         return usable_mib(info.total_mib, counters.driver_used_mib(), counters.reserved_mib())
 
     @property
     def is_shared(self) -> bool:
         """True if several devices of the training are one real device."""
-        return len(set(self._first)) < len(self._first)
+        places = {(info.uuid or info.device, info.slot) for info in self.devices}  # ranks on the CPU share it too
+        return len(places) < len(self.devices)
 
     def mark(self, phase: str) -> None:
         """Record that the training thread enters a phase: forward, loss, backward, step, data, eval, save or paused."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support import ROOT
-from tests.support.rank_steps import CRITERIA, SPLITS
+from tests.support.rank_steps import CRITERIA, splits_of
 
 NUM_BATCHNORMS = 2
 
@@ -25,7 +25,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_losses_and_state_equal_one_device_at_every_split(figures: dict[str, Any]) -> None:
     errors = figures["errors"]
-    assert {f"ce, {split}" for split in SPLITS} <= errors.keys()
+    assert {f"ce, {split}" for split in splits_of(3)} <= errors.keys()
     assert {f"{name}, gpu0_bsz=0" for name in CRITERIA} <= errors.keys()
     for title, (loss, norm, state) in errors.items():
         assert max(loss, norm, state) <= 1e-10, f"{title}: loss {loss}, gradient norm {norm}, state {state}"

@@ -1,0 +1,111 @@
+"""Ranks on GPUs (NCCL): steps against one device, stops, out-of-memory errors and lost ranks.
+
+The bodies run on the CPU (gloo) as well: `tests/train/step/test_rank_steps.py`, `tests/train/test_rank_splits.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import ROOT
+
+for _needed in ("pydantic", "albumentations", "cv2", "torchvision", "segmentation_models_pytorch"):
+    pytest.importorskip(_needed, reason=f"a whole training needs {_needed}, which is not installed")
+
+NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(NUM_GPUS == 0, reason="needs a CUDA device and sees none"),
+    pytest.mark.timeout(240),
+]
+
+two_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs two CUDA devices and sees {NUM_GPUS}: NCCL ranks share none")
+
+TWO: list[str | int] = [0, 1]
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=two_gpus), pytest.param(min(8, max(3, NUM_GPUS)))])
+def test_steps_of_ranks_equal_one_device_in_float64(tmp_path: Path, num_ranks: int) -> None:
+    if num_ranks > NUM_GPUS:
+        pytest.skip(f"needs {num_ranks} CUDA devices and sees {NUM_GPUS}")
+    path = tmp_path / "figures.json"
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.rank_steps", str(path), str(num_ranks), "cuda"]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=200)
+    for title, errors in json.loads(path.read_text())["errors"].items():
+        assert max(errors) <= 1e-8, f"{title}: {errors}"
+
+
+def test_training_of_one_nccl_rank_equals_one_device(tiny: dict[str, Any], tmp_path: Path) -> None:
+    from segapp.config import dump_config
+    from tests.support.live_runs import small
+    from tests.support.rank_runs import losses, ranks_of
+    from tests.support.runs import segapp, train
+
+    (tmp_path / "ddp.yaml").write_text(dump_config(ranks_of(tiny, 3, [0])))
+    done = segapp("train", "--plain", "--config", "ddp.yaml", "--run", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    parallel = {"mode": "single", "devices": [0]}
+    assert train(small(tiny, 3, parallel=parallel, train={"batch_size": 5}), tmp_path / "alone") == 0
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-3)
+
+
+@two_gpus
+def test_auto_starts_a_rank_for_each_gpu(tiny: dict[str, Any], tmp_path: Path) -> None:
+    from segapp.config import dump_config
+    from tests.support.rank_runs import ranks_of
+    from tests.support.runs import events, segapp
+
+    (tmp_path / "ddp.yaml").write_text(dump_config(ranks_of(tiny, 2, TWO, mode="auto")))
+    done = segapp("train", "--plain", "--config", "ddp.yaml", "--run", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    start = events(tmp_path / "run", "run_start")[0]
+    assert (start["mode"], start["split"]) == ("ddp", [2, 3])
+    assert "one process for each GPU" in start["mode_reason"]
+
+
+@two_gpus
+def test_split_of_ranks_is_changed_by_command_on_gpus(tiny: dict[str, Any], tmp_path: Path) -> None:
+    from tests.support.rank_runs import check_split_change
+
+    check_split_change(tiny, tmp_path, TWO, rel=1e-3)
+
+
+@two_gpus
+def test_ranks_without_sync_bn_train_on_gpus(tiny: dict[str, Any], tmp_path: Path) -> None:
+    from segapp.config import dump_config
+    from tests.support.rank_runs import losses, ranks_of
+    from tests.support.runs import segapp
+
+    (tmp_path / "ddp.yaml").write_text(dump_config(ranks_of(tiny, 2, TWO, sync_bn=False, shares=[2, 3])))
+    done = segapp("train", "--plain", "--config", "ddp.yaml", "--run", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(losses(tmp_path / "run")) == 4
+
+
+@two_gpus
+def test_signal_stops_nccl_ranks_which_save(tiny: dict[str, Any], tmp_path: Path) -> None:
+    from tests.support.rank_runs import check_stop_by_signal
+
+    check_stop_by_signal(tiny, tmp_path, TWO)
+
+
+@two_gpus
+def test_nccl_ranks_start_again_after_out_of_memory(tiny: dict[str, Any], tmp_path: Path) -> None:
+    from tests.support.rank_runs import check_restart_after_out_of_memory
+
+    check_restart_after_out_of_memory(tiny, tmp_path, TWO)
+
+
+@two_gpus
+def test_killed_nccl_rank_ends_all_within_seconds(tiny: dict[str, Any], tmp_path: Path) -> None:
+    from tests.support.rank_runs import check_killed_rank
+
+    check_killed_rank(tiny, tmp_path, TWO)

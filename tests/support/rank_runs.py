@@ -1,0 +1,84 @@
+"""Real trainings over two ranks, checked from outside; on logical CPU devices, or on GPUs where there are two."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from segapp.config import RunConfig, dump_config
+from segapp.run.commands import parse_command, send_command
+from tests.support.live_runs import assert_answered_once, background, seen, small, wait_for
+from tests.support.runs import events, segapp, train
+
+Devices = list[str | int]
+
+
+def ranks_of(tiny: dict[str, Any], epochs: int, devices: Devices, **parallel: Any) -> RunConfig:
+    """Return the config of ranks that share batches of 5; two steps an epoch."""
+    return small(tiny, epochs, parallel={"mode": "ddp", "devices": devices, **parallel}, train={"batch_size": 5})
+
+
+def losses(folder: Path) -> list[float]:
+    """Return the losses of all steps."""
+    return [event["loss"] for event in events(folder, "step")]
+
+
+def check_split_change(tiny: dict[str, Any], folder: Path, devices: Devices, rel: float = 1e-5) -> None:
+    """Change the split of two ranks by a command; the losses are those of one device."""
+    (folder / "ddp.yaml").write_text(dump_config(ranks_of(tiny, 5, devices, gpu0_bsz=1)))
+    run = folder / "run"
+    with background(folder / "ddp.yaml", cwd=folder, SEGAPP_FAILPOINTS="train.step=sleep:0.2") as process:
+        wait_for(lambda: seen(run, "step"), process=process)
+        command_id = send_command(run, parse_command("set gpu0_bsz=0"))
+        assert process.wait(240) == 0
+    splits = [event["split"] for event in events(run, "step")]
+    assert splits[0] == [1, 4]
+    assert splits[-1] == [0, 5]
+    applied = next(event for event in events(run, "gpu0_bsz") if event["status"] == "applied")
+    assert (applied["id"], applied["old"], applied["new"], applied["split"]) == (command_id, 1, 0, [0, 5])
+    assert assert_answered_once(run)["set gpu0_bsz=0"]["status"] == "applied"
+    start = events(run, "run_start")[0]
+    assert (start["split"], start["mode"], start.get("mode_reason")) == ([1, 4], "ddp", None)
+    parallel = {"mode": "single", "devices": devices[:1]}
+    assert train(small(tiny, 5, parallel=parallel, train={"batch_size": 5}), folder / "alone") == 0
+    assert losses(run) == pytest.approx(losses(folder / "alone"), rel=rel)
+
+
+def check_restart_after_out_of_memory(tiny: dict[str, Any], folder: Path, devices: Devices) -> None:
+    """Rank 1 fails in the fourth step; the second start has fewer passes left than the failpoint counts to."""
+    (folder / "ddp.yaml").write_text(dump_config(ranks_of(tiny, 2, devices)))
+    points = "train.backward.rank1=4:oom"
+    done = segapp("train", "--plain", "--config", "ddp.yaml", "--run", "run", cwd=folder, SEGAPP_FAILPOINTS=points)
+    assert done.returncode == 0, done.stderr
+    assert "the ranks start again" in done.stdout
+    run = folder / "run"
+    assert [event["step"] for event in events(run, "step")] == [1, 2, 3, 4]
+    starts = events(run, "run_start")
+    assert [event.get("resumed_from_step") for event in starts] == [None, 2]
+    assert events(run, "run_end")[-1]["status"] == "finished"
+    assert torch.load(run / "checkpoints" / "last.pt", weights_only=True)["lessons"] == {"num_pieces": 2}
+
+
+def check_stop_by_signal(tiny: dict[str, Any], folder: Path, devices: Devices) -> None:
+    """SIGTERM to the launcher stops all ranks at the same step, saved, with exit code 75."""
+    (folder / "ddp.yaml").write_text(dump_config(ranks_of(tiny, 3000, devices)))
+    run = folder / "run"
+    with background(folder / "ddp.yaml", cwd=folder) as process:
+        wait_for(lambda: len(seen(run, "step")) > 2, process=process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 75
+    last = events(run, "step")[-1]["step"]
+    assert torch.load(run / "checkpoints" / "last.pt", weights_only=True)["position"]["step"] == last
+
+
+def check_killed_rank(tiny: dict[str, Any], folder: Path, devices: Devices) -> None:
+    """SIGKILL to rank 1 in its fourth step ends all within half a minute, with its exit code."""
+    (folder / "ddp.yaml").write_text(dump_config(ranks_of(tiny, 3000, devices)))
+    with background(folder / "ddp.yaml", cwd=folder, SEGAPP_FAILPOINTS="train.backward.rank1=4:kill") as process:
+        assert process.wait(200) in (8, 137)
+        assert time.time() - events(folder / "run", "step")[-1]["t"] < 30
