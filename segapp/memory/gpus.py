@@ -13,9 +13,9 @@ import queue
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -24,6 +24,11 @@ from segapp.run.text import printable
 
 MAX_LOAD = 0.5
 MAX_MEMORY = 0.5
+
+T = TypeVar("T")
+
+_FIRST_PID_NAMESPACE = "pid:[4026531836]"
+"""PROC_PID_INIT_INO of Linux (include/linux/proc_ns.h)."""
 
 
 @dataclass(frozen=True)
@@ -65,33 +70,68 @@ def query_gpus(timeout_s: float = 5.0) -> list[GpuStatus]:
 
 
 class GpuPoller:
-    """Queries nvidia-smi in a background thread, one query at a time.
+    """Asks about GPUs in background threads, so that neither a slow nvidia-smi nor a busy driver is waited for.
 
     Args:
         timeout_s: an answer older than this is discarded.
-        retry_s: pause after a failed query.
+        retry_s: pause after nvidia-smi failed.
+        period_s: least time between two starts of nvidia-smi, which answers for all GPUs at once.
+        own_used_mib: returns uuid -> memory in use on the GPUs of this process, MiB, as the CUDA driver reports it; it
+            replaces nvidia-smi's number, and remains where there is no nvidia-smi.
     """
 
-    def __init__(self, timeout_s: float = 5.0, retry_s: float = 30.0) -> None:
-        self.timeout_s, self.retry_s = timeout_s, retry_s
-        self._answer: list[GpuStatus] = []
-        self._answered_s = -math.inf
-        self._next_s = -math.inf
-        self._thread: threading.Thread | None = None
+    def __init__(
+        self,
+        timeout_s: float = 5.0,
+        retry_s: float = 30.0,
+        *,
+        period_s: float = 2.0,
+        own_used_mib: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
+        self.timeout_s, self.retry_s, self.period_s = timeout_s, retry_s, period_s
+        self._statuses = _LatestAnswer("nvidia-smi", ask_gputil)
+        self._own = _LatestAnswer("driver memory", own_used_mib)
 
     def poll(self) -> list[GpuStatus]:
-        """Return the last answer, empty if it is too old, and start a query for the next call."""
+        """Return the last answers, without those that are too old, and start queries for the next call."""
+        self._own.ask_again(0.0)
+        self._statuses.ask_again(self.period_s if self._statuses.answer else self.retry_s)
+        found = {status.uuid: status for status in self._statuses.newer_than(self.timeout_s) or ()}
+        for uuid, used_mib in (self._own.newer_than(self.timeout_s) or {}).items():
+            unknown = GpuStatus(uuid, "", None, None, None, None)
+            found[uuid] = replace(found.get(uuid, unknown), used_mib=used_mib)
+        return list(found.values())
+
+
+class _LatestAnswer(Generic[T]):
+    """The last answer of a function that may block; it runs in a thread, once at a time."""
+
+    def __init__(self, name: str, ask: Callable[[], T]) -> None:
+        self._name, self._ask = name, ask
+        self.answer: T | None = None
+        self._due_s = self._answered_s = -math.inf
+        self._thread: threading.Thread | None = None
+
+    def ask_again(self, period_s: float) -> None:
+        """Start the function unless it still runs, or ran within the last `period_s` seconds.
+
+        A caller that comes once a period may come a moment early: a start may then be a tenth of a period early too,
+        and the next one is due a whole period after this one was, so that there is one a period in the mean.
+        """
         now_s = time.monotonic()
-        if now_s >= self._next_s and (self._thread is None or not self._thread.is_alive()):
-            self._thread = threading.Thread(target=self._ask, name="nvidia-smi", daemon=True)
+        due_s = self._due_s + period_s
+        if now_s >= due_s - 0.1 * period_s and (self._thread is None or not self._thread.is_alive()):
+            self._due_s = max(now_s, due_s)
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
             self._thread.join(0.2)  # a healthy one answers in a few hundredths of a second
-        return self._answer if time.monotonic() - self._answered_s <= self.timeout_s else []
 
-    def _ask(self) -> None:
-        answer = ask_gputil()
-        self._answer, self._answered_s = answer, time.monotonic()
-        self._next_s = self._answered_s + (0.0 if answer else self.retry_s)
+    def newer_than(self, age_s: float) -> T | None:
+        """Return the answer; None if it is older than `age_s` seconds."""
+        return self.answer if time.monotonic() - self._answered_s <= age_s else None
+
+    def _run(self) -> None:
+        self.answer, self._answered_s = self._ask(), time.monotonic()
 
 
 def ask_gputil() -> list[GpuStatus]:
@@ -104,8 +144,16 @@ def ask_gputil() -> list[GpuStatus]:
         return []
 
 
-def processes_on(uuid: str, timeout_s: float = 5.0) -> list[OtherProcess]:
-    """Return the other compute processes on a GPU, as nvidia-smi lists them; empty if it fails or is late."""
+def processes_on(uuid: str, timeout_s: float = 5.0, *, own_mib: float = 0.0) -> list[OtherProcess]:
+    """Return the other compute processes on a GPU, as nvidia-smi lists them; empty if it fails or is late.
+
+    Empty as well if its process ids cannot be compared with those of this process (`other_processes`).
+
+    Args:
+        uuid: of the GPU, on which this process has a context.
+        timeout_s: longest wait for nvidia-smi.
+        own_mib: memory that this process holds there at least.
+    """
     query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory,name", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=timeout_s, check=True).stdout
@@ -114,9 +162,37 @@ def processes_on(uuid: str, timeout_s: float = 5.0) -> list[OtherProcess]:
     found = []
     for line in answer.splitlines():
         fields = [field.strip() for field in line.split(",", 3)]
-        if len(fields) == 4 and bare_uuid(fields[0]) == bare_uuid(uuid) and fields[1] != str(os.getpid()):
+        if len(fields) == 4 and fields[1].isdigit() and bare_uuid(fields[0]) == bare_uuid(uuid):
             found.append(OtherProcess(int(fields[1]), printable(fields[3]), _known(fields[2])))
-    return found
+    return other_processes(found, own_mib)
+
+
+def other_processes(listed: Sequence[OtherProcess], own_mib: float) -> list[OtherProcess]:
+    """Return the listed processes without this one; empty if the ids may be those of another pid namespace.
+
+    nvidia-smi in a container lists the ids of the host, of the container or none at all, depending on driver and
+    container runtime. Outside of one (in the first pid namespace, pid_namespaces(7)) the ids are this system's. Inside,
+    they are the container's if every listed process exists there and this process is among them, with at least the
+    memory that it holds.
+
+    Args:
+        listed: the processes on one GPU.
+        own_mib: memory that this process holds there at least.
+    """
+    own = next((each for each in listed if each.pid == os.getpid()), None)
+    if not is_first_pid_namespace():
+        is_own = own is not None and (own.used_mib is None or own.used_mib >= own_mib)
+        if not is_own or not all(os.path.exists(f"/proc/{each.pid}") for each in listed):
+            return []
+    return [each for each in listed if each is not own]
+
+
+def is_first_pid_namespace() -> bool:
+    """Return True if this process is in the first pid namespace of the system, that is, in no container's."""
+    try:
+        return os.readlink("/proc/self/ns/pid") == _FIRST_PID_NAMESPACE
+    except OSError:
+        return False
 
 
 def _status(gpu: Any) -> GpuStatus:

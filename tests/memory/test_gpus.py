@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from segapp.memory.gpus import GpuStatus, bare_uuid, order_by_free_memory, query_gpus
+from segapp.memory import gpus
+from segapp.memory.gpus import (
+    GpuPoller,
+    GpuStatus,
+    bare_uuid,
+    is_first_pid_namespace,
+    order_by_free_memory,
+    other_processes,
+    processes_on,
+    query_gpus,
+)
+from segapp.memory.oom_report import OtherProcess
 from tests.support.fault_table import case
 
 LINES = """\
@@ -66,3 +78,125 @@ def test_freest_gpu_comes_first_when_all_are_busy() -> None:
     busy = [GpuStatus(u, "", used, 100.0, 0.9, None) for u, used in (("a", 80.0), ("b", 60.0))]
     assert order_by_free_memory(["a", "b"], busy)[0] == [1, 0]
     assert bare_uuid("GPU-12") == bare_uuid("12") == "12"
+
+
+# --- asking again and again
+
+EIGHT = "".join(
+    f"{i}, GPU-{i:04}, {i}, 143771, {1000 + i}, 142771, 570.1, NVIDIA H200, {i}, Disabled, Disabled, 4{i}\n"
+    for i in range(8)
+)
+
+
+def counting_smi(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a nvidia-smi of eight GPUs on the path; return the file that gets a byte at each start."""
+    (folder / "out").write_text(EIGHT)
+    fake_nvidia_smi(folder, f"printf x >> {folder / 'starts'}\ncat {folder / 'out'}", monkeypatch)
+    return folder / "starts"
+
+
+def test_eight_gpus_start_one_nvidia_smi_a_period(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = counting_smi(tmp_path, monkeypatch)
+    poller = GpuPoller(period_s=0.5)
+    began = time.monotonic()
+    while time.monotonic() - began < 2.2:
+        found = poller.poll()
+        time.sleep(0.02)
+    assert len(found) == 8
+    assert 2 <= len(starts.read_text()) <= 5
+    assert GpuPoller().period_s == 2.0
+
+
+@pytest.mark.parametrize(("steps", "least"), [([1.99, 2.01] * 50, 101), ([1.85] * 100, 60), ([0.3] * 300, 40)])
+def test_starts_follow_a_caller_at_one_a_period(
+    steps: list[float], least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock of our own: a caller every 2 s with some jitter is answered each time, and none more often."""
+    now = [0.0]
+    monkeypatch.setattr(gpus.time, "monotonic", lambda: now[0])
+    asked: list[float] = []
+    latest = gpus._LatestAnswer("test", lambda: asked.append(now[0]))
+    latest.ask_again(2.0)
+    for step in steps:
+        now[0] += step
+        latest.ask_again(2.0)
+    assert least <= len(asked) <= 1 + (now[0] + 0.2) / 2.0
+
+
+def test_a_sample_of_eight_gpus_costs_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below 0.5 % of a core: 10 ms of this process every 2 s."""
+    starts = counting_smi(tmp_path, monkeypatch)
+    poller = GpuPoller(period_s=0.0, own_used_mib=lambda: {f"{i:04}": 1.0 for i in range(8)})
+    poller.poll()
+    costs_s = []
+    for _ in range(10):
+        began_s = time.process_time()
+        poller.poll()
+        while any(thread.name == "nvidia-smi" for thread in threading.enumerate()):
+            time.sleep(0.005)
+        costs_s.append(time.process_time() - began_s)
+    print(f"a sample of eight GPUs: {1000 * min(costs_s):.1f} ms of this process, {min(costs_s) / 2:.2%} of a core")
+    assert len(starts.read_text()) == 11
+    assert min(costs_s) < 0.005 * 2.0
+
+
+def test_own_memory_is_the_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counting_smi(tmp_path, monkeypatch)
+    poller = GpuPoller(own_used_mib=lambda: {"0001": 77.0, "another": 5.0})
+    deadline = time.monotonic() + 20
+    while len(found := {gpu.uuid: gpu for gpu in poller.poll()}) < 9 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [found[f"{i:04}"].used_mib for i in range(3)] == [1000, 77, 1002]
+    assert (found["0001"].utilization, found["0001"].temperature) == (0.01, 41)
+    assert found["another"] == GpuStatus("another", "", 5.0, None, None, None)
+
+
+def test_own_memory_is_known_where_nvidia_smi_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nvidia_smi(tmp_path, "sleep 20", monkeypatch)
+    used = iter(range(100))
+    poller = GpuPoller(own_used_mib=lambda: {"a": float(next(used))})
+    assert [poller.poll()[0].used_mib for _ in range(3)] == [0, 1, 2]
+
+
+# --- whose processes
+
+OWN = os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("is_first", "listed", "expected"),
+    [
+        (True, [(OWN, 900.0), (2**22 + 1, 5.0)], [2**22 + 1]),
+        (True, [(1, 5.0)], [1]),
+        (False, [(OWN, 900.0), (1, 5.0)], [1]),  # ids of the container: both exist
+        (False, [(OWN, None), (1, 5.0)], [1]),
+        (False, [(1, 5.0)], []),  # this process is missing: the ids are the host's, and 1 may be anyone
+        (False, [(OWN, 3.0), (1, 5.0)], []),  # too little memory: another process with the same number
+        (False, [(OWN, 900.0), (2**22 + 1, 5.0)], []),  # an id that does not exist here
+        (False, [], []),
+    ],
+)
+def test_processes_of_other_namespaces_are_not_confused(
+    is_first: bool, listed: list[tuple[int, float | None]], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus, "is_first_pid_namespace", lambda: is_first)
+    others = other_processes([OtherProcess(pid, "python", mib) for pid, mib in listed], own_mib=500.0)
+    assert [each.pid for each in others] == expected
+
+
+def test_pid_namespace_is_that_of_the_system() -> None:
+    """The first namespace alone has kthreadd (kernel/kthread.c) as process 2."""
+    if not os.path.exists("/proc/self/ns/pid"):
+        pytest.skip("no pid namespaces")
+    name = Path("/proc/2/comm")
+    if is_first_pid_namespace() and name.exists():
+        assert name.read_text() == "kthreadd\n"
+    assert isinstance(is_first_pid_namespace(), bool)
+
+
+def test_listed_processes_are_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = f"GPU-a, {OWN}, 900, python\nGPU-a, 1, [N/A], a, b\nGPU-b, 1, 3, c\nGPU-a, -, 3, c\n"
+    (tmp_path / "out").write_text(lines)
+    fake_nvidia_smi(tmp_path, f"cat {tmp_path / 'out'}", monkeypatch)
+    monkeypatch.setattr(gpus, "is_first_pid_namespace", lambda: True)
+    assert processes_on("a") == [OtherProcess(1, "a, b", None)]

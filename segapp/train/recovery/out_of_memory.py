@@ -139,7 +139,8 @@ def _with_counters(snapshot: OomSnapshot, memory: DeviceMemoryTracker) -> OomSna
     device = torch.device(snapshot.name)
     counters = _read("its memory", lambda: _counters_of(device)) or {}
     largest = _read("its largest tensors", lambda: _largest_on(device)) or ()
-    others = _read("its processes", lambda: tuple(processes_on(_uuid_of(device)))) or ()
+    own_mib = counters.get("reserved_mib") or 0.0
+    others = _read("its processes", lambda: tuple(processes_on(_uuid_of(device), own_mib=own_mib))) or ()
     return replace(snapshot, **counters, largest=largest, others=others)
 
 

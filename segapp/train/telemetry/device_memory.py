@@ -59,7 +59,7 @@ class MemoryCounters(Protocol):
     """Memory counters of one device, in MiB; None where a counter does not exist."""
 
     def used_mib(self) -> float | None:
-        """Return the memory the process holds; None on a GPU, where the driver must be asked."""
+        """Return the memory the process holds; None on a GPU, where the driver is asked (`driver_used_mib`)."""
 
     def allocated_mib(self) -> float | None:
         """Return the memory of live tensors."""
@@ -81,7 +81,7 @@ class CudaCounters:
         self._device = device
 
     def used_mib(self) -> float | None:
-        """Return None: nvidia-smi reports it."""
+        """Return None: `driver_used_mib` reports it, which may wait for the driver."""
         return None
 
     def driver_used_mib(self) -> float | None:
@@ -251,6 +251,18 @@ class DeviceMemoryTracker:
         if not isinstance(counters, CudaCounters):
             return info.total_mib if info.usable_mib is None else info.usable_mib
         return usable_mib(info.total_mib, counters.driver_used_mib(), counters.reserved_mib())
+
+    def driver_used_mib(self) -> dict[str, float]:
+        """Return uuid -> memory in use by all processes, for the GPUs of this process; it may wait for the driver."""
+        counters = dict(self._counters)
+        found = {}
+        for index, info in enumerate(self.devices):
+            own = counters.get(index)
+            if info.uuid is not None and isinstance(own, CudaCounters):
+                used_mib = own.driver_used_mib()
+                if used_mib is not None:
+                    found[info.uuid] = used_mib
+        return found
 
     @property
     def is_shared(self) -> bool:

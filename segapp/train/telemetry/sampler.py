@@ -1,7 +1,7 @@
 """The monitoring thread of a training: a `memory` event every 2 s, a `heartbeat` every 5 s.
 
-It makes no GPU call: torch's counters are on the host, and another thread runs nvidia-smi, whose latest output is used
-(`segapp.memory.gpus`). A value that cannot be read is null in the event.
+It makes no GPU call: torch's counters are on the host, and other threads run nvidia-smi and ask the CUDA driver, whose
+latest answers are used (`segapp.memory.gpus`). A value that cannot be read is null in the event.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MemorySampler:
     Args:
         event_log: Takes the events.
         device_memory: The training's devices, and the phase of the training thread.
-        gpus: Runs nvidia-smi; None: one is made if a device has a uuid.
+        gpus: Asks about GPUs; None: one is made if a device has a uuid.
         memory_s: Seconds between two samples.
         heartbeat_s: Seconds between two heartbeats.
         blocked_s: Seconds of a checkpoint write after which an alert is emitted, and again after each such interval.
@@ -52,7 +52,7 @@ class MemorySampler:
         self.saving_s: Callable[[], float | None] = lambda: None
         """Returns the seconds since the running checkpoint write began; None while none runs."""
         has_gpus = any(place.uuid for place in device_memory.devices)
-        self._gpus = gpus or (GpuPoller() if has_gpus else None)
+        self._gpus = gpus or (GpuPoller(own_used_mib=device_memory.driver_used_mib) if has_gpus else None)
         self._memory_s, self._heartbeat_s, self._blocked_s = memory_s, heartbeat_s, blocked_s
         self._blocked_alert_s = blocked_s
         self._stop = threading.Event()
@@ -118,7 +118,7 @@ class MemorySampler:
 
 
 def merged(device: dict[str, Any], statuses: dict[str, GpuStatus]) -> DeviceMemory:
-    """Return a device's memory fields, completed by the driver's for the same uuid."""
+    """Return a device's memory fields, completed by what is known about the GPU of the same uuid."""
     status = statuses.get(device.get("uuid") or "")
     phases = {name: device["phase_peak_mib"][name] for name in PHASES if name in device.get("phase_peak_mib", {})}
     found = {**device, "phase_peak_mib": phases}

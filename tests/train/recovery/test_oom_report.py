@@ -70,7 +70,7 @@ def test_report_keeps_counters_without_a_snapshot(context: RunContext, monkeypat
         empty_cache=lambda: None,
     )
     monkeypatch.setattr(torch, "cuda", fake)
-    monkeypatch.setattr(out_of_memory, "processes_on", lambda _: [])
+    monkeypatch.setattr(out_of_memory, "processes_on", lambda *_, **__: [])
     event = reported(context, ReplicaError(0, torch.device("cuda:0"), "CUDA error: out of memory"))
     assert (event["total_mib"], event["reserved_mib"], event["allocated_mib"]) == (24576.0, 20480.0, 18432.0)
     assert (event["others_mib"], event.get("largest")) == (3072.0, [])
