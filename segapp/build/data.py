@@ -19,8 +19,8 @@ from segapp.datasets.files import ImagePair, check_pairs, shared_images, shown
 from segapp.datasets.layouts.formats import ClassScheme, DataLocation, class_scheme, find_pairs
 from segapp.datasets.layouts.published_classes import CITYSCAPES_CATEGORIES, CITYSCAPES_NAMES
 from segapp.datasets.loader import LoadOptions
-from segapp.datasets.resources import cores_of_rank
-from segapp.datasets.workers import plan_workers, sample_seconds
+from segapp.datasets.resources import cores_of_rank, shared_bytes_of_rank
+from segapp.datasets.workers import most_workers, plan_workers, sample_seconds
 from segapp.errors import ConfigError, DataError
 from segapp.parallel.ranks import Ranks
 
@@ -157,17 +157,22 @@ def _cache_files(data: DataConfig, split: str, scheme: ClassScheme, ranks: Ranks
     return files
 
 
-def build_load_options(data: DataConfig, dataset: SegmentationDataset, device: torch.device) -> LoadOptions:
+def build_load_options(
+    data: DataConfig, dataset: SegmentationDataset, device: torch.device, batch_size: int
+) -> LoadOptions:
     """Return how batches are loaded for a device: `data.workers: auto` becomes a number.
 
     Args:
         data: the section of the config.
         dataset: whose samples are measured.
         device: that the batches go to; for a GPU they are page-locked.
+        batch_size: images in a batch of this rank.
     """
     workers = data.workers
     if workers == "auto":
-        workers = plan_workers(sample_seconds(dataset), data.crop_px, cores_of_rank(), device.type)
+        batch_bytes = batch_size * data.crop_px[0] * data.crop_px[1] * (3 + dataset.scheme.dtype.itemsize)
+        most = most_workers(cores_of_rank(), batch_bytes, shared_bytes_of_rank())
+        workers = plan_workers(sample_seconds(dataset), data.crop_px, most, device.type)
     return LoadOptions(workers, data.timeout_s, pin_memory=device.type == "cuda")
 
 

@@ -66,7 +66,7 @@ def evaluate_target(target: str, options: EvalOptions) -> None:
     evaluators = _build_evaluators(trained, options)
     loader = EvalLoader(
         dataset,
-        options=build_load_options(data, dataset, evaluators[0].settings.device),
+        options=build_load_options(data, dataset, evaluators[0].settings.device, config.eval.batch_size),
         batch_size=config.eval.batch_size,
     )
     with progress_bar(len(dataset), "evaluating") as progress:

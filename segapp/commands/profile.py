@@ -123,7 +123,7 @@ def _training_loader(config: RunConfig, device: torch.device) -> TrainLoader | N
         train_set = build_dataset(config.data, scheme, split, is_training=True, seed=config.seed, ranks=Ranks())
     except (DataError, OSError):
         return None
-    options = build_load_options(config.data, train_set, device)
+    options = build_load_options(config.data, train_set, device, config.train.batch_size)
     return TrainLoader(train_set, config.train.batch_size, seed=config.seed, options=options)
 
 

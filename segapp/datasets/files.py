@@ -239,7 +239,7 @@ def _upright_size(image: Image.Image) -> tuple[int, int]:
 def is_complete(data: bytes, image_format: str) -> bool:
     """Return True if a PNG or JPEG has its end marker; other formats count as complete."""
     if image_format == "PNG":
-        return _PNG_END in data
+        return data.rfind(_PNG_END) >= 0  # from the end, where it usually is
     return is_complete_jpeg(data) if image_format in {"JPEG", "MPO"} else True
 
 

@@ -1,6 +1,7 @@
 """Memory and processors that this process may use, within the limits of its control group."""
 
 import os
+import shutil
 from pathlib import Path
 
 _GROUP = Path("/sys/fs/cgroup")
@@ -38,5 +39,17 @@ def usable_cores() -> float:
 
 def cores_of_rank() -> float:
     """Return the processors for this process: the usable ones divided by torchrun's ranks on this machine."""
+    return usable_cores() / _ranks_here()
+
+
+def shared_bytes_of_rank() -> int | None:
+    """Return the free shared memory for this process, divided likewise; None if there is no /dev/shm."""
+    try:
+        return shutil.disk_usage("/dev/shm").free // _ranks_here()
+    except OSError:
+        return None
+
+
+def _ranks_here() -> int:
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return usable_cores() / max(1, int(ranks) if ranks.isdigit() else 1)
+    return max(1, int(ranks) if ranks.isdigit() else 1)

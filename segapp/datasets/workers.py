@@ -36,21 +36,37 @@ def sample_seconds(dataset: SegmentationDataset, num_samples: int = 3) -> float 
     return min(times_s)
 
 
-def plan_workers(sample_s: float | None, crop_px: tuple[int, int], cores: float, device_type: str) -> int:
-    """Return the number of workers that keep a device busy, as far as there are processors.
+def most_workers(cores: float, batch_bytes: int = 0, shared_bytes: int | None = None) -> int:
+    """Return the largest useful number of workers, at least 1.
 
     Args:
-        sample_s: time to load a sample in one process, seconds; None: unknown, all processors are used.
-        crop_px: height and width of a sample.
         cores: processors of this rank; one is left to the training thread.
+        batch_bytes: of a batch; each worker holds up to two in shared memory.
+        shared_bytes: free shared memory of this rank, of which half is used; None: not limited.
+
+    >>> most_workers(16), most_workers(16, 20 * 2**20, 64 * 2**20), most_workers(16, 20 * 2**20, 2**30)
+    (15, 1, 12)
+    """
+    most = math.floor(cores) - 1
+    if shared_bytes is not None and batch_bytes:
+        most = min(most, shared_bytes // 2 // (2 * batch_bytes))
+    return max(1, most)
+
+
+def plan_workers(sample_s: float | None, crop_px: tuple[int, int], most: int, device_type: str) -> int:
+    """Return the number of workers that keep a device busy.
+
+    Args:
+        sample_s: time to load a sample in one process, seconds; None: unknown.
+        crop_px: height and width of a sample.
+        most: upper limit; the result where `sample_s` is unknown.
         device_type: "cuda" or "cpu".
 
-    >>> plan_workers(0.053, (768, 768), 16, "cuda"), plan_workers(0.004, (768, 768), 16, "cuda")
+    >>> plan_workers(0.053, (768, 768), 15, "cuda"), plan_workers(0.004, (768, 768), 15, "cuda")
     (14, 2)
-    >>> plan_workers(0.053, (768, 768), 4, "cuda"), plan_workers(0.053, (768, 768), 2, "cpu")
+    >>> plan_workers(0.053, (768, 768), 3, "cuda"), plan_workers(0.053, (768, 768), 1, "cpu")
     (3, 1)
     """
-    most = max(1, math.floor(cores) - 1)
     if sample_s is None:
         return most
     images_per_s = PX_PER_S.get(device_type, PX_PER_S["cuda"]) / (crop_px[0] * crop_px[1])
@@ -76,7 +92,7 @@ def wait_advice(
         moves.append("set data.cache: disk (or ram), which decodes each image once")
     elif is_filling:
         moves.append("the wait should end when data.cache holds every image")
-    most = max(1, math.floor(cores) - 1)
+    most = most_workers(cores)
     if workers < most:
         moves.append(f"raise data.workers to {most}")
     if not moves:

@@ -221,7 +221,7 @@ def _build_loaders(
     config: RunConfig, ranks: Ranks, train_set: SegmentationDataset, val_set: SegmentationDataset, device: torch.device
 ) -> tuple[TrainLoader, EvalLoader]:
     rank, world_size = ranks.rank, ranks.world_size
-    options = build_load_options(config.data, train_set, device)
+    options = build_load_options(config.data, train_set, device, -(-config.train.batch_size // world_size))
     train_loader = TrainLoader(
         train_set,
         config.train.batch_size,

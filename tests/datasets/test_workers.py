@@ -16,23 +16,28 @@ from segapp.datasets.files import ImagePair
 from segapp.datasets.layouts.formats import ClassScheme
 from segapp.datasets.loader import SegmentationDataset
 from segapp.datasets.resources import usable_cores
-from segapp.datasets.workers import PX_PER_S, plan_workers, sample_seconds, wait_advice
+from segapp.datasets.workers import PX_PER_S, most_workers, plan_workers, sample_seconds, wait_advice
 
 
 @pytest.mark.parametrize(
-    ("sample_s", "cores", "device", "expected"),
+    ("sample_s", "cores", "shared_mib", "device", "expected"),
     [
-        (0.053, 64, "cuda", 14),
-        (0.053, 8, "cuda", 7),
-        (0.0042, 64, "cuda", 2),
-        (0.053, 1, "cuda", 1),
-        (0.053, 0.5, "cuda", 1),
-        (None, 8, "cuda", 7),
-        (0.053, 16, "cpu", 1),
+        (0.053, 64, None, "cuda", 14),
+        (0.053, 8, None, "cuda", 7),
+        (0.0042, 64, None, "cuda", 2),
+        (0.053, 1, None, "cuda", 1),
+        (0.053, 0.5, None, "cuda", 1),
+        (None, 8, None, "cuda", 7),
+        (0.053, 16, None, "cpu", 1),
+        (0.053, 64, 64, "cuda", 1),  # Docker's default
+        (0.053, 64, 400, "cuda", 10),
     ],
 )
-def test_workers_by_hand(sample_s: float | None, cores: float, device: str, expected: int) -> None:
-    assert plan_workers(sample_s, (768, 768), cores, device) == expected
+def test_workers_by_hand(
+    sample_s: float | None, cores: float, shared_mib: int | None, device: str, expected: int
+) -> None:
+    most = most_workers(cores, 10 * 2**20, None if shared_mib is None else shared_mib * 2**20)
+    assert plan_workers(sample_s, (768, 768), most, device) == expected
 
 
 def test_planned_workers_keep_up_with_the_device() -> None:
@@ -67,14 +72,16 @@ def test_ranks_of_a_machine_divide_its_cores(dataset: SegmentationDataset, monke
     data, device, found = data_config(), torch.device("cuda"), []
     for ranks in ("", "1", "8"):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        found.append(build_load_options(data, dataset, device).workers)
+        found.append(build_load_options(data, dataset, device, 8).workers)
     assert found == [47, 47, 5]
-    assert build_load_options(data_config(workers=3), dataset, device).workers == 3
+    monkeypatch.setattr("segapp.build.data.shared_bytes_of_rank", lambda: 12 * 8 * 24 * 32 * 4)
+    assert build_load_options(data, dataset, device, 8).workers == 3
+    assert build_load_options(data_config(workers=7), dataset, device, 8).workers == 7
 
 
 @pytest.mark.parametrize(("device", "is_pinned"), [("cuda", True), ("cpu", False)])
 def test_batches_for_a_gpu_are_page_locked(device: str, is_pinned: bool, dataset: SegmentationDataset) -> None:
-    options = build_load_options(data_config(workers=1, timeout_s=7), dataset, torch.device(device))
+    options = build_load_options(data_config(workers=1, timeout_s=7), dataset, torch.device(device), 8)
     assert (options.pin_memory, options.timeout_s) == (is_pinned, 7)
 
 

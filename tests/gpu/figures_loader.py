@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from segapp.datasets.loader import Batch, LoadOptions, TrainLoader
 from segapp.datasets.resources import usable_cores
-from segapp.datasets.workers import plan_workers, sample_seconds
+from segapp.datasets.workers import most_workers, plan_workers, sample_seconds
 from tests.support.large_pngs import NUM_CLASSES, draw_pngs, large_dataset
 
 Step = Callable[[Tensor, Tensor], None]
@@ -41,7 +41,7 @@ def loader_figures(device: str) -> list[dict[str, Any]]:
         rows.append({"what": "training step alone", "images/s": _device_per_s(step, place, crop_px, batch_size)})
         for kind, dataset in datasets.items():
             seconds = sample_seconds(dataset)
-            workers = plan_workers(seconds, crop_px, usable_cores(), place.type)
+            workers = plan_workers(seconds, crop_px, most_workers(usable_cores()), place.type)
             loader = TrainLoader(dataset, batch_size, options=LoadOptions(workers, pin_memory=is_gpu))
             speed, wait_frac = _trained_per_s(loader, step, place, num_steps)
             row = {"what": f"training, cache {kind}", "images/s": speed, "workers (auto)": workers}
