@@ -36,6 +36,7 @@ from segapp.train.build import seed_everything
 from segapp.train.planning.blank_data import blank_batch
 from segapp.train.planning.simulate import phase_peaks, watch_modules
 from segapp.train.planning.trial_step import build_trial_engine
+from segapp.train.process.numerics import numerics
 from segapp.train.step.assemble import build_layout
 from segapp.train.step.engine import StepEngine
 
@@ -90,6 +91,12 @@ def profile_steps(config: RunConfig, num_steps: int = 3) -> StepProfile:
     """
     if not config.train.batch_size:
         raise ConfigError("train.batch_size = auto: a profile needs a number: add train.batch_size=8")
+    train = config.train
+    with numerics(deterministic=train.deterministic, tf32=train.tf32, cudnn_benchmark=train.cudnn_benchmark):
+        return _profiled(config, num_steps)
+
+
+def _profiled(config: RunConfig, num_steps: int) -> StepProfile:
     plan = plan_devices(config.parallel, is_one_process=True)
     if plan.mode not in ("single", "dp"):
         raise ConfigError(f"parallel.mode = {plan.mode}: a profile runs in one process: use parallel.mode=dp or single")

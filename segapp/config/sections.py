@@ -254,7 +254,11 @@ class TrainConfig(Section):
     keep_freed_memory: bool = True
     """On the CPU, keep freed memory for reuse (glibc only): fewer page faults, a slightly higher peak."""
     cudnn_benchmark: bool = True
-    """Let cuDNN benchmark its algorithms."""
+    """Let cuDNN benchmark its algorithms for each shape of a training; never in an evaluation."""
+    deterministic: bool = False
+    """On GPUs, use algorithms that repeat their results bit for bit only; slower, without cudnn_benchmark."""
+    tf32: bool = True
+    """On GPUs, float32 convolutions and matrix products round their inputs to TF32; false: full float32, slower."""
 
 
 class ParallelConfig(Section):

@@ -5,7 +5,9 @@ Shapes: N images, C classes, H x W pixels of an image, h x w of the model's logi
 
 from __future__ import annotations
 
+import contextlib
 import math
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +21,37 @@ from segapp.losses import Tile, View, upsample_logits
 
 if TYPE_CHECKING:
     from segapp.models import SegmentationModel
+
+
+class _BenchmarkOff:
+    """Turns cuDNN's benchmark off while any thread is inside; the last one restores it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_inside = 0
+        self._was_on = False
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self._lock:
+            if self._num_inside == 0:
+                self._was_on = torch.backends.cudnn.benchmark
+                torch.backends.cudnn.benchmark = False
+            self._num_inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_inside -= 1
+                if self._num_inside == 0:
+                    torch.backends.cudnn.benchmark = self._was_on
+
+
+without_cudnn_benchmark = _BenchmarkOff()
+"""Context in which cuDNN does not time its algorithms: images of many sizes would have every convolution timed anew.
+
+(`torch.backends.cudnn.flags` would also set switches that it is not told of.)
+"""
 
 
 @dataclass(frozen=True)
@@ -108,7 +141,7 @@ class Inference:
     def _logits(self, model: SegmentationModel, images: Tensor) -> Tensor:
         # The weight average of a half-precision model is float32, and is evaluated in float32.
         dtype = next((p.dtype for p in model.parameters() if p.dim() > 1), images.dtype)
-        with self.autocast():
+        with self.autocast(), without_cudnn_benchmark():
             logits: Tensor = model(images.to(dtype))[0]
         return logits
 

@@ -17,7 +17,22 @@ from segapp.run.verdict import FULL_FRAC, Level, SplitFacts, SplitVerdict, split
 CONTEXT_MIB = 500.0
 """Memory of a process on a GPU before its first tensor: 300 to 1000 MiB, by driver, GPU and libraries."""
 
+NCCL_MIB = 200.0
+"""Memory of NCCL's buffers on each of several GPUs, assumed: 4 MiB for each channel and direction, 25 channels."""
+
 LARGEST_BATCH = 4096
+
+
+def context_mib(mode: str, num_gpus: int, *, driver_mib: float = CONTEXT_MIB) -> tuple[float, ...]:
+    """Return the assumed memory of driver and libraries on each GPU.
+
+    Args:
+        mode: dp and ddp send weights and gradients between GPUs through NCCL.
+        num_gpus: number of GPUs.
+        driver_mib: of the driver and torch's own libraries; 0 where the GPUs' memory is already net of them.
+    """
+    nccl_mib = NCCL_MIB if mode in ("dp", "ddp") and num_gpus > 1 else 0.0
+    return (driver_mib + nccl_mib,) * num_gpus
 
 
 @dataclass(frozen=True)

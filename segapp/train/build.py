@@ -80,7 +80,6 @@ def build_trainer(
     """
     ranks = context.ranks
     seed_everything(config.seed)
-    torch.backends.cudnn.benchmark = config.train.cudnn_benchmark
     scheme = build_scheme(config.data)
     train_set, val_set = _build_datasets(config, scheme, ranks, limit)
     context.signals.check()

@@ -41,6 +41,7 @@ from segapp.train.planning.auto_settings import resolve_auto
 from segapp.train.process.context import RunContext
 from segapp.train.process.inbox import Inbox
 from segapp.train.process.malloc import keep_freed_memory
+from segapp.train.process.numerics import numerics
 from segapp.train.process.signals import EXIT_STOPPED_AND_SAVED, StopRequest, StopSignals
 from segapp.train.recovery.failures import as_segapp_error
 from segapp.train.recovery.fallbacks import fallbacks_after
@@ -74,7 +75,9 @@ def run_session(request: TrainRequest, arguments: Sequence[str] = ()) -> int:
     Raises:
         SegappError: the training could not begin, or failed.
     """
-    with StopSignals() as signals:
+    train = request.config.train
+    switches = numerics(deterministic=train.deterministic, tf32=train.tf32, cudnn_benchmark=train.cudnn_benchmark)
+    with StopSignals() as signals, switches:
         devices = _devices_of_launcher() or plan_devices(
             request.config.parallel, batch_size=request.config.train.batch_size
         )

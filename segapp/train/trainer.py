@@ -1,7 +1,8 @@
 """The training loop: fit -> train_epoch -> train_step, evaluation, checkpoints, and the events about them.
 
 The state of a training is whole at every step boundary, and only there: (epoch, batch, step), weights, average,
-optimizer, random numbers. Everything else follows from the config, so a resumed run takes the same path bit for bit.
+optimizer, random numbers. Everything else follows from the config, so a resumed run takes the same path bit for bit; on
+GPUs with `train.deterministic`, without it up to the rounding of kernels that add in random order.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from segapp.datasets.files import check_pairs
 from segapp.errors import ConfigError
 from segapp.memory.gpu_specs import GpuSpec
 from segapp.memory.oom_errors import is_out_of_memory
-from segapp.memory.planner import OverheadEstimate
+from segapp.memory.planner import OverheadEstimate, context_mib
 from segapp.memory.saved_plan import SavedMemoryPlan, advice_text, read_saved_plan
 from segapp.parallel.ranks import Ranks
 from segapp.run.folder import RunFolder
@@ -84,7 +84,7 @@ def _load_or_make_plan(
             "train.batch_size = auto needs the memory of each device, and there is no GPU: "
             "set parallel.memory_budget_mib, e.g. [4096], or set train.batch_size to a number"
         )
-    overhead = OverheadEstimate((0.0,) * len(gpus))  # their memory is already net of driver and context
+    overhead = _overhead(config, devices, len(gpus))
     if config.train.batch_size:
         planned, _ = plan_memory(config, gpus, mode=devices.mode, overhead=overhead, with_advice=False)
         saved_plan = SavedMemoryPlan.of_plan(planned, config.train.accumulate)
@@ -103,8 +103,15 @@ def planned_advice(
     gpus = known_gpus(device_infos, has_budgets=config.parallel.memory_budget_mib is not None)
     if gpus is None:
         return ()
-    planned, _ = plan_memory(config, gpus, mode=devices.mode, overhead=OverheadEstimate((0.0,) * len(gpus)))
+    planned, _ = plan_memory(config, gpus, mode=devices.mode, overhead=_overhead(config, devices, len(gpus)))
     return advice_text(planned)
+
+
+def _overhead(config: RunConfig, devices: DevicePlan, num_gpus: int) -> OverheadEstimate:
+    """Return the memory beside the tensors: that of the driver is taken off already, NCCL's buffers come later."""
+    if config.parallel.memory_budget_mib is not None:  # budgets are for tensors
+        return OverheadEstimate((0.0,) * num_gpus)
+    return OverheadEstimate(context_mib(devices.mode, num_gpus, driver_mib=0.0))
 
 
 def known_gpus(device_infos: Sequence[DeviceInfo], *, has_budgets: bool) -> tuple[GpuSpec, ...] | None:

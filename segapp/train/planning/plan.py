@@ -22,13 +22,13 @@ from segapp.memory.affine import MemoryModel, fit_model, splits_to_simulate
 from segapp.memory.calibration import Measurement, PeakError, calibrated
 from segapp.memory.gpu_specs import GpuSpec
 from segapp.memory.planner import (
-    CONTEXT_MIB,
     LARGEST_BATCH,
     Advice,
     MemoryPlan,
     OverheadEstimate,
     Planner,
     PlanRow,
+    context_mib,
 )
 from segapp.memory.simulation.jobs import Mode, SimulationJob
 from segapp.train.planning.simulation_pool import NUM_PROCESSES, SimulationPool
@@ -88,7 +88,7 @@ def plan_memory(
         return plan_largest(config, gpus, None, mode=mode, overhead=overhead, with_advice=with_advice), []
     mode = mode or choose_mode(config, len(gpus))
     found = _simulated(config, gpus, mode, with_advice=with_advice)
-    overhead = overhead or OverheadEstimate((CONTEXT_MIB,) * len(gpus))
+    overhead = overhead or OverheadEstimate(context_mib(mode, len(gpus)))
     errors: list[PeakError] = []
     if measurement is not None:
         overhead, errors = calibrated(measurement, found.model, overhead)
@@ -122,7 +122,7 @@ def plan_largest(
     mode = mode or choose_mode(small, len(gpus))
     found = _simulated(small, gpus, mode, with_advice=with_advice)
     planner = Planner(
-        found.model, gpus, overhead or OverheadEstimate((CONTEXT_MIB,) * len(gpus)), found.facts["smallest_chunk"]
+        found.model, gpus, overhead or OverheadEstimate(context_mib(mode, len(gpus))), found.facts["smallest_chunk"]
     )
     is_free = mode in ("dp", "ddp") and config.parallel.gpu0_bsz == "auto"
     allowed = range(1, LARGEST_BATCH + 1) if batches is None else batches

@@ -6,7 +6,7 @@ import re
 
 import torch.distributed as dist
 
-from segapp.errors import DistributedError, OutOfMemoryError, RunError, SegappError, StorageError
+from segapp.errors import ConfigError, DistributedError, OutOfMemoryError, RunError, SegappError, StorageError
 from segapp.memory.oom_errors import is_out_of_memory
 from segapp.parallel import ReplicaError
 
@@ -23,6 +23,8 @@ def as_segapp_error(error: Exception) -> SegappError:
     first = text[0] if text else ""
     if is_out_of_memory(error):
         return OutOfMemoryError(f"out of memory: {first}: lower train.batch_size or data.crop_px")
+    if "does not have a deterministic implementation" in str(error):
+        return ConfigError(f"train.deterministic = true: {first}: choose another model or loss, or false")
     if isinstance(error, OSError) and error.errno is not None:
         return StorageError(
             f"{error.filename or 'the run folder'}: {error.strerror}: free space or choose another folder"

@@ -51,6 +51,7 @@ from segapp.train.step.build_distill import (
     check_teacher,
     distilled_criterion,
 )
+from segapp.train.step.deterministic import make_deterministic, refusal
 from segapp.train.step.distill import DistilledInput
 from segapp.train.step.engine import StepEngine, StepModules
 from segapp.train.telemetry.device_memory import DeviceMemoryTracker
@@ -221,7 +222,15 @@ class StepAssembler:
         return model
 
     def prepare(self, model: SegmentationModel, layout: StepLayout) -> SegmentationModel:
-        """Convert the model as the step needs it, in place: SyncBatchNorm, precision, memory format."""
+        """Convert the model as the step needs it, in place: SyncBatchNorm, precision, memory format.
+
+        Raises:
+            ConfigError: `train.deterministic`, and a part of the step has no deterministic form on CUDA.
+        """
+        if self.config.train.deterministic:
+            make_deterministic(model)
+            if layout.devices[0].type == "cuda":
+                self._check_deterministic(model)
         if self._is_synced(layout):
             convert_sync_batchnorm(model)
         Precision(self.config.train.precision, torch.device("cpu")).prepare(model)
@@ -328,6 +337,16 @@ class StepAssembler:
         )
         _tag_state(engine, backend)
         return engine
+
+    def _check_deterministic(self, model: nn.Module) -> None:
+        """Refuse parts of the step that CUDA cannot repeat bit for bit."""
+        if problem := refusal(model, torch.empty(2, 3, *self.config.data.crop_px, device="meta")):
+            raise ConfigError(problem)
+        if self.config.distill is not None and self.config.distill.pair_wise:
+            raise ConfigError(
+                "train.deterministic = true, but distill.pair_wise pools with adaptive_max_pool2d, which has no "
+                "deterministic form on CUDA: use distill.pair_wise=0, or train.deterministic=false"
+            )
 
     def _inner(
         self, parts: StepParts, layout: StepLayout, backend: DeviceBackend, normalizer: Normalizer

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from segapp.checkpoint.snapshot import snapshot
 from segapp.optim import WeightAverage
 from segapp.parallel import DataParallelModel
-from segapp.precision import half_except_norm
+from segapp.precision import half_except_batchnorm
 from segapp.train.step.rollback import BufferGuard
 
 
@@ -58,7 +58,7 @@ def assert_values(model: nn.Module, expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("restore", [BufferGuard.restore, lambda guard: guard.restore_where(torch.tensor(1.0))])
 def test_restore_gives_the_remembered_values(restore: Callable[[BufferGuard], None]) -> None:
-    model = half_except_norm(network())
+    model = half_except_batchnorm(network())
     guard = BufferGuard(model)
     with torch.no_grad():
         model[1].running_mean.add_(3.0)
@@ -175,7 +175,7 @@ def test_replicas_update_the_common_storage(gpu0_bsz: int | None) -> None:
     assert_values(ours, before)
 
 
-@pytest.mark.parametrize("make", [network, lambda: half_except_norm(network())], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("make", [network, lambda: half_except_batchnorm(network())], ids=["fp32", "fp16"])
 def test_average_equals_lerp_of_every_tensor(make: Callable[[], nn.Module]) -> None:
     model = make()
     average = WeightAverage(model, 0.9)
