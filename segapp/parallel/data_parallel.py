@@ -25,6 +25,7 @@ from segapp.parallel.scatter_gather import (
     tensors_in,
     to_device,
 )
+from segapp.parallel.workers import keep_workers
 
 
 class ReplicaOutputs(list[Any]):
@@ -174,6 +175,7 @@ class DataParallelModel(nn.Module):
         if len(self.devices) == 1:
             ((args, kwargs),) = chunks
             return [self.module(*args, **kwargs)]
+        keep_workers(self)
         is_home = list(devices) == [self.devices[0]]  # a short batch on device 0 alone needs no copy
         replicas = [self.module] if is_home else replicate(self.module, devices, name=type(self.module).__name__)
         positional, named = zip(*chunks, strict=True)
@@ -183,8 +185,9 @@ class DataParallelModel(nn.Module):
         return outputs
 
     def _check_placement(self) -> None:
-        for name, parameter in self.module.named_parameters():
+        for parameter in self.module.parameters():
             if parameter.device != self.devices[0]:
+                name = next(name for name, each in self.module.named_parameters() if each is parameter)
                 raise ValueError(
                     f"{name} of {type(self.module).__name__} is on {parameter.device} and device 0 is"
                     f" {self.devices[0]}: call module.to({str(self.devices[0])!r}) first"
@@ -305,6 +308,7 @@ class DataParallelCriterion(nn.Module):
         """
         parts = self._as_replica_outputs(outputs)
         targets = _split_target(target, parts)
+        keep_workers(self)
         criteria = self._copies(parts.devices)
         rows = run_replicas(
             [criterion.statistics for criterion in criteria],

@@ -72,9 +72,12 @@ class _StackRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, tensor.contiguous())
-        return torch.stack(rows)
+        rows = tensor.new_empty((dist.get_world_size(), *tensor.shape))
+        if dist.get_backend() == "gloo":  # which cannot gather into one tensor
+            dist.all_gather(list(rows.unbind()), tensor.contiguous())
+        else:
+            dist.all_gather_into_tensor(rows, tensor.contiguous())
+        return rows
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -89,6 +92,12 @@ def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Te
         group: the process group; None is the default one.
     """
     return cast(Tensor, _SumOverRanks.apply(tensor, group))
+
+
+def all_reduce_in_place(tensor: Tensor) -> Tensor:
+    """Replace a tensor by its sum over the ranks and return it; not differentiable; every rank must call it."""
+    dist.all_reduce(tensor)
+    return tensor
 
 
 def stack_ranks(tensor: Tensor) -> Tensor:

@@ -6,6 +6,9 @@ and with it every rounding, is the same in each run. The backward pass has no ba
 
 A replica that raises, ends early, or reaches another exchange aborts the group: the others get an error, and the first
 cause is raised with its replica and device.
+
+All replicas run in threads of `workers`, the first one too, so that the caller can wait for each of them with a timeout
+and leave one that hangs.
 """
 
 from __future__ import annotations
@@ -16,10 +19,13 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from segapp.parallel.workers import give_back, take_workers
 
 T = TypeVar("T")
 
@@ -125,13 +131,17 @@ class ReplicaGroup(Generic[T]):
         self._caller_state = _CallerState.capture(self.devices) if len(self.devices) > 1 else None
         modes = () if self._caller_state is None else self._caller_state.dispatch_modes
         self._takes_turns = len(self.devices) > 1 and (mode == "lockstep" or bool(modes))
-        self._changed = threading.Condition()
+        lock = threading.Lock()
+        # One condition for each replica and one for the caller, so that only the thread that can go on is woken.
+        self._changed = [threading.Condition(lock) for _ in self.devices]
+        self._ending = threading.Condition(lock)
         self._turn = 0
         self._round = 0
         self._arrived: dict[int, tuple[str, Any]] = {}
         self._answers: Sequence[Any] = ()
         self._results: dict[int, T] = {}
         self._ended: set[int] = set()
+        self._first_end_s = 0.0
         self._failure: tuple[int | None, BaseException] | None = None
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
@@ -150,13 +160,13 @@ class ReplicaGroup(Generic[T]):
         if len(calls) == 1:
             self._work(0, calls[0])
         else:
-            threads = [
-                threading.Thread(target=self._work, args=(i, call), name=f"replica-{i}", daemon=True)
-                for i, call in enumerate(calls)
-            ]
-            for thread in threads:
-                thread.start()
-            self._join(threads)
+            workers = take_workers(self.devices)
+            try:
+                for i, (worker, call) in enumerate(zip(workers, calls, strict=True)):
+                    worker.start(partial(self._work, i, call))
+                self._join()
+            finally:
+                give_back(workers, self._ended)
         if self._failure is not None:
             # Late replicas still see a failure; the error is released, with the tensors that its traceback holds.
             failure, self._failure = self._failure, (None, _ReleasedError("the group has failed"))
@@ -167,19 +177,24 @@ class ReplicaGroup(Generic[T]):
         """See `ReplicaContext.exchange`."""
         if len(self.devices) == 1:
             return combine([value])[0]
-        with self._changed:
+        with self._ending:
             self._raise_if_failed()
             this_round = self._round
             self._arrived[index] = (key, value)
             self._fail_if_unreachable()
             self._pass_turn(index)
-            self._changed.notify_all()
-            if index == 0:
-                self._wait(lambda: len(self._arrived) == len(self.devices) and self._is_turn(0), key, self.timeout_s)
-                self._combine(combine)
-            else:
-                self._wait(lambda: self._round != this_round and self._is_turn(index), key, self.timeout_s)
-            return self._answers[index]
+            if index:
+                if len(self._arrived) == len(self.devices):
+                    self._changed[0].notify()
+                self._wait(index, lambda: self._round != this_round and self._is_turn(index), key, self.timeout_s)
+                return self._answers[index]
+            self._wait(0, lambda: len(self._arrived) == len(self.devices) and self._is_turn(0), key, self.timeout_s)
+            values = self._take_values()
+        answers = combine(values)  # without the lock, so that the others and the caller find it missing if it hangs
+        with self._ending:
+            self._raise_if_failed()
+            self._give_answers(answers)
+        return answers[0]
 
     def _work(self, index: int, call: Callable[[], T]) -> None:
         device = self.devices[index]
@@ -187,55 +202,62 @@ class ReplicaGroup(Generic[T]):
         _thread_local.context = ReplicaContext(self, index)
         try:
             if self._takes_turns:
-                with self._changed:
-                    self._wait(lambda: self._is_turn(index), "the start", timeout_s=None)
+                with self._ending:
+                    self._wait(index, lambda: self._is_turn(index), "the start", timeout_s=None)
             with on_device(device) if self._caller_state is None else self._caller_state.entered(device):
                 self._results[index] = call()
         except BaseException as error:
-            with self._changed:
+            with self._ending:
                 self._fail(index, error)
         finally:
             _thread_local.context = outer
-            with self._changed:
+            with self._ending:
+                self._first_end_s = self._first_end_s or time.monotonic()
                 self._ended.add(index)
                 self._fail_if_unreachable()
                 self._pass_turn(index)
-                self._changed.notify_all()
+                self._ending.notify()
 
-    def _join(self, threads: Sequence[threading.Thread]) -> None:
+    def _join(self) -> None:
         """Wait for all replicas; after a failure for `_GRACE_S` only."""
-        missing_since = None
         try:
-            with self._changed:
-                while len(self._ended) < len(threads) and self._failure is None:
-                    if self._ended and missing_since is None:
-                        missing_since = time.monotonic()
-                    left = None if missing_since is None else missing_since + self.timeout_s - time.monotonic()
-                    if left is not None and left <= 0:
-                        self._fail(None, ReplicaDesyncError(self._describe_missing("the end", self._ended)))
-                        break
+            with self._ending:
+                while len(self._ended) < len(self.devices) and self._failure is None:
+                    left = _GRACE_S
+                    if self._ended:
+                        left = self._first_end_s + self.timeout_s - time.monotonic()
+                        if left <= 0:
+                            self._fail(None, ReplicaDesyncError(self._describe_missing("the end", self._ended)))
+                            break
                     # Short waits, because a signal handled by another thread does not interrupt a wait.
-                    self._changed.wait(_GRACE_S if left is None else min(left, _GRACE_S))
+                    self._ending.wait(min(left, _GRACE_S))
+                deadline = time.monotonic() + _GRACE_S
+                while len(self._ended) < len(self.devices) and time.monotonic() < deadline:
+                    self._ending.wait(max(0.0, deadline - time.monotonic()))
         except BaseException as error:  # Ctrl-C in the caller's thread stops the replicas too
-            with self._changed:
+            with self._ending:
                 self._fail(None, error)
             raise
-        deadline = None if self._failure is None else time.monotonic() + _GRACE_S
-        for thread in threads:
-            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
-    def _combine(self, combine: Callable[[list[Any]], Sequence[Any]]) -> None:
+    def _take_values(self) -> list[Any]:
         keys = [self._arrived[i][0] for i in range(len(self.devices))]
         if len(set(keys)) > 1:
             where = ", ".join(f"replica {i} at {key!r}" for i, key in enumerate(keys))
             self._fail(None, ReplicaDesyncError(f"replicas are at different exchanges: {where}: {_SAME_LAYERS}"))
             self._raise_if_failed()
-        self._answers = combine([self._arrived[i][1] for i in range(len(self.devices))])
+        values = [self._arrived[i][1] for i in range(len(self.devices))]
+        del self._arrived[0]
+        return values
+
+    def _give_answers(self, answers: Sequence[Any]) -> None:
+        self._answers = answers
         self._arrived.clear()
         self._round += 1
-        self._changed.notify_all()
+        if not self._takes_turns:
+            for condition in self._changed[1:]:
+                condition.notify()
 
-    def _wait(self, is_met: Callable[[], bool], key: str, timeout_s: float | None) -> None:
+    def _wait(self, index: int, is_met: Callable[[], bool], key: str, timeout_s: float | None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not is_met():
             self._raise_if_failed()
@@ -243,7 +265,7 @@ class ReplicaGroup(Generic[T]):
             if left is not None and left <= 0:
                 self._fail(None, ReplicaDesyncError(self._describe_missing(repr(key), self._arrived)))
                 continue
-            self._changed.wait(left)
+            self._changed[index].wait(left)
         self._raise_if_failed()
 
     def _fail_if_unreachable(self) -> None:
@@ -269,13 +291,15 @@ class ReplicaGroup(Generic[T]):
         return not self._takes_turns or self._turn == index
 
     def _pass_turn(self, index: int) -> None:
-        if self._turn == index:
+        if self._takes_turns and self._turn == index:
             self._turn = (index + 1) % len(self.devices)
+            self._changed[self._turn].notify()
 
     def _fail(self, index: int | None, error: BaseException) -> None:
         if self._failure is None:
             self._failure = (index, error)
-        self._changed.notify_all()
+        for condition in (self._ending, *self._changed):
+            condition.notify_all()
 
     def _raise_if_failed(self) -> None:
         if self._failure is not None:
@@ -315,7 +339,8 @@ class _CallerState:
     is_autocast_cached: bool
     default_device: torch.device
     main_device: torch.device
-    streams: tuple[torch.cuda.Stream, ...]
+    num_threads: int
+    streams: tuple[torch.cuda.Stream, ...]  # where they are not the default ones
     saved_tensors_hooks: tuple[Callable[..., Any], Callable[..., Any]] | None
     dispatch_modes: tuple[TorchDispatchMode, ...]
 
@@ -330,7 +355,12 @@ class _CallerState:
             is_autocast_cached=torch.is_autocast_cache_enabled(),
             default_device=torch.get_default_device(),
             main_device=devices[0],
-            streams=tuple(torch.cuda.current_stream(device) for device in cuda_devices),
+            num_threads=torch.get_num_threads(),
+            streams=tuple(
+                stream
+                for stream in map(torch.cuda.current_stream, cuda_devices)
+                if stream != torch.cuda.default_stream(stream.device)
+            ),
             saved_tensors_hooks=_saved_tensors_hooks(),
             dispatch_modes=tuple(_get_current_dispatch_mode_stack()),
         )
@@ -338,6 +368,8 @@ class _CallerState:
     @contextlib.contextmanager
     def entered(self, device: torch.device) -> Iterator[None]:
         """Set the caller's states in this thread, on one replica's device."""
+        if torch.get_num_threads() != self.num_threads:
+            torch.set_num_threads(self.num_threads)
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self.is_inference))
             stack.enter_context(torch.set_grad_enabled(self.is_grad_enabled))

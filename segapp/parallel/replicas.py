@@ -2,21 +2,26 @@
 
 Device lists may name a device more than once (`["cpu", "cpu"]`, `["cuda:0", "cuda:0"]`): *logical* devices, on which
 the same code runs as on distinct ones. Copies are differentiable, twice where the module is.
+
+Weights travel in flat buckets from one device to the next, and so do the sums of their gradients: no device sends or
+receives a bucket more than once. All of this is copies between two streams, ordered by events. There is no collective,
+because the kernels of one wait for each other: if another thread puts a copy between their launches, as the backward
+pass of synchronised BatchNorm may, the devices wait for each other for ever (`tests/parallel/test_order_graph.py`).
 """
 
 from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.cuda import comm
 from torch.nn.parameter import is_lazy
 
 from segapp.parallel.rendezvous import DEFAULT_TIMEOUT_S, Mode, ReplicaGroup
-from segapp.parallel.scatter_gather import reduce_add
+from segapp.parallel.scatter_gather import reduce_add, to_device
 
 T = TypeVar("T")
 
@@ -42,19 +47,10 @@ def replicate(module: nn.Module, devices: Sequence[torch.device], *, name: str =
         TypeError: a part of the module is compiled.
         ValueError: a lazy parameter has no shape yet.
     """
-    check_replicable(module, name)
-    parameters = list(module.parameters())  # without repetitions: a weight used twice is copied once
-    buffers = list(module.buffers())
-    parameter_copies = _copy_parameters(parameters, devices)
-    buffer_copies = _copy_buffers(buffers, devices)
-    return [
-        _assemble(
-            module,
-            dict(zip(map(id, parameters), copies, strict=True)),
-            dict(zip(map(id, buffers), own_buffers, strict=True)),
-        )
-        for copies, own_buffers in zip(parameter_copies, buffer_copies, strict=True)
-    ]
+    structure = _Structure.read(module, name)
+    parameter_rows = _copy_parameters(structure.parameters, devices)
+    buffer_rows = _copy_buffers(structure.buffers, devices)
+    return [structure.assemble(*rows) for rows in zip(parameter_rows, buffer_rows, strict=True)]
 
 
 @torch.no_grad()
@@ -85,137 +81,260 @@ def check_replicable(module: nn.Module, name: str = "module") -> None:
         ValueError: a lazy parameter has no shape yet.
     """
     for path, part in module.named_modules():
-        if type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None:
-            raise TypeError(
-                f"{path or name} is compiled, and compiled code runs the original instead of the copy on each device:"
-                " use one device, one process per device (parallel mode ddp), or leave out torch.compile"
+        _check_part(path, part, name)
+
+
+def _check_part(path: str, part: nn.Module, name: str) -> None:
+    if type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None:
+        raise TypeError(
+            f"{path or name} is compiled, and compiled code runs the original instead of the copy on each device:"
+            " use one device, one process per device (parallel mode ddp), or leave out torch.compile"
+        )
+    for key, parameter in (*part._parameters.items(), *part._buffers.items()):
+        if parameter is not None and is_lazy(parameter):
+            raise ValueError(
+                f"{f'{path}.{key}' if path else key} of {name} has no shape yet: run the bare module once on a"
+                " small batch before using it in parallel"
             )
-        for key, parameter in (*part._parameters.items(), *part._buffers.items()):
-            if parameter is not None and is_lazy(parameter):
-                raise ValueError(
-                    f"{f'{path}.{key}' if path else key} of {name} has no shape yet: run the bare module once on a"
-                    " small batch before using it in parallel"
-                )
+
+
+# ------------------------------------------------------------------------------------------------------ flat buckets
+@dataclass(frozen=True)
+class _Layout:
+    """Size and strides of a tensor, and its dimensions in the order of memory."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    order: tuple[int, ...] | None  # None: as they are
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Layout:
+        """Return the layout of a tensor, contiguous for one that is not dense."""
+        size, stride = tensor.size(), tensor.stride()
+        if tensor.is_contiguous():
+            return cls(size, stride, None)
+        order = tuple(sorted(range(len(size)), key=lambda dim: (-stride[dim], -size[dim])))
+        num_values = 1
+        for dim in reversed(order):
+            if size[dim] != 1 and stride[dim] != num_values:
+                return cls(size, torch.empty(size, device="meta").stride(), None)
+            num_values *= size[dim]
+        return cls(size, stride, order)
+
+
+def _pack(tensors: Sequence[Tensor], layouts: Sequence[_Layout]) -> Tensor:
+    """Return one flat tensor with the values of all, each in its layout's order of memory."""
+    parts = []
+    for tensor, layout in zip(tensors, layouts, strict=True):
+        if layout.order is not None:
+            tensor = tensor.permute(layout.order)
+        parts.append(tensor if tensor.dim() == 1 else tensor.reshape(-1))
+    return torch.cat(parts)
+
+
+def _unpack(flat: Tensor, layouts: Sequence[_Layout]) -> list[Tensor]:
+    """Return views of a flat tensor, in the layouts of what it was packed from."""
+    parts = flat.split_with_sizes([layout.size.numel() for layout in layouts])
+    return [
+        part
+        if len(layout.size) == 1
+        else part.view(layout.size)
+        if layout.order is None
+        else part.as_strided(layout.size, layout.stride)
+        for part, layout in zip(parts, layouts, strict=True)
+    ]
 
 
 class _CopyToDevices(torch.autograd.Function):
-    """Tensors -> their copies on every device, device by device; the gradient is the sum in device order.
+    """Tensors of one dtype and device -> their copies on every device, device by device.
 
-    On the tensors' own device the copies are views, which take no memory. Twice differentiable: under `create_graph`
-    the backward pass consists of differentiable operations.
+    The gradient is the sum in device order. On the tensors' own device the copies are views, which take no memory.
+    Twice differentiable: under `create_graph` the backward pass consists of differentiable operations.
     """
 
     @staticmethod
     def forward(ctx: Any, devices: Sequence[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.devices, ctx.sources = devices, [tensor.device for tensor in tensors]
+        ctx.devices, ctx.source = devices, tensors[0].device
+        ctx.layouts = [_Layout.of(tensor) for tensor in tensors]
         ctx.set_materialize_grads(False)
-        copies = [copy for row in _broadcast(tensors, devices) for copy in row]
+        copies = [copy for row in _broadcast(tensors, ctx.layouts, devices) for copy in row]
         needed = ctx.needs_input_grad[1:]
-        ctx.mark_non_differentiable(*(copy for i, copy in enumerate(copies) if not needed[i % len(tensors)]))
+        if not all(needed):
+            ctx.mark_non_differentiable(*(copy for i, copy in enumerate(copies) if not needed[i % len(tensors)]))
         return tuple(copies)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        num_tensors = len(ctx.sources)
+        num_tensors = len(ctx.layouts)
         columns = [[grad for grad in grads[j::num_tensors] if grad is not None] for j in range(num_tensors)]
         totals: list[Tensor | None] = [None] * num_tensors
-        whole = [j for j in range(num_tensors) if len(columns[j]) == len(ctx.devices)]
-        if whole and not torch.is_grad_enabled() and _are_distinct_cuda(ctx.devices):
-            rows = [[columns[j][i] for j in whole] for i in range(len(ctx.devices))]
-            sums = comm.reduce_add_coalesced(rows, ctx.devices[0].index, _BUCKET_BYTES)  # type: ignore[no-untyped-call]
-            for j, total in zip(whole, sums, strict=True):
-                totals[j] = total.to(ctx.sources[j], non_blocking=True)
+        flat = [] if torch.is_grad_enabled() else [j for j in range(num_tensors) if _can_pack(columns[j], ctx.devices)]
+        if flat:
+            layouts = [ctx.layouts[j] for j in flat]
+            total: Tensor | None = None
+            for i in range(len(ctx.devices)):
+                row = _pack([columns[j][i] for j in flat], layouts)
+                total = row if total is None else row.add_(to_device(total, row.device))
+            for j, part in zip(flat, _unpack(to_device(total, ctx.source), layouts), strict=True):
+                totals[j] = part
         for j, column in enumerate(columns):
             if totals[j] is None and column:
-                totals[j] = reduce_add(column, ctx.sources[j])
+                totals[j] = reduce_add(column, ctx.source)
         return (None, *totals)
 
 
-def _broadcast(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
-    """Return one row of copies per device; on a tensor's own device a view."""
-    others = [device for device in devices if device != tensors[0].device]
-    copies = {}
-    if others and _are_distinct_cuda(devices) and len({tensor.device for tensor in tensors}) == 1:
-        order = [tensors[0].device, *others]
-        if order[0].type == "cuda":
-            rows = comm.broadcast_coalesced(tensors, order, _BUCKET_BYTES)  # type: ignore[no-untyped-call]
-            copies = dict(zip(order[1:], rows[1:], strict=True))
+def _can_pack(column: Sequence[Tensor], devices: Sequence[torch.device]) -> bool:
+    return len(column) == len(devices) and all(grad.layout == torch.strided for grad in column)
+
+
+def _broadcast(
+    tensors: Sequence[Tensor], layouts: Sequence[_Layout], devices: Sequence[torch.device]
+) -> list[list[Tensor]]:
+    """Return one row of copies per device; on the tensors' own device views."""
+    flats: dict[torch.device, Tensor] = {}
+    latest: Tensor | None = None
+    for device in devices:
+        if device != tensors[0].device and device not in flats:
+            latest = flats[device] = to_device(_pack(tensors, layouts) if latest is None else latest, device)
     return [
-        list(copies[device])
-        if device in copies
-        else [t.view_as(t) if t.device == device else t.to(device, non_blocking=device.type != "cpu") for t in tensors]
+        _unpack(flats[device], layouts) if device in flats else [tensor.view_as(tensor) for tensor in tensors]
         for device in devices
     ]
 
 
-def _are_distinct_cuda(devices: Sequence[torch.device]) -> bool:
-    return all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices) > 1
-
-
 def _copy_parameters(parameters: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
-    rows: list[list[Tensor]] = [[] for _ in devices]
-    for bucket in _buckets(parameters):
+    rows: list[list[Tensor]] = [list(parameters) for _ in devices]
+    for bucket in _buckets(parameters, _BUCKET_BYTES):
+        tensors = [parameters[j] for j in bucket]
         if torch.is_grad_enabled():
-            copies: Sequence[Tensor] = _CopyToDevices.apply(tuple(devices), *bucket)
-            parts = [list(copies[i * len(bucket) : (i + 1) * len(bucket)]) for i in range(len(devices))]
+            copies: Sequence[Tensor] = _CopyToDevices.apply(tuple(devices), *tensors)
+            parts: list[Sequence[Tensor]] = [
+                copies[i * len(bucket) : (i + 1) * len(bucket)] for i in range(len(devices))
+            ]
         else:
-            parts = _broadcast([parameter.detach() for parameter in bucket], devices)
+            detached = [tensor.detach() for tensor in tensors]
+            parts = list(_broadcast(detached, [_Layout.of(tensor) for tensor in tensors], devices))
         for row, part in zip(rows, parts, strict=True):
-            row.extend(part)
+            for j, copied in zip(bucket, part, strict=True):
+                row[j] = copied
     return rows
 
 
 @torch.no_grad()
 def _copy_buffers(buffers: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
-    if not buffers:
-        return [[] for _ in devices]
-    rows = _broadcast([buffer.detach() for buffer in buffers], devices)
-    for i, row in enumerate(rows):
-        for j, buffer in enumerate(buffers):
-            if row[j].device == buffer.device:
-                row[j] = buffer if i == 0 else buffer.detach().clone()
+    """Return one row of copies per device; the first row are the buffers themselves where they are on its device."""
+    rows: list[list[Tensor]] = [list(buffers) for _ in devices]
+    for group in _buckets(buffers):
+        tensors = [buffers[j] for j in group]
+        layouts = [_Layout.of(tensor) for tensor in tensors]
+        flat: Tensor | None = None
+        for i, device in enumerate(devices):
+            if i == 0 and device == tensors[0].device:
+                continue
+            if flat is not None and flat.device == device:
+                flat = flat.clone()
+            else:
+                flat = to_device(_pack(tensors, layouts) if flat is None else flat, device)
+            for j, part in zip(group, _unpack(flat, layouts), strict=True):
+                rows[i][j] = part.data  # each with a version of its own: one may change while another is saved
     return rows
 
 
-def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
-    size = 0
-    for parameter in parameters:
-        bucket.append(parameter)
-        size += parameter.numel() * parameter.element_size()
-        if size >= _BUCKET_BYTES:
+def _buckets(tensors: Sequence[Tensor], max_bytes: float = float("inf")) -> Iterator[list[int]]:
+    """Yield lists of indices of tensors of one dtype and device, in order."""
+    kinds: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    for i, tensor in enumerate(tensors):
+        bucket, size = kinds.pop((tensor.dtype, tensor.device), ([], 0))
+        bucket.append(i)
+        size += tensor.numel() * tensor.element_size()
+        if size >= max_bytes:
             yield bucket
-            bucket, size = [], 0
-    if bucket:
+        else:
+            kinds[tensor.dtype, tensor.device] = bucket, size
+    for bucket, _ in kinds.values():
         yield bucket
 
 
-def _assemble(module: nn.Module, parameters: Mapping[int, Tensor], buffers: Mapping[int, Tensor]) -> nn.Module:
-    """Return shallow copies of all sub-modules that hold the given tensors, by `id` of the originals."""
-    originals = list(module.modules())
-    replicas: dict[int, nn.Module] = {
-        id(original): original._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-        for original in originals
-    }
-    names = {id(part): name for name, part in module.named_modules()}
-    for original in originals:
-        replica = replicas[id(original)]
-        replica.__dict__["_replica_name"] = names[id(original)]
-        for key, child in original._modules.items():
-            replica._modules[key] = None if child is None else replicas[id(child)]
-        for key, buffer in original._buffers.items():
-            replica._buffers[key] = None if buffer is None else buffers[id(buffer)]
-        for key, parameter in original._parameters.items():
-            value = None if parameter is None else parameters[id(parameter)]
-            if value is not None:
-                setattr(replica, key, value)  # through __setattr__, where recurrent layers update their flat weights
-            replica.__dict__["_parameters"][key] = (
-                value  # so that `next(self.parameters()).device` holds in a forward pass
+# --------------------------------------------------------------------------------------------------------- structure
+@dataclass(frozen=True)
+class _Part:
+    """A sub-module, and which of the module's parts and tensors it holds, by their numbers; None stays None."""
+
+    module: nn.Module
+    name: str
+    children: Mapping[str, int | None]
+    parameters: Mapping[str, int | None]
+    buffers: Mapping[str, int | None]
+    methods: Mapping[str, Any]
+    """Functions that were patched onto the object as methods of it, such as another forward."""
+
+
+@dataclass(frozen=True)
+class _Structure:
+    """The parts of a module, each once, and its tensors without repetitions, read once for all replicas."""
+
+    parts: list[_Part]
+    parameters: list[Tensor]
+    buffers: list[Tensor]
+
+    @classmethod
+    def read(cls, module: nn.Module, name: str) -> _Structure:
+        named = list(module.named_modules())
+        numbers = {id(part): i for i, (_, part) in enumerate(named)}
+        parameters: dict[int, tuple[int, Tensor]] = {}
+        buffers: dict[int, tuple[int, Tensor]] = {}
+
+        def number_of(tensors: dict[int, tuple[int, Tensor]], tensor: Tensor | None) -> int | None:
+            return None if tensor is None else tensors.setdefault(id(tensor), (len(tensors), tensor))[0]
+
+        parts = []
+        for path, part in named:
+            _check_part(path, part, name)
+            parts.append(
+                _Part(
+                    part,
+                    path,
+                    {key: None if child is None else numbers[id(child)] for key, child in part._modules.items()},
+                    {key: number_of(parameters, value) for key, value in part._parameters.items()},
+                    {key: number_of(buffers, value) for key, value in part._buffers.items()},
+                    {
+                        key: value.__func__
+                        for key, value in part.__dict__.items()
+                        if isinstance(value, types.MethodType) and value.__self__ is part
+                    },
+                )
             )
-        for key, value in original.__dict__.items():
-            if isinstance(value, types.MethodType) and value.__self__ is original:
-                replica.__dict__[key] = types.MethodType(value.__func__, replica)  # a forward patched onto the object
-    return replicas[id(module)]
+        return cls(parts, [t for _, t in parameters.values()], [t for _, t in buffers.values()])
+
+    def assemble(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> nn.Module:
+        """Return shallow copies of all parts that hold the given tensors; their other attributes are the present ones.
+
+        The copies are new in every step, which costs less than noticing each change of the original would.
+        """
+        replicas = [_shallow_copy(part.module) for part in self.parts]
+        for part, replica in zip(self.parts, replicas, strict=True):
+            own = replica.__dict__
+            own["_replica_name"] = part.name
+            own["_modules"] = {key: None if i is None else replicas[i] for key, i in part.children.items()}
+            own["_buffers"] = {key: None if i is None else buffers[i] for key, i in part.buffers.items()}
+            values = {key: None if i is None else parameters[i] for key, i in part.parameters.items()}
+            if type(replica).__setattr__ is not nn.Module.__setattr__:
+                for key, value in values.items():
+                    if value is not None:
+                        setattr(replica, key, value)  # recurrent layers update their flat weights here
+            own["_parameters"] = values  # so that `next(self.parameters()).device` holds in a forward pass
+            for key, function in part.methods.items():
+                own[key] = types.MethodType(function, replica)
+        return replicas[0]
+
+
+def _shallow_copy(module: nn.Module) -> nn.Module:
+    kind = type(module)
+    if kind._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel:
+        return module._replicate_for_data_parallel()  # type: ignore[no-any-return, no-untyped-call]
+    replica = kind.__new__(kind)
+    replica.__dict__ = {**module.__dict__, "_parameters": {}, "_is_replica": True}
+    return replica
 
 
 # -------------------------------------------------------------------------------------------------------------- run

@@ -216,3 +216,20 @@ def reduce_add(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     for tensor in tensors[1:]:
         total = total + tensor.to(device, non_blocking=device.type != "cpu")
     return total
+
+
+def spread(tensors: Sequence[Tensor], devices: Iterable[torch.device]) -> dict[torch.device, Sequence[Tensor]]:
+    """Return the tensors on every device, moved there in one copy; not differentiable.
+
+    Args:
+        tensors: (K,) each, of one dtype, all on one device.
+        devices: with or without repetitions.
+    """
+    home = tensors[0].device
+    flat = None
+    copies: dict[torch.device, Sequence[Tensor]] = {home: tensors}
+    for device in devices:
+        if device not in copies:
+            flat = torch.cat(list(tensors)) if flat is None else flat
+            copies[device] = to_device(flat, device).split_with_sizes([tensor.numel() for tensor in tensors])
+    return copies

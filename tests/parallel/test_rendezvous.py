@@ -1,6 +1,7 @@
 """A replica that fails or is missing stops the others; the error names it."""
 
 import contextlib
+import gc
 import pickle
 import random
 import signal
@@ -59,6 +60,7 @@ class Layers(nn.Module):
 
 
 def threads_settle(before: int, within_s: float = 5.0) -> bool:
+    gc.collect()
     deadline = time.monotonic() + within_s
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -89,9 +91,11 @@ def test_failing_replica_is_raised_within_2_s_without_threads(mode, what, error,
     assert type(caught.value.__cause__) is cause
     if isinstance(caught.value, ReplicaError):
         assert (caught.value.replica, caught.value.device) == (1, torch.device("cpu"))
-    assert threads_settle(before)
     module.plan = None
     assert len(model(torch.randn(7, 3, 2, 2))) == 4, "the model is usable afterwards"
+    assert threading.active_count() <= before + 4
+    del model, caught
+    assert threads_settle(before), "the threads end with the model"
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -105,6 +109,7 @@ def test_replica_that_never_arrives_is_named_after_timeout(mode):
         model(torch.randn(6, 3, 2, 2))
     assert time.monotonic() - start < 2
     module.release.set()
+    del model
     assert threads_settle(before), "a late replica finds the group failed and ends"
 
 

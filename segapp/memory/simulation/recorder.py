@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_iter
 CUDA_GRANULE_BYTES = 512
 """Allocations of torch's CUDA allocator are multiples of this."""
 
-_MOVED = "_to_copy"
+_MOVED, _PACKED = "_to_copy", "cat"
+_COPIES = "replicas"
 _PARTS_OF_A_MODEL = ("weights", "buffers")
 
 
@@ -118,8 +119,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0] if isinstance(args[0], Tensor) else None
         out = func(*args, **(kwargs or {}))
         kind = None
-        if func._opname == _MOVED and self.kind_of(args[0]) in _PARTS_OF_A_MODEL and out.device != args[0].device:
-            kind = "replicas"
+        if func._opname == _MOVED and self.kind_of(args[0]) in (*_PARTS_OF_A_MODEL, _COPIES):
+            kind = _COPIES if out.device != args[0].device else None
+        elif func._opname == _PACKED and not self.modules[-1] and self.kind_of(args[0][0]) in _PARTS_OF_A_MODEL:
+            kind = _COPIES  # a bucket of weights on its way to other devices
         for tensor in (out,) if isinstance(out, Tensor) else tree_iter(out):
             if isinstance(tensor, Tensor):
                 self._record(tensor, kind, func._opname)

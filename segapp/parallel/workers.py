@@ -1,0 +1,110 @@
+"""Long-lived threads for replicas: the same thread runs the same device in every step.
+
+cuDNN keeps its choice of algorithms per thread, so in new threads every convolution would be tuned again in every step.
+The threads live as long as a user of them (`keep_workers`), such as a model; without users they end with their call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Sequence
+from queue import SimpleQueue
+
+import torch
+
+_Call = Callable[[], None]
+_Place = tuple[torch.device, int]
+"""A device, and how often it occurs before in the list of devices."""
+
+
+class Worker:
+    """A thread that runs one call after the other, for the replica at one place of a device list."""
+
+    def __init__(self, place: _Place) -> None:
+        self.place = place
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        # A daemon: one that hangs in a device's call does not keep the process from ending.
+        name = f"replica {place[0]} {place[1]}"
+        threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True).start()
+
+    def start(self, call: _Call) -> None:
+        """Run a call after the present one; it must not raise."""
+        self._calls.put(call)
+
+    def end(self) -> None:
+        """End the thread after its present call."""
+        self._calls.put(None)
+
+
+def _work(calls: SimpleQueue[_Call | None]) -> None:
+    while (call := calls.get()) is not None:
+        call()
+        del call  # a waiting worker holds no tensors
+
+
+# A finalizer may run within any other function here: these are changed by single operations that cannot be interrupted.
+_idle: defaultdict[_Place, deque[Worker]] = defaultdict(deque)
+_users: set[int] = set()
+
+os.register_at_fork(after_in_child=_idle.clear)  # a forked process has no threads but the one that forked
+
+
+def keep_workers(user: object) -> None:
+    """Keep idle threads until this user, and every other one, is garbage.
+
+    Args:
+        user: any object that can be referenced weakly.
+    """
+    if id(user) not in _users:
+        _users.add(id(user))
+        weakref.finalize(user, _leave, id(user)).atexit = False
+
+
+def _leave(user_id: int) -> None:
+    _users.discard(user_id)
+    _end_unused()
+
+
+def _end_unused() -> None:
+    if not _users:
+        for workers in list(_idle.values()):
+            with contextlib.suppress(IndexError):
+                while True:
+                    workers.pop().end()
+
+
+def take_workers(devices: Sequence[torch.device]) -> list[Worker]:
+    """Return a worker for each device: the same for the same devices, new ones for those that are busy or hang."""
+    taken: list[Worker] = []
+    seen: Counter[torch.device] = Counter()
+    try:
+        for device in devices:
+            place = device, seen[device]
+            seen[device] += 1
+            try:
+                taken.append(_idle[place].pop())
+            except IndexError:
+                taken.append(Worker(place))
+    except BaseException:
+        give_back(taken, range(len(taken)))
+        raise
+    return taken
+
+
+def give_back(workers: Sequence[Worker], ended: Collection[int]) -> None:
+    """Keep workers for the next call.
+
+    Args:
+        workers: from `take_workers`.
+        ended: indices of those whose calls have ended; the others end after their late calls.
+    """
+    for i, worker in enumerate(workers):
+        if i in ended:
+            _idle[worker.place].append(worker)
+        else:
+            worker.end()
+    _end_unused()

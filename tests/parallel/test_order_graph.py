@@ -1,0 +1,116 @@
+"""No order of streams, events and collectives makes devices wait for each other; seeded defects are found."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from segapp.parallel import SyncBatchNorm, allreduce, convert_sync_batchnorm, wrap_ddp
+from tests.support import ROOT
+from tests.support.order_graph import Action, circles, mismatches, unordered_reads
+from tests.support.parallel_cases import PlainCE, SmallNet, make_batch
+
+COPY_AMID_LAUNCHES = [
+    Action("autograd 0", (0, 1), "collective", what="reduce"),
+    Action("autograd 1", (1, 0), "copy", what="copy"),
+]
+
+
+@pytest.fixture(scope="module")
+def found():
+    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+        pytest.skip("this torch cannot register a device in Python")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.order_recording"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("kind", ["dp", "dp without gpu 0", "dp, sync_bn off"])
+def test_step_of_the_engine_has_no_circle_and_waits(found, kind):
+    for num_devices, step in found[kind].items():
+        assert step["circles"] == [], num_devices
+        assert step["unordered"] == [], num_devices
+        assert step["collective"] == 0, "copies between two streams cannot have a circle, collectives can"
+        assert step["copy"] >= 3 * (int(num_devices) - 1)
+        assert {f"autograd {i}" for i in range(int(num_devices))} <= set(step["threads"])
+
+
+def test_reduction_in_backward_as_before_has_a_circle(found):
+    for step in found["old"].values():
+        assert step["collective"] > 0
+        assert "reduce of autograd 0" in step["circles"][0]
+        assert "_to_copy of autograd" in step["circles"][0]
+
+
+def test_reads_without_an_event_are_found(found):
+    assert "reads what replica" in found["without waiting"]["3"]["unordered"][0]
+    assert any("reads from device" in words for words in found["without copies"]["3"]["unordered"])
+
+
+def test_circle_of_two_devices_by_hand():
+    assert len(circles(COPY_AMID_LAUNCHES)) == 1
+    first, second = COPY_AMID_LAUNCHES
+    assert circles([first, Action("autograd 0", second.devices, "copy")]) == [], "one thread"
+    assert circles([first, Action("main", second.devices, "copy", after=frozenset({0}))]) == [], "the host waits"
+    assert circles([first, Action("autograd 1", (1, 2), "copy")]) == [], "the later launch does not wait"
+    chain = [first, Action("a", (0, 2), "copy"), Action("b", (2, 1), "copy")]
+    assert len(circles(chain)) == 1, "over a third device"
+    assert unordered_reads([Action("a", (0,), writes=(1,)), Action("b", (0,), reads=((1, 0),), what="add")]) != []
+
+
+class Collectives(TorchDispatchMode):
+    """Notes the collectives of a rank in their order."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            tensors = [t for t in torch.utils._pytree.tree_iter(args) if isinstance(t, torch.Tensor)]
+            self.names.append(f"{func._opname} {[tuple(t.shape) for t in tensors]}")
+        return func(*args, **(kwargs or {}))
+
+
+def collectives_of(rank, sizes):
+    """Return the collectives of one of several ranks in a step of DDP, in a process group that does not communicate."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=len(sizes))
+    try:
+        torch.manual_seed(0)
+        net = SmallNet()
+        ddp = wrap_ddp(convert_sync_batchnorm(net), bucket_cap_mb=0.0005)
+        ddp.register_comm_hook(None, reduce_bucket)
+        images, target = make_batch(max(1, sizes[rank]), dtype=torch.float32)
+        with Collectives() as mode:
+            outputs = ddp(images[: sizes[rank]])
+            statistics = PlainCE().statistics(outputs, target[: sizes[rank]])
+            PlainCE().finalize(allreduce(*statistics)).backward()
+    finally:
+        dist.destroy_process_group()
+    return mode.names
+
+
+def reduce_bucket(_, bucket):
+    dist.all_reduce(bucket.buffer())
+    done = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+@pytest.mark.parametrize("num_ranks", range(2, 9))
+def test_ranks_issue_their_collectives_in_one_order(num_ranks, monkeypatch):
+    monkeypatch.setattr(SyncBatchNorm, "_check_count", lambda *_: None)  # the gathered counts are this rank's only
+    sizes = [2, 0, 1, 3, 2, 2, 1, 2][:num_ranks]
+    ranks = range(num_ranks) if num_ranks < 4 else (0, 1, num_ranks - 1)
+    sequences = [collectives_of(rank, sizes) for rank in ranks]
+    assert mismatches(sequences) == []
+    assert len(sequences[0]) > 3 * 2 + 2, "3 layers in both passes, 2 sums, buckets"
+    assert mismatches([sequences[0], sequences[0][::-1]]) != []

@@ -1,0 +1,192 @@
+"""Replicas run in the same threads in every step, and no thread outlives its use."""
+
+import copy
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from segapp.parallel import DataParallelCriterion, DataParallelModel, ReplicaDesyncError, current_replica
+from tests.support import ROOT
+
+
+class Spy(nn.Module):
+    """Notes the thread of each replica, as its model and as its criterion."""
+
+    def __init__(self):
+        super().__init__()
+        self.threads = []
+
+    def note(self):
+        self.threads.append((current_replica().index, threading.get_ident()))
+
+    def forward(self, x):
+        self.note()
+        return x * 1
+
+    def statistics(self, output, target):
+        self.note()
+        return (output.sum(),)
+
+    def finalize(self, totals):
+        return totals[0]
+
+
+def settles(condition, within_s=5.0):
+    gc.collect()
+    deadline = time.monotonic() + within_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+@pytest.mark.parametrize("mode", ["threads", "lockstep"])
+def test_thread_ids_repeat_over_steps_and_models(mode):
+    before = threading.active_count()
+    spy, x = Spy(), torch.ones(7, 2)
+    models = [DataParallelModel(spy, ["cpu"] * 3, mode=mode) for _ in range(2)]
+    criterion = DataParallelCriterion(spy)
+    for step in range(6):
+        models[step % 2].gpu0_bsz = step % 3
+        criterion(models[step % 2](x), x)
+    if mode == "threads":
+        assert len(set(spy.threads)) == 3, "one thread for each place, for two models and their criterion"
+    assert len({thread for _, thread in spy.threads}) == 3
+    assert threading.get_ident() not in {thread for _, thread in spy.threads}
+    spy.threads.clear()
+    del models, criterion
+    assert settles(lambda: threading.active_count() <= before)
+
+
+def test_copies_and_pickles_of_a_used_model_have_no_threads():
+    model = DataParallelModel(nn.Linear(2, 2), ["cpu"] * 2)
+    model(torch.ones(4, 2))
+    before = threading.active_count()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert threading.active_count() == before
+        assert torch.equal(other(torch.ones(4, 2)).gather(), model(torch.ones(4, 2)).gather())
+    assert threading.active_count() == before
+
+
+def test_waiting_threads_hold_no_tensors():
+    class Keeps(nn.Module):
+        def forward(self, x):
+            made.append(weakref.ref(x))
+            return x.sum()
+
+    made: list = []
+    model = DataParallelModel(Keeps(), ["cpu"] * 2)
+    outputs = model(torch.ones(4, 2))
+    del outputs
+    assert settles(lambda: [ref() for ref in made] == [None, None])
+
+
+def test_worker_that_hangs_is_replaced():
+    release = threading.Event()
+
+    class Stuck(nn.Module):
+        def forward(self, x):
+            if current_replica().index == 1:
+                stuck.append(threading.current_thread())
+                release.wait(20 if len(stuck) == 1 else 0)
+            return x
+
+    stuck: list[threading.Thread] = []
+    model = DataParallelModel(Stuck(), ["cpu"] * 2, timeout_s=0.3)
+    with pytest.raises(ReplicaDesyncError, match="replica 1 on cpu did not come to the end"):
+        model(torch.ones(4, 3))
+    for _ in range(2):
+        assert len(model(torch.ones(4, 3))) == 2
+    assert stuck[0] is not stuck[1] is stuck[2]
+    release.set()
+    assert settles(lambda: not stuck[0].is_alive()), "the late thread ends"
+    assert stuck[1].is_alive()
+
+
+def test_combination_that_hangs_names_replica_0():
+    release = threading.Event()
+
+    class Stuck(nn.Module):
+        def forward(self, x):
+            return current_replica().exchange("sum", x, lambda values: release.wait(20) and values)
+
+    start = time.monotonic()
+    with pytest.raises(ReplicaDesyncError, match=r"replica 0 on cpu did not come to 'sum' within 0\.3 s"):
+        DataParallelModel(Stuck(), ["cpu"] * 3, timeout_s=0.3)(torch.ones(6, 3))
+    assert time.monotonic() - start < 2
+    release.set()
+
+
+def test_nested_groups_have_threads_of_their_own():
+    inner = Spy()
+    inner_model = DataParallelModel(inner, ["cpu"] * 2)
+
+    class Outer(Spy):
+        def forward(self, x):
+            self.note()
+            return inner_model(x).gather()
+
+    outer = Outer()
+    outer.__dict__["inner"] = inner_model
+    model = DataParallelModel(outer, ["cpu"] * 2)
+    for _ in range(3):
+        assert torch.equal(model(torch.ones(8, 2)).gather(), torch.ones(8, 2))
+    outside, inside = ({thread for _, thread in spy.threads} for spy in (outer, inner))
+    assert len(outside) == 2
+    assert not outside & inside
+    assert len(inside) <= 4
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+def test_forked_process_makes_threads_of_its_own():
+    script = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+import torch
+from torch import nn
+from segapp.parallel import DataParallelModel
+model = DataParallelModel(nn.Identity(), ["cpu"] * 2)
+model(torch.ones(4, 2))
+child = os.fork()
+if not child:
+    os._exit(len(model(torch.ones(4, 2))) - 2)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert run(script) == 0
+
+
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_interpreter_ends_with_waiting_and_stuck_threads(is_stuck):
+    script = f"""
+import time
+import torch
+from torch import nn
+from segapp.parallel import DataParallelModel, ReplicaDesyncError, current_replica
+
+class Module(nn.Module):
+    def forward(self, x):
+        if {is_stuck} and current_replica().index == 1:
+            time.sleep(100)
+        return x
+
+model = DataParallelModel(Module(), ["cpu"] * 2, timeout_s=0.2)
+try:
+    model(torch.ones(4, 2))
+except ReplicaDesyncError:
+    assert {is_stuck}
+"""
+    assert run(script) == 0
+
+
+def run(script):
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60, capture_output=True, text=True)
+    assert not done.stderr, done.stderr
+    return done.returncode
