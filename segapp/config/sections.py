@@ -66,6 +66,23 @@ BatchSize = Annotated[
 ]
 
 
+MAX_WORKERS = 512
+"""Upper limit of `data.workers`; more is taken for a typing error."""
+
+
+def _check_workers(value: object) -> object:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value != "auto" and not (is_number and value in range(MAX_WORKERS + 1)):
+        raise ValueError(f"a whole number from 0 to {MAX_WORKERS} is expected, or auto")
+    return value
+
+
+Workers = Annotated[
+    Annotated[int, Field(ge=0, le=MAX_WORKERS)] | Literal["auto"],
+    BeforeValidator(_check_workers),
+]
+
+
 class DataConfig(Section):
     """`data:` the data set, its augmentation and its loading."""
 
@@ -117,7 +134,7 @@ class DataConfig(Section):
     """Accept images that are in the training and in the validation split, to overfit on purpose."""
     allow_outside_root: bool = False
     """Accept files outside root, reached by links or named in a list file; root itself may be a link in any case."""
-    workers: Annotated[Count, Field(le=512)] | Literal["auto"] = "auto"
+    workers: Workers = "auto"
     """Data loading processes of each rank; auto: by processors and the measured cost of a sample; 0: none."""
     cache: Literal["none", "ram", "disk"] = "none"
     """Keep decoded images and masks from their first read on, for all workers and ranks: ram, or disk (cache_dir)."""

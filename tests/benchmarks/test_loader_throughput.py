@@ -20,6 +20,9 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from segapp.datasets.augment import TrainTransform
+from segapp.datasets.cache.pixel_cache import PixelCache
+from segapp.datasets.cache.places import cache_digest, memory_files
+from segapp.datasets.dataset import image_sizes
 from segapp.datasets.files import ImagePair
 from segapp.datasets.layouts.formats import DataLocation, class_scheme, find_pairs
 from segapp.datasets.loader import SegmentationDataset, TrainLoader
@@ -108,7 +111,8 @@ def compare(ours: list[float], theirs: list[float]) -> str:
 def test_loader_throughput_against_a_hand_written_loop(pairs: tuple[ImagePair, ...]) -> None:
     scheme = class_scheme("camvid")
     plain = TrainLoader(SegmentationDataset(pairs, scheme, TrainTransform(CROP)), BATCH)
-    cached = TrainLoader(SegmentationDataset(pairs, scheme, TrainTransform(CROP), cache="ram"), BATCH)
+    cache = PixelCache(memory_files(cache_digest("", "train", scheme)), pairs, image_sizes(pairs), scheme.dtype)
+    cached = TrainLoader(SegmentationDataset(pairs, scheme, TrainTransform(CROP), cache=cache), BATCH)
     hand_written = DataLoader(HandWritten(pairs), BATCH, shuffle=True, drop_last=True)
     epochs = iter(range(1000))
     loops: dict[str, Callable[[], Iterator[object]]] = {

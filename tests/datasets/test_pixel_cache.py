@@ -26,7 +26,7 @@ from segapp.datasets.cache.pixel_file import ENTRY, HEADER_BYTES
 from segapp.datasets.cache.places import CacheFiles, cache_digest, disk_files, memory_files
 from segapp.datasets.dataset import image_sizes
 from segapp.datasets.files import ImagePair
-from segapp.datasets.layouts.formats import ClassScheme, class_scheme
+from segapp.datasets.layouts.formats import ClassScheme, DataLocation, class_scheme, find_pairs
 from segapp.datasets.loader import LoadOptions, SegmentationDataset, TrainLoader
 from segapp.datasets.resources import available_bytes
 from segapp.errors import ConfigError
@@ -505,3 +505,10 @@ def test_unusable_cache_folder_is_noted(caches: Caches, tmp_path: Path) -> None:
 def test_default_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert places.default_folder() == tmp_path / "segapp" / "pixels"
+
+
+def test_real_photographs_are_cached_bit_for_bit(camvid_root: Path, tmp_path: Path) -> None:
+    pairs = find_pairs(DataLocation("camvid", camvid_root), "train")[:3]
+    caches = Caches(tmp_path / "cache", pairs, class_scheme("camvid"))
+    for _ in range(2):
+        assert_equal_to_none(caches.dataset(), caches)

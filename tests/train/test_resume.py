@@ -184,10 +184,13 @@ def test_run_with_workers_killed_at_random_resumes_bitwise(
     assert course(tmp_path / "run") == course(uninterrupted)
 
 
-def test_number_of_workers_does_not_change_the_losses(reference: tuple[RunConfig, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("loading", [{"workers": 2, "cache": "disk"}, {"workers": "auto", "cache": "ram"}])
+def test_workers_and_caches_do_not_change_the_losses(
+    loading: dict[str, object], reference: tuple[RunConfig, Path], tmp_path: Path
+) -> None:
     config, uninterrupted = reference
-    with_workers = config.model_copy(update={"data": config.data.model_copy(update={"workers": 2})})
-    assert train(with_workers, tmp_path / "run") == 0
+    data = config.data.model_copy(update={**loading, "cache_dir": str(tmp_path / "cache")})
+    assert train(config.model_copy(update={"data": data}), tmp_path / "run") == 0
     assert course(tmp_path / "run") == course(uninterrupted)
 
 
