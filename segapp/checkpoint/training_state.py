@@ -24,7 +24,7 @@ from segapp.checkpoint.snapshot import (
     snapshot,
 )
 from segapp.errors import CheckpointError, NonFiniteError
-from segapp.models.weights import load_tensors
+from segapp.models.weights import load_tensors, peek_tensors
 from segapp.run.checkpoints import (
     BEST,
     FORMAT,
@@ -243,6 +243,22 @@ def _load_newest_intact(store: CheckpointFolder, is_holder: bool) -> LoadedCheck
             return _loaded(state, path, entry.sha256, messages)
     reasons = "".join(f"\n  {message}" for message in messages)
     raise CheckpointError(f"{store.path}: none of the {len(manifest.entries)} checkpoints can be used:{reasons}")
+
+
+def newest_file(store: CheckpointFolder) -> Path | None:
+    """Return the file of the newest committed checkpoint; None if nothing is committed."""
+    entries = store.read_manifest().entries
+    return store.objects / entries[0].object if entries else None
+
+
+def peek_state(path: Path) -> dict[str, Any] | None:
+    """Return the state in a checkpoint file without reading its tensors; None if it is no intact training state."""
+    try:
+        state: Any = peek_tensors(path)
+    except Exception:  # a damaged file shows as any of a dozen exceptions
+        return None
+    is_state = isinstance(state, dict) and all(key in state for key in ("config", "data", "classes"))
+    return state if is_state else None
 
 
 def _load_named(store: CheckpointFolder, name: str) -> LoadedCheckpoint:

@@ -1,10 +1,12 @@
 """The config: YAML files as frozen, validated sections; all problems are reported together. No torch."""
 
 from segapp.config.load import (
+    changed_keys,
     config_hash,
     config_schema,
     dump_config,
     find_config,
+    kept_on_resume,
     load_config,
     parse_overrides,
     resume_differences,
@@ -44,10 +46,12 @@ __all__ = [
     "RunConfig",
     "ScheduleConfig",
     "TrainConfig",
+    "changed_keys",
     "config_hash",
     "config_schema",
     "dump_config",
     "find_config",
+    "kept_on_resume",
     "load_config",
     "parse_overrides",
     "resume_differences",

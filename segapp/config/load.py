@@ -172,8 +172,42 @@ def resume_differences(saved: Mapping[str, Any], config: RunConfig) -> list[str]
     return [
         f"{key}: {old!r} -> {new!r}"
         for key, old, new in _changed(old_config, config.model_dump(mode="json"), "")
-        if not any(key == allowed or key.startswith(allowed + ".") for allowed in RESUME_MAY_CHANGE)
+        if not _may_change(key)
     ]
+
+
+def kept_on_resume(own: RunConfig, asked: RunConfig) -> tuple[RunConfig, list[str]]:
+    """Return the config of a resume that names a config file, and the keys whose values are the run's own.
+
+    The keys that may change on a resume keep the run's values; the others are the file's, and must be equal.
+
+    Args:
+        own: the run's config, with the overrides of the command line.
+        asked: the file's config, with the same overrides.
+
+    Returns:
+        The config, and one line per kept key: "train.epochs: 50 (the file has 100)".
+    """
+    raw, kept = asked.model_dump(mode="json"), []
+    for key, mine, theirs in _changed(own.model_dump(mode="json"), raw, ""):
+        if _may_change(key):
+            *sections, name = key.split(".")
+            section = raw
+            for part in sections:
+                section = section[part]
+            section[name] = mine
+            kept.append(f"{key}: {mine!r} (the file has {theirs!r})")
+    return validate_config(raw), kept
+
+
+def changed_keys(before: RunConfig, after: RunConfig) -> list[str]:
+    """Return one line per key that differs: "train.epochs: 50 -> 80"."""
+    pairs = _changed(before.model_dump(mode="json"), after.model_dump(mode="json"), "")
+    return [f"{key}: {old!r} -> {new!r}" for key, old, new in pairs]
+
+
+def _may_change(key: str) -> bool:
+    return any(key == allowed or key.startswith(allowed + ".") for allowed in RESUME_MAY_CHANGE)
 
 
 def _changed(old: Any, new: Any, key: str) -> Iterator[tuple[str, Any, Any]]:

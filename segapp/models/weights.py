@@ -222,6 +222,26 @@ def load_tensors(file: BinaryIO) -> Any:
         CheckpointError: the file unpacks to more than its size.
         Exception: torch's own, of many types, for a file that is damaged or holds other objects.
     """
+    _refuse_compressed(file)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about formats that are refused below
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def peek_tensors(path: Path) -> Any:
+    """Return what `load_tensors` returns, the tensors mapped from the file and not read.
+
+    Raises:
+        Exception: as `load_tensors`.
+    """
+    with path.open("rb") as file:
+        _refuse_compressed(file)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def _refuse_compressed(file: BinaryIO) -> None:
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     if zipfile.is_zipfile(file):
@@ -233,9 +253,6 @@ def load_tensors(file: BinaryIO) -> Any:
                 "the file is compressed and would unpack to more than its size; torch.save does not compress"
             )
     file.seek(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about formats that are refused below
-        return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def _read_torch(path: Path, key: str) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from segapp.config import RunConfig, load_config
+from segapp.config import RunConfig, changed_keys, kept_on_resume, load_config
 from segapp.errors import ConfigError, SegappError
 from segapp.run.folder import RunFolder, find_run, is_run, run_folders
 
@@ -76,15 +76,13 @@ def _plan(config: str | None, overrides: Sequence[str], run: Path | None, resume
         if folder is None:
             note = None if resume is None else "nothing to resume yet: a new training begins"
             return TrainRequest(_named_config(config, overrides), run=run, note=note)
-        return TrainRequest(_config_of(folder, config, overrides), folder)
+        return _resumed(folder, config, overrides)
     path = Path(resume)
     if not path.is_file():
-        folder = find_run(resume)
-        return TrainRequest(_config_of(folder, config, overrides), folder)
+        return _resumed(find_run(resume), config, overrides)
     owner = path.resolve().parent.parent
     if run is None and is_run(owner):
-        folder = RunFolder(owner)
-        return TrainRequest(_config_of(folder, config, overrides), folder, checkpoint=path)
+        return _resumed(RunFolder(owner), config, overrides, checkpoint=path)
     return TrainRequest(_named_config(config, overrides), run=run, checkpoint=path)
 
 
@@ -94,8 +92,19 @@ def _named_config(config: str | None, overrides: Sequence[str]) -> RunConfig:
     return load_config(config, overrides)
 
 
-def _config_of(folder: RunFolder, config: str | None, overrides: Sequence[str]) -> RunConfig:
-    return load_config(folder.config_yaml.resolve() if config is None else config, overrides)
+def _resumed(
+    folder: RunFolder, config: str | None, overrides: Sequence[str], checkpoint: Path | None = None
+) -> TrainRequest:
+    """Return the request to resume a run, with a note of the keys that change or that keep the run's values."""
+    own_file = folder.config_yaml.resolve()
+    if config is not None and not own_file.is_file():
+        return TrainRequest(load_config(config, overrides), folder, checkpoint=checkpoint)
+    before, own = load_config(own_file), load_config(own_file, overrides)
+    notes = [f"changed: {line}" for line in changed_keys(before, own)]
+    if config is not None:
+        own, kept = kept_on_resume(own, load_config(config, overrides))
+        notes += [f"kept from the run: {line}; name the key on the command line to change it" for line in kept]
+    return TrainRequest(own, folder, checkpoint=checkpoint, note="\n".join(notes) or None)
 
 
 def _newest_run(name: str | None, run: Path | None) -> RunFolder | None:

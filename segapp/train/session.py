@@ -19,7 +19,7 @@ from segapp import __version__
 from segapp.build.devices import DevicePlan, plan_devices
 from segapp.checkpoint.training_state import LoadedCheckpoint
 from segapp.config import RunConfig, dump_config
-from segapp.errors import CommandError, ConfigError, DataError, DistributedError, OutOfMemoryError
+from segapp.errors import CheckpointError, CommandError, ConfigError, DataError, DistributedError, OutOfMemoryError
 from segapp.memory.saved_plan import SavedMemoryPlan
 from segapp.parallel import (
     DistributedSetupError,
@@ -47,7 +47,7 @@ from segapp.train.recovery.failures import as_segapp_error
 from segapp.train.recovery.fallbacks import fallbacks_after
 from segapp.train.recovery.reverted import report_reverted_split
 from segapp.train.request import TrainRequest
-from segapp.train.saving.resume import check_resumable, checkpoint_to_resume
+from segapp.train.saving.resume import check_before_start, check_resumable, checkpoint_to_resume
 from segapp.train.telemetry.console import PlainReporter
 from segapp.train.telemetry.device_memory import DeviceInfo, DeviceMemoryTracker, device_info_of
 from segapp.train.telemetry.event_log import EventLog
@@ -82,12 +82,14 @@ def run_session(request: TrainRequest, arguments: Sequence[str] = ()) -> int:
             request.config.parallel, batch_size=request.config.train.batch_size
         )
         if devices.mode == "ddp" and not is_launched():
+            check_before_start(request.config, request.folder, request.checkpoint)
             return _launch_ranks(request, devices, arguments, signals)
         with _joined_ranks(request.config, devices) as (ranks, own_devices):
             try:
+                check_before_start(request.config, request.folder, request.checkpoint)
                 with _opened_folder(request, own_devices, ranks) as folder:
                     return _run_in(folder, request, own_devices, ranks, signals)
-            except (ConfigError, DataError) as error:
+            except (ConfigError, DataError, CheckpointError) as error:
                 if ranks.is_main:
                     raise
                 return error.exit_code  # every rank finds the same; rank 0 reports it

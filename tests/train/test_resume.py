@@ -13,15 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from segapp.config import RunConfig, dump_config
-from segapp.errors import CheckpointError, NonFiniteError
+from segapp.errors import CheckpointError, DataError, NonFiniteError
 from segapp.run.files import hash_file
 from segapp.run.folder import RunFolder
+from segapp.run.state import run_state
 from segapp.train.process import signals
-from segapp.train.request import TrainRequest
+from segapp.train.request import TrainRequest, plan_request
 from segapp.train.session import run_session
 from tests.support.runs import differing, events, merged, segapp, train
 
@@ -215,6 +217,51 @@ def test_resume_with_incompatible_config_names_the_keys(reference: tuple[RunConf
     other = config.model_copy(update={"model": config.model.model_copy(update={"encoder": "mobilenet_v3_large"})})
     with pytest.raises(CheckpointError, match=r"model\.encoder"):
         run_session(TrainRequest(other, run=tmp_path / "run2", checkpoint=uninterrupted / "checkpoints" / "last.pt"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("optim.lr=0.5",), ("model.encoder=mobilenet_v3_large",), ("data.root=/nowhere",), ("data.classes=[a, b, c]",)],
+    ids=lambda words: words[0].partition("=")[0],
+)
+def test_refused_resume_changes_nothing_on_disk(
+    reference: tuple[RunConfig, Path], tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    shutil.copytree(reference[1], tmp_path / "run")
+    before = contents(tmp_path / "run")
+    state = run_state(tmp_path / "run")
+    with pytest.raises((CheckpointError, DataError)):
+        run_session(plan_request(None, words, None, str(tmp_path / "run")))
+    assert contents(tmp_path / "run") == before
+    assert run_state(tmp_path / "run") == state == "finished"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "lock")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_resume_with_a_config_file_keeps_what_the_run_began_with(
+    reference: tuple[RunConfig, Path], tmp_path: Path
+) -> None:
+    config, finished = reference
+    shutil.copytree(finished, tmp_path / "run")
+    raw = config.model_dump(mode="json")
+    epochs = raw["train"]["epochs"]
+    raw["train"]["epochs"], raw["log"]["every_steps"] = 50, 7
+    (tmp_path / "other.yaml").write_text(yaml.safe_dump(raw))
+    request = plan_request(str(tmp_path / "other.yaml"), ["log.every_steps=9"], None, str(tmp_path / "run"))
+    assert request.config.train.epochs == epochs
+    assert request.config.log.every_steps == 9
+    assert request.note is not None
+    assert request.note.splitlines() == [
+        f"changed: log.every_steps: {config.log.every_steps} -> 9",
+        f"kept from the run: train.epochs: {epochs} (the file has 50); name the key on the command line to change it",
+    ]
+    raw["optim"]["lr"] = 0.5
+    (tmp_path / "other.yaml").write_text(yaml.safe_dump(raw))
+    with pytest.raises(CheckpointError, match=r"optim\.lr"):
+        run_session(plan_request(str(tmp_path / "other.yaml"), [], None, str(tmp_path / "run")))
 
 
 def test_damaged_last_falls_back_with_an_alert(reference: tuple[RunConfig, Path], tmp_path: Path) -> None:
