@@ -22,7 +22,7 @@ from segapp.datasets import dataset as dataset_module
 from segapp.datasets.augment import TrainTransform
 from segapp.datasets.cache import pixel_cache, places
 from segapp.datasets.cache.pixel_cache import PixelCache
-from segapp.datasets.cache.pixel_file import ENTRY, HEADER_BYTES
+from segapp.datasets.cache.pixel_file import ENTRY, HEADER_BYTES, read_token
 from segapp.datasets.cache.places import CacheFiles, cache_digest, disk_files, memory_files
 from segapp.datasets.dataset import image_sizes
 from segapp.datasets.files import ImagePair
@@ -272,6 +272,37 @@ def test_builders_side_by_side_store_each_image_once(caches: Caches) -> None:
     fill(caches.dataset())
     assert caches.paths()[1].stat().st_size == alone.paths()[1].stat().st_size
     assert_equal_to_none(caches.dataset(), caches)
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_processes_that_open_at_once_share_files(
+    is_damaged: bool, caches: Caches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_damaged:
+        flip(caches.paths()[0], 3)
+
+    def read_slowly(index: str, digest: bytes) -> bytes | None:
+        token = read_token(index, digest)
+        time.sleep(0.05)
+        return token
+
+    monkeypatch.setattr(places, "read_token", read_slowly)
+    begin, answers = os.pipe(), os.pipe()
+    pids = []
+    for _ in range(8):
+        pid = os.fork()
+        if pid == 0:
+            os.read(begin[0], 1)
+            os.write(answers[1], Path(caches.files().pixels).name.encode() + b" ")
+            os._exit(0)
+        pids.append(pid)
+    os.write(begin[1], b"x" * 8)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0] * 8
+    names = os.read(answers[0], 10_000).split()
+    assert len(names) == 8
+    assert set(names) == {caches.paths()[1].name.encode()}
+    for fd in (*begin, *answers):
+        os.close(fd)
 
 
 # --- damage

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import secrets
 import shutil
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -81,13 +84,23 @@ def disk_files(folder: Path, split: str, digest: bytes, dtype: np.dtype[Any]) ->
     name = "".join(c if c.isalnum() or c in "-_" else "_" for c in split)[:40]
     place = folder / f"{name}-{digest[:8].hex()}"
     place.mkdir(parents=True, exist_ok=True, mode=0o700)
-    index = place / "index"
-    files = CacheFiles("disk", str(index), "", shown(place))
-    token = read_token(str(index), digest)
-    if token is None or not _is_usable(replace(files, pixels=str(_pixels(place, token))), dtype):
-        has_failed = token is not None
-        token = _start_anew(place, index, digest, has_failed=has_failed or index.exists())
-    return replace(files, pixels=str(_pixels(place, token)))
+    files = CacheFiles("disk", str(place / "index"), "", shown(place))
+    with _only_one_opens(place):
+        token = read_token(files.index, digest)
+        if token is None or not _is_usable(replace(files, pixels=str(_pixels(place, token))), dtype):
+            token = _start_anew(place, digest)
+        return replace(files, pixels=str(_pixels(place, token)))
+
+
+@contextlib.contextmanager
+def _only_one_opens(place: Path) -> Iterator[None]:
+    """Hold the lock of a folder; flock(2) ends with its process, however that ends."""
+    fd = os.open(place / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _pixels(place: Path, token: bytes) -> Path:
@@ -104,34 +117,17 @@ def _is_usable(files: CacheFiles, dtype: np.dtype[Any]) -> bool:
     return file.pixels_bytes() - live <= max(live, 2**28)
 
 
-def _start_anew(place: Path, index: Path, digest: bytes, *, has_failed: bool) -> bytes:
-    """Make empty files and return their token, or that of another process which made them at the same time."""
+def _start_anew(place: Path, digest: bytes) -> bytes:
+    """Make empty files in the place of any others, and return their token."""
     token = secrets.token_bytes(8)
     os.close(os.open(_pixels(place, token), os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
-    temporary = place / f".index-{token.hex()}"
+    temporary = place / ".index"
     temporary.write_bytes(make_header(digest, token))
-    if has_failed:
-        os.replace(temporary, index)
-        _remove_others(place, token)
-        return token
-    try:
-        os.link(temporary, index)  # fails if there is one by now
-    except FileExistsError:
-        _pixels(place, token).unlink(missing_ok=True)
-        return read_token(str(index), digest) or token
-    except OSError:  # a file system without hard links
-        os.replace(temporary, index)
-    finally:
-        temporary.unlink(missing_ok=True)
-    _remove_others(place, token)
-    return token
-
-
-def _remove_others(place: Path, token: bytes) -> None:
-    """Remove the files of pixels that no index names any more."""
+    os.replace(temporary, place / "index")
     for path in place.glob("pixels-*"):
         if path != _pixels(place, token):
             path.unlink(missing_ok=True)
+    return token
 
 
 def memory_files(digest: bytes) -> CacheFiles:
