@@ -47,6 +47,7 @@ LONG_FILES = (
     "tui/test_screen.py",
     "parallel/test_launch.py",
     "train/test_resume.py",
+    "losses/fused/test_triton_kernels.py",
     "commands/test_doctor.py",
 )
 """Files that take longest, longest first: a worker that got one last would keep the others waiting."""

@@ -217,6 +217,8 @@ def _fused(
     with_gradient = torch.is_grad_enabled() and logits.requires_grad
     if weight is not None:
         weight = weight.detach().to(logits.device, compute_dtype(logits))
+    # A memory plan does not see what an operator allocates inside.
+    temporary = simulated_buffers(logits, target, options, with_gradient) if implementation == "triton" else ()
     loss_sum, weight_sum, _ = _operator(
         logits,
         target,
@@ -227,7 +229,23 @@ def _fused(
         with_gradient,
         implementation,
     )
+    del temporary
     return loss_sum, weight_sum.detach()
+
+
+def simulated_buffers(
+    logits: Tensor, target: Tensor, options: CrossEntropyOptions, with_gradient: bool
+) -> tuple[Tensor, ...]:
+    """Return tensors like those that the Triton launch allocates and frees, for simulated logits; else none."""
+    if not is_simulated(logits):
+        return ()
+    dtype, size = compute_dtype(logits), (target.shape[-2], target.shape[-1])
+    buffers = buffers_of(tuple(logits.shape), size, options.align_corners, dtype, with_gradient)
+    return (
+        logits.new_empty(buffers.num_partials, dtype=dtype),
+        logits.new_empty((2, buffers.num_places), dtype=dtype),
+        logits.new_empty(buffers.num_places, dtype=torch.int32),
+    )
 
 
 @torch.library.custom_op(
@@ -281,15 +299,6 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = compute_dtype(logits)
     gradient = logits.new_empty(logits.shape if with_gradient else (0,), dtype=dtype)
-    if with_gradient and implementation == "triton" and is_simulated(logits):
-        # The launch's temporary memory, so that memory plans include it.
-        size = (target.shape[-2], target.shape[-1])
-        buffers = buffers_of(tuple(logits.shape), size, align_corners, dtype, with_gradient)
-        _ = (
-            logits.new_empty(buffers.num_partials, dtype=dtype),
-            logits.new_empty((2, buffers.num_places), dtype=dtype),
-            logits.new_empty(buffers.num_places, dtype=torch.int32),
-        )
     return logits.new_empty((), dtype=dtype), logits.new_empty((), dtype=torch.float64), gradient
 
 

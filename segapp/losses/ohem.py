@@ -28,6 +28,8 @@ SMALLEST_LOSS = 2.0**-24
 
 DEVICE_COLUMNS = 64
 """Columns over which the pixels of a bin are spread on a device, so that few are added one after the other."""
+CPU_COLUMNS = 1
+"""The same on the CPU, which adds all pixels one after the other."""
 
 
 def _bin_of(loss: float) -> int:
@@ -89,7 +91,7 @@ class HardnessHistogram:
         terms = [torch.where(valid, weight * nll, 0.0).flatten(), count.flatten()]
         if self.weight is not None:
             terms.append(weight.flatten())
-        loss, counts, *weights = sums_by_bin(terms, bins, self.num_bins, 1 if nll.is_cpu else DEVICE_COLUMNS)
+        loss, counts, *weights = sums_by_bin(terms, bins, self.num_bins, CPU_COLUMNS if nll.is_cpu else DEVICE_COLUMNS)
         return loss.to(nll.dtype), weights[0] if weights else counts, counts
 
 

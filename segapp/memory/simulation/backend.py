@@ -207,12 +207,17 @@ def _apply_by_replacing(module: nn.Module, fn: Callable[[Tensor], Tensor], recur
     for part in module.modules() if recurse else (module,):
         for key, parameter in part._parameters.items():
             if parameter is not None:
-                changed = fn(parameter.detach())
+                changed = fn(_fake(parameter.detach()))
                 part._parameters[key] = nn.Parameter(changed, parameter.requires_grad)
         for key, buffer in part._buffers.items():
             if buffer is not None:
-                part._buffers[key] = fn(buffer)
+                part._buffers[key] = fn(_fake(buffer))
     return module
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    """Return a fake tensor in place of a real one, such as the class weights of a criterion."""
+    return tensor if isinstance(tensor, FakeTensor) else _like(tensor, str(tensor.device))
 
 
 def _deepcopy_fake(tensor: Tensor, memo: dict[int, Any]) -> Tensor:

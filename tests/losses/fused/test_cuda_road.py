@@ -1,0 +1,189 @@
+"""The road on CUDA, taken on the CPU: launches, determinism, default devices, graph capture, reports of threads."""
+
+import threading
+import time
+from collections import deque
+
+import pytest
+import torch
+
+from segapp.losses import CriterionLovasz, CriterionOHEM, lovasz, ohem
+from segapp.losses.fused import checks, triton_trial
+from segapp.losses.fused.bands_cross_entropy import CrossEntropyOptions, cross_entropy_on_bands
+from segapp.losses.fused.checks import raise_reported, report_range
+from segapp.losses.fused.compiled import cross_entropy_on_cells
+from segapp.losses.fused.grid import Axis, _cached_grid, products_are_exact
+from segapp.losses.fused.kernel_shapes import block_shape, buffers_of, column_blocks
+from tests.support.as_on_cuda import DeterministicOnCuda, LaunchCounter, take_cuda_road
+from tests.support.loss_cases import class_weight, criteria, draw, relative_error
+
+NAMES = list(criteria())
+
+
+@pytest.fixture
+def _without_triton(monkeypatch):
+    take_cuda_road(monkeypatch)
+    monkeypatch.setattr(triton_trial, "_IS_INSTALLED", False)
+
+
+def gradient_of(criterion, logits, target):
+    x = logits.clone().requires_grad_()
+    loss = criterion(x, target)
+    loss.backward()
+    return loss.detach(), x.grad
+
+
+@pytest.mark.usefixtures("_without_triton")
+@pytest.mark.parametrize("full_bytes", [0, 1 << 60])
+@pytest.mark.parametrize("name", NAMES)
+def test_no_operator_depends_on_the_order_of_atomics(name, full_bytes, monkeypatch):
+    monkeypatch.setattr("segapp.losses.fused.pixel_sums.FULL_BYTES", full_bytes)
+    logits, target = draw(3, low=(33, 34), high=(65, 71))
+    truth = gradient_of(criteria()[name], logits, target)
+    with DeterministicOnCuda():
+        mine = gradient_of(criteria()[name], logits, target)
+    for a, b in zip(mine, truth, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.usefixtures("_without_triton")
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_on_the_cuda_road_match_the_cpu(name, monkeypatch):
+    monkeypatch.setattr("segapp.losses.fused.pixel_sums.FULL_BYTES", 0)
+    logits, target = draw(3, low=(9, 8), high=(33, 41))
+    mine = gradient_of(criteria()[name], logits, target)
+    monkeypatch.undo()
+    for a, b in zip(mine, gradient_of(criteria()[name], logits, target), strict=True):
+        assert relative_error(a, b) < 1e-11
+
+
+@pytest.mark.parametrize("columns", [1, 64])
+def test_sums_by_bin_match_a_matrix_product(columns):
+    generator = torch.Generator().manual_seed(0)
+    bins = torch.randint(0, 7, (5000,), generator=generator)
+    bins[:3000] = 2
+    terms = [torch.rand(5000, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(2)]
+    one_hot = torch.nn.functional.one_hot(bins, 9).double()
+    sums = ohem.sums_by_bin(terms, bins, 9, columns)
+    slopes = torch.rand(9, dtype=torch.float64, generator=generator)
+    for term, mine in zip(terms, sums, strict=True):
+        assert relative_error(mine.detach(), term.detach() @ one_hot) < 1e-14
+        assert torch.equal(torch.autograd.grad(mine, term, slopes, retain_graph=True)[0], slopes[bins])
+
+
+@pytest.mark.usefixtures("_without_triton")
+def test_ohem_statistics_of_parts_add_up_exactly_in_counts():
+    logits, target = draw(4, low=(9, 8), high=(33, 41), dtype=torch.float32)
+    criterion = CriterionOHEM(0.5, 20, weight=class_weight())
+    whole = criterion.statistics(logits, target)
+    parts = [criterion.statistics(logits[i : i + 1], target[i : i + 1]) for i in range(4)]
+    assert torch.equal(sum(part[2] for part in parts), whole[2])
+    assert relative_error(sum(part[0].double() for part in parts), whole[0]) < 1e-6
+    assert whole[0].shape == whole[1].shape == whole[2].shape == (1, ohem.HardnessHistogram(0.6931472, None).num_bins)
+
+
+@pytest.mark.usefixtures("_without_triton")
+def test_lovasz_launches_grow_with_sorts_not_with_classes(monkeypatch):
+    totals = {}
+    for classes_at_once in (19, 1):
+        logits, target = draw(4, 19, (8, 8), (64, 64), dtype=torch.float32)
+        budget = classes_at_once * lovasz.BYTES_OF_A_SORTED_PIXEL * target.numel()
+        monkeypatch.setattr(lovasz, "CPU_SORT_BYTES", budget)
+        gradient_of(CriterionLovasz(), logits, target)  # makes the tables of the interpolation
+        with LaunchCounter() as counter:
+            gradient_of(CriterionLovasz(), logits, target)
+        totals[classes_at_once] = counter.total
+        assert counter.calls["sort"] == 19 // classes_at_once
+    assert totals[19] < 200  # one class of one image at a time took 4,549
+    assert totals[1] > 4 * totals[19]
+
+
+@pytest.mark.parametrize("images_at_once", [1, 2, 5])
+def test_lovasz_of_any_grouping_is_the_same(images_at_once, monkeypatch):
+    logits, target = draw(5, low=(5, 6), high=(17, 23))
+    truth = gradient_of(CriterionLovasz(), logits, target)
+    monkeypatch.setattr(lovasz, "HELD_BYTES", images_at_once * 4 * 17 * 23 * 8)
+    monkeypatch.setattr(lovasz, "CPU_SORT_BYTES", 3 * lovasz.BYTES_OF_A_SORTED_PIXEL * 17 * 23 * images_at_once)
+    for mine, theirs in zip(gradient_of(CriterionLovasz(), logits, target), truth, strict=True):
+        assert relative_error(mine, theirs) < 1e-13
+
+
+def test_reports_are_taken_by_one_thread_each(monkeypatch):
+    """Between the question whether a report has arrived and its removal, another thread may run."""
+    monkeypatch.setattr(checks, "_reports", deque(maxlen=64))
+    good = torch.tensor([5, -5])
+
+    def has_arrived():
+        time.sleep(0.0005)
+        return True
+
+    for _ in range(60):
+        checks._reports.append(checks._Report(good, has_arrived, 4, 255))
+    checks._reports.append(checks._Report(torch.tensor([777, 777]), has_arrived, 4, 255))
+    raised = []
+
+    def take():
+        try:
+            while checks._reports:
+                raise_reported()
+        except Exception as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [str(error)[:24] for error in raised] == ["target holds the ids 777"]
+
+
+@pytest.mark.parametrize("way", ["bands", "cells", "criteria", "bounds"])
+def test_default_device_does_not_change_the_losses(way):
+    """With a default device, tensors without one are made there: `meta` stands for a CUDA device."""
+    _cached_grid.cache_clear()
+    column_blocks.cache_clear()
+    logits, target = draw(3, low=(7, 6), high=(33, 41))
+    options, weight, good = CrossEntropyOptions(False, 255, 0.1), class_weight(), torch.tensor([5, -5])
+    made = criteria().values()
+    with torch.device("meta"):
+        if way in ("bands", "cells"):
+            compute = {"bands": cross_entropy_on_bands, "cells": cross_entropy_on_cells}[way]
+            extra = {"compiled": False} if way == "cells" else {}
+            results = compute(logits, target, weight, options, with_gradient=True, **extra)
+            assert all(result.is_cpu for result in results)
+        elif way == "criteria":
+            for criterion in made:
+                loss, gradient = gradient_of(criterion, logits, target)
+                assert loss.is_cpu
+                assert gradient.is_cpu
+        else:
+            assert report_range(good, 4, 255).is_cpu
+            assert column_blocks(6, 41, True, 16).first == (0, 2, 4)
+    _cached_grid.cache_clear()
+
+
+def test_matmul_precision_set_per_backend_is_not_taken_as_exact():
+    assert products_are_exact()
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        assert not products_are_exact()
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert products_are_exact()
+
+
+@pytest.mark.parametrize("align_corners", [True, False])
+@pytest.mark.parametrize(("w", "W"), [(1, 9), (16, 128), (97, 769), (64, 96), (65, 66), (128, 512), (3, 500)])
+@pytest.mark.parametrize("num_classes", [2, 19, 60, 150])
+def test_partial_results_hold_every_source_column(w, W, align_corners, num_classes):
+    BX = block_shape(num_classes, torch.float32).BX
+    blocks = column_blocks(w, W, align_corners, BX)
+    matrix = Axis(w, W, align_corners).matrix()
+    for block, (first, last) in enumerate(zip(blocks.first, blocks.last, strict=True)):
+        used = matrix[block * BX : (block + 1) * BX].sum(0).nonzero().flatten()
+        assert first <= int(used.min())
+        assert int(used.max()) <= last < first + blocks.pitch
+    buffers = buffers_of((2, num_classes, 5, w), (40, W), align_corners, torch.float32, True)
+    assert buffers.num_places == 2 * 5 * len(blocks.first)
+    assert buffers.num_partials == buffers.num_places * 2 * num_classes * blocks.pitch

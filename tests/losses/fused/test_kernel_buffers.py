@@ -1,0 +1,95 @@
+"""Memory that the Triton launch allocates against what a memory plan counts for it, for the heads of every recipe."""
+
+import json
+import subprocess
+import sys
+from collections import deque
+
+import pytest
+import torch
+
+from segapp.losses import cross_entropy
+from segapp.losses.fused import checks
+from segapp.losses.fused.bands_cross_entropy import CrossEntropyOptions
+from segapp.memory.simulation.backend import is_supported
+from segapp.memory.simulation.recorder import Recorder
+from tests.support import ROOT
+
+pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch on Linux")
+
+from segapp.losses.fused import triton_cross_entropy
+
+RECIPES = {  # config: C, h, w, H, W of each head
+    "ade20k": [(150, 128, 128, 512, 512)],
+    "camvid": [(11, 30, 40, 240, 320)],
+    "cityscapes": [(19, 96, 96, 768, 768)],
+    "cityscapes-fast": [(19, 96, 96, 768, 768)],
+    "cityscapes-pspnet": [(19, 64, 128, 512, 1024)],
+    "demo": [(19, 24, 48, 96, 192)],
+    "folder": [(2, 32, 32, 512, 512), (2, 64, 64, 512, 512)],
+    "voc": [(21, 60, 60, 480, 480)],
+}
+"""camvid-distill has camvid's heads; `test_heads_are_those_of_the_recipes` holds the others."""
+OTHERS = [(150, 64, 64, 512, 512), (19, 400, 400, 512, 512), (19, 97, 193, 769, 1537), (256, 16, 16, 64, 64)]
+HEADS = sorted({head for heads in RECIPES.values() for head in heads} | set(OTHERS))
+
+
+class NoKernel:
+    def __getitem__(self, grid):
+        return lambda *_, **__: None
+
+
+def peak_mib(compute, *arguments):
+    """Peak of what an operation allocates beside its arguments."""
+    recorder = Recorder()
+    recorder.tag(arguments, "arguments")
+    with recorder:
+        kept = compute(*arguments)
+    del kept
+    (by_phase,) = recorder.peaks().values()
+    return max(peak.num_bytes - peak.by_kind.get("arguments", 0) for peak in by_phase.values()) / 2**20
+
+
+@pytest.mark.parametrize("align_corners", [True, False])
+@pytest.mark.parametrize("head", HEADS)
+def test_plan_counts_what_the_launch_allocates(head, align_corners, monkeypatch):
+    monkeypatch.setattr(triton_cross_entropy, "raise_reported", lambda: None)  # what no kernel wrote is no target
+    monkeypatch.setattr(checks, "_reports", deque(maxlen=64))
+    for kernel in ("loss_kernel", "gather_kernel", "bad_ids_kernel"):
+        monkeypatch.setattr(triton_cross_entropy, kernel, NoKernel())
+    C, h, w, H, W = head
+    logits, target = torch.empty(4, C, h, w), torch.empty(4, H, W, dtype=torch.uint8)
+    options = CrossEntropyOptions(align_corners, 255, 0.0)
+
+    def launch(logits, target):
+        return triton_cross_entropy.cross_entropy_by_triton(logits, target, None, options, with_gradient=True)
+
+    launch(logits, target)  # makes the tables, which stay
+    launched = peak_mib(launch, logits, target)
+    of_plan = torch.empty_like(logits, device="meta", requires_grad=True), torch.empty_like(target, device="meta")
+    planned = peak_mib(lambda *tensors: cross_entropy._fused(*tensors, None, options, "triton"), *of_plan)
+    assert launched == pytest.approx(planned, rel=0.002, abs=0.5)
+
+
+def test_partial_results_of_ade20k_are_thrice_the_logits():
+    buffers = cross_entropy.buffers_of((16, 150, 128, 128), (512, 512), True, torch.float32, True)
+    assert buffers.num_partials * 4 / 2**20 == 450  # 1200 with rows of a power of two
+    smaller = cross_entropy.buffers_of((16, 150, 64, 64), (512, 512), True, torch.float32, True)
+    assert smaller.num_partials * 4 / 2**20 == 150  # 600
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_supported(), reason="this torch cannot register a device in Python")
+@pytest.mark.parametrize("name", RECIPES)
+def test_heads_are_those_of_the_recipes(name):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.recipe_heads", name],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    heads = json.loads(done.stdout)[name]
+    assert [tuple(head[:5]) for head in heads] == RECIPES[name]
+    assert all(head[5:] == ["float32", "triton"] for head in heads)
