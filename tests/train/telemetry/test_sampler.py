@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from segapp.memory.gpus import GpuPoller
 from segapp.run.events import EventWriter
@@ -161,6 +162,23 @@ def test_three_gpus_are_matched_by_uuid(tmp_path: Path, monkeypatch: pytest.Monk
     assert [device["temperature"] for device in devices] == [80, 50, None]
     assert devices[0]["name"] == "card cccc"
     assert events(run.path, "heartbeat")[0]["phase"] == "train"
+
+
+def test_driver_is_asked_about_own_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking about the GPU of another rank would make a context there."""
+    asked: list[str] = []
+
+    def mem_get_info(device: torch.device) -> tuple[int, int]:
+        asked.append(str(device))
+        if device.index == 2:
+            raise RuntimeError("CUDA error")
+        return 3 * 2**20, 10 * 2**20
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    infos = [DeviceInfo(f"cuda:{i}", uuid, is_own=i != 1) for i, uuid in enumerate(("a", "b", "c"))]
+    tracker = DeviceMemoryTracker([*infos, infos[0]])  # two logical devices on the first
+    assert tracker.driver_used_mib() == {"a": 7.0}
+    assert asked == ["cuda:0", "cuda:2"]
 
 
 def samples(run: RunFolder) -> list[dict[str, Any]]:
