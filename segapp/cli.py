@@ -42,6 +42,9 @@ ConfigOption = Annotated[str | None, _option("--config", "A path, or the name of
 WeightsConfig = Annotated[str | None, _option("--config", "For bare weights: the config of their network.")]
 RunOption = Annotated[Path | None, typer.Option("--run", metavar="DIR", help="Folder of the run.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+SplitOption = Annotated[
+    str | None, _option("--split", "Split to evaluate; by default the run's own for validation.", "NAME")
+]
 SlideFlag = Annotated[bool, typer.Option("--slide", help="Sliding window instead of the whole image.")]
 TtaFlag = Annotated[bool, typer.Option("--tta", help="Average over a flip and several scales.")]
 _COMMANDS = "set gpu0_bsz=3 | set shares=2,3,3 | set lr_factor=0.5 | pause | resume | checkpoint | stop | cancel [ID]"
@@ -192,9 +195,7 @@ def ctl(
 @app.command("eval")
 def evaluate(
     target: Target,
-    split: Annotated[
-        str | None, typer.Option(help="Split of the data set; by default the run's own for validation.")
-    ] = None,
+    split: SplitOption = None,
     json_file: Annotated[Path | None, _option("--json", "Write the result as JSON.")] = None,
     slide: SlideFlag = False,
     tta: TtaFlag = False,
@@ -326,12 +327,7 @@ def init(
 def report(
     run: RunArgument,
     out: Annotated[Path | None, _option("--out", "File to write; by default report.html in the run folder.")] = None,
-    split: Annotated[
-        str | None,
-        typer.Option(
-            "--split", help="Split for the confusion matrix and the pictures; by default the run's own for validation."
-        ),
-    ] = None,
+    split: SplitOption = None,
     worst: Annotated[int, typer.Option("--worst", min=0, help="Number of images to show, the worst first.")] = 8,
     no_images: Annotated[
         bool, typer.Option("--no-images", help="Use the events of the run alone: no model, no data.")
