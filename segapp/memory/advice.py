@@ -73,8 +73,12 @@ def split_advice(plan_row: PlanRow, best: PlanRow, planner: Planner) -> list[Adv
     if best.gpu0_bsz is None or gain < 1.0:
         return []
     note = f"split {list(best.split)} instead of {list(plan_row.split)}; same loss and gradients"
-    mode = "parallel.mode=ddp " if planner.model.mode == "ddp" else ""  # `auto` takes dp with a gpu0_bsz
-    return [Advice(f"{mode}parallel.gpu0_bsz={best.gpu0_bsz}", round(gain, 1), max(best.peak_mib), best.fits, note)]
+    return [Advice(_split_words(best, planner), round(gain, 1), max(best.peak_mib), best.fits, note)]
+
+
+def _split_words(row: PlanRow, planner: Planner) -> str:
+    words = f"parallel.gpu0_bsz={row.gpu0_bsz}"
+    return f"parallel.mode=ddp {words}" if planner.model.mode == "ddp" else words  # `auto` takes dp with a gpu0_bsz
 
 
 def variant_advice(variant: Variant, reference_mib: float, varied_mib: float, row: PlanRow, planner: Planner) -> Advice:
@@ -108,7 +112,7 @@ def accumulate_advice(
     after = max(best.peak_mib[0] + extra, *best.peak_mib)
     change = f"train.batch_size={batch_size // 2} train.accumulate={2 * accumulate}"
     if best.gpu0_bsz is not None:
-        change += f" parallel.gpu0_bsz={best.gpu0_bsz}"
+        change += f" {_split_words(best, planner)}"
     note = "the gradient of a step stays exact; BatchNorm sees half as many images at a time"
     fits = best.fits and best.peak_mib[0] + extra <= planner.gpus[0].total_mib
     return [Advice(change, round(max(row.peak_mib) - after, 1), round(after, 1), fits, note)]

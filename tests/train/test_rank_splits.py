@@ -11,6 +11,7 @@ import torch
 from segapp.config import dump_config
 from tests.support.live_runs import small
 from tests.support.rank_runs import (
+    check_killed_rank,
     check_restart_after_out_of_memory,
     check_split_change,
     check_stop_by_signal,
@@ -36,14 +37,20 @@ def test_ranks_stop_at_the_same_step_and_save(tiny: dict[str, Any], tmp_path: Pa
 
 
 @pytest.mark.slow
+def test_killed_rank_ends_all_ranks_within_seconds(tiny: dict[str, Any], tmp_path: Path) -> None:
+    check_killed_rank(tiny, tmp_path, CPUS)
+
+
+@pytest.mark.slow
 def test_run_goes_between_two_ranks_three_and_one_device(tiny: dict[str, Any], tmp_path: Path) -> None:
-    reference = small(tiny, 4, parallel={"mode": "single"}, train={"batch_size": 5})
-    assert train(reference, tmp_path / "alone") == 0
+    constant = {"name": "constant", "warmup_steps": 0}  # the other schedules depend on the number of epochs
+    alone = small(tiny, 4, parallel={"mode": "single"}, train={"batch_size": 5}, schedule=constant)
+    assert train(alone, tmp_path / "alone") == 0
     parts = [{"shares": [4, 1]}, {"devices": ["cpu"] * 3}, {"mode": "dp", "gpu0_bsz": 2}, {"mode": "single"}]
     for epochs, parallel in enumerate(parts, start=1):
         (tmp_path / "part.yaml").write_text(dump_config(ranks_of(tiny, epochs, **{"devices": CPUS, **parallel})))
-        resume = ["--resume", "run"] if epochs > 1 else ["--run", "run"]
-        done = segapp("train", "--config", "part.yaml", *resume, cwd=tmp_path)
+        words = ["--resume" if epochs > 1 else "--run", "run", "schedule.name=constant", "schedule.warmup_steps=0"]
+        done = segapp("train", "--plain", "--config", "part.yaml", *words, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
 

@@ -103,7 +103,10 @@ class OomHandler:
             text = event.model_dump_json(exclude={"v", "seq", "t", "type", "path"})
             try:
                 self._folder.mkdir(exist_ok=True)
-                write_atomic(self._folder / f"rank_{self._rank}_step_{report.step}.json", text + "\n")
+                path = self._folder / f"rank_{self._rank}_step_{report.step}.json"
+                if path.exists():  # of an earlier start of the ranks: what it adopted stays
+                    path = path.with_stem(f"{path.stem}_{1 + len(list(self._folder.glob('rank_*.json')))}")
+                write_atomic(path, text + "\n")
             except OSError:
                 logger.exception("report of an out-of-memory")
             self._write(report)
