@@ -101,25 +101,33 @@ def _check_part(path: str, part: nn.Module, name: str) -> None:
 # ------------------------------------------------------------------------------------------------------ flat buckets
 @dataclass(frozen=True)
 class _Layout:
-    """Size and strides of a tensor, and its dimensions in the order of memory."""
+    """Size and strides of a tensor, and how it lies in memory.
+
+    Attributes:
+        size: of the tensor.
+        stride: of the tensor; None stands for contiguous ones.
+        order: the dimensions from the outermost in memory to the innermost; None: as they are.
+    """
 
     size: torch.Size
-    stride: tuple[int, ...]
-    order: tuple[int, ...] | None  # None: as they are
+    stride: tuple[int, ...] | None = None
+    order: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Layout:
         """Return the layout of a tensor, contiguous for one that is not dense."""
         size, stride = tensor.size(), tensor.stride()
-        if tensor.is_contiguous():
-            return cls(size, stride, None)
-        order = tuple(sorted(range(len(size)), key=lambda dim: (-stride[dim], -size[dim])))
-        num_values = 1
+        if len(size) < 2:
+            return cls(size)
+        order = tuple(sorted(range(len(size)), key=lambda dim: -stride[dim]))
+        num_values, is_plain = 1, True
         for dim in reversed(order):
             if size[dim] != 1 and stride[dim] != num_values:
-                return cls(size, torch.empty(size, device="meta").stride(), None)
+                return cls(size)
+            is_plain = is_plain and stride[dim] == num_values
             num_values *= size[dim]
-        return cls(size, stride, order)
+        is_ordered = order == tuple(range(len(size)))
+        return cls(size, None if is_plain and is_ordered else stride, None if is_ordered else order)
 
 
 def _pack(tensors: Sequence[Tensor], layouts: Sequence[_Layout]) -> Tensor:
@@ -135,14 +143,14 @@ def _pack(tensors: Sequence[Tensor], layouts: Sequence[_Layout]) -> Tensor:
 def _unpack(flat: Tensor, layouts: Sequence[_Layout]) -> list[Tensor]:
     """Return views of a flat tensor, in the layouts of what it was packed from."""
     parts = flat.split_with_sizes([layout.size.numel() for layout in layouts])
-    return [
-        part
-        if len(layout.size) == 1
-        else part.view(layout.size)
-        if layout.order is None
-        else part.as_strided(layout.size, layout.stride)
-        for part, layout in zip(parts, layouts, strict=True)
-    ]
+    unpacked = []
+    for part, layout in zip(parts, layouts, strict=True):
+        if layout.stride is not None:
+            part = part.as_strided(layout.size, layout.stride)
+        elif len(layout.size) != 1:
+            part = part.view(layout.size)
+        unpacked.append(part)
+    return unpacked
 
 
 class _CopyToDevices(torch.autograd.Function):

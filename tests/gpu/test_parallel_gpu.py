@@ -23,6 +23,7 @@ from segapp.parallel import (
 )
 from segapp.parallel.replicas import replicate
 from tests.support.parallel_cases import Critic, PlainCE, SmallNet, grads_of, make_batch, relative_error, state_error
+from tests.support.replica_checks import check_channels_last, check_step, check_threads
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,6 +38,62 @@ def device_lists():
     if torch.cuda.is_available() and torch.cuda.device_count() > 1:
         lists.append(pytest.param(list(range(torch.cuda.device_count())), id="distinct GPUs"))
     return lists
+
+
+needs_several = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason=f"needs two CUDA devices and sees {torch.cuda.device_count()}"
+)
+several = pytest.param(
+    "all", id="distinct GPUs", marks=[needs_several, pytest.mark.timeout(120)]
+)  # a hang is a failure
+
+
+def as_devices(device_ids):
+    return list(range(torch.cuda.device_count())) if device_ids == "all" else device_ids
+
+
+@pytest.mark.parametrize("device_ids", [pytest.param(SAME, id="one GPU three times"), several])
+@pytest.mark.parametrize("benchmark", [False, True])
+@pytest.mark.parametrize("sync_bn", [True, False])
+def test_step_with_and_without_sync_bn_and_benchmark(device_ids, sync_bn, benchmark):
+    check_step(as_devices(device_ids), "cuda:0", sync_bn=sync_bn, benchmark=benchmark)
+
+
+@pytest.mark.parametrize("device_ids", [pytest.param(SAME, id="one GPU three times"), several])
+@pytest.mark.parametrize("check", [check_threads, check_channels_last])
+def test_replicas_keep_threads_devices_and_channels_last(device_ids, check):
+    check(as_devices(device_ids), "cuda:0")
+
+
+@needs_several
+@pytest.mark.timeout(300)
+def test_200_steps_on_distinct_gpus_end():
+    """A circle of waits between the devices would show here as a hang."""
+    torch.manual_seed(0)
+    net = convert_sync_batchnorm(SmallNet(width=64)).cuda()
+    model = DataParallelModel(net, None)
+    criterion = DataParallelCriterion(PlainCE())
+    images, target = make_batch(4 * torch.cuda.device_count(), size=64, dtype=torch.float32)
+    for _ in range(200):
+        criterion(model(images), target).backward()
+        net.zero_grad()
+    torch.cuda.synchronize()
+
+
+def test_benchmark_tunes_in_the_first_step_only(capsys):
+    """In new threads every step would tune again: about 50 ms for every convolution and thread."""
+    net = nn.Sequential(*[nn.Conv2d(32, 32, 3, padding=1) for _ in range(20)]).cuda()
+    model, images, times = DataParallelModel(net, SAME), torch.randn(6, 32, 64, 64, device="cuda"), []
+    with torch.backends.cudnn.flags(benchmark=True), torch.no_grad():
+        for _ in range(6):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            model(images)
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+    with capsys.disabled():
+        print("\nforward with benchmark, ms: " + ", ".join(f"{seconds * 1e3:.1f}" for seconds in times))
+    assert min(times[2:]) < 0.5 * times[0]
 
 
 @pytest.mark.parametrize("device_ids", device_lists())

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from segapp.parallel import gather, reduce_add, replicate, resolve_devices, run_replicas, scatter
+from segapp.parallel.replicas import _Layout, _pack, _unpack
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", ["left", "right"])
@@ -161,6 +162,30 @@ def test_many_buckets_give_the_gradients_of_one_bucket(monkeypatch):
     sum(output.sum() for output in outputs).backward()
     for ours, theirs in zip(module.parameters(), truth.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_flat_buckets_keep_values_and_strides():
+    torch.manual_seed(0)
+    tensors = [
+        torch.randn(4, 3, 3, 3),
+        torch.randn(4, 3, 3, 3).to(memory_format=torch.channels_last),
+        torch.randn(4, 3, 1, 1).to(memory_format=torch.channels_last),
+        torch.randn(1, 3, 5, 2).to(memory_format=torch.channels_last),
+        torch.randn(2, 3, 2, 2, 2).to(memory_format=torch.channels_last_3d),
+        torch.randn(5, 3).t(),
+        torch.randn(7),
+        torch.randn(()),
+        torch.randn(0, 3),
+    ]
+    layouts = [_Layout.of(tensor) for tensor in tensors]
+    flat = _pack(tensors, layouts)
+    assert flat.numel() == sum(tensor.numel() for tensor in tensors)
+    for ours, original in zip(_unpack(flat, layouts), tensors, strict=True):
+        assert torch.equal(ours, original)
+        assert ours.stride() == original.stride()
+    sparse_in_memory = torch.randn(4, 6)[:, ::2]
+    (dense,) = _unpack(_pack([sparse_in_memory], [_Layout.of(sparse_in_memory)]), [_Layout.of(sparse_in_memory)])
+    assert torch.equal(dense, sparse_in_memory)
 
 
 def test_compiled_and_lazy_modules_are_refused_with_advice():

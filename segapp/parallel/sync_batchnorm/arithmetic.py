@@ -63,11 +63,11 @@ def kernel_row(x: Tensor, eps: float) -> Tensor:
 def moments_row(x: Tensor) -> Tensor:
     """Return a part's C means, C sums of squared deviations and the count as one tensor (2C + 1,), differentiable."""
     x, count = x.to(wide_dtype(x)), count_of(x)
-    if count:
-        var_C, mean_C = torch.var_mean(x, _summed_dims(x), correction=0)
+    if count:  # the sum of squares is divided by count - correction
+        deviation_C, mean_C = torch.var_mean(x, _summed_dims(x), correction=count - 1)
     else:
-        var_C = mean_C = x.sum(_summed_dims(x))
-    return torch.cat([mean_C, var_C * count, mean_C.new_full((1,), float(count))])
+        deviation_C = mean_C = x.sum(_summed_dims(x))
+    return torch.cat([mean_C, deviation_C, mean_C.new_full((1,), float(count))])
 
 
 def join_moments(rows_PK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,9 +132,16 @@ class Kernels:
         return total
 
     @staticmethod
-    def input_gradient(grad: Tensor, x: Tensor, weight_C: Tensor | None, own: Statistics, shared: Tensor) -> Tensor:
+    def unpack(shared: Tensor, num_dims: int) -> Sequence[Tensor]:
+        """Return the values of `shared`, for inputs of so many dimensions."""
+        return shared.chunk(2)
+
+    @staticmethod
+    def input_gradient(
+        grad: Tensor, x: Tensor, weight_C: Tensor | None, own: Statistics, shared: Sequence[Tensor]
+    ) -> Tensor:
         """Return the gradient of the part."""
-        grad_C, centred_C = shared.chunk(2)
+        grad_C, centred_C = shared
         return torch.batch_norm_backward_elemt(grad, x, own.mean, own.scale, weight_C, grad_C, centred_C, own.counts)
 
 
@@ -163,10 +170,17 @@ class Composed:
         return torch.cat([own.mean, factor_C, -factor_C * normal_C * invstd_C, -factor_C * grad_C])
 
     @staticmethod
-    def input_gradient(grad: Tensor, x: Tensor, weight_C: Tensor | None, own: Statistics, shared: Tensor) -> Tensor:
+    def unpack(shared: Tensor, num_dims: int) -> Sequence[Tensor]:
+        """Return the values of `shared`, for inputs of so many dimensions."""
+        return shared.view(4, 1, -1, *[1] * (num_dims - 2)).unbind()
+
+    @staticmethod
+    def input_gradient(
+        grad: Tensor, x: Tensor, weight_C: Tensor | None, own: Statistics, shared: Sequence[Tensor]
+    ) -> Tensor:
         """Return the gradient of the part."""
-        mean, of_grad, of_centred, of_one = shared.view(4, 1, -1, *[1] * (x.dim() - 2)).unbind()
-        centred = x.to(shared.dtype) - mean
+        mean, of_grad, of_centred, of_one = shared
+        centred = x.to(mean.dtype) - mean
         return torch.addcmul(of_one, centred, of_centred, out=centred).addcmul_(grad, of_grad).to(x.dtype)
 
 
@@ -253,11 +267,13 @@ def _gradients(
     if any(needs_x):
         total = all_reduce_in_place(rows[0]) if layer.over_ranks else stack_parts(rows, over_ranks=False).sum(0)
         shared = arithmetic.shared(total, _as(weights[0], total), all_own[0], layer.eps)
-        by_device = spread([shared], [x.device for x in xs])
+        by_device = {
+            device: arithmetic.unpack(copied, xs[0].dim())
+            for device, (copied,) in spread([shared], [x.device for x in xs]).items()
+        }
         for i, (grad, x, weight, own) in enumerate(zip(grads, xs, weights, all_own, strict=True)):
             if needs_x[i] and x.numel():
-                (own_shared,) = by_device[x.device]
-                of_x[i] = arithmetic.input_gradient(grad, x, _as(weight, own_shared), own, own_shared)
+                of_x[i] = arithmetic.input_gradient(grad, x, _as(weight, own.mean), own, by_device[x.device])
             elif needs_x[i]:
                 of_x[i] = torch.zeros_like(x)
     return of_x, of_weight, of_bias

@@ -99,8 +99,9 @@ class SyncBatchNorm(_BatchNorm):
         """Return True if torch's kernel joins the moments and tracks them, as it does with a constant momentum."""
         if not has_kernels(x):
             return False
-        is_trackable = self.momentum is not None and cast(Tensor, self.running_mean).dtype == wide_dtype(x)
-        return is_trackable if self._is_tracked() else True
+        if not self._is_tracked():
+            return True
+        return self.momentum is not None and cast(Tensor, self.running_mean).dtype == wide_dtype(x)
 
     def _part(self, x: Tensor) -> _Part:
         x = x.contiguous(memory_format=memory_format_of(x))
