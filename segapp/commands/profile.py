@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from segapp.build.data import build_dataset, build_load_options, build_scheme, split_names
 from segapp.build.devices import plan_devices
+from segapp.build.formats import auto_precision
 from segapp.config import RunConfig, load_config
 from segapp.datasets.loader import Batch, TrainLoader
 from segapp.datasets.resources import cores_of_rank
@@ -33,6 +34,7 @@ from segapp.memory.simulation.jobs import PHASES, PhasePeak
 from segapp.memory.simulation.recorder import PhaseMarks, Recorder
 from segapp.parallel.ranks import Ranks
 from segapp.train.build import seed_everything
+from segapp.train.planning.auto_settings import with_train
 from segapp.train.planning.blank_data import blank_batch
 from segapp.train.planning.simulate import phase_peaks, watch_modules
 from segapp.train.planning.trial_step import build_trial_engine
@@ -100,6 +102,8 @@ def _profiled(config: RunConfig, num_steps: int) -> StepProfile:
     plan = plan_devices(config.parallel, is_one_process=True)
     if plan.mode not in ("single", "dp"):
         raise ConfigError(f"parallel.mode = {plan.mode}: a profile runs in one process: use parallel.mode=dp or single")
+    if config.train.precision == "auto":
+        config = with_train(config, precision=auto_precision(plan.devices))
     seed_everything(config.seed)
     devices = [str(device) for device in plan.devices]
     loader = _training_loader(config, plan.devices[0])

@@ -252,8 +252,8 @@ class TrainConfig(Section):
     """Micro-batches per step: a step processes batch_size x accumulate images."""
     effective_batch_size: PositiveInt | None = None
     """Images per step, a multiple of batch_size: sets accumulate to effective_batch_size / batch_size; null: unused."""
-    precision: Literal["fp32", "fp16", "amp-fp16", "amp-bf16"] = "fp32"
-    """fp16: half weights, with fp32 BatchNorm, fp32 master weights and loss scaling; amp-*: autocast."""
+    precision: Literal["auto", "fp32", "fp16", "amp-fp16", "amp-bf16"] = "fp32"
+    """fp16: half weights, fp32 masters; amp-*: autocast; auto: amp-bf16, or what the device of the first start has."""
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of the exponential moving average of the weights, which evaluation uses; null: no average."""
     bn_momentum: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -266,8 +266,8 @@ class TrainConfig(Section):
     """Seconds without progress after which the run fails, with all stacks in RUN/stacks.log; 0: never."""
     early_stop: PositiveInt | None = None
     """Stop after this many evaluations without improvement of checkpoint.monitor; null: never."""
-    channels_last: bool = False
-    """Use the memory format channels_last (NHWC)."""
+    channels_last: bool | Literal["auto"] = "auto"
+    """Memory format NHWC; auto: on GPUs, for convolutional networks in half precision or TF32."""
     keep_freed_memory: bool = True
     """On the CPU, keep freed memory for reuse (glibc only): fewer page faults, a slightly higher peak."""
     cudnn_benchmark: bool = True

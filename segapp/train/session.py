@@ -273,6 +273,8 @@ def _with_resolved_auto(
         print("planning the memory (some seconds)", flush=True)
     resolved, saved_plan = resolve_auto(config, folder, devices, device_infos, ranks)
     if ranks.is_main:
+        if resolved.train.precision != config.train.precision:
+            print(f"train.precision = auto: {resolved.train.precision}", flush=True)
         folder.write_config(dump_config(resolved))
         for note in saved_plan.notes if saved_plan is not None else ():
             print(note, flush=True)

@@ -14,7 +14,8 @@ import torch
 
 from segapp.build.data import build_pairs, split_names
 from segapp.build.devices import DevicePlan
-from segapp.config import RunConfig, validate_config
+from segapp.build.formats import auto_precision
+from segapp.config import RunConfig, load_config, validate_config
 from segapp.datasets.files import check_pairs
 from segapp.errors import ConfigError
 from segapp.memory.gpu_specs import GpuSpec
@@ -36,7 +37,7 @@ logger = logging.getLogger("segapp")
 def resolve_auto(
     config: RunConfig, folder: RunFolder, devices: DevicePlan, device_infos: Sequence[DeviceInfo], ranks: Ranks
 ) -> tuple[RunConfig, SavedMemoryPlan | None]:
-    """Return the config with every `auto` of `train` replaced by a number, and the plan it comes from.
+    """Return the config with every `auto` of `train` that a resume must keep replaced, and the memory plan.
 
     Returns:
         The resolved config, and the plan; None if no key is `auto`.
@@ -44,6 +45,8 @@ def resolve_auto(
     Raises:
         ConfigError: the memory of the devices is unknown, or nothing fits.
     """
+    if config.train.precision == "auto":
+        config = with_train(config, precision=_precision(folder, devices, ranks))
     wants_plan = not config.train.batch_size or config.parallel.gpu0_bsz == "auto"
     found: tuple[SavedMemoryPlan | None, ConfigError | None] = None, None
     if wants_plan and ranks.is_main:
@@ -62,6 +65,17 @@ def resolve_auto(
         accumulate = config.train.accumulate if total is None else total // batch_size
     resolved = with_train(config, batch_size=batch_size, accumulate=accumulate)
     return resolved, saved_plan
+
+
+def _precision(folder: RunFolder, devices: DevicePlan, ranks: Ranks) -> str:
+    """Return the precision of a run: the one that it began with, else what all of its devices have."""
+    began_with: str | None = None
+    if ranks.is_main and folder.config_yaml.exists():
+        began_with = load_config(folder.config_yaml).train.precision
+    own = auto_precision(devices.devices)
+    chosen = min(ranks.gather(own), key=("fp32", "amp-fp16", "amp-bf16").index)
+    kept: str | None = ranks.from_main(began_with)
+    return chosen if kept in (None, "auto") else kept
 
 
 def with_train(config: RunConfig, **changes: Any) -> RunConfig:

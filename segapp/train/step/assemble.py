@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from segapp.build.criterion import build_criterion
 from segapp.build.devices import DevicePlan, Mode
+from segapp.build.formats import uses_channels_last
 from segapp.build.network import build_network, check_sizes, set_batchnorm_momentum
 from segapp.build.optimizer import build_optimizer, build_parameter_groups
 from segapp.build.trained import TrainedState
@@ -200,6 +201,8 @@ class StepAssembler:
     """
 
     def __init__(self, config: RunConfig, scheme: ClassScheme, teacher: TrainedState | None = None) -> None:
+        if config.train.precision == "auto":  # a training has resolved it; GPUs that are planned for are taken as new
+            config = config.model_copy(update={"train": config.train.model_copy(update={"precision": "amp-bf16"})})
         self.config, self.scheme, self.teacher = config, scheme, teacher
         if teacher is not None:
             check_teacher(config, teacher, scheme)
@@ -234,7 +237,7 @@ class StepAssembler:
         if self._is_synced(layout):
             convert_sync_batchnorm(model)
         Precision(self.config.train.precision, torch.device("cpu")).prepare(model)
-        if self.config.train.channels_last:
+        if uses_channels_last(self.config.train, model, layout.devices[0]):
             model.to(memory_format=torch.channels_last)
         return model
 
@@ -355,7 +358,7 @@ class StepAssembler:
         config, model, device = self.config, parts.model, layout.devices[0]
         if self.teacher is None or layout.loss != "small":
             whole: Any = model if layout.loss in ("small", "full") else Upsampled(model)
-            return NormalizedInput(whole, normalizer, channels_last=config.train.channels_last)
+            return NormalizedInput(whole, normalizer, channels_last=uses_channels_last(config.train, model, device))
         teacher = build_teacher(self.teacher, layout.devices, normalizer.dtype, backend.copy_to)
         return build_distilled_input(config, model, normalizer, teacher, parts.critic, device)
 

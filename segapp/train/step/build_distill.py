@@ -31,7 +31,8 @@ from segapp.train.step.distill import (
 )
 
 if TYPE_CHECKING:
-    from segapp.build.trained import TrainedState
+    from segapp.build.formats import uses_channels_last
+from segapp.build.trained import TrainedState
 
 
 def distilled_criterion(config: RunConfig, task: AdditiveCriterion) -> AdditiveCriterion:
@@ -135,7 +136,7 @@ def build_distilled_input(
             config.loss.align_corners,
             critic_size(config.data.crop_px),
         ),
-        channels_last=config.train.channels_last,
+        channels_last=uses_channels_last(config.train, model, device),
         autocast=_critic_precision(config, device).autocast,
     )
 
