@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from segapp.build.formats import uses_channels_last
 from segapp.config import CriticConfig, RunConfig
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError
@@ -31,8 +32,7 @@ from segapp.train.step.distill import (
 )
 
 if TYPE_CHECKING:
-    from segapp.build.formats import uses_channels_last
-from segapp.build.trained import TrainedState
+    from segapp.build.trained import TrainedState
 
 
 def distilled_criterion(config: RunConfig, task: AdditiveCriterion) -> AdditiveCriterion:
