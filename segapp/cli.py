@@ -308,19 +308,45 @@ def init(
     out: Annotated[
         Path | None, _option("--out", "The config; by default FOLDER's name with .yaml, in the current folder.")
     ] = None,
+    layout: Annotated[
+        str | None, _option("--layout", "The layout to take, where several are possible: its name or number.", "NAME")
+    ] = None,
     val_share: Annotated[
         float | None,
+        _option("--val-share", "Share of the validation images, for data without splits; by default 0.2.", "SHARE"),
+    ] = None,
+    group: Annotated[
+        str | None,
         _option(
-            "--val-share", "For data without splits: write train.txt and val.txt with this share, e.g. 0.15.", "SHARE"
+            "--group", "Images with the same match in their path are in the same split; by default a scene.", "REGEX"
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+    folds: Annotated[
+        int | None, _option("--folds", "Write this many folds for cross-validation, each a config.", "NUMBER")
+    ] = None,
+    seed: Annotated[int, _option("--seed", "Of the division of images into splits or folds.", "NUMBER")] = 0,
+    html_file: Annotated[Path | None, _option("--html", "Write a page with pictures of each possible layout.")] = None,
+    clean_masks: Annotated[
+        bool,
+        typer.Option(
+            "--clean-masks", help="Write copies of JPEG or smoothed masks, each pixel the nearest frequent value."
+        ),
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the config and the lists beside it.")] = False,
 ) -> None:
-    """Write a config for a data folder, each choice with its reason."""
-    from segapp.commands.init import propose_config
+    """Write a config for a data folder, each choice with its reason; masks are made from annotations.
 
-    written = propose_config(root, out, val_share=val_share, force=force)
-    print(f"written: {written}\nnext: segapp check --config {written}; segapp train --config {written}")
+    Nothing is written into the folder.
+    """
+    from segapp.commands.init import InitRequest, propose_config
+    from segapp.commands.init.dialog import asked
+
+    request = InitRequest(root, out, force, layout, val_share, group, folds, seed, html_file, clean_masks)
+    result = asked(request, propose_config)
+    print(*result.lines, sep="\n")
+    first = result.configs[0]
+    print(f"written: {', '.join(map(str, result.configs))}")
+    print(f"next: segapp check --config {first}; segapp train --config {first}")
 
 
 @app.command()

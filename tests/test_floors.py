@@ -32,6 +32,7 @@ MANY_PARAMETERS = {
     "segapp/cli.py:train": COMMAND,
     "segapp/cli.py:evaluate": COMMAND,
     "segapp/cli.py:predict": COMMAND,
+    "segapp/cli.py:init": COMMAND,
 }
 """Functions of more than seven parameters, and why."""
 

@@ -46,6 +46,8 @@ def build_location(data: DataConfig) -> DataLocation:
         mask_dir=data.mask_dir,
         image_suffix=data.image_suffix,
         mask_suffix=data.mask_suffix,
+        list_dir=data.list_dir,
+        mask_root=data.mask_root,
         allow_outside_root=data.allow_outside_root,
     )
 

@@ -145,7 +145,8 @@ def config_schema() -> dict[str, Any]:
 
 #: Keys that may differ when a run is resumed: they change neither the order of the data nor the computed weights.
 RESUME_MAY_CHANGE = (
-    "name", "data.root", "data.workers", "data.cache", "data.cache_dir", "data.timeout_s", "data.val_split",
+    "name", "data.root", "data.list_dir", "data.mask_root",
+    "data.workers", "data.cache", "data.cache_dir", "data.timeout_s", "data.val_split",
     "data.allow_outside_root", "data.allow_overlap",
     "model.weights", "model.weights_backbone", "model.partial_weights", "train.epochs",
     "train.max_bad_steps", "train.early_stop",

@@ -130,6 +130,10 @@ class DataConfig(Section):
     """End of the image file names, replaced by mask_suffix to find the mask; null: any image extension."""
     mask_suffix: str | None = None
     """End of the mask file names, e.g. "_mask.png"; null: .png."""
+    list_dir: str | None = None
+    """Folder of the files that list the splits (list), relative to the current folder; null: root."""
+    mask_root: str | None = None
+    """Folder that masks are listed relative to (list), relative to the current folder; null: root."""
     allow_overlap: bool = False
     """Accept images that are in the training and in the validation split, to overfit on purpose."""
     allow_outside_root: bool = False

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from segapp.commands.check import check_data
-from segapp.commands.init import propose_config
+from segapp.commands.init import InitRequest, propose_config
 from segapp.errors import DataError
 from tests.support.runs import events, merged, train
 
@@ -38,5 +38,5 @@ def test_init_refuses_lists_with_a_common_image(tiny_root: Path, tmp_path: Path)
     (root / "train.txt").write_text("\n".join(names))
     (root / "val.txt").write_text(names[0])
     with pytest.raises(DataError, match=f"1 validation images are training images too, such as .*{names[0]}"):
-        propose_config(root, tmp_path / "made.yaml", val_share=None, force=False)
+        propose_config(InitRequest(root, tmp_path / "made.yaml"))
     assert not (tmp_path / "made.yaml").exists()

@@ -14,6 +14,7 @@ from segapp.datasets.layouts import published_classes as published
 from segapp.datasets.layouts.pairing import (
     FolderLayout,
     Leftovers,
+    ListedFolders,
     find_images,
     find_leftovers,
     listed_pairs,
@@ -48,6 +49,8 @@ class DataLocation:
         mask_dir: Folder of the masks below root, in the same way.
         image_suffix: Ending of image names, in place of the format's.
         mask_suffix: Ending of mask names, in place of the format's.
+        list_dir: Folder of the split lists of format `list`; None: root.
+        mask_root: Folder that the masks of format `list` are relative to; None: root.
         allow_outside_root: Accept files outside root too: linked from it, or named by a `list` file.
     """
 
@@ -57,6 +60,8 @@ class DataLocation:
     mask_dir: str | None = None
     image_suffix: str | None = None
     mask_suffix: str | None = None
+    list_dir: str | None = None
+    mask_root: str | None = None
     allow_outside_root: bool = False
 
     @property
@@ -157,8 +162,8 @@ DATASETS: dict[str, DatasetFormat] = {
         ),
     ),
     "list": DatasetFormat(
-        expected="<split>.txt with an image and its mask on each line, relative to root (a tab between them, if names "
-        "hold spaces)",
+        expected="<split>.txt in data.list_dir (or root) with an image and its mask on each line, relative to root and "
+        "to data.mask_root (or root); a tab between them, if names hold spaces",
         source="your own images and masks",
     ),
 }
@@ -254,7 +259,13 @@ def find_pairs(location: DataLocation, split: str) -> tuple[ImagePair, ...]:
         raise DataError(f"data root {shown(folder)} {what}: {how_to_get}")
     guard = location.build_guard()
     if not known.layouts:
-        return listed_pairs(folder / f"{split}.txt", folder, guard, how_to_get)
+        list_dir = Path(location.list_dir) if location.list_dir is not None else folder
+        mask_root = Path(location.mask_root) if location.mask_root is not None else folder
+        mask_guard = RootGuard(None if location.allow_outside_root else mask_root)
+        if location.list_dir is None:
+            guard.check(list_dir / f"{split}.txt")
+        lists = ListedFolders(folder, guard, mask_root, mask_guard)
+        return listed_pairs(list_dir / f"{split}.txt", lists, how_to_get)
     base, layout = _choose_layout(known, folder, split, location.overrides)
     images = find_images(base, layout, guard, how_to_get)
     pairs = match_masks(base, layout, images, guard, how_to_get)

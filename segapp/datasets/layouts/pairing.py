@@ -127,17 +127,26 @@ def match_masks(
             if masks[match][0] == image:
                 raise DataError(f"{shown(image)} would be its own mask: set mask_dir or mask_suffix")
             pairs.append(ImagePair(image, masks[match][0], _name(image, base / layout.image_dir)))
-    missing = [shown(images[key]) for key, match in matches.items() if match is None]
-    if missing:
+    missing_keys = [key for key, match in matches.items() if match is None]
+    if missing_keys:
+        missing = [shown(images[key]) for key in missing_keys]
         unused = sorted(set(masks) - set(matches.values()))
         others = f"; {len(unused)} masks have no image ({_some(unused)})" if unused else ""
         endings = " or ".join(layout.mask_suffixes) or "the image's stem and an image extension"
         raise UnpairedError(
             f"{len(missing)} of {len(images)} images have no mask below {shown(folder)} ({_some(missing)}{others}): "
-            f"masks are searched by {endings}; {how_to_get}",
+            f"masks are searched by {endings}{_other_ending(missing_keys, unused)}; {how_to_get}",
             pairs,
         )
     return pairs
+
+
+def _other_ending(missing: Sequence[str], unused: Sequence[str]) -> str:
+    """Return the advice to set the ending of the mask names, with the ending where the names show it."""
+    extra = {mask[len(key) :] for key in missing[:_MAX_NAMED] for mask in unused if mask.startswith(key)}
+    if len(extra) == 1 and (ending := extra.pop()):
+        return f": set data.mask_suffix: {shown(ending)}.png (or their own extension)"
+    return ": set data.mask_suffix if their names end otherwise, such as _mask.png"
 
 
 @dataclass(frozen=True)
@@ -257,11 +266,30 @@ def _some(names: Sequence[str]) -> str:
     return text if len(names) <= _MAX_NAMED else f"{text} and {len(names) - _MAX_NAMED} more"
 
 
-def listed_pairs(list_file: Path, root: Path, guard: RootGuard, how_to_get: str) -> tuple[ImagePair, ...]:
+@dataclass(frozen=True)
+class ListedFolders:
+    """Folders that the lines of a list file are relative to, and the checks that files are inside them.
+
+    Attributes:
+        root: Folder of the images.
+        guard: Check of the images.
+        mask_root: Folder of the masks.
+        mask_guard: Check of the masks.
+    """
+
+    root: Path
+    guard: RootGuard
+    mask_root: Path
+    mask_guard: RootGuard
+
+
+def listed_pairs(list_file: Path, folders: ListedFolders, how_to_get: str) -> tuple[ImagePair, ...]:
     """Return the pairs that a text file lists, one a line; their names are the images' paths below root."""
     pairs: dict[str, ImagePair] = {}
-    guard.check(list_file)
-    paths = _ListedPaths(root, guard, list_file)
+    images = _ListedPaths(folders.root, folders.guard, list_file, "data.root")
+    masks = _ListedPaths(folders.mask_root, folders.mask_guard, list_file, "data.mask_root")
+    if folders.mask_root == folders.root:
+        masks = images
     for line in _lines(list_file, how_to_get):
         parts = [part.strip() for part in line.split("\t")] if "\t" in line else line.split()
         if len(parts) != 2:
@@ -269,8 +297,8 @@ def listed_pairs(list_file: Path, root: Path, guard: RootGuard, how_to_get: str)
                 f"{shown(list_file)}: {shown(line[:200])} is not an image and a mask: write both on one line, "
                 "with a tab between them if a name holds spaces"
             )
-        image, mask = (paths.file(part) for part in parts)
-        name = paths.name_of(image)
+        image, mask = images.file(parts[0]), masks.file(parts[1])
+        name = images.name_of(image)
         if name in pairs:
             raise DataError(f"{shown(list_file)}: {shown(name)} is listed twice: take one line out")
         pairs[name] = ImagePair(image, mask, name)
@@ -282,8 +310,8 @@ def listed_pairs(list_file: Path, root: Path, guard: RootGuard, how_to_get: str)
 class _ListedPaths:
     """The paths that a list file names, checked to be inside the root where the guard is closed."""
 
-    def __init__(self, root: Path, guard: RootGuard, list_file: Path) -> None:
-        self._root, self._guard, self._list_file = os.fspath(root), guard, list_file
+    def __init__(self, root: Path, guard: RootGuard, list_file: Path, key: str) -> None:
+        self._root, self._guard, self._list_file, self._key = os.fspath(root), guard, list_file, key
         self._clean_root = os.path.abspath(root)
 
     def file(self, name: str) -> Path:
@@ -310,6 +338,6 @@ class _ListedPaths:
 
     def _outside(self, name: str, how: str) -> DataError:
         return DataError(
-            f"{shown(self._list_file)}: {shown(name)} {how} data.root {shown(self._root)}: "
-            "use a root that holds all files, or set data.allow_outside_root: true"
+            f"{shown(self._list_file)}: {shown(name)} {how} {self._key} {shown(self._root)}: "
+            f"use a {self._key.removeprefix('data.')} that holds all files, or set data.allow_outside_root: true"
         )

@@ -1,0 +1,223 @@
+"""`segapp init`: look at a folder of images, and write a config for it, with the reason for each choice as a comment.
+
+`candidates` finds what the folder may be, `splitting` divides its images, `text` is the config, `placing` writes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tqdm import tqdm
+
+from segapp.build.data import build_pairs, build_scheme, split_names
+from segapp.commands.init.candidates import Candidate, choose, find_candidates, found_lines
+from segapp.commands.init.placing import check_place, place
+from segapp.commands.init.splitting import Division, check_request, divided
+from segapp.commands.init.text import Facts, config_text
+from segapp.config import load_config
+from segapp.datasets.convert.cleaning import cleaned
+from segapp.datasets.convert.conversion import Item, some_problems, write_masks
+from segapp.datasets.files import ImagePair, shared_images, shown
+from segapp.datasets.layouts.formats import DATASETS
+from segapp.datasets.survey.class_files import find_class_files
+from segapp.datasets.survey.content import read_contents
+from segapp.datasets.survey.encoding import Classes, read_classes
+from segapp.datasets.survey.expression import folder_keys
+from segapp.datasets.survey.hypotheses import Layout, Pair
+from segapp.datasets.survey.tree import Tree, survey_tree
+from segapp.errors import ConfigError, DataError
+
+__all__ = ["InitRequest", "InitResult", "propose_config"]
+
+
+@dataclass(frozen=True)
+class InitRequest:
+    """What `segapp init` is asked for.
+
+    Attributes:
+        root: the data folder.
+        out: the config to write; None: the name of the folder with .yaml, in the current folder.
+        force: replace the config and what lies beside it.
+        layout: name of the layout to take.
+        val_share: share of the validation images where the data have no splits; None: 0.2.
+        group: regular expression for the group of an image, which is not divided.
+        folds: number of folds, each a config; None: one config.
+        seed: of the division.
+        html: page to write with a picture of each layout that is possible.
+        clean_masks: write copies of masks that are JPEGs or smoothed, each pixel the nearest of the frequent values.
+    """
+
+    root: Path
+    out: Path | None = None
+    force: bool = False
+    layout: str | None = None
+    val_share: float | None = None
+    group: str | None = None
+    folds: int | None = None
+    seed: int = 0
+    html: Path | None = None
+    clean_masks: bool = False
+
+
+@dataclass(frozen=True)
+class InitResult:
+    """The configs that were written, and what is believed about the folder, as lines."""
+
+    configs: tuple[Path, ...]
+    lines: tuple[str, ...]
+
+
+def propose_config(request: InitRequest) -> InitResult:
+    """Examine a data folder and write a config for it, or one for each fold. Nothing is written into the folder.
+
+    Raises:
+        ConfigError: the folder or an option is wrong, or the config exists.
+        AmbiguousLayoutError: several layouts are about equally likely, and none is named.
+        DataError: the folder has no layout that can be recognised, or its masks do not say their classes.
+        StorageError: a file cannot be written.
+    """
+    root = request.root
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", root.resolve().name).strip("-._") or "mine"
+    out = request.out or Path(f"{name}.yaml")
+    check_request(request.val_share, request.folds)
+    tree = survey_tree(root)
+    check_place(root, out)
+    masks_dir = out.with_name(f"{out.stem}-masks")
+    paths = [out.with_name(f"{out.stem}-fold{i}{out.suffix}") for i in range(request.folds)] if request.folds else [out]
+    for path in paths:
+        if path.exists() and not request.force:
+            raise ConfigError(f"{shown(path)} exists: choose another --out, or add --force")
+    found = find_candidates(tree)
+    if request.html is not None:
+        from segapp.commands.init.page import save_candidates
+
+        save_candidates(request.html, tree, found)
+    chosen = choose(root, found, request.layout)
+    lines = [*found_lines(found, chosen)]
+    materials = _Materials(tree, chosen, masks_dir, request.clean_masks)
+    pairs, root_of_images, mask_root = materials.pairs()
+    lines += materials.lines
+    division = divided(
+        pairs, request.val_share, request.group, request.folds, request.seed, is_published=chosen.name in DATASETS
+    )
+    lines += division.lines
+    facts = materials.facts(name, division, root_of_images, mask_root, out)
+    lines += _class_lines(facts)
+    for note in facts.classes.notes:
+        lines.append(f"note: {note}")
+    _write(facts, division, paths, out)
+    return InitResult(tuple(paths), tuple(lines))
+
+
+class _Materials:
+    """The pairs of a candidate and the classes of their masks; masks are written where there are none that fit."""
+
+    def __init__(self, tree: Tree, chosen: Candidate, masks_dir: Path, clean_masks: bool) -> None:
+        self._tree, self._chosen, self._masks_dir = tree, chosen, masks_dir
+        self._clean_masks = clean_masks
+        self._classes: Classes | None = None
+        self.lines: list[str] = []
+
+    def pairs(self) -> tuple[list[Pair], Path, Path | None]:
+        """Return the pairs, the root of the images, and the root of the masks where it is another one."""
+        root = self._tree.root
+        if isinstance(self._chosen, Layout) and self._clean_masks:
+            self._chosen = cleaned(self._tree, self._chosen)
+        if isinstance(self._chosen, Layout):
+            self.lines += [f"left out, without a mask: {text}" for text in some_problems(self._chosen.unpaired)]
+            return list(self._chosen.pairs), root, None
+        conversion = self._chosen
+        pairs, problems, num_kept = write_masks(conversion, self._masks_dir, _with_progress)
+        self.lines += [f"left out: {text}" for text in some_problems(problems)]
+        kept = f", {num_kept} of them there already" if num_kept else ""
+        self.lines.append(f"masks: {len(pairs)} in {shown(self._masks_dir)}{kept}")
+        reason = conversion.classes_reason or f"from {conversion.title}"
+        self._classes = Classes(conversion.classes, reason, notes=conversion.notes, is_certain=True)
+        has_images = any(item.image_bytes is not None for item in conversion.items)
+        return pairs, self._masks_dir if has_images else root, self._masks_dir
+
+    def facts(self, name: str, division: Division, root: Path, mask_root: Path | None, out: Path) -> Facts:
+        """Return what the config is made from."""
+        train, val = (
+            [ImagePair(root / p.image, (mask_root or root) / p.mask, p.image) for p in pairs]
+            for pairs in (division.train, division.val)
+        )
+        if both := shared_images(train, val):
+            raise DataError(
+                f"{len(both)} validation images are training images too, such as {shown(both[0])}: take them out of "
+                "one of the lists"
+            )
+        content = read_contents([*train, *val])
+        format, keys = "list", {"list_dir": str(out.with_name(f"{out.stem}-lists"))}
+        if mask_root is not None and mask_root != root:
+            keys["mask_root"] = str(mask_root)
+        is_layout = isinstance(self._chosen, Layout)
+        classes = self._classes
+        if is_layout and self._chosen.name in DATASETS and self._chosen.name != "list" and not division.is_new:
+            known = DATASETS[self._chosen.name]
+            if set(content.values) <= (known.label_map or dict.fromkeys(range(len(known.names)))).keys() | {255}:
+                format, keys = self._chosen.name, {}
+                reason = f"the {len(known.names)} of {format}"
+                classes = Classes(known.names, reason, is_certain=True)
+        elif isinstance(self._chosen, Layout) and not division.is_new:
+            found = folder_keys(root, self._chosen, division.words)
+            if found is not None:
+                format, keys = "folder", found
+        if classes is None:
+            mask = division.train[0].mask
+            classes = read_classes(content, find_class_files(self._tree), mask)
+        return Facts(
+            name, root, format, keys, division, classes, content, leads_outside=self._tree.leads_outside and is_layout
+        )
+
+
+def _with_progress(items: Iterable[Item], total: int) -> Iterator[Item]:
+    yield from tqdm(items, "masks", total, unit="mask", disable=None, leave=False)
+
+
+def _class_lines(facts: Facts) -> list[str]:
+    names = ", ".join(shown(name) for name in facts.classes.names[:12])
+    more = f" and {len(facts.classes.names) - 12} more" if len(facts.classes.names) > 12 else ""
+    return [f"classes: {names}{more} ({facts.classes.names_reason})"]
+
+
+def _write(facts: Facts, division: Division, paths: Sequence[Path], out: Path) -> None:
+    """Write lists and configs; each config is loaded and its pairs are found before anything is put in place."""
+    lists: dict[str, bytes] = {}
+    if facts.format == "list":
+        lists = {f"{name}.txt": _listed(pairs) for name, pairs in division.lists.items()}
+    configs = {}
+    for number, path in enumerate(paths):
+        fold = replace(facts, name=f"{facts.name}-fold{number}", fold=number) if len(paths) > 1 else facts
+        configs[path] = config_text(fold)
+
+    def check(draft: Path) -> None:
+        data = load_config(draft).data
+        build_scheme(data)
+        for split in split_names(data):
+            if not build_pairs(data, split):
+                raise DataError(f"split {split} is empty")
+
+    place(lists, out.with_name(f"{out.stem}-lists"), configs, check)
+
+
+def _listed(pairs: Sequence[Pair]) -> bytes:
+    """Return a list file; names that a list cannot hold are refused.
+
+    Raises:
+        DataError: a name begins with #, or holds a tab or a line break.
+    """
+    lines = []
+    for pair in pairs:
+        if (
+            re.search(r"[\t\r\n]", pair.image + pair.mask)
+            or pair.image.startswith("#")
+            or pair.image != pair.image.strip()
+        ):
+            raise DataError(f"{shown(pair.image)}: a list cannot hold this name: rename the file")
+        lines.append(os.fsencode(f"{pair.image}\t{pair.mask}\n"))
+    return b"".join(lines)

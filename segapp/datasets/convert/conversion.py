@@ -1,0 +1,204 @@
+"""Annotations that become masks: what a converter finds, and the writing of uint8 masks, which can be resumed.
+
+A mask carries a digest of its annotation in a PNG text chunk. A file that is there already, with that digest and its
+end marker, is kept; any other is written under a temporary name and renamed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, PngImagePlugin
+
+from segapp.datasets.files import read_header, shown
+from segapp.datasets.survey.hypotheses import Pair
+from segapp.errors import DataError, storage_errors
+from segapp.run.files import remove_dead_temporaries, remove_quietly, temporary_name
+
+IGNORED = 255
+MAX_CLASSES = 255
+_DIGEST_KEY = "segapp-annotation"
+_RULES = "1"
+"""Version of the drawing rules: masks of another one are drawn again."""
+_MAX_NAMED = 5
+
+Mask = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One image and the annotation that becomes its mask.
+
+    Attributes:
+        image: relative to the data's root; with `image_bytes`: relative to the folder of the masks.
+        target: mask to write, relative to the folder of the masks, without extension.
+        origin: file and entry of the annotation, for messages.
+        content: what the mask depends on; its digest marks the finished file.
+        paint: returns the mask, (H, W); raises DataError, ValueError, KeyError, TypeError, IndexError for a bad entry.
+        split: "train", "val", "test", if the data say it.
+        scene: folders of the image.
+        image_bytes: the image's file, if it is not one on disk already.
+    """
+
+    image: str
+    target: str
+    origin: str
+    content: Any
+    paint: Callable[[], Mask]
+    split: str | None = None
+    scene: tuple[str, ...] = ()
+    image_bytes: Callable[[], bytes] | None = None
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a converter found.
+
+    Attributes:
+        name: for `--layout`.
+        title: of the format.
+        classes: names by id in the masks that it writes.
+        items: one for each image; may be drawn more than once.
+        confidence: 0 to 1.
+        evidence: sentences.
+        classes_reason: where the names are from.
+        notes: sentences about what is left out.
+    """
+
+    name: str
+    title: str
+    classes: tuple[str, ...]
+    items: Sequence[Item]
+    confidence: float
+    evidence: tuple[str, ...] = ()
+    classes_reason: str = ""
+    notes: tuple[str, ...] = ()
+
+
+def check_classes(names: Sequence[str], source: str) -> tuple[str, ...]:
+    """Return the names.
+
+    Raises:
+        DataError: there are more than fit into uint8 masks.
+    """
+    if len(names) > MAX_CLASSES:
+        raise DataError(
+            f"{shown(source)}: {len(names)} classes, but masks of 8 bits hold {MAX_CLASSES}: keep fewer classes in it"
+        )
+    return tuple(names)
+
+
+def write_masks(
+    conversion: Conversion, folder: Path, progress: Callable[[Iterable[Item], int], Iterable[Item]]
+) -> tuple[list[Pair], list[str], int]:
+    """Write the masks of a conversion that are not there yet.
+
+    Args:
+        conversion: what to write.
+        folder: of the masks, made if needed.
+        progress: shows how far the items are; gets them and their number.
+
+    Returns:
+        The pairs, images relative to their root and masks to the folder; a sentence for each bad entry; the number of
+        masks that were there already.
+
+    Raises:
+        DataError: every entry is bad.
+        StorageError: a file cannot be written.
+    """
+    pairs, problems, num_kept = [], [], 0
+    with storage_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    made: set[Path] = set()
+    targets: set[str] = set()
+    for item in progress(conversion.items, len(conversion.items)):
+        if item.target in targets:
+            problems.append(f"{item.origin}: its image {shown(item.image)} has been annotated before: entry left out")
+            continue
+        targets.add(item.target)
+        path = folder / f"{item.target}.png"
+        if path.parent not in made:
+            with storage_errors(path.parent):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                remove_dead_temporaries(path.parent)
+            made.add(path.parent)
+        digest = digest_of((conversion.classes, item.content))
+        try:
+            if item.image_bytes is not None and not (folder / item.image).exists():
+                _write(folder / item.image, item.image_bytes())
+            if _is_finished(path, digest):
+                num_kept += 1
+            else:
+                _write(path, _encoded(item.paint(), digest))
+        except (DataError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            remove_quietly(path)
+            problems.append(f"{item.origin}: {_reason(error)}")
+            continue
+        pairs.append(Pair(item.image, f"{item.target}.png", item.split, None, item.scene))
+    if not pairs:
+        named = "; ".join(problems[:_MAX_NAMED])
+        raise DataError(f"no entry of {conversion.title} can be converted: {named}: correct the annotations")
+    return pairs, problems, num_kept
+
+
+def some_problems(problems: Sequence[str]) -> Iterator[str]:
+    """Yield the first few problems, and the number of the others."""
+    yield from problems[:_MAX_NAMED]
+    if len(problems) > _MAX_NAMED:
+        yield f"and {len(problems) - _MAX_NAMED} more"
+
+
+def digest_of(content: Any) -> str:
+    """Return 32 hexadecimal digits of a value made of plain values and bytes."""
+    data = repr((_RULES, content)).encode("utf-8", "surrogateescape")
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, DataError):
+        return str(error)
+    what = f"{error}".strip() or "no reason given"
+    if isinstance(error, KeyError):
+        what = f"{error} is missing"
+    return f"the entry cannot be read ({what}): correct or remove it"
+
+
+def _is_finished(path: Path, digest: str) -> bool:
+    """Return True for a complete mask of this annotation; reads the header and the end of the file."""
+    if not path.is_file():
+        return False
+    try:
+        header = read_header(path)
+        with Image.open(path) as image:
+            return header.mode == "L" and image.info.get(_DIGEST_KEY) == digest
+    except (DataError, OSError, SyntaxError, ValueError):
+        return False
+
+
+def _encoded(mask: Mask, digest: str) -> bytes:
+    info = PngImagePlugin.PngInfo()
+    info.add_text(_DIGEST_KEY, digest)
+    buffer = io.BytesIO()
+    Image.fromarray(mask, mode="L").save(buffer, "PNG", pnginfo=info, compress_level=4)
+    return buffer.getvalue()
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file under a temporary name and rename it."""
+    with storage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.parent / temporary_name()
+        try:
+            temporary.write_bytes(data)
+            os.replace(temporary, path)
+        except BaseException:
+            remove_quietly(temporary)
+            raise

@@ -1,0 +1,104 @@
+"""labelme: a JSON file for each image; shapes are drawn in their order, later ones on top."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import cv2
+import numpy as np
+
+from segapp.datasets.convert.conversion import IGNORED, Conversion, Item, Mask, check_classes
+from segapp.datasets.convert.drawing import blank_mask, fill_polygon, paste
+from segapp.datasets.convert.sources import (
+    Images,
+    coverage_words,
+    first_bytes,
+    is_ignored,
+    load_json,
+    mask_target,
+    ordered_names,
+    split_said,
+)
+from segapp.datasets.files import shown
+from segapp.datasets.survey.tree import Tree
+
+
+def find_labelme(tree: Tree) -> Conversion | None:
+    """Return the conversion of labelme files."""
+    images, items, total = Images(tree), [], 0
+    labels: set[str] = set()
+    found: list[tuple[str, str, Any]] = []
+    for path in tree.others_named(".json"):
+        if b"{" not in first_bytes(tree, path, 16):
+            continue
+        content = load_json(tree, path)
+        if not isinstance(content, dict) or not isinstance(content.get("shapes"), list) or "imagePath" not in content:
+            continue
+        total += 1
+        stem = path.rpartition("/")[2].rpartition(".")[0]
+        image = images.find(str(content["imagePath"]), path) or images.find(stem, path)
+        labels |= {str(shape.get("label")) for shape in content["shapes"] if isinstance(shape, dict)}
+        if image is not None:
+            found.append((path, image, content["shapes"]))
+    if not found:
+        return None
+    names = check_classes(ordered_names(name for name in labels if not is_ignored(name)), found[0][0])
+    values = {name: number for number, name in enumerate(names)}
+    values |= {name: IGNORED for name in labels if is_ignored(name)}
+    for path, image, shapes in found:
+        items.append(
+            Item(
+                image,
+                mask_target(image),
+                shown(path),
+                shapes,
+                _painter(images, image, shapes, values),
+                split_said(image),
+            )
+        )
+    evidence = (f"{total} files of labelme", coverage_words(len(items), total, "files"), f"{len(labels)} labels")
+    return Conversion("labelme", "labelme", names, items, 0.97 * len(items) / total, evidence, "the labels, by name")
+
+
+def _painter(images: Images, image: str, shapes: Sequence[Any], values: Mapping[str, int]) -> Callable[[], Mask]:
+    def paint() -> Mask:
+        height, width = images.size_of(image)
+        mask = blank_mask(height, width)
+        for number, shape in enumerate(shapes):
+            try:
+                draw_shape(mask, shape, values[str(shape["label"])])
+            except (ValueError, KeyError, TypeError, IndexError) as error:
+                raise ValueError(f"shape {number}: {error}") from error
+        return mask
+
+    return paint
+
+
+def draw_shape(mask: Mask, shape: Mapping[str, Any], value: int) -> None:
+    """Draw a shape in place: polygon, rectangle, circle, mask, linestrip; points are left out.
+
+    Raises:
+        ValueError: its kind is unknown, or it has too few points.
+    """
+    kind, points = shape.get("shape_type") or "polygon", shape["points"]
+    if kind == "polygon":
+        fill_polygon(mask, [points], value)
+    elif kind == "rectangle":
+        (x0, y0), (x1, y1) = points
+        fill_polygon(mask, [[(x0, y0), (x1, y0), (x1, y1), (x0, y1)]], value)
+    elif kind == "circle":
+        (x0, y0), (x1, y1) = points
+        cv2.circle(mask, (round(x0), round(y0)), round(math.hypot(x1 - x0, y1 - y0)), value, -1)
+    elif kind in ("line", "linestrip"):
+        cv2.polylines(mask, [np.rint(np.asarray(points)).astype(np.int32)], False, value)
+    elif kind == "mask":
+        encoded = np.frombuffer(base64.b64decode(shape["mask"]), np.uint8)
+        piece = cv2.imdecode(encoded, cv2.IMREAD_GRAYSCALE)
+        if piece is None:
+            raise ValueError("its mask is no PNG")
+        paste(mask, np.asarray(piece) > 0, round(points[0][0]), round(points[0][1]), value)
+    elif kind not in ("point", "points"):
+        raise ValueError(f"shape_type {kind!r} is not known")

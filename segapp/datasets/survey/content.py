@@ -1,0 +1,223 @@
+"""Contents of masks: their values or colours with pixels and numbers of masks, evenly over a data set."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from segapp.datasets.files import ImagePair, open_bytes, read_bytes, read_header, shown
+from segapp.datasets.layouts.published_classes import Color
+from segapp.errors import DataError
+
+MAX_HEADERS, MAX_MASKS = 400, 2000
+MAX_MASK_PX = 400_000_000
+"""Pixels of masks that are read: all masks of a small data set, and so every value in them."""
+MAX_COLORS = 256
+"""Colours of one mask that are counted, the most frequent; a mask with more is a photograph, or saved with loss."""
+
+
+@dataclass
+class MaskContent:
+    """Contents of masks.
+
+    Attributes:
+        num_masks: number of masks read.
+        num_all: number of masks there are.
+        unread: masks that could not be read.
+        values: pixels by value, of masks of ids.
+        colors: pixels by RGB colour, of RGB masks.
+        masks_with: masks by value or colour.
+        num_lossy: masks that are JPEGs.
+        num_smooth: masks with more than MAX_COLORS colours.
+        sizes_px: height and width of every image whose header was read.
+        example: masks by what is said of them: "lossy", "smooth".
+    """
+
+    num_masks: int = 0
+    num_all: int = 0
+    unread: list[Path] = field(default_factory=list)
+    values: Counter[int] = field(default_factory=Counter)
+    colors: Counter[Color] = field(default_factory=Counter)
+    masks_with: Counter[int | Color] = field(default_factory=Counter)
+    num_lossy: int = 0
+    num_smooth: int = 0
+    sizes_px: list[tuple[int, int]] = field(default_factory=list)
+    example: dict[str, Path] = field(default_factory=dict)
+
+    @property
+    def median_px(self) -> tuple[int, int]:
+        """Median height and width."""
+        return int(median(h for h, _ in self.sizes_px)), int(median(w for _, w in self.sizes_px))
+
+    @property
+    def is_complete(self) -> bool:
+        """True if every mask was read."""
+        return self.num_masks == self.num_all
+
+
+def read_contents(pairs: Sequence[ImagePair]) -> MaskContent:
+    """Read headers of images and whole masks, evenly over the pairs; unreadable files are counted.
+
+    Masks of ids are read as colours where some masks are colour images.
+
+    Raises:
+        DataError: no image can be read.
+    """
+    content = MaskContent(num_all=len(pairs))
+    with ThreadPoolExecutor(4) as pool:
+        for size in pool.map(_size, _evenly(pairs, MAX_HEADERS)):
+            if not isinstance(size, DataError):
+                content.sizes_px.append(size)
+    if not content.sizes_px:
+        reason = str(_size(pairs[0])).partition(": ")[2]
+        raise DataError(f"none of {len(pairs)} images can be read, such as {shown(pairs[0].image)}: {reason}")
+    height, width = content.median_px
+    chosen = _evenly(pairs, min(MAX_MASKS, max(20, MAX_MASK_PX // (height * width))))
+    _count_all(content, chosen, as_rgb=False)
+    if content.values and content.colors:
+        content.values.clear()
+        content.colors.clear()
+        content.masks_with.clear()
+        content.num_masks = content.num_lossy = content.num_smooth = 0
+        content.unread.clear()
+        _count_all(content, chosen, as_rgb=True)
+    return content
+
+
+def _count_all(content: MaskContent, chosen: Sequence[ImagePair], *, as_rgb: bool) -> None:
+    def count(pair: ImagePair) -> _Counted | None:
+        return None if pair.mask is None else count_pixels(pair.mask, as_rgb=as_rgb)
+
+    with ThreadPoolExecutor(4) as pool:
+        for pair, counted in zip(chosen, pool.map(count, chosen), strict=True):
+            if pair.mask is None:
+                continue
+            if counted is None:
+                content.unread.append(pair.mask)
+                continue
+            content.num_masks += 1
+            content.values.update(counted.values)
+            content.colors.update(counted.colors)
+            content.masks_with.update([*counted.values, *counted.colors])
+            for kind in ("lossy", "smooth"):
+                if getattr(counted, f"is_{kind}"):
+                    setattr(content, f"num_{kind}", getattr(content, f"num_{kind}") + 1)
+                    content.example.setdefault(kind, pair.mask)
+
+
+def _evenly(pairs: Sequence[ImagePair], count: int) -> list[ImagePair]:
+    step = -(-len(pairs) // count)
+    return list(pairs[::step])
+
+
+def _size(pair: ImagePair) -> tuple[int, int] | DataError:
+    try:
+        header = read_header(pair.image)
+    except DataError as error:
+        return error
+    return header.height_px, header.width_px
+
+
+@dataclass(frozen=True)
+class _Counted:
+    values: dict[int, int]
+    colors: dict[Color, int]
+    is_lossy: bool
+    is_smooth: bool
+
+
+def count_pixels(path: Path, *, as_rgb: bool) -> _Counted | None:
+    """Return the pixels by value or by colour of one mask; None if it cannot be read."""
+    try:
+        pixels, format = stored_pixels(path, as_rgb=as_rgb)
+    except (DataError, OSError, ValueError, SyntaxError):
+        return None
+    if pixels.ndim == 2:
+        return _Counted(_histogram(pixels), {}, format in ("JPEG", "MPO"), False)
+    histogram = _histogram(color_codes(pixels))
+    most = sorted(histogram, key=lambda code: -histogram[code])[:MAX_COLORS]
+    colors = {(code >> 16, code >> 8 & 255, code & 255): histogram[code] for code in most}
+    return _Counted({}, colors, format in ("JPEG", "MPO"), len(histogram) > MAX_COLORS)
+
+
+def stored_pixels(path: Path, *, as_rgb: bool) -> tuple[NDArray[np.uint8 | np.int64], str]:
+    """Return the ids (H, W) or the colours (H, W, 3) of a mask as stored, and its format.
+
+    Raises:
+        DataError: it cannot be opened.
+        OSError, ValueError, SyntaxError: it is damaged, or holds numbers with fractions.
+    """
+    data = read_bytes(path)
+    image = open_bytes(data, path)
+    if as_rgb or image.mode in ("RGB", "RGBA", "CMYK", "YCbCr"):
+        return np.asarray(image.convert("RGB")), str(image.format)
+    if image.mode == "F":
+        raise ValueError("numbers with fractions")
+    if image.mode in ("LA", "PA"):
+        image = image.convert("RGB")
+        return np.asarray(image), str(image.format)
+    pixels = np.asarray(image)
+    if image.format == "PNG" and image.mode == "L" and data[24] in {2, 4}:  # Pillow scales 2 and 4 bits to 0..255
+        pixels = pixels // (85 if data[24] == 2 else 17)
+    return pixels.astype(np.uint8 if pixels.dtype in (np.uint8, np.bool_) else np.int64), str(image.format)
+
+
+def color_codes(pixels: NDArray[np.uint8 | np.int64]) -> NDArray[np.int32]:
+    """Return each colour (H, W, 3) as the number 0xRRGGBB, (H, W)."""
+    wide = pixels.astype(np.int32)
+    return np.asarray(wide[..., 0] << 16 | wide[..., 1] << 8 | wide[..., 2])
+
+
+def _histogram(numbers: NDArray[np.uint8 | np.int64] | NDArray[np.int32]) -> dict[int, int]:
+    if numbers.dtype == np.uint8:
+        counts = np.bincount(numbers.ravel(), minlength=256)
+        return {int(value): int(counts[value]) for value in np.flatnonzero(counts)}
+    values, counts = np.unique(numbers, return_counts=True)
+    return dict(zip(values.tolist(), counts.tolist(), strict=True))
+
+
+def dominant_levels(content: MaskContent, most: int = 64) -> list[Color] | list[int]:
+    """Return the values or colours that masks saved with loss had before: frequent ones that lie apart."""
+    counts: Counter[Color] = Counter()
+    if content.colors:
+        counts.update(content.colors)
+    else:
+        counts.update({(value, value, value): count for value, count in content.values.items()})
+    total = sum(counts.values())
+    kept: list[Color] = []
+    for color, count in counts.most_common():
+        if len(kept) == most or count < 0.005 * total:
+            break
+        apart = all(max(abs(a - b) for a, b in zip(color, other, strict=True)) > 40 for other in kept)
+        if apart and not any(
+            count < 0.2 * min(counts[first], counts[second]) and _is_blend(color, first, second)
+            for first, second in combinations(kept, 2)
+        ):
+            kept.append(color)
+    kept.sort()
+    return kept if content.colors else [color[0] for color in kept]
+
+
+def _is_blend(color: Color, first: Color, second: Color) -> bool:
+    """Return True if a colour is near the line between two others, as the pixels at their border are."""
+    start, way = np.array(first, float), np.array(second, float) - first
+    along = float(np.clip((np.array(color) - start) @ way / (way @ way), 0, 1))
+    return float(np.linalg.norm(start + along * way - color)) < 32
+
+
+def nearest_level(pixels: NDArray[np.uint8 | np.int64], levels: Sequence[Color] | Sequence[int]) -> NDArray[np.uint8]:
+    """Return the index of the nearest level of each pixel, (H, W)."""
+    table = np.array([level if isinstance(level, tuple) else (level,) * 3 for level in levels], np.int32)
+    colors = pixels if pixels.ndim == 3 else np.repeat(pixels[..., None], 3, axis=2)
+    codes, inverse = np.unique(color_codes(colors), return_inverse=True)
+    own = np.stack([codes >> 16, codes >> 8 & 255, codes & 255], axis=1)
+    distance = np.stack([((own - level) ** 2).sum(axis=1) for level in table], axis=1)
+    return np.asarray(distance.argmin(axis=1).astype(np.uint8)[inverse].reshape(colors.shape[:2]))

@@ -1,0 +1,142 @@
+"""Division of images without splits: whole groups (scenes, videos) go to one side, so that neighbours do not leak."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from segapp.datasets.files import shown
+from segapp.datasets.survey.hypotheses import Pair
+from segapp.datasets.survey.words import SPLIT_WORDS
+from segapp.errors import ConfigError
+
+MIN_GROUPS = 5
+"""Fewer groups of a kind are used only if there is no other kind."""
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """The group of each pair, in the order of the pairs, and what a group is."""
+
+    groups: tuple[str, ...]
+    kind: str
+
+    @property
+    def num_groups(self) -> int:
+        """Number of different groups."""
+        return len(set(self.groups))
+
+
+def group_pairs(pairs: Sequence[Pair], pattern: str | None) -> Grouping:
+    """Return the group of each pair.
+
+    Args:
+        pairs: of images.
+        pattern: regular expression that is searched in the image's path; its first group, or else the whole match, is
+            the group. None: the folder of the scene, or else the beginning of the name that several images share.
+
+    Raises:
+        ConfigError: the expression is wrong, or an image does not match.
+    """
+    if pattern is not None:
+        return _by_expression(pairs, pattern)
+    scenes = ["/".join(pair.scene) for pair in pairs]
+    few: Grouping | None = None
+    for groups, kind in [(scenes, "folder"), *_beginnings(pairs)]:
+        count = len(set(groups))
+        if 2 <= count <= len(pairs) / 2 and max(Counter(groups).values()) <= 0.8 * len(pairs):
+            found = Grouping(tuple(groups), kind)
+            if count >= MIN_GROUPS:
+                return found
+            few = few or (found if count >= 3 else None)
+    return few or Grouping(tuple(pair.image for pair in pairs), "image")
+
+
+def _by_expression(pairs: Sequence[Pair], pattern: str) -> Grouping:
+    try:
+        expression = re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(
+            f"--group {pattern}: no regular expression ({error}): write one such as '^([^/_]+)_'"
+        ) from None
+    groups = []
+    for pair in pairs:
+        match = expression.search(pair.image)
+        if match is None:
+            raise ConfigError(f"--group {pattern}: matches nothing in {shown(pair.image)}: it must match every image")
+        groups.append(match[1] if expression.groups and match[1] is not None else match[0])
+    return Grouping(tuple(groups), f"--group {pattern}")
+
+
+def _beginnings(pairs: Sequence[Pair]) -> list[tuple[list[str], str]]:
+    """Return the beginnings of the names, of one word, of two words, ..."""
+    names = [pair.image.rpartition("/")[2].rpartition(".")[0] for pair in pairs]
+    words = [re.findall(r"[^_\-. ]+[_\-. ]*", name) for name in names]
+    most = max((len(own) for own in words), default=0)
+    return [
+        (["".join(own[: min(count, len(own) - 1)] or own) for own in words], "beginning of the name")
+        for count in range(1, min(most, 8))
+    ]
+
+
+def divide(pairs: Sequence[Pair], grouping: Grouping, share: float, seed: int) -> list[str]:
+    """Return "train" or "val" for each pair.
+
+    Groups are taken in the order of a hash of their names and the seed, so that images added later hardly change the
+    division; a group goes to the validation images if that brings their share nearer to the wanted one.
+
+    Raises:
+        ConfigError: one side would be empty.
+    """
+    sizes = Counter(grouping.groups)
+    wanted, taken = share * len(pairs), 0
+    val: set[str] = set()
+    for group in sorted(sizes, key=lambda group: _rank(group, seed)):
+        if abs(taken + sizes[group] - wanted) < abs(taken - wanted) and len(val) < len(sizes) - 1:
+            val.add(group)
+            taken += sizes[group]
+    if not val and len(sizes) > 1 and share * len(pairs) >= 0.5:
+        val.add(min(sizes, key=lambda group: (sizes[group], _rank(group, seed))))
+    if not val or len(val) == len(sizes):
+        raise ConfigError(
+            f"--val-share {share:g} of {len(pairs)} images in {len(sizes)} groups ({grouping.kind}) leaves one split "
+            "empty: choose another share, or other groups with --group REGEX"
+        )
+    return ["val" if group in val else "train" for group in grouping.groups]
+
+
+def divide_into_folds(grouping: Grouping, num_folds: int, seed: int) -> list[int]:
+    """Return the fold, from 0, of each pair: groups in the order of a hash, each to the fold with fewest images.
+
+    Raises:
+        ConfigError: there are fewer groups than folds, or fewer than two folds.
+    """
+    if num_folds < 2:
+        raise ConfigError(f"--folds {num_folds}: at least 2 folds are possible")
+    if grouping.num_groups < num_folds:
+        raise ConfigError(
+            f"--folds {num_folds}: there are only {grouping.num_groups} groups ({grouping.kind}): fewer folds, or "
+            "smaller groups with --group REGEX"
+        )
+    sizes = Counter(grouping.groups)
+    filled = [0] * num_folds
+    fold_of: dict[str, int] = defaultdict(int)
+    for group in sorted(sizes, key=lambda group: (-sizes[group], _rank(group, seed))):
+        fold = min(range(num_folds), key=lambda number: filled[number])
+        fold_of[group] = fold
+        filled[fold] += sizes[group]
+    return [fold_of[group] for group in grouping.groups]
+
+
+def split_word_of(pairs: Sequence[Pair], split: str) -> str:
+    """Return the word of a split on disk; the split itself where pairs have different words or none."""
+    words = {pair.split_word for pair in pairs if pair.split == split}
+    only = words.pop() if len(words) == 1 else None
+    return only if only is not None and only.lower() in SPLIT_WORDS else split
+
+
+def _rank(group: str, seed: int) -> bytes:
+    return hashlib.sha256(f"{seed}:{group}".encode("utf-8", "surrogateescape")).digest()

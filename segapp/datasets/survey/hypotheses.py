@@ -1,0 +1,281 @@
+"""Hypotheses of which files are images and which their masks, ranked by the evidence for them.
+
+Every pair of families is a hypothesis. Names say which mask belongs to which image; the words of folders and names, the
+share of the images that find a mask, and the pixels of a few pairs say how likely it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+
+from segapp.datasets.survey.families import (
+    Family,
+    ImageFile,
+    common_affixes,
+    find_families,
+    frequent_endings,
+    inner_stem,
+    split_of_name,
+)
+from segapp.datasets.survey.probe import Probe, are_all_alike, probe
+from segapp.datasets.survey.tree import Tree
+from segapp.datasets.survey.words import SPLITS, affixes, role_of
+
+MIN_COVERAGE = 0.5
+"""Share of the images that must have a mask."""
+CLOSE = 0.9
+"""A second hypothesis of at least this share of the first's confidence makes the choice the user's."""
+_NUM_PROBED = 5
+
+_Key = Callable[[ImageFile], str | None]
+
+
+@dataclass(frozen=True)
+class _Naming:
+    """A way in which names of masks follow from names of images: in words, its weight, the keys that must be equal."""
+
+    words: str
+    weight: float
+    image_key: _Key
+    mask_key: _Key
+    shape: str = ""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An image and its mask, relative to the root; the split, if known, and its word on disk; folders of its scene."""
+
+    image: str
+    mask: str
+    split: str | None = None
+    split_word: str | None = None
+    scene: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A hypothesis of the layout of a folder.
+
+    Attributes:
+        name: for `--layout`.
+        pairs: sorted by image.
+        confidence: 0 to 1.
+        evidence: sentences.
+        unpaired: images without a mask, which are left out.
+        image_pattern: folders of the images, with `{split}` and `*`.
+        mask_pattern: folders of the masks.
+    """
+
+    name: str
+    pairs: tuple[Pair, ...]
+    confidence: float
+    evidence: tuple[str, ...] = ()
+    unpaired: tuple[str, ...] = ()
+    image_pattern: tuple[str, ...] = ()
+    mask_pattern: tuple[str, ...] = ()
+
+    @property
+    def splits(self) -> Counter[str | None]:
+        """Number of pairs of each split."""
+        return Counter(pair.split for pair in self.pairs)
+
+
+def find_layouts(tree: Tree) -> list[Layout]:
+    """Return the hypotheses, the most likely first; none whose pairs another, more likely one has too."""
+    families = find_families(tree.images)
+    found = [
+        layout
+        for images in families
+        for masks in families
+        if (layout := _best_naming(tree.root, images, masks)) is not None
+    ]
+    ranked: list[Layout] = []
+    for layout in sorted(found, key=lambda one: (-one.confidence, -len(one.pairs), len(one.name))):
+        pairs = {(pair.image, pair.mask) for pair in layout.pairs}
+        if not any(_repeats(pairs, better) for better in ranked):
+            ranked.append(layout)
+    return _named_apart(ranked)
+
+
+def _repeats(pairs: set[tuple[str, str]], better: Layout) -> bool:
+    """Return True if a better hypothesis has most of the pairs, or most of the images as masks."""
+    known = {(pair.image, pair.mask) for pair in better.pairs}
+    masks = {mask for _, mask in known}
+    return len(pairs & known) >= 0.5 * len(pairs) or sum(image in masks for image, _ in pairs) >= 0.5 * len(pairs)
+
+
+def _named_apart(ranked: list[Layout]) -> list[Layout]:
+    counts: Counter[str] = Counter()
+    named = []
+    for layout in ranked:
+        counts[layout.name] += 1
+        number = counts[layout.name]
+        named.append(layout if number == 1 else replace(layout, name=f"{layout.name}-{number}"))
+    return named
+
+
+def _best_naming(root: Path, images: Family, masks: Family) -> Layout | None:
+    best: Layout | None = None
+    for naming in _namings(images, masks):
+        layout = _matched(root, images, masks, naming)
+        if layout is not None and (best is None or layout.confidence > best.confidence):
+            best = layout
+        if best is not None and best.confidence > 0.9:
+            break
+    return best
+
+
+def _namings(images: Family, masks: Family) -> Iterator[_Naming]:
+    """Yield the ways in which names of masks may follow from names of images, the plainest first."""
+    image_stems, mask_stems = ([file.stem for file in family.files] for family in (images, masks))
+    if images is not masks:
+        yield _Naming("their masks have the stem of their image", 1.0, _stem, _stem)
+        yield _Naming(
+            "their masks are named after the whole file name of their image", 0.99, lambda file: file.name, _stem
+        )
+        yield _Naming("their masks differ from their image's name by words such as mask", 0.99, _core, _core)
+        for prefix, ending in frequent_endings(set(mask_stems), image_stems):
+            shape = f"{prefix}*{ending}"
+            yield _Naming(
+                f"the images are named {shape} after their mask", 0.97, _stripper(prefix, ending), _stem, shape
+            )
+    for prefix, ending in frequent_endings(set(image_stems), mask_stems):
+        shape = f"{prefix}*{ending}"
+        yield _Naming(f"their masks are named {shape} after their image", 0.98, _stem, _stripper(prefix, ending), shape)
+    if images is not masks:
+        words = "their masks differ from their image's name by a fixed beginning or ending"
+        yield _Naming(words, 0.95, _learned(images), _learned(masks))
+
+
+def _stem(file: ImageFile) -> str:
+    return file.stem
+
+
+def _core(file: ImageFile) -> str:
+    return affixes(inner_stem(file))[1]
+
+
+def _stripper(prefix: str, ending: str) -> Callable[[ImageFile], str | None]:
+    def strip(file: ImageFile) -> str | None:
+        stem = file.stem
+        if not (stem.startswith(prefix) and stem.endswith(ending)) or len(stem) <= len(prefix + ending):
+            return None
+        return stem[len(prefix) : len(stem) - len(ending)]
+
+    return strip
+
+
+def _learned(family: Family) -> Callable[[ImageFile], str | None]:
+    by_split = {
+        split: common_affixes(file.stem for file in family.files if file.split == split) for split in (None, *SPLITS)
+    }
+
+    def core(file: ImageFile) -> str:
+        prefix, ending = by_split[file.split]
+        return file.stem[len(prefix) : len(file.stem) - len(ending)]
+
+    return core
+
+
+def _matched(root: Path, images: Family, masks: Family, naming: _Naming) -> Layout | None:
+    """Return the pairs of two families by one way of naming; None if too few images have a mask."""
+    has_splits = any(file.split for file in images.files) and any(file.split for file in masks.files)
+    has_scenes = len(images.varying) == len(masks.varying)
+
+    def place(file: ImageFile, family: Family) -> tuple[object, ...]:
+        scenes = tuple(file.scenes[i] for i in family.varying) if has_scenes else ()
+        return (file.split if has_splits else None, scenes)
+
+    by_key: dict[tuple[object, ...], list[ImageFile]] = {}
+    for file in masks.files:
+        if (key := naming.mask_key(file)) is not None:
+            by_key.setdefault((*place(file, masks), key.casefold()), []).append(file)
+    pairs, unpaired, used = [], [], set()
+    labelled = {file.split for file in masks.files} if has_splits else None
+    for file in images.files:
+        if labelled is not None and file.split not in labelled:
+            continue
+        key = naming.image_key(file)
+        matches = by_key.get((*place(file, images), (key or "").casefold()), [])
+        if len(matches) == 1 and matches[0].path not in used and matches[0].path != file.path:
+            used.add(matches[0].path)
+            split_file = file if file.split else matches[0]
+            scene = tuple(file.scenes[i] for i in images.varying)
+            pairs.append(Pair(file.path, matches[0].path, split_file.split, split_file.split_word, scene))
+        else:
+            unpaired.append(file.path)
+    unpaired = [path for path in unpaired if path not in used]
+    pairs = [pair for pair in pairs if pair.image not in used]
+    coverage = len(pairs) / max(1, len(pairs) + len(unpaired))
+    if not pairs or coverage < MIN_COVERAGE:
+        return None
+    return _weighed(root, (images, masks), _split_by_name(pairs), unpaired, naming)
+
+
+def _split_by_name(pairs: list[Pair]) -> list[Pair]:
+    """Return the pairs with the splits that their names say, where no folder says them and all names do."""
+    if any(pair.split for pair in pairs):
+        return pairs
+    said = [split_of_name(os.path.basename(pair.image).rpartition(".")[0]) for pair in pairs]
+    if not all(said) or len(set(said)) < 2:
+        return pairs
+    return [replace(pair, split=split) for pair, split in zip(pairs, said, strict=True)]
+
+
+def _weighed(
+    root: Path, families: tuple[Family, Family], pairs: list[Pair], unpaired: list[str], naming: _Naming
+) -> Layout:
+    images, masks = families
+    coverage = len(pairs) / (len(pairs) + len(unpaired))
+    rest = len(masks.files) - len(pairs) - (len(images.files) if images is masks else 0)
+    covered_masks = len(pairs) / (len(pairs) + max(0, rest))
+    evidence = [f"{len(pairs)} of {len(pairs) + len(unpaired)} images have a mask; {naming.words}"]
+    confidence = naming.weight * coverage**2 * (0.9 + 0.1 * covered_masks)
+    confidence *= _name_weight(images, is_mask=False) * _name_weight(masks, is_mask=True)
+    seen = list(_probes(root, pairs))
+    if seen:
+        same = mean(float(image.size_px == mask.size_px) for image, mask in seen)
+        evidence.append(f"sizes agree in {round(same * len(seen))} of {len(seen)} pairs looked at")
+        confidence *= max(0.02, same)
+        mask_like = mean(mask.mask_likeness for _, mask in seen)
+        confidence *= mask_like * mean(image.image_likeness for image, _ in seen)
+        few = [mask.num_values for _, mask in seen if mask.num_values is not None]
+        if few:
+            evidence.append(f"the masks looked at hold {min(few)} to {max(few)} values")
+        if are_all_alike([mask for _, mask in seen]):
+            confidence *= 0.5
+            evidence.append("these masks are all alike: fields of view rather than objects?")
+    else:
+        confidence *= 0.3
+        evidence.append("no pair could be read")
+    name = masks.label if masks.label != "." else naming.shape or "masks"
+    ordered = tuple(sorted(pairs, key=lambda pair: os.fsencode(pair.image)))
+    return Layout(name, ordered, min(confidence, 0.99), tuple(evidence), tuple(unpaired), images.pattern, masks.pattern)
+
+
+def _name_weight(family: Family, *, is_mask: bool) -> float:
+    """Return how well the words of folders and names suit the role; the nearest folder and the ending count most."""
+    roles = [role_of(family.ending.replace("*", " ").replace(".", " "))] if family.ending else []
+    roles += [role_of(part) for part in reversed(family.pattern) if role_of(part)]
+    if family.ending == "" and family.files:
+        prefix, _, ending = affixes(inner_stem(family.files[0]))
+        roles += [role_of(f"{prefix} {ending}")]
+    said = next((role for role in roles if role), None)
+    anywhere = any(role.is_mask for role in roles)
+    if is_mask:
+        weight = 0.85 if said is None else 1.0 if said.is_mask else 0.7 if anywhere else 0.6
+        return weight * (0.6 if any(role.is_other for role in roles) else 1.0)
+    weight = 0.97 if said is None else 1.0 if said.is_image else 0.5
+    return weight * (0.8 if anywhere else 1.0)
+
+
+def _probes(root: Path, pairs: list[Pair]) -> Iterator[tuple[Probe, Probe]]:
+    for pair in pairs[:: max(1, len(pairs) // _NUM_PROBED)][:_NUM_PROBED]:
+        image, mask = probe(root / pair.image), probe(root / pair.mask)
+        if image is not None and mask is not None:
+            yield image, mask

@@ -1,0 +1,128 @@
+"""Published class colours and values of data sets, and the recognition of a data set by the colours in its masks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from segapp.datasets.layouts import published_classes as published
+from segapp.datasets.layouts.published_classes import Color, parse_colors, parse_names
+
+
+@dataclass(frozen=True)
+class PublishedPalette:
+    """The classes of a data set, and one colour for each; further colours are ignored pixels."""
+
+    title: str
+    names: tuple[str, ...]
+    colors: tuple[Color, ...]
+    ignored: tuple[Color, ...] = ()
+
+
+BLACK = ((0, 0, 0),)
+
+PALETTES = (
+    PublishedPalette("CamVid with the 11 classes of SegNet", published.CAMVID_NAMES, published.CAMVID_COLORS, BLACK),
+    PublishedPalette(
+        "CamVid with its 32 colours",
+        parse_names(
+            """Animal, Archway, Bicyclist, Bridge, Building, Car, CartLuggagePram, Child, Column_Pole, Fence,
+            LaneMkgsDriv, LaneMkgsNonDriv, Misc_Text, MotorcycleScooter, OtherMoving, ParkingBlock, Pedestrian, Road,
+            RoadShoulder, Sidewalk, SignSymbol, Sky, SUVPickupTruck, TrafficCone, TrafficLight, Train, Tree, Truck_Bus,
+            Tunnel, VegetationMisc, Wall"""
+        ),
+        parse_colors(
+            """408040 c00080 0080c0 008040 800000 400080 4000c0 c08040 c0c080 404080 8000c0 c00040 808040 c000c0 804040
+            40c080 404000 804080 8080c0 0000c0 c08080 808080 4080c0 000040 004040 c04080 808000 c080c0 400040 c0c000
+            40c000"""
+        ),
+        BLACK,
+    ),
+    PublishedPalette(
+        "Cityscapes",
+        published.CITYSCAPES_NAMES,
+        published.CITYSCAPES_COLORS,
+        parse_colors("000000 6f4a00 510051 faaaa0 e6968c b4a5b4 966464 96785a 00005a 00006e 141414"),
+    ),
+    PublishedPalette("PASCAL VOC", published.VOC_NAMES, published.VOC_COLORS, parse_colors("e0e0c0")),
+    PublishedPalette("ADE20K", published.ADE20K_NAMES, published.ADE20K_COLORS, BLACK),
+    PublishedPalette(
+        "LoveDA",
+        parse_names("background, building, road, water, barren, forest, agricultural"),
+        parse_colors("ffffff ff0000 ffff00 0000ff 9f81b7 00ff00 ffc380"),
+        BLACK,
+    ),
+    PublishedPalette(
+        "ISPRS Potsdam and Vaihingen",
+        parse_names("impervious surfaces, building, low vegetation, tree, car, clutter"),
+        parse_colors("ffffff 0000ff 00ffff 00ff00 ffff00 ff0000"),
+        BLACK,
+    ),
+    PublishedPalette(
+        "iSAID",
+        parse_names(
+            """background, ship, storage tank, baseball diamond, tennis court, basketball court, ground track field,
+            bridge, large vehicle, small vehicle, helicopter, swimming pool, roundabout, soccer ball field, plane,
+            harbor"""
+        ),
+        parse_colors(
+            """000000 00003f 003f3f 003f00 003f7f 003fbf 003fff 007f3f 007f7f 00007f 0000bf 0000ff 00bf7f 007fbf 007fff
+            00649b"""
+        ),
+    ),
+    PublishedPalette(
+        "DeepGlobe land cover",
+        parse_names("urban land, agriculture land, rangeland, forest land, water, barren land"),
+        parse_colors("00ffff ffff00 ff00ff 00ff00 0000ff ffffff"),
+        BLACK,
+    ),
+    PublishedPalette(
+        "UAVid",
+        parse_names(
+            "background clutter, building, road, static car, tree, low vegetation, human, moving car",
+        ),
+        parse_colors("000000 800000 804080 c000c0 008000 808000 404000 400080"),
+    ),
+    PublishedPalette(
+        "SUIM",
+        parse_names("background, human diver, plants, wrecks, robots, reefs, fish, sea-floor"),
+        parse_colors("000000 0000ff 00ff00 00ffff ff0000 ff00ff ffff00 ffffff"),
+    ),
+)
+_LEAST_SHARE = 0.4
+_LEAST_COLORS = 4
+
+
+def recognise(colors: Collection[Color]) -> list[PublishedPalette]:
+    """Return the palettes that have all the colours, those first of which most colours occur; none for few colours."""
+    found = []
+    for palette in PALETTES:
+        own, named = set(colors) - set(palette.ignored), set(palette.colors)
+        if own <= named and (len(own) >= _LEAST_COLORS or (len(own) >= 2 and len(own) / len(named) >= _LEAST_SHARE)):
+            found.append((len(own) / len(named), palette))
+    return [palette for _, palette in sorted(found, key=lambda one: -one[0])]
+
+
+LIP_NAMES = parse_names(
+    """background, hat, hair, glove, sunglasses, upper-clothes, dress, coat, socks, pants, jumpsuits, scarf, skirt,
+    face, left-arm, right-arm, left-leg, right-leg, left-shoe, right-shoe"""
+)
+_SIGNATURES: Sequence[tuple[str, str, Mapping[int, str], tuple[int, ...]]] = (
+    ("LoveDA", r"(Rural|Urban)/masks_png/", dict(enumerate(PALETTES[5].names, start=1)), (0,)),
+    ("LIP", r"parsing_annotations/", dict(enumerate(LIP_NAMES)), ()),
+    ("BDD100K", r"labels/sem_seg/|/10k/|_train_id\.", dict(enumerate(published.CITYSCAPES_NAMES)), ()),
+)
+
+
+def recognise_values(mask: str, values: Collection[int]) -> tuple[str, Mapping[int, str], tuple[int, ...]] | None:
+    """Return title, names by value, and ignored values of the data set whose folders and values these are.
+
+    Args:
+        mask: path of a mask below the root.
+        values: in the masks, 255 left out.
+    """
+    for title, expression, names, ignored in _SIGNATURES:
+        if re.search(expression, mask) and set(values) <= names.keys() | set(ignored):
+            return title, names, ignored
+    return None

@@ -1,0 +1,68 @@
+"""The files below a folder: which are images, and which may describe them. Only names are read."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from segapp.datasets.files import shown
+from segapp.datasets.layouts.pairing import IMAGE_SUFFIXES
+from segapp.datasets.layouts.root_guard import RootGuard
+from segapp.errors import ConfigError
+
+OTHER_SUFFIXES = (".txt", ".csv", ".json", ".yaml", ".yml", ".xml", ".parquet", ".names", ".lst", ".jsonl")
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The files below a folder, as paths relative to it in their byte order.
+
+    Attributes:
+        root: the folder.
+        images: files with the extension of an image.
+        others: files that may hold annotations, class names or lists.
+        leads_outside: files or folders are links to places outside root.
+    """
+
+    root: Path
+    images: tuple[str, ...]
+    others: tuple[str, ...]
+    leads_outside: bool
+
+    def others_named(self, *suffixes: str) -> list[str]:
+        """Return the other files with one of the extensions, those nearest to the root first."""
+        found = [path for path in self.others if PurePosixPath(path).suffix.lower() in suffixes]
+        return sorted(found, key=lambda path: (path.count("/"), path))
+
+
+def survey_tree(root: Path) -> Tree:
+    """Return the files below a folder; hidden ones are left out, links to folders are followed once.
+
+    Raises:
+        ConfigError: it is no folder.
+    """
+    if not root.is_dir():
+        raise ConfigError(f"{shown(root)} is not a folder: give the folder that holds the images and the masks")
+    guard = RootGuard(root)
+    images: list[str] = []
+    others: list[str] = []
+    leads_outside = False
+    seen: set[str] = set()
+    for place, folders, names in os.walk(root, followlinks=True):
+        real = os.path.realpath(place)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        leads_outside |= not guard.holds(place)
+        folders[:] = sorted(name for name in folders if name[0] != "." and name != "__MACOSX")
+        below = os.path.relpath(place, root)
+        for name in sorted(names):
+            suffix = os.path.splitext(name)[1].lower()
+            if name[0] == "." or suffix not in IMAGE_SUFFIXES + OTHER_SUFFIXES:
+                continue
+            path = name if below == "." else f"{below}/{name}"
+            (images if suffix in IMAGE_SUFFIXES else others).append(path)
+            leads_outside |= not guard.holds(os.path.join(place, name))
+    return Tree(root, tuple(images), tuple(others), leads_outside)

@@ -1,0 +1,217 @@
+"""Words in the names of folders and files that tell images from masks, and the splits.
+
+Only lists of words; how they are weighed is in `hypotheses`.
+"""
+
+import re
+from dataclasses import dataclass
+
+IMAGE_WORDS = frozenset(
+    [
+        "image",
+        "images",
+        "img",
+        "imgs",
+        "jpegimages",
+        "jpeg",
+        "rgb",
+        "frame",
+        "frames",
+        "photo",
+        "photos",
+        "picture",
+        "pictures",
+        "pic",
+        "pics",
+        "input",
+        "inputs",
+        "ortho",
+        "tiles",
+        "raw",
+        "original",
+        "originals",
+        "source",
+        "data",
+    ]
+)
+MASK_WORDS = frozenset(
+    [
+        "mask",
+        "masks",
+        "label",
+        "labels",
+        "labeled",
+        "labelled",
+        "annotation",
+        "annotations",
+        "annot",
+        "annots",
+        "ann",
+        "anno",
+        "annos",
+        "gt",
+        "groundtruth",
+        "truth",
+        "segmentation",
+        "segmentations",
+        "seg",
+        "segs",
+        "semantic",
+        "target",
+        "targets",
+        "manual",
+        "trimap",
+        "trimaps",
+        "parsing",
+        "labelmap",
+        "labelmaps",
+        "labelimages",
+        "lbl",
+        "matte",
+        "silhouette",
+        "ho",
+        "stuffthingmaps",
+        "truths",
+        "masque",
+        "masques",
+        "l",
+    ]
+)
+OTHER_WORDS = frozenset(
+    [
+        "instance",
+        "instances",
+        "panoptic",
+        "color",
+        "colors",
+        "colour",
+        "colours",
+        "colormap",
+        "colormaps",
+        "depth",
+        "edge",
+        "edges",
+        "boundary",
+        "boundaries",
+        "visualization",
+        "visualizations",
+        "visualisation",
+        "vis",
+        "viz",
+        "overlay",
+        "overlays",
+        "preview",
+        "object",
+        "objects",
+        "disparity",
+        "polygons",
+        "pred",
+        "preds",
+        "prediction",
+        "predictions",
+    ]
+)
+"""Words of pictures that are made from masks or lie beside them, and are no masks of classes."""
+GLUE_WORDS = frozenset(
+    ["id", "ids", "train", "png", "dir", "image", "color", "rgb", "class", "classes", "st", "nd", "visible"]
+)
+"""Words that continue an ending such as `_labelTrainIds` or `_instance_color_RGB`."""
+
+SPLIT_WORDS = {
+    "train": "train", "training": "train", "tr": "train", "trn": "train",
+    "val": "val", "valid": "val", "validation": "val", "dev": "val", "valset": "val", "trainset": "train",
+    "test": "test", "testing": "test", "ts": "test", "tst": "test", "testset": "test",
+}  # fmt: skip
+SPLITS = ("train", "val", "test")
+_SHORT = {"tr", "ts", "trn", "tst"}
+
+_TOKEN = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+
+
+@dataclass(frozen=True)
+class Token:
+    """A word of a name, in lower case, and where it stands."""
+
+    word: str
+    start: int
+    end: int
+
+
+def tokens(name: str) -> list[Token]:
+    """Return the words of a name: letters in one case, capitalised words, numbers.
+
+    >>> [token.word for token in tokens("JPEGImages_2")]
+    ['jpeg', 'images', '2']
+    >>> [token.word for token in tokens("trainannot")]
+    ['train', 'annot']
+    """
+    found = []
+    for match in _TOKEN.finditer(name):
+        word = match[0].lower()
+        cut = next(
+            (len(s) for s in SPLIT_WORDS if word.startswith(s) and word[len(s) :] in MASK_WORDS | IMAGE_WORDS), 0
+        )
+        if cut:
+            found.append(Token(word[:cut], match.start(), match.start() + cut))
+        found.append(Token(word[cut:], match.start() + cut, match.end()))
+    return found
+
+
+@dataclass(frozen=True)
+class Role:
+    """What the words of a name say; several may be true."""
+
+    is_image: bool = False
+    is_mask: bool = False
+    is_other: bool = False
+
+    def __bool__(self) -> bool:
+        return self.is_image or self.is_mask or self.is_other
+
+
+def role_of(name: str) -> Role:
+    """Return what the words of a folder's name, or of a file's prefix or ending, say."""
+    words = {token.word for token in tokens(name)}
+    return Role(bool(words & IMAGE_WORDS), bool(words & MASK_WORDS), bool(words & OTHER_WORDS))
+
+
+def split_in(name: str) -> tuple[str, str] | None:
+    """Return the split that a folder's name says, and the name with `{split}` in its place; None without one.
+
+    >>> split_in("train2017"), split_in("val_labels"), split_in("TrainVal_images")
+    (('train', '{split}2017'), ('val', '{split}_labels'), None)
+    """
+    found = [token for token in tokens(name) if token.word in SPLIT_WORDS]
+    if not role_of(name):
+        found = [token for token in found if token.word not in _SHORT]
+    if len(found) != 1:
+        return None
+    token = found[0]
+    return SPLIT_WORDS[token.word], name[: token.start] + "{split}" + name[token.end :]
+
+
+def affixes(stem: str) -> tuple[str, str, str]:
+    """Return prefix, core and ending of a file's stem, where prefix and ending are words of roles.
+
+    >>> affixes("img_0001"), affixes("0001_mask"), affixes("a_labelTrainIds"), affixes("masks")
+    (('img_', '0001', ''), ('', '0001', '_mask'), ('', 'a', '_labelTrainIds'), ('masks', '', ''))
+    """
+    found = tokens(stem)
+    roles = IMAGE_WORDS | MASK_WORDS | OTHER_WORDS
+    first = 0
+    while first < len(found) and found[first].word in roles - {"l", "ho", "data", "raw"}:
+        first += 1
+    last = len(found)
+    while last > first and found[last - 1].word in roles | GLUE_WORDS:
+        last -= 1
+    while last < len(found) and found[last].word not in roles:  # an ending begins with a word of a role
+        last += 1
+    if first == len(found) and first > 0:
+        return stem, "", ""
+    begin = found[first].start if first else 0
+    end = len(stem)
+    if last < len(found):
+        end = found[last - 1].end if last else 0
+        if last and found[last].start == end and not stem[end].isupper():
+            end = len(stem)
+    return stem[:begin], stem[begin:end], stem[end:]

@@ -1,0 +1,269 @@
+"""`segapp init`: classes, options, refusals; training accepts the configs that it writes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from PIL import Image
+
+from segapp.commands.init import InitRequest, propose_config
+from segapp.commands.init.candidates import AmbiguousLayoutError
+from segapp.config import RunConfig, load_config
+from segapp.errors import ConfigError, DataError
+from tests.support import drawn_folders
+from tests.support.drawn_folders import BINARY, listing
+from tests.support.runs import segapp
+
+
+def draw(
+    root: Path, images: str, masks: str, names: str, values: np.ndarray, size: tuple[int, int] = (80, 112)
+) -> None:
+    rng = np.random.default_rng(len(names))
+    for folder in (images, masks):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+    for name in names:
+        cv2.imwrite(str(root / images / f"{name}.jpg"), rng.integers(0, 255, (*size, 3), np.uint8))
+        mask = values[rng.integers(0, len(values), size)]
+        mask.flat[: len(values)] = 0
+        mask.reshape(-1, *values.shape[1:])[: len(values)] = values
+        cv2.imwrite(str(root / masks / f"{name}.png"), mask[..., ::-1] if mask.ndim == 3 else mask)
+
+
+def proposed(root: Path, tmp_path: Path, **request: object) -> RunConfig:
+    return drawn_folders.proposed(root, tmp_path / "made.yaml", **request)[0]
+
+
+def both(root: Path, images: str, masks: str, values: np.ndarray, splits: tuple[str, str] = ("train", "val")) -> None:
+    draw(root, f"{images}/{splits[0]}", f"{masks}/{splits[0]}", "abcdef", values)
+    draw(root, f"{images}/{splits[1]}", f"{masks}/{splits[1]}", "gh", values)
+
+
+def test_init_of_ids_from_0_with_ignored_pixels(tmp_path: Path) -> None:
+    both(tmp_path / "d", "images", "masks", np.array([0, 1, 2, 255], np.uint8))
+    config = proposed(tmp_path / "d", tmp_path)
+    assert config.data.format == "folder"
+    assert config.data.classes == ["class_0", "class_1", "class_2"]
+    assert config.data.crop_px == (64, 96)
+    assert (
+        "25.0% of the pixels" in (tmp_path / "made.yaml").read_text()
+        or "is ignored" in (tmp_path / "made.yaml").read_text()
+    )
+
+
+def test_init_of_black_and_white_masks(tmp_path: Path) -> None:
+    both(tmp_path / "d", "imgs", "labels", np.array([0, 255], np.uint8))
+    config = proposed(tmp_path / "d", tmp_path)
+    assert (config.data.image_dir, config.data.mask_dir) == ("imgs/{split}", "labels/{split}")
+    assert config.data.label_map == {255: 1}
+    assert config.data.classes == ["background", "object"]
+
+
+def test_init_of_ids_with_gaps(tmp_path: Path) -> None:
+    both(tmp_path / "d", "images", "masks", np.array([3, 40, 200], np.uint8))
+    config = proposed(tmp_path / "d", tmp_path)
+    assert config.data.label_map == {3: 0, 40: 1, 200: 2}
+
+
+def test_init_of_coloured_masks_and_split_named_valid(tmp_path: Path) -> None:
+    colors = np.array([[0, 0, 0], [255, 0, 0], [0, 128, 255]], np.uint8)
+    both(tmp_path / "d", "images", "masks", colors, ("train", "valid"))
+    config = proposed(tmp_path / "d", tmp_path)
+    assert config.data.rgb_masks
+    assert set(config.data.palette or []) == {(0, 0, 0), (255, 0, 0), (0, 128, 255)}
+    assert config.data.val_split == "valid"
+
+
+def test_init_without_splits_divides_by_file_name(tmp_path: Path) -> None:
+    root = tmp_path / "d"
+    draw(root, "images", "masks", "abcdefghij", np.array([0, 1], np.uint8))
+    config, _, names = drawn_folders.proposed(root, tmp_path / "made.yaml", val_share=0.3)
+    assert (len(names["train"]), len(names["val"])) == (7, 3)
+    assert sorted(names["train"] + names["val"]) == [f"{letter}.jpg" for letter in "abcdefghij"]
+    assert config.data.format == "list"
+    again = drawn_folders.proposed(root, tmp_path / "again.yaml", val_share=0.3)[2]
+    other = drawn_folders.proposed(root, tmp_path / "other.yaml", val_share=0.3, seed=1)[2]
+    assert again == names
+    assert other != names
+
+
+def test_images_linked_from_another_disk_are_allowed_and_warned(tmp_path: Path) -> None:
+    both(tmp_path / "d", "images", "masks", np.array([0, 1], np.uint8))
+    assert not proposed(tmp_path / "d", tmp_path).data.allow_outside_root
+    (tmp_path / "d" / "images").rename(tmp_path / "disk")
+    (tmp_path / "d" / "images").symlink_to(tmp_path / "disk")
+    (tmp_path / "made.yaml").unlink()
+    assert proposed(tmp_path / "d", tmp_path).data.allow_outside_root
+    assert "if you do not trust them" in (tmp_path / "made.yaml").read_text()
+
+
+def test_demo_data_are_recognised_as_cityscapes(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[3] / "data" / "demo"
+    result = propose_config(InitRequest(root, tmp_path / "x.yaml"))
+    assert load_config(result.configs[0]).data.format == "cityscapes"
+    assert "72 training images (train), 20 validation images (val)" in " ".join(result.lines)
+
+
+def test_real_camvid_is_recognised(camvid: Path, tmp_path: Path) -> None:
+    config = load_config(propose_config(InitRequest(camvid, tmp_path / "x.yaml")).configs[0])
+    assert config.data.format == "camvid"
+    assert config.data.crop_px == (352, 480)
+    assert config.loss.class_weights == "enet"
+
+
+def test_folder_without_data_set_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a folder"):
+        propose_config(InitRequest(tmp_path / "nothing"))
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.jpg").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"holds a\.jpg"):
+        propose_config(InitRequest(tmp_path / "photos"))
+    noise = np.random.default_rng(0).integers(0, 255, (500, 3)).astype(np.uint8)
+    both(tmp_path / "d", "images", "masks", noise)
+    with pytest.raises(DataError, match="neither ids nor"):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "out.yaml"))
+
+
+def test_config_of_unsplit_masks_with_an_ending_trains(tmp_path: Path) -> None:
+    names = [f"{i:03}" for i in range(12)]
+    drawn_folders.draw(tmp_path / "my data", names, "images/{}.jpg", "masks/{}_mask.png", BINARY)
+    done = segapp("init", "my data", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "segapp train --config my-data.yaml" in done.stdout
+    again = segapp("init", "my data", cwd=tmp_path)
+    assert (again.returncode, len(again.stderr.strip().splitlines())) == (2, 1)
+    small = ["train.epochs=1", "data.crop_px=[32,32]", "train.batch_size=2", "data.workers=0", "log.tensorboard=false"]
+    done = segapp("train", "--config", "my-data.yaml", "--plain", *small, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_stray_grey_pixels_leave_the_object_a_class(tmp_path: Path) -> None:
+    both(tmp_path / "d", "images", "masks", BINARY)
+    path = tmp_path / "d" / "masks" / "train" / "a.png"
+    mask = np.asarray(Image.open(path)).copy()
+    mask[5, 5], mask[6, 6] = 128, 7
+    Image.fromarray(mask).save(path)
+    config, result, _ = drawn_folders.proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert config.data.label_map == {255: 1, 7: -1, 128: -1}
+    assert "stray values are ignored: 7 (1 px), 128 (1 px)" in " ".join(result.lines)
+
+
+def test_smoothed_black_and_white_masks_keep_the_object(tmp_path: Path) -> None:
+    both(tmp_path / "d", "images", "masks", BINARY)
+    for path in (tmp_path / "d" / "masks").rglob("*.png"):
+        mask = np.zeros((80, 112), np.uint8)
+        cv2.circle(mask, (50, 40), 25, 255, -1, cv2.LINE_AA)
+        Image.fromarray(mask).save(path)
+    config = proposed(tmp_path / "d", tmp_path)
+    assert config.data.label_map is not None
+    assert config.data.label_map[255] == 1
+    assert set(config.data.label_map.values()) == {1, -1}
+
+
+def test_jpeg_masks_are_refused_or_cleaned_on_request(tmp_path: Path) -> None:
+    both(tmp_path / "d", "images", "masks", np.array([[0, 0, 0], [255, 0, 0], [0, 128, 255]], np.uint8))
+    for path in sorted((tmp_path / "d" / "masks").rglob("*.png")):
+        mask = np.zeros((80, 112, 3), np.uint8)
+        mask[:, 40:], mask[60:] = (255, 0, 0), (0, 128, 255)
+        Image.fromarray(mask).save(path.with_suffix(".jpg"), quality=70)
+        path.unlink()
+    with pytest.raises(DataError, match=r"8 of 8 masks are JPEGs.*--clean-masks"):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
+    config, result, names = drawn_folders.proposed(tmp_path / "d", tmp_path / "made.yaml", clean_masks=True)
+    assert (len(names["train"]), len(names["val"])) == (6, 2)
+    assert "each pixel is the nearest of 3 frequent values" in " ".join(result.lines)
+    cleaned = np.asarray(Image.open(tmp_path / "made-masks" / "masks" / "train" / "a.png"))
+    wanted = np.zeros((80, 112), np.uint8)
+    wanted[:, 40:], wanted[60:] = 2, 1
+    assert (cleaned == wanted).mean() > 0.98
+    assert config.data.mask_root == str(tmp_path / "made-masks")
+
+
+def test_two_likely_layouts_are_named_and_one_is_taken(tmp_path: Path) -> None:
+    names = [f"{i:04}" for i in range(10)]
+    drawn_folders.draw(tmp_path / "d", names, "images/{}.jpg", "masks/{}.png")
+    drawn_folders.draw(tmp_path / "d", names, "images/{}.jpg", "labels/{}.png", BINARY)
+    page = tmp_path / "page.html"
+    with pytest.raises(AmbiguousLayoutError, match=r"2 ways.*--layout NAME \((masks, labels|labels, masks)\)"):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml", html=page))
+    assert page.read_text().count("<img") == 2 * 4 * 2
+    assert not (tmp_path / "made.yaml").exists()
+    config, _, _ = drawn_folders.proposed(tmp_path / "d", tmp_path / "made.yaml", layout="labels")
+    assert config.data.label_map == {255: 1}
+    with pytest.raises(ConfigError, match=r"--layout depth: .* may be"):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "b.yaml", layout="depth"))
+    done = segapp("init", "d", "--out", "c.yaml", cwd=tmp_path)
+    assert done.returncode == 3
+    assert "--layout NAME" in done.stderr
+
+
+def test_scenes_and_groups_stay_on_one_side(tmp_path: Path) -> None:
+    names = [f"{video}_{number:04}" for video in ("bay", "cove", "dune", "elm", "fen") for number in range(4)]
+    drawn_folders.draw(tmp_path / "d", names, "images/{}.jpg", "masks/{}.png")
+    _, result, found = drawn_folders.proposed(tmp_path / "d", tmp_path / "made.yaml", val_share=0.4)
+    videos = [{name.partition("_")[0] for name in found[split]} for split in ("train", "val")]
+    assert len(found["val"]) == 8
+    assert not videos[0] & videos[1]
+    assert "5 groups (beginning of the name)" in " ".join(result.lines)
+    _, _, found = drawn_folders.proposed(tmp_path / "d", tmp_path / "b.yaml", val_share=0.25, group=r"_(\d+)\.")
+    numbers = [{name.partition("_")[2] for name in found[split]} for split in ("train", "val")]
+    assert (len(numbers[1]), numbers[0] & numbers[1]) == (1, set())
+    for expression, problem in (("(", "no regular expression"), ("xyz", "matches nothing in images/")):
+        with pytest.raises(ConfigError, match=problem):
+            propose_config(InitRequest(tmp_path / "d", tmp_path / "c.yaml", group=expression))
+
+
+def test_folds_are_configs_that_together_validate_on_all(tmp_path: Path) -> None:
+    names = [f"{scene}/{number:04}" for scene in "abcdefg" for number in range(3)]
+    drawn_folders.draw(tmp_path / "d", names, "images/{}.jpg", "masks/{}.png")
+    result = propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml", folds=5))
+    assert [path.name for path in result.configs] == [f"made-fold{i}.yaml" for i in range(5)]
+    validated: list[str] = []
+    for path in result.configs:
+        config = load_config(path)
+        drawn_folders.names_read(config)
+        lists = [(tmp_path / "made-lists" / f"{split}.txt").read_text().splitlines() for split in
+                 (config.data.train_split, config.data.val_split)]  # fmt: skip
+        assert len(lists[0]) + len(lists[1]) == 21
+        scenes = [{line.split("/")[1] for line in own} for own in lists]
+        assert not scenes[0] & scenes[1]
+        validated += lists[1]
+    assert len(set(validated)) == len(validated) == 21
+    with pytest.raises(ConfigError, match="only 7 groups"):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "b.yaml", folds=9))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes into read-only folders")
+def test_folder_without_write_permission_is_read(tmp_path: Path) -> None:
+    drawn_folders.draw(tmp_path / "d", "abcdef", "images/{}.jpg", "masks/{}.png")
+    for folder in (tmp_path / "d", tmp_path / "d" / "images", tmp_path / "d" / "masks"):
+        folder.chmod(0o555)
+    proposed(tmp_path / "d", tmp_path)
+
+
+def test_nothing_is_written_into_the_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn_folders.draw(tmp_path / "d", "abcdef", "images/{}.jpg", "masks/{}.png")
+    before = listing(tmp_path / "d")
+    monkeypatch.chdir(tmp_path / "d")
+    with pytest.raises(ConfigError, match=r"lies in the data folder .* --out \.\./d\.yaml"):
+        propose_config(InitRequest(Path()))
+    assert listing(tmp_path / "d") == before
+    propose_config(InitRequest(Path(), Path("../d.yaml")))
+    assert listing(tmp_path / "d") == before
+
+
+@pytest.mark.parametrize(
+    "fault", ["file.before_write=2:kill", "file.before_rename=3:kill", "file.before_fsync=3:raise:ENOSPC"]
+)
+def test_failure_leaves_no_config_and_a_retry_works(fault: str, tmp_path: Path) -> None:
+    drawn_folders.draw(tmp_path / "d", "abcdef", "images/{}.jpg", "masks/{}.png")
+    failed = segapp("init", "d", cwd=tmp_path, SEGAPP_FAILPOINTS=fault)
+    assert failed.returncode != 0
+    assert not (tmp_path / "d.yaml").exists()
+    if "ENOSPC" in fault:
+        assert [path.name for path in tmp_path.iterdir()] == ["d"]
+    assert segapp("init", "d", cwd=tmp_path).returncode == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d", "d-lists", "d.yaml"]

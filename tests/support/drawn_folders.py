@@ -1,0 +1,86 @@
+"""Folders of drawn images and masks in many layouts, and the config that `segapp init` writes for them."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from segapp.build.data import build_dataset, build_scheme, split_names
+from segapp.commands.init import InitRequest, InitResult, propose_config
+from segapp.config import RunConfig, load_config
+
+SIZE = (48, 64)
+IDS = np.array([0, 1, 2], np.uint8)
+BINARY = np.array([0, 255], np.uint8)
+
+
+def seeded(text: str) -> np.random.Generator:
+    return np.random.default_rng(int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little"))
+
+
+def draw_image(path: Path, size: tuple[int, int] = SIZE) -> None:
+    """Writes a picture of noise."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = seeded(path.name).integers(0, 255, (*size, 3), np.uint8)
+    Image.fromarray(pixels).save(path)
+
+
+def draw_mask(path: Path, values: np.ndarray = IDS, size: tuple[int, int] = SIZE, **save: Any) -> None:
+    """Writes a mask of stripes of all the values, whose widths depend on the name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    edges = np.sort(seeded(str(path)).integers(2, size[1] - 2, len(values) - 1))
+    columns = np.searchsorted(edges, np.arange(size[1]), side="right")
+    columns[: len(values)] = np.arange(len(values))
+    Image.fromarray(np.broadcast_to(values[columns], (size[0], *values[columns].shape)).copy()).save(path, **save)
+
+
+def draw(root: Path, names: Iterable[str], image: str, mask: str, values: np.ndarray = IDS) -> None:
+    """Writes images and masks; `{}` in their paths is the name."""
+    for name in names:
+        draw_image(root / image.replace("{}", name))
+        draw_mask(root / mask.replace("{}", name), values)
+
+
+def listing(root: Path) -> dict[str, tuple[int, bytes]]:
+    """Returns every file and folder below a root with its time of change and its content."""
+    return {
+        str(path.relative_to(root)): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+        for path in sorted(root.rglob("*"))
+    }
+
+
+def proposed(root: Path, out: Path, **request: Any) -> tuple[RunConfig, InitResult, dict[str, list[str]]]:
+    """Returns the config that init writes, what it said, and the names of each split; every mask is read."""
+    before = listing(root)
+    result = propose_config(InitRequest(root, out, **request))
+    assert listing(root) == before
+    config = load_config(result.configs[0])
+    return config, result, names_read(config)
+
+
+def number_in(path: Path, root: str) -> list[str]:
+    """Returns the number of an image, which its mask has too."""
+    return sorted(set(re.findall(r"\d{4,}", str(path.relative_to(root)))) - {"2017", "2018", "0000"}) or ["0000"]
+
+
+def names_read(config: RunConfig) -> dict[str, list[str]]:
+    """Returns the names of each split's images, all read with their masks."""
+    names = {}
+    for key, split in zip(("train", "val"), split_names(config.data), strict=True):
+        dataset = build_dataset(config.data, build_scheme(config.data), split, is_training=False, seed=0)
+        for index in range(len(dataset)):
+            dataset.read(index)
+        names[key] = [pair.image.name for pair in dataset.pairs]
+        for pair in dataset.pairs:
+            assert pair.mask is not None
+            assert pair.image != pair.mask
+            assert number_in(pair.image, config.data.root) == number_in(
+                pair.mask, config.data.mask_root or config.data.root
+            )
+    return names
