@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
+from segapp.commands import init_options
 from segapp.errors import ConfigError, cannot_be_written
 
 app = typer.Typer(
@@ -304,49 +305,22 @@ def doctor(json_out: JsonFlag = False) -> None:
 
 @app.command()
 def init(
-    root: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the images and their masks.")],
-    out: Annotated[
-        Path | None, _option("--out", "The config; by default FOLDER's name with .yaml, in the current folder.")
-    ] = None,
-    layout: Annotated[
-        str | None, _option("--layout", "The layout to take, where several are possible: its name or number.", "NAME")
-    ] = None,
-    val_share: Annotated[
-        float | None,
-        _option("--val-share", "Share of the validation images, for data without splits; by default 0.2.", "SHARE"),
-    ] = None,
-    group: Annotated[
-        str | None,
-        _option(
-            "--group", "Images with the same match in their path are in the same split; by default a scene.", "REGEX"
-        ),
-    ] = None,
-    folds: Annotated[
-        int | None, _option("--folds", "Write this many folds for cross-validation, each a config.", "NUMBER")
-    ] = None,
-    seed: Annotated[int, _option("--seed", "Of the division of images into splits or folds.", "NUMBER")] = 0,
-    html_file: Annotated[Path | None, _option("--html", "Write a page with pictures of each possible layout.")] = None,
-    clean_masks: Annotated[
-        bool,
-        typer.Option(
-            "--clean-masks", help="Write copies of JPEG or smoothed masks, each pixel the nearest frequent value."
-        ),
-    ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the config and the lists beside it.")] = False,
+    root: init_options.Root,
+    out: init_options.Out = None,
+    layout: init_options.Layout = None,
+    val_share: init_options.ValShare = None,
+    group: init_options.Group = None,
+    folds: init_options.Folds = None,
+    seed: init_options.Seed = 0,
+    html_file: init_options.Page = None,
+    clean_masks: init_options.CleanMasks = False,
+    force: init_options.Force = False,
 ) -> None:
-    """Write a config for a data folder, each choice with its reason; masks are made from annotations.
+    """Write a config for a data folder, each choice with its reason; the folder itself stays as it is."""
+    from segapp.commands.init import InitRequest
+    from segapp.commands.init.dialog import init_folder
 
-    Nothing is written into the folder.
-    """
-    from segapp.commands.init import InitRequest, propose_config
-    from segapp.commands.init.dialog import asked
-
-    request = InitRequest(root, out, force, layout, val_share, group, folds, seed, html_file, clean_masks)
-    result = asked(request, propose_config)
-    print(*result.lines, sep="\n")
-    first = result.configs[0]
-    print(f"written: {', '.join(map(str, result.configs))}")
-    print(f"next: segapp check --config {first}; segapp train --config {first}")
+    init_folder(InitRequest(root, out, force, layout, val_share, group, folds, seed, html_file, clean_masks))
 
 
 @app.command()

@@ -1,24 +1,32 @@
-"""The question which layout a folder has, on a terminal."""
+"""`segapp init` on a terminal: what is printed, and the question which layout a folder has."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 
-from segapp.commands.init import InitRequest, InitResult
+from segapp.commands.init import InitRequest, InitResult, propose_config
 from segapp.commands.init.candidates import AmbiguousLayoutError
 from segapp.run.text import printable
 
 
-def asked(request: InitRequest, propose: Callable[[InitRequest], InitResult]) -> InitResult:
+def init_folder(request: InitRequest) -> None:
+    """Write the configs of a request; print what is believed, and the next commands."""
+    result = asked(request)
+    print(*map(printable, result.lines), sep="\n")
+    first = result.configs[0]
+    print(f"written: {', '.join(map(str, result.configs))}")
+    print(f"next: segapp check --config {first}; segapp train --config {first}")
+
+
+def asked(request: InitRequest) -> InitResult:
     """Return the result of a request; where several layouts are possible and somebody is there to ask, ask.
 
     Raises:
         AmbiguousLayoutError: there is no terminal, or no answer.
     """
     try:
-        return propose(request)
+        return propose_config(request)
     except AmbiguousLayoutError as error:
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
             raise
@@ -29,4 +37,4 @@ def asked(request: InitRequest, propose: Callable[[InitRequest], InitResult]) ->
         answer = sys.stdin.readline().strip()
         if not answer.isdigit() or not 1 <= int(answer) <= len(error.names):
             raise
-        return propose(replace(request, layout=error.names[int(answer) - 1]))
+        return propose_config(replace(request, layout=error.names[int(answer) - 1]))

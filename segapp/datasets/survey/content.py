@@ -202,8 +202,13 @@ def dominant_levels(content: MaskContent, most: int = 64) -> list[Color] | list[
             for first, second in combinations(kept, 2)
         ):
             kept.append(color)
-    kept.sort()
+    kept = sorted((_snapped(red), _snapped(green), _snapped(blue)) for red, green, blue in kept)
     return kept if content.colors else [color[0] for color in kept]
+
+
+def _snapped(value: int) -> int:
+    """Return 0 or 255 for values near them, which JPEG moves by a few units."""
+    return 0 if value <= 8 else 255 if value >= 247 else value
 
 
 def _is_blend(color: Color, first: Color, second: Color) -> bool:
