@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from segapp.failpoints import failpoint
 from segapp.inference.sliding import Inference
+from segapp.inference.spread import SpreadCounters, copy_to
 from segapp.losses import CriterionCE, View, upsample_confusion, upsample_logits
 from segapp.memory.oom_errors import is_out_of_memory
 from segapp.memory.oom_failpoint import oom_failpoint
@@ -39,6 +40,7 @@ class EvaluationSettings:
         device: where the batches are moved to.
         criterion: gives the validation loss over the whole set (sums, one division); None: no loss.
         is_single: evaluate the images of a batch one at a time.
+        other_devices: devices that share the batches with `device`, each with a copy of the model.
     """
 
     inference: Inference
@@ -47,6 +49,13 @@ class EvaluationSettings:
     device: torch.device
     criterion: AdditiveCriterion | None = None
     is_single: bool = False
+    other_devices: tuple[torch.device, ...] = ()
+
+    def on(self, device: torch.device) -> EvaluationSettings:
+        """Return the settings of an evaluation on another device."""
+        inference = replace(self.inference, normalizer=copy_to(self.inference.normalizer, device))
+        criterion = None if self.criterion is None else copy_to(self.criterion, device)
+        return replace(self, inference=inference, device=device, criterion=criterion, other_devices=())
 
     def no_statistics(self) -> tuple[Tensor, ...]:
         """Return the criterion's statistics of no image: float64 zeros of the right shapes; () without a criterion.
@@ -112,38 +121,62 @@ def evaluate(
     ranks = ranks or Ranks()
     was_training = model.training
     model.eval()
-    matrix = ConfusionMatrix(settings.num_classes, settings.ignore_index, settings.device)
-    totals = settings.no_statistics()
     num_images = num_batches = 0
     failure: Exception | None = None
     try:
-        for batch in batches:
-            failpoint("eval.batch")
-            check()
-            num_batches += 1
-            if failure is not None:
-                continue  # the other ranks need this one in every check
-            try:
-                for images, target in _parts(batch, settings.is_single):
-                    counts, statistics = _count(model, images, target, settings)
-                    matrix.add(counts)
-                    totals = tuple(a + b for a, b in zip(totals, statistics, strict=True))
-            except Exception as error:
-                if ranks.world_size == 1 or not is_out_of_memory(error):
-                    raise
-                failure = error
-            num_images += len(batch.indices)
-            progress(num_images)
+        counters = [_DeviceCounter(model, settings)]
+        counters += [_DeviceCounter(copy_to(model, device), settings.on(device)) for device in settings.other_devices]
+        with SpreadCounters(counters) as spread:
+            for batch in batches:
+                failpoint("eval.batch")
+                check()
+                num_batches += 1
+                if failure is not None:
+                    continue  # the other ranks need this one in every check
+                try:
+                    spread.add(batch)
+                except Exception as error:
+                    if ranks.world_size == 1 or not is_out_of_memory(error):
+                        raise
+                    failure = error
+                num_images += len(batch.indices)
+                progress(num_images)
+            spread.finish()
         for _ in range(num_batches, num_checks):
             check()
     finally:
         model.train(was_training)
     if ranks.any_of(failure is not None)[0]:
         raise failure or PeerOutOfMemoryError("another rank ran out of memory")
-    (matrix.counts,) = ranks.sums((matrix.counts,))
+    first = counters[0]
+    for other in counters[1:]:
+        first.merge(other)
+    (first.matrix.counts,) = ranks.sums((first.matrix.counts,))
     num_images = sum(ranks.gather(num_images))
-    loss = settings.finalize(ranks.sums(totals)) if totals else None
-    return Evaluation(matrix.scores(), loss, num_images)
+    loss = settings.finalize(ranks.sums(first.totals)) if first.totals else None
+    return Evaluation(first.matrix.scores(), loss, num_images)
+
+
+class _DeviceCounter:
+    """Counts and loss statistics of the batches that one device evaluates."""
+
+    def __init__(self, model: SegmentationModel, settings: EvaluationSettings) -> None:
+        self.device = settings.device
+        self.matrix = ConfusionMatrix(settings.num_classes, settings.ignore_index, settings.device)
+        self.totals = settings.no_statistics()
+        self._model, self._settings = model, settings
+
+    def add(self, batch: Batch) -> None:
+        """Evaluate a batch and add its counts."""
+        for images, target in _parts(batch, self._settings.is_single):
+            counts, statistics = _count(self._model, images, target, self._settings)
+            self.matrix.add(counts)
+            self.totals = tuple(a + b for a, b in zip(self.totals, statistics, strict=True))
+
+    def merge(self, other: _DeviceCounter) -> None:
+        """Add the counts of another device."""
+        self.matrix.merge(other.matrix)
+        self.totals = tuple(a + b.to(a.device) for a, b in zip(self.totals, other.totals, strict=True))
 
 
 def _parts(batch: Batch, is_single: bool) -> Iterator[tuple[Tensor, Tensor]]:

@@ -7,12 +7,9 @@ Shapes: N images, C classes, H x W pixels of an image.
 
 from __future__ import annotations
 
-import copy
 import math
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from queue import Queue
 
 import torch
 from torch import Tensor
@@ -22,6 +19,7 @@ from segapp.errors import OutOfMemoryError
 from segapp.inference.boundary_iou import BoundaryIoU
 from segapp.inference.evaluate import Evaluation, EvaluationSettings, count_views
 from segapp.inference.sliding import Inference
+from segapp.inference.spread import SpreadCounters, copy_to
 from segapp.losses import upsample_argmax
 from segapp.memory.oom_errors import is_out_of_memory
 from segapp.metrics import ConfusionMatrix
@@ -70,6 +68,7 @@ class Evaluator:
         with_boundary: bool = False,
     ) -> None:
         self.model, self.settings, self.max_px = model, settings, max_px
+        self.device = settings.device
         self.matrix = ConfusionMatrix(settings.num_classes, settings.ignore_index, settings.device)
         self.totals = settings.no_statistics()
         self.with_images = with_images
@@ -80,16 +79,9 @@ class Evaluator:
 
     def on(self, device: torch.device) -> Evaluator:
         """Return an evaluator for another device, with copies of the model and the criterion and empty counts."""
-        inference = self.settings.inference
-        settings = replace(
-            self.settings,
-            inference=replace(inference, normalizer=copy.deepcopy(inference.normalizer).to(device)),
-            criterion=None if self.settings.criterion is None else copy.deepcopy(self.settings.criterion).to(device),
-            device=device,
-        )
         return Evaluator(
-            copy.deepcopy(self.model).to(device),
-            settings,
+            copy_to(self.model, device),
+            self.settings.on(device),
             max_px=self.max_px,
             with_images=self.with_images,
             with_boundary=self.boundary is not None,
@@ -168,12 +160,12 @@ def evaluate_on_devices(
 ) -> EvaluationResult:
     """Distribute batches over devices in turn and sum their counts, which do not depend on the number of devices."""
     first = evaluators[0]
-    if len(evaluators) == 1:
+    with SpreadCounters(evaluators) as spread:
         for batch in batches:
-            first.add(batch)
-            progress(first.num_images)
-    else:
-        _evaluate_in_threads(evaluators, batches, progress)
+            spread.add(batch)
+            progress(sum(evaluator.num_images for evaluator in evaluators))
+        spread.finish()
+    progress(sum(evaluator.num_images for evaluator in evaluators))
     for other in evaluators[1:]:
         first.matrix.merge(other.matrix)
         first.totals = tuple(a + b.to(a.device) for a, b in zip(first.totals, other.totals, strict=True))
@@ -189,42 +181,3 @@ def evaluate_on_devices(
         None if first.boundary is None else first.boundary.iou(),
         sorted(set(first.notes)),
     )
-
-
-def _evaluate_in_threads(
-    evaluators: Sequence[Evaluator], batches: Iterable[Batch], progress: Callable[[int], None]
-) -> None:
-    """Run one thread per device; batch i goes to device i mod n, so that the sums do not depend on speed."""
-    queues: list[Queue[Batch | None]] = [Queue(maxsize=2) for _ in evaluators]
-    errors: list[BaseException] = []
-
-    def work(evaluator: Evaluator, queue: Queue[Batch | None]) -> None:
-        while (batch := queue.get()) is not None:
-            try:
-                if not errors:
-                    evaluator.add(batch)
-            except BaseException as error:  # raised again in the calling thread
-                errors.append(error)
-
-    threads = [threading.Thread(target=work, args=pair, daemon=True) for pair in zip(evaluators, queues, strict=True)]
-    for thread in threads:
-        thread.start()
-    try:
-        for number, batch in enumerate(_until_error(batches, errors)):
-            queues[number % len(queues)].put(batch)
-            progress(sum(evaluator.num_images for evaluator in evaluators))
-    finally:
-        for queue in queues:
-            queue.put(None)
-        for thread in threads:
-            thread.join()
-    if errors:
-        raise errors[0]
-    progress(sum(evaluator.num_images for evaluator in evaluators))
-
-
-def _until_error(batches: Iterable[Batch], errors: list[BaseException]) -> Iterator[Batch]:
-    for batch in batches:
-        if errors:
-            return
-        yield batch

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from segapp.inference.evaluate import Evaluation, EvaluationSettings, evaluate
 from segapp.inference.sliding import Inference
+from segapp.inference.spread import further_devices
 from segapp.train.recovery.fallbacks import MemoryFallbacks
 from segapp.train.step.engine import StepEngine
 from segapp.train.step.precise_bn import PreciseBatchNorm
@@ -71,6 +72,7 @@ class Validation:
             self._engine.device,
             self._engine.criterion.task,
             is_single=fallbacks.is_eval_single,
+            other_devices=further_devices(self._engine.network),
         )
         ranks, count = self._engine.ranks, self._num_checks
         return evaluate(self.model, self.loader, settings, check=check, ranks=ranks, num_checks=count)

@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,51 @@ def test_scores_and_loss_equal_those_of_upsampled_logits(criterion: Any, options
         totals = statistics if totals is None else tuple(a + b for a, b in zip(totals, statistics, strict=True))
     assert found.scores == matrix.scores()
     assert found.loss == pytest.approx(float(criterion.finalize(totals)), rel=1e-4)
+
+
+class WeightedNet(ColorNet):
+    """`ColorNet` with a parameter and a buffer, which every device needs its own copy of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor([1.0, 2.0, 0.5]).view(1, 3, 1, 1))
+        self.register_buffer("offset", torch.tensor([0.1, 0.0, 0.3]).view(1, 3, 1, 1))
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        (logits,) = super().forward(images)
+        return (logits * self.factor + self.offset,)
+
+
+@pytest.mark.parametrize("num_devices", [2, 3, 8])
+def test_evaluation_on_several_devices_equals_one(num_devices: int) -> None:
+    batches = [batch(9 + 3 * seed, 31 - seed, seed) for seed in range(7)]
+    settings = EvaluationSettings(Inference(NORMALIZER), 3, 255, CPU, CriterionCE(weight=torch.tensor([1.0, 2.0, 3.0])))
+    model = WeightedNet()
+    alone = evaluate(model, batches, settings)
+    progress: list[int] = []
+    several = replace(settings, other_devices=(CPU,) * (num_devices - 1))
+    spread = evaluate(model, batches, several, progress=progress.append)
+    assert spread.scores == alone.scores
+    assert spread.loss == pytest.approx(alone.loss, rel=1e-12)
+    assert (spread.num_images, progress[-1]) == (7, 7)
+    assert model.training
+
+
+def test_error_of_any_device_ends_the_evaluation() -> None:
+    class FailingNet(WeightedNet):
+        def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+            if images.shape[-1] == 28:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().forward(images)
+
+    settings = EvaluationSettings(Inference(NORMALIZER), 3, 255, CPU, CriterionCE(), other_devices=(CPU, CPU))
+    num_threads = threading.active_count()
+    for widths in ([28, 24, 24, 24], [24, 28, 24, 24], [24, 24, 24, 24, 28]):
+        model = FailingNet()
+        with pytest.raises(torch.OutOfMemoryError):
+            evaluate(model, [batch(12, width, i) for i, width in enumerate(widths)], settings)
+        assert model.training
+    assert threading.active_count() == num_threads
 
 
 def test_evaluation_restores_the_mode_of_the_model() -> None:

@@ -14,6 +14,7 @@ from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import Batch
 from segapp.errors import DataError
 from segapp.inference.evaluate import EvaluationSettings, evaluate
+from segapp.inference.spread import further_devices
 from segapp.train.step.engine import StepEngine
 
 MAX_HEADERS = 500
@@ -21,6 +22,7 @@ KNOWN_SIZES = {"cityscapes": (1024, 2048), "camvid": (720, 960), "voc": (500, 50
 """Height and width of the largest usual image of a format, pixels."""
 
 _NUM_EVALUATED = 2
+"""Batches for each device."""
 
 
 class _EnoughSeen(Exception):  # noqa: N818 - control flow, not an error
@@ -44,17 +46,23 @@ def blank_batch(scheme: ClassScheme, num_samples: int, size: tuple[int, int], *,
 
 def evaluate_blank(engine: StepEngine, config: RunConfig, scheme: ClassScheme, size: tuple[int, int]) -> None:
     """Evaluate two batches of black images, as a training evaluates, without scores."""
+    others = further_devices(engine.network)
     inference = build_inference(config.data, config.eval, engine.model, engine.precision, config.loss.align_corners)
 
     def batches() -> Iterator[Batch]:
-        for _ in range(_NUM_EVALUATED):
+        for _ in range(_NUM_EVALUATED * (1 + len(others))):
             yield blank_batch(scheme, config.eval.batch_size, size)
         raise _EnoughSeen
 
     try:
         model = engine.model if engine.average is None else engine.average.module
         settings = EvaluationSettings(
-            inference, scheme.num_classes, scheme.ignore_index, engine.device, engine.criterion.task
+            inference,
+            scheme.num_classes,
+            scheme.ignore_index,
+            engine.device,
+            engine.criterion.task,
+            other_devices=others,
         )
         evaluate(model, batches(), settings)
     except _EnoughSeen:
