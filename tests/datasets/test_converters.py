@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -203,3 +204,108 @@ def test_annotations_that_are_all_bad_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no entry of COCO can be converted: annotations/instances\.json: image 0000"):
         propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
     assert not (tmp_path / "made.yaml").exists()
+
+
+def brush(mask: np.ndarray) -> list[int]:
+    """Label Studio's run lengths of a mask as alpha: each pixel's four values as one run, by an independent writer."""
+    bits = f"{mask.size * 4:032b}{7:05b}" + "".join(f"{length - 1:04b}" for length in (1, 2, 3, 8))
+    for pixel in mask.ravel():
+        if pixel:  # a repeated run of four, 2 bits of length
+            bits += f"1{1:02b}{3:02b}{255:08b}"
+        else:  # four values one by one
+            bits += f"0{1:02b}{3:02b}" + f"{0:08b}" * 4
+    bits += "0" * (-len(bits) % 8)
+    return [int(bits[at : at + 8], 2) for at in range(0, len(bits), 8)]
+
+
+def percent(ring: list[tuple[int, int]]) -> list[list[float]]:
+    return [[(x + 0.5) / WIDTH * 100, (y + 0.5) / HEIGHT * 100] for x, y in ring]
+
+
+def small_piece() -> np.ndarray:
+    mask = np.zeros((HEIGHT, WIDTH), bool)
+    mask[12:18, 14:20] = True
+    return mask
+
+
+def test_label_studio_polygons_and_brushes_become_masks(tmp_path: Path) -> None:
+    tasks = []
+    for name in NAMES:
+        draw_image(tmp_path / "d" / "images" / f"{name}.jpg", (HEIGHT, WIDTH))
+        result = [
+            {"type": "polygonlabels", "value": {"points": percent(BOX), "polygonlabels": ["road"]}},
+            {"type": "brushlabels", "value": {"format": "rle", "rle": brush(small_piece()), "brushlabels": ["car"]}},
+        ]
+        annotations = [{"was_cancelled": True, "result": []}, {"was_cancelled": False, "result": result}]
+        tasks.append({"data": {"image": f"/data/upload/3/1a2b3c4d-{name}.jpg"}, "annotations": annotations})
+    (tmp_path / "d" / "export.json").write_text(json.dumps(tasks))
+    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert config.data.classes == ["background", "car", "road"]
+    assert (written(tmp_path, "images/0002") == expected(2, 1)).all()
+
+
+def test_cvat_shapes_become_masks_by_z_order(tmp_path: Path) -> None:
+    entries = []
+    for number, name in enumerate(NAMES):
+        draw_image(tmp_path / "d" / "images" / f"{name}.jpg", (HEIGHT, WIDTH))
+        points = ";".join(f"{x}.0,{y}.0" for x, y in BOX)
+        entries.append(
+            f'<image id="{number}" name="{name}.jpg" width="{WIDTH}" height="{HEIGHT}">'
+            f'<mask label="car" rle="7,3,1,25" left="14" top="12" width="6" height="6" z_order="1"/>'
+            f'<polygon label="road" points="{points}" z_order="0"/></image>'
+        )
+    labels = "".join(f"<label><name>{name}</name></label>" for name in ("road", "car"))
+    text = f"<annotations><version>1.1</version><meta><task><labels>{labels}</labels></task></meta>{''.join(entries)}"
+    (tmp_path / "d" / "annotations.xml").write_text(text + "</annotations>")
+    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert config.data.classes == ["background", "car", "road"]
+    wanted = expected(2, 2)
+    piece = np.zeros(36, bool)
+    piece[7:10] = piece[11:] = True
+    wanted[12:18, 14:20][piece.reshape(6, 6)] = 1
+    assert (written(tmp_path, "images/0001") == wanted).all()
+
+
+def test_supervisely_polygons_with_holes_and_bitmaps(tmp_path: Path) -> None:
+    root = tmp_path / "d"
+    data = io.BytesIO()
+    Image.fromarray(np.full((6, 6), 255, np.uint8)).save(data, "PNG")
+    bitmap = {"data": base64.b64encode(zlib.compress(data.getvalue())).decode(), "origin": [40, 30]}
+    for name in NAMES:
+        draw_image(root / "ds0" / "img" / f"{name}.jpg", (HEIGHT, WIDTH))
+        objects = [
+            {"classTitle": "road", "geometryType": "polygon", "points": {"exterior": BOX, "interior": [SMALL]}},
+            {"classTitle": "car", "geometryType": "bitmap", "bitmap": bitmap},
+        ]
+        (root / "ds0" / "ann").mkdir(exist_ok=True)
+        content = {"size": {"height": HEIGHT, "width": WIDTH}, "objects": objects}
+        (root / "ds0" / "ann" / f"{name}.jpg.json").write_text(json.dumps(content))
+    (root / "meta.json").write_text(json.dumps({"classes": [{"title": "road"}, {"title": "car"}]}))
+    config, _, _ = proposed(root, tmp_path / "made.yaml")
+    assert config.data.classes == ["background", "car", "road"]
+    mask = written(tmp_path, "ds0/img/0000")
+    assert (mask[30:36, 40:46] == 1).all()
+    assert (mask[13:17, 15:19] == 0).all()  # the inside of the hole; its outline belongs to the road
+    assert (mask[8:28, 10:30] == 2).sum() == 20 * 20 - 4 * 4
+
+
+def test_parquet_rows_become_images_and_masks(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "d" / "data").mkdir(parents=True)
+    for split, count in (("train", 5), ("validation", 2)):
+        rows: dict[str, list[Any]] = {"image": [], "label": []}
+        for number in range(count):
+            draw_image(tmp_path / "x.jpg", (HEIGHT, WIDTH))
+            mask = io.BytesIO()
+            Image.fromarray(expected(1, number % 3)).save(mask, "PNG")
+            rows["image"].append({"bytes": (tmp_path / "x.jpg").read_bytes(), "path": None})
+            rows["label"].append({"bytes": mask.getvalue(), "path": None})
+        path = tmp_path / "d" / "data" / f"{split}-00000-of-00001.parquet"
+        parquet.write_table(pyarrow.table(rows), path, row_group_size=2)
+    (tmp_path / "d" / "id2label.json").write_text('{"0": "ground", "1": "road", "2": "car"}')
+    config, _, names = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert config.data.classes == ["ground", "road", "car"]
+    assert (len(names["train"]), len(names["val"])) == (5, 2)
+    mask = written(tmp_path, "masks/train/train-00000-of-00001-000004")
+    assert (mask == expected(1, 1)).all()

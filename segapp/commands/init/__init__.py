@@ -136,7 +136,8 @@ class _Materials:
         kept = f", {num_kept} of them there already" if num_kept else ""
         self.lines.append(f"masks: {len(pairs)} in {shown(self._masks_dir)}{kept}")
         reason = conversion.classes_reason or f"from {conversion.title}"
-        self._classes = Classes(conversion.classes, reason, notes=conversion.notes, is_certain=True)
+        if conversion.classes:
+            self._classes = Classes(conversion.classes, reason, notes=conversion.notes, is_certain=True)
         has_images = any(item.image_bytes is not None for item in conversion.items)
         return pairs, self._masks_dir if has_images else root, self._masks_dir
 

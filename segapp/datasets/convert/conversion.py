@@ -65,7 +65,7 @@ class Conversion:
     Attributes:
         name: for `--layout`.
         title: of the format.
-        classes: names by id in the masks that it writes.
+        classes: names by id in the masks that it writes; empty: the masks say them.
         items: one for each image; may be drawn more than once.
         confidence: 0 to 1.
         evidence: sentences.

@@ -7,11 +7,23 @@ from dataclasses import replace
 
 from segapp.datasets.convert.coco import find_coco
 from segapp.datasets.convert.conversion import Conversion
+from segapp.datasets.convert.cvat import find_cvat
+from segapp.datasets.convert.label_studio import find_label_studio
 from segapp.datasets.convert.labelme import find_labelme
+from segapp.datasets.convert.parquet import find_parquet
+from segapp.datasets.convert.supervisely import find_supervisely
 from segapp.datasets.convert.yolo import find_yolo
 from segapp.datasets.survey.tree import Tree
 
-CONVERTERS: tuple[Callable[[Tree], Conversion | None], ...] = (find_coco, find_yolo, find_labelme)
+CONVERTERS: tuple[Callable[[Tree], Conversion | None], ...] = (
+    find_coco,
+    find_yolo,
+    find_labelme,
+    find_label_studio,
+    find_cvat,
+    find_supervisely,
+    find_parquet,
+)
 """Each returns what it finds in a folder; None where there is nothing of its kind."""
 
 

@@ -1,0 +1,103 @@
+"""CVAT for images 1.1: XML with polygons, boxes, ellipses and run lengths, drawn by z_order, then in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from xml.etree import ElementTree
+
+import cv2
+
+from segapp.datasets.convert.conversion import IGNORED, Conversion, Item, Mask, check_classes
+from segapp.datasets.convert.drawing import blank_mask, decode_runs, fill_polygon, paste
+from segapp.datasets.convert.sources import (
+    Images,
+    coverage_words,
+    first_bytes,
+    is_ignored,
+    mask_target,
+    ordered_names,
+    split_said,
+)
+from segapp.datasets.files import read_bytes, shown
+from segapp.datasets.survey.tree import Tree
+from segapp.errors import DataError
+
+_KINDS = ("polygon", "box", "mask", "ellipse", "polyline")
+_Shape = tuple[str, Mapping[str, str]]
+
+
+def find_cvat(tree: Tree) -> Conversion | None:
+    """Return the conversion of CVAT's XML files."""
+    images = Images(tree)
+    found: list[tuple[str, str, str, list[_Shape]]] = []
+    labels: dict[str, None] = {}
+    total = 0
+    for path in tree.others_named(".xml"):
+        if b"<annotations" not in first_bytes(tree, path):
+            continue
+        try:
+            data = read_bytes(tree.root / path)
+            if b"<!DOCTYPE" in data or b"<!ENTITY" in data:
+                continue
+            top = ElementTree.fromstring(data)
+        except (ElementTree.ParseError, DataError):
+            continue
+        labels |= dict.fromkeys(one.text for one in top.iterfind("./meta//labels/label/name") if one.text)
+        for entry in top.iterfind("image"):
+            total += 1
+            name = entry.get("name", "")
+            image = images.find(name, path)
+            if image is not None:
+                shapes: list[_Shape] = [(one.tag, dict(one.attrib)) for one in entry if one.tag in _KINDS]
+                shapes.sort(key=lambda shape: int(shape[1].get("z_order") or 0))
+                found.append((path, name, image, shapes))
+                labels |= dict.fromkeys(shape["label"] for _, shape in shapes if "label" in shape)
+    if not found:
+        return None
+    names = check_classes(ordered_names(name for name in labels if not is_ignored(name)), found[0][0])
+    values = {name: number for number, name in enumerate(names)} | {n: IGNORED for n in labels if is_ignored(n)}
+    items = [
+        Item(
+            image,
+            mask_target(image),
+            f"{shown(path)}: image {shown(name)}",
+            shapes,
+            _painter(images, image, shapes, values),
+            split_said(image),
+        )
+        for path, name, image, shapes in found
+    ]
+    evidence = (f"{total} images in XML of CVAT", coverage_words(len(items), total, "entries"), f"{len(names)} classes")
+    return Conversion("cvat", "CVAT", names, items, 0.97 * len(items) / total, evidence, "the labels, by name")
+
+
+def _painter(images: Images, image: str, shapes: Sequence[_Shape], values: Mapping[str, int]) -> Callable[[], Mask]:
+    def paint() -> Mask:
+        height, width = images.size_of(image)
+        mask = blank_mask(height, width)
+        for number, (kind, shape) in enumerate(shapes):
+            try:
+                _draw(mask, kind, shape, values[shape["label"]])
+            except (ValueError, KeyError) as error:
+                raise ValueError(f"{kind} {number}: {error}") from error
+        return mask
+
+    return paint
+
+
+def _draw(mask: Mask, kind: str, shape: Mapping[str, str], value: int) -> None:
+    if kind == "polygon":
+        corners = [tuple(float(side) for side in corner.split(",")) for corner in shape["points"].split(";") if corner]
+        fill_polygon(mask, [corners], value)
+    elif kind == "box":
+        x0, y0, x1, y1 = (float(shape[key]) for key in ("xtl", "ytl", "xbr", "ybr"))
+        fill_polygon(mask, [[(x0, y0), (x1, y0), (x1, y1), (x0, y1)]], value)
+    elif kind == "mask":
+        left, top, width, height = (int(shape[key]) for key in ("left", "top", "width", "height"))
+        counts = [int(count) for count in shape["rle"].split(",")]
+        paste(mask, decode_runs(counts, height, width), left, top, value)
+    elif kind == "ellipse":
+        x, y, rx, ry = (round(float(shape[key])) for key in ("cx", "cy", "rx", "ry"))
+        cv2.ellipse(mask, (x, y), (rx, ry), float(shape.get("rotation", 0)), 0, 360, value, -1)
+    else:
+        raise ValueError("a line has no area: draw it as a polygon")

@@ -1,0 +1,145 @@
+"""Label Studio: the JSON export of tasks with polygons, brush strokes (run lengths) and rectangles.
+
+Of a task the first annotation that was not cancelled is taken; its regions are drawn in their order, later ones on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from segapp.datasets.convert.conversion import IGNORED, Conversion, Item, Mask, check_classes
+from segapp.datasets.convert.drawing import blank_mask, fill_polygon
+from segapp.datasets.convert.sources import (
+    Images,
+    coverage_words,
+    first_bytes,
+    is_ignored,
+    load_json,
+    mask_target,
+    ordered_names,
+    split_said,
+)
+from segapp.datasets.files import shown
+from segapp.datasets.survey.tree import Tree
+
+_KINDS = ("polygonlabels", "brushlabels", "rectanglelabels")
+
+
+def find_label_studio(tree: Tree) -> Conversion | None:
+    """Return the conversion of Label Studio's tasks."""
+    images = Images(tree)
+    found: list[tuple[str, int, str, list[Any]]] = []
+    total = 0
+    for path in tree.others_named(".json"):
+        if not first_bytes(tree, path, 64).lstrip().startswith(b"["):
+            continue
+        tasks = load_json(tree, path)
+        if not isinstance(tasks, list):
+            continue
+        for number, task in enumerate(tasks):
+            if not isinstance(task, dict) or not isinstance(task.get("annotations"), list) or "data" not in task:
+                continue
+            total += 1
+            said = next((value for value in task["data"].values() if isinstance(value, str)), "")
+            image = images.find(said, path)
+            kept = [one for one in task["annotations"] if not one.get("was_cancelled")]
+            if image is not None and kept:
+                regions = [one for one in kept[0].get("result", []) if one.get("type") in _KINDS]
+                found.append((path, number, image, regions))
+    if not found:
+        return None
+    labels = {name for _, _, _, regions in found for region in regions for name in _labels(region)}
+    names = check_classes(ordered_names(name for name in labels if not is_ignored(name)), found[0][0])
+    values = {name: number for number, name in enumerate(names)} | {n: IGNORED for n in labels if is_ignored(n)}
+    items = [
+        Item(
+            image,
+            mask_target(image),
+            f"{shown(path)}: task {number}",
+            regions,
+            _painter(images, image, regions, values),
+            split_said(image),
+        )
+        for path, number, image, regions in found
+    ]
+    evidence = (f"{total} tasks of Label Studio", coverage_words(len(items), total, "tasks"), f"{len(labels)} labels")
+    reason = "the labels, by name"
+    return Conversion("label-studio", "Label Studio", names, items, 0.97 * len(items) / total, evidence, reason)
+
+
+def _labels(region: Mapping[str, Any]) -> list[str]:
+    return [str(name) for name in region.get("value", {}).get(region["type"], [])]
+
+
+def _painter(images: Images, image: str, regions: Sequence[Any], values: Mapping[str, int]) -> Callable[[], Mask]:
+    def paint() -> Mask:
+        height, width = images.size_of(image)
+        mask = blank_mask(height, width)
+        for number, region in enumerate(regions):
+            try:
+                _draw(mask, region, values[_labels(region)[0]])
+            except (ValueError, KeyError, TypeError, IndexError) as error:
+                raise ValueError(f"region {number}: {error}") from error
+        return mask
+
+    return paint
+
+
+def _draw(mask: Mask, region: Mapping[str, Any], value: int) -> None:
+    height, width = mask.shape
+    content = region["value"]
+    if region["type"] == "brushlabels":
+        mask[decode_brush(content["rle"], height, width)] = value
+        return
+    corners = content.get("points")
+    if region["type"] == "rectanglelabels":
+        if content.get("rotation"):
+            raise ValueError("a turned rectangle: draw it as a polygon")
+        x, y, w, h = (float(content[key]) for key in ("x", "y", "width", "height"))
+        corners = [(x, y), (x + w, y), (x + w, y + h), (x, y + h)]
+    ring = [(x / 100 * width - 0.5, y / 100 * height - 0.5) for x, y in corners]  # percent of the sides
+    fill_polygon(mask, [ring], value)
+
+
+def decode_brush(data: Sequence[int], height_px: int, width_px: int) -> NDArray[np.bool_]:
+    """Return the pixels of a brush stroke: Label Studio's run lengths in bits, of RGBA values; those not transparent.
+
+    The format is that of label-studio-converter (brush.py): 32 bits of length, the bits of a value, four bit counts of
+    run lengths, then runs: a flag (repeated or not), which bit count, the length, the values.
+
+    Raises:
+        ValueError: it ends early, or has another size.
+    """
+    bits = np.unpackbits(np.asarray(data, np.uint8))
+    position = 0
+
+    def read(count: int) -> int:
+        nonlocal position
+        if position + count > len(bits):
+            raise ValueError("the run lengths end early")
+        number = 0
+        for bit in bits[position : position + count]:
+            number = number << 1 | int(bit)
+        position += count
+        return number
+
+    num_values = read(32)
+    if num_values != height_px * width_px * 4:
+        raise ValueError(f"run lengths of {num_values // 4} pixels for {width_px} x {height_px}")
+    value_bits = read(5) + 1
+    length_bits = [read(4) + 1 for _ in range(4)]
+    values = np.zeros(num_values, np.uint8)
+    at = 0
+    while at < num_values:
+        is_repeated = read(1)
+        end = at + 1 + read(length_bits[read(2)])
+        if is_repeated:
+            values[at:end] = read(value_bits)
+        else:
+            values[at:end] = [read(value_bits) for _ in range(end - at)][: num_values - at]
+        at = end
+    return np.asarray(values.reshape(height_px, width_px, 4)[..., 3] > 0)
