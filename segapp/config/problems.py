@@ -250,8 +250,10 @@ def _data_problems(data: DataConfig) -> Iterator[tuple[tuple[str, ...], str]]:
         yield ("data", "classes"), f"{data.classes} is one class: add the background, at least two classes are needed"
     if data.rgb_masks and not data.palette:
         yield ("data", "palette"), "is missing: rgb_masks needs one colour a class"
-    if data.palette is not None and data.classes is not None and len(data.palette) != len(data.classes):
+    num_colors, num_classes = len(data.palette or ()), len(data.classes or ())
+    ignored_follow = data.rgb_masks and num_colors > num_classes  # further colours are ignored pixels
+    if data.palette is not None and data.classes is not None and num_colors != num_classes and not ignored_follow:
         yield (
             ("data", "palette"),
-            f"has {len(data.palette)} colours for {len(data.classes)} classes: one colour a class",
+            f"has {num_colors} colours for {num_classes} classes: one colour a class",
         )

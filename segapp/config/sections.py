@@ -113,7 +113,7 @@ class DataConfig(Section):
     classes: list[str] | None = None
     """Class names in the order of their ids; required by the formats folder and list."""
     palette: list[tuple[Byte, Byte, Byte]] | None = None
-    """RGB colour of each class, for pictures and for RGB masks."""
+    """RGB colour of each class, for pictures and for RGB masks; further colours of RGB masks are ignored pixels."""
     rgb_masks: bool = False
     """Masks are RGB images with the colours of data.palette."""
     groups: dict[str, list[str]] | None = None

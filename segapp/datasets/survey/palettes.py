@@ -46,7 +46,6 @@ PALETTES = (
         parse_colors("000000 6f4a00 510051 faaaa0 e6968c b4a5b4 966464 96785a 00005a 00006e 141414"),
     ),
     PublishedPalette("PASCAL VOC", published.VOC_NAMES, published.VOC_COLORS, parse_colors("e0e0c0")),
-    PublishedPalette("ADE20K", published.ADE20K_NAMES, published.ADE20K_COLORS, BLACK),
     PublishedPalette(
         "LoveDA",
         parse_names("background, building, road, water, barren, forest, agricultural"),
@@ -109,7 +108,7 @@ LIP_NAMES = parse_names(
     face, left-arm, right-arm, left-leg, right-leg, left-shoe, right-shoe"""
 )
 _SIGNATURES: Sequence[tuple[str, str, Mapping[int, str], tuple[int, ...]]] = (
-    ("LoveDA", r"(Rural|Urban)/masks_png/", dict(enumerate(PALETTES[5].names, start=1)), (0,)),
+    ("LoveDA", r"(Rural|Urban)/masks_png/", dict(enumerate(PALETTES[4].names, start=1)), (0,)),
     ("LIP", r"parsing_annotations/", dict(enumerate(LIP_NAMES)), ()),
     ("BDD100K", r"labels/sem_seg/|/10k/|_train_id\.", dict(enumerate(published.CITYSCAPES_NAMES)), ()),
 )
