@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from segapp.datasets.files import shown
 from segapp.datasets.survey.hypotheses import Pair
 from segapp.datasets.survey.words import SPLIT_WORDS
-from segapp.errors import ConfigError
+from segapp.errors import ConfigError, DataError
 
 MIN_GROUPS = 5
 """Fewer groups of a kind are used only if there is no other kind."""
@@ -89,9 +89,15 @@ def divide(pairs: Sequence[Pair], grouping: Grouping, share: float, seed: int) -
     division; a group goes to the validation images if that brings their share nearer to the wanted one.
 
     Raises:
+        DataError: there is only one group.
         ConfigError: one side would be empty.
     """
     sizes = Counter(grouping.groups)
+    if len(sizes) < 2:
+        raise DataError(
+            f"{len(pairs)} images in one group ({grouping.kind}) cannot be divided into training and validation "
+            "images: add images, or name smaller groups with --group REGEX"
+        )
     wanted, taken = share * len(pairs), 0
     val: set[str] = set()
     for group in sorted(sizes, key=lambda group: _rank(group, seed)):

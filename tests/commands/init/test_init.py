@@ -13,6 +13,7 @@ from PIL import Image
 from segapp.commands.init import InitRequest, propose_config
 from segapp.commands.init.candidates import AmbiguousLayoutError
 from segapp.config import RunConfig, load_config
+from segapp.datasets.layouts.formats import DataLocation, find_pairs
 from segapp.errors import ConfigError, DataError
 from tests.support import drawn_folders
 from tests.support.drawn_folders import BINARY, listing
@@ -267,3 +268,16 @@ def test_failure_leaves_no_config_and_a_retry_works(fault: str, tmp_path: Path) 
         assert [path.name for path in tmp_path.iterdir()] == ["d"]
     assert segapp("init", "d", cwd=tmp_path).returncode == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d", "d-lists", "d.yaml"]
+
+
+def test_a_single_pair_cannot_be_divided(tmp_path: Path) -> None:
+    drawn_folders.draw(tmp_path / "d", "a", "images/{}.jpg", "masks/{}.png")
+    with pytest.raises(DataError, match="1 images in one group"):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
+    assert not (tmp_path / "made.yaml").exists()
+
+
+def test_pairing_error_names_the_ending_of_the_masks(tmp_path: Path) -> None:
+    drawn_folders.draw(tmp_path / "d", "ab", "images/train/{}.jpg", "masks/train/{}_mask.png")
+    with pytest.raises(DataError, match=r"set data\.mask_suffix: _mask\.png"):
+        find_pairs(DataLocation("folder", tmp_path / "d"), "train")
