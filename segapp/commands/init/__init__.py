@@ -107,6 +107,8 @@ def propose_config(request: InitRequest) -> InitResult:
     lines += division.lines
     facts = materials.facts(name, division, root_of_images, mask_root, out)
     lines += _class_lines(facts)
+    if unread := facts.content.unread:
+        lines.append(f"note: {len(unread)} masks cannot be read, such as {shown(unread[0])}: segapp check names all")
     for note in facts.classes.notes:
         lines.append(f"note: {note}")
     _write(facts, division, paths, out)
@@ -137,7 +139,7 @@ class _Materials:
         self.lines.append(f"masks: {len(pairs)} in {shown(self._masks_dir)}{kept}")
         reason = conversion.classes_reason or f"from {conversion.title}"
         if conversion.classes:
-            self._classes = Classes(conversion.classes, reason, notes=conversion.notes, is_certain=True)
+            self._classes = Classes(conversion.classes, reason, notes=conversion.notes)
         has_images = any(item.image_bytes is not None for item in conversion.items)
         return pairs, self._masks_dir if has_images else root, self._masks_dir
 
@@ -163,7 +165,7 @@ class _Materials:
             if set(content.values) <= (known.label_map or dict.fromkeys(range(len(known.names)))).keys() | {255}:
                 format, keys = self._chosen.name, {}
                 reason = f"the {len(known.names)} of {format}"
-                classes = Classes(known.names, reason, is_certain=True)
+                classes = Classes(known.names, reason)
         elif isinstance(self._chosen, Layout) and not division.is_new:
             found = folder_keys(root, self._chosen, division.words)
             if found is not None:

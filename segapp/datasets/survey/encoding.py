@@ -35,7 +35,6 @@ class Classes:
         palette: colours of RGB masks, those of ignored pixels last; empty: masks of ids.
         palette_reason: what they are.
         notes: sentences about values that are ignored, or about files that do not fit.
-        is_certain: the names are known, not made up.
     """
 
     names: tuple[str, ...]
@@ -46,7 +45,6 @@ class Classes:
     palette: tuple[Color, ...] = ()
     palette_reason: str = ""
     notes: tuple[str, ...] = ()
-    is_certain: bool = False
 
 
 def read_classes(content: MaskContent, files: Sequence[ClassFile], mask: str) -> Classes:
@@ -100,7 +98,6 @@ def _from_colors(content: MaskContent, files: Sequence[ClassFile]) -> Classes:
                 palette=(*named, *dict.fromkeys(color for color in ignored if color not in named)),
                 palette_reason=f"the colours of {shown(file.source)}" + ("; the last are ignored" if ignored else ""),
                 notes=(*notes, *note),
-                is_certain=True,
             )
     known = recognise(colors)
     if known:
@@ -112,7 +109,6 @@ def _from_colors(content: MaskContent, files: Sequence[ClassFile]) -> Classes:
             palette=(*first.colors, *ignored),
             palette_reason="as published" + ("; the last are ignored" if ignored else ""),
             notes=note,
-            is_certain=not others,
         )
     names: tuple[str, ...]
     colors.sort()
@@ -170,7 +166,6 @@ def _binary(content: MaskContent, files: Sequence[ClassFile]) -> Classes | None:
         why,
         ignore_index=-1,
         notes=_strays_note(content, rest, "values"),
-        is_certain=reason.startswith("from"),
     )
 
 
@@ -197,7 +192,6 @@ def _from_ids(content: MaskContent, values: list[int], files: Sequence[ClassFile
                 {**label_map, **to_ignored},
                 why,
                 notes=notes,
-                is_certain=True,
             )
     published = recognise_values(mask, ids)
     if published is not None:
@@ -210,7 +204,6 @@ def _from_ids(content: MaskContent, values: list[int], files: Sequence[ClassFile
             {**label_map, **dict.fromkeys(ignored, ignored_id), **to_ignored},
             f"the values of {title}",
             notes=notes,
-            is_certain=True,
         )
     unfit = [f"{described(file)} does not fit the values {_few(ids)}" for file in files if file.ids or not file.colors]
     dense = ids[-1] + 1 <= max(2 * len(ids), len(ids) + 3)
