@@ -151,7 +151,7 @@ RESUME_MAY_CHANGE = (
     "model.weights", "model.weights_backbone", "model.partial_weights", "train.epochs",
     "train.max_bad_steps", "train.early_stop",
     "train.hang_timeout_s", "train.cudnn_benchmark", "train.deterministic", "train.tf32", "train.channels_last",
-    "parallel", "eval", "checkpoint", "log", "distill.teacher",
+    "train.compile", "parallel", "eval", "checkpoint", "log", "distill.teacher",
 )  # fmt: skip
 
 

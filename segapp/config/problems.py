@@ -208,6 +208,13 @@ def combination_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], s
             ("parallel", "stages"),
             f"is for parallel.mode: model, not {parallel.mode}: set the mode, or leave it out",
         )
+    if config.train.compile and parallel.mode in ("dp", "model"):
+        yield (
+            ("train", "compile"),
+            f"does not support parallel.mode: {parallel.mode}: use single or ddp, or set it to false",
+        )
+    if config.train.compile and config.distill is not None:
+        yield ("train", "compile"), "does not support distill: set it to false, or leave distill out"
     if isinstance(parallel.devices, list) and not parallel.devices:
         yield ("parallel", "devices"), "is empty: name at least one device, or auto"
     if (distill := config.distill) is not None:

@@ -272,6 +272,8 @@ class TrainConfig(Section):
     """Stop after this many evaluations without improvement of checkpoint.monitor; null: never."""
     channels_last: bool | Literal["auto"] = "auto"
     """Memory format NHWC; auto: on GPUs, for convolutional networks in half precision or TF32."""
+    compile: bool = False
+    """Compile the network's forward and backward pass with torch.compile; not with dp, model or distill."""
     keep_freed_memory: bool = True
     """On the CPU, keep freed memory for reuse (glibc only): fewer page faults, a slightly higher peak."""
     cudnn_benchmark: bool = True

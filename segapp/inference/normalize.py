@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from segapp.inference.compiled import CompiledCall
 from segapp.memory.oom_failpoint import oom_failpoint
 
 
@@ -49,12 +51,20 @@ class NormalizedInput(nn.Module):
         self.model = model
         self.normalizer = normalizer
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        self.compiled_call: CompiledCall | None = None
+
+    def compile_training(self) -> None:
+        """Run the model's forward pass in training through torch.compile."""
+        self.compiled_call = CompiledCall(self.model)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         """Return (logits, *auxiliary logits) of uint8 images (N, 3, H, W)."""
         if self.training:
             oom_failpoint("train.forward")
-        outputs: tuple[Tensor, ...] = self.model(self.normalized(images))
+        # Evaluation meets many sizes and a rank may have no sample: each would be compiled anew.
+        is_compiled = self.compiled_call is not None and self.training and len(images) > 0
+        call: Any = self.compiled_call if is_compiled else self.model
+        outputs: tuple[Tensor, ...] = call(self.normalized(images))
         return outputs
 
     def normalized(self, images: Tensor) -> Tensor:

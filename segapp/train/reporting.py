@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from segapp.checkpoint.training_state import CheckpointStore
 from segapp.inference.evaluate import Evaluation
+from segapp.inference.normalize import NormalizedInput
 from segapp.run.events import Alert, EpochStart, RunStart, Step, Val
 from segapp.train.control.commands import CommandController
 from segapp.train.control.progress import TrainingProgress
@@ -60,6 +61,8 @@ class TrainingReporter:
     ) -> None:
         self._event_log, self._settings, self._progress = event_log, settings, progress
         self._engine, self._controller = parts.engine, parts.controller
+        inner = next((part for part in self._engine.network.modules() if isinstance(part, NormalizedInput)), None)
+        self._compiled_call = None if inner is None else inner.compiled_call
         self._num_batches = len(parts.train_loader)
         self._data_watch = DataWatch(parts.train_loader, parts.validation.loader.dataset)
 
@@ -95,6 +98,8 @@ class TrainingReporter:
 
     def step(self, result: StepResult, lr: float) -> None:
         """Emit `step` and begin a new interval; reading the tensors is the only place that waits for the device."""
+        for note in self._compiled_call.take_notes() if self._compiled_call is not None else ():
+            self._event_log.emit(Alert(kind="compile", message=note, step=self._progress.position.step))
         loss, norm = float(result.loss), float(result.grad_norm)
         at, clock, scaler = self._progress.position, self._progress.clock, self._engine.precision.scaler
         elapsed_s = time.perf_counter() - clock.began

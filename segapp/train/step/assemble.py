@@ -312,6 +312,10 @@ class StepAssembler:
         inner = self._inner(parts, layout, backend, normalizer)
         rank_split = self._rank_split(layout, ranks) if layout.mode == "ddp" else None
         network = self._wrapped(inner, bare, layout, backend, rank_split)
+        if config.train.compile and layout.mode == "dp" and len(layout.devices) > 1:
+            raise ConfigError("train.compile does not support dp over several devices: use parallel.mode=ddp")
+        if config.train.compile and backend.has_values:  # after the checks, which run the network in other ways
+            inner.compile_training()
         optimizer = build_optimizer(config.optim, build_parameter_groups(config.optim, model, precision))
         average = None if config.train.ema is None else WeightAverage(model, config.train.ema)
         participants = []
