@@ -220,6 +220,7 @@ def test_resume_option_may_have_no_value(given: list[str], expected: list[str]) 
 def test_interrupt_during_an_import_is_no_traceback(config_file: Path, tmp_path: Path, module: str) -> None:
     (tmp_path / "interrupted.py").write_text(
         "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process inherits SIG_IGN\n"
         "class Finder:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         f"        if name == {module!r}:\n"

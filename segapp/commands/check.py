@@ -99,7 +99,7 @@ def _collect(data: DataConfig) -> tuple[dict[str, Sequence[ImagePair]], list[Fin
     if not any(splits.values()):
         raise errors[0]
     train, val = split_names(data)
-    problem = overlap_problem(data, splits[train], splits[val])
+    problem = overlap_problem(data, splits[train], splits[val]) if train == val else None  # else it is found by pixels
     if problem is not None and not data.allow_overlap:
         findings.append(Finding("error", "leak", val, problem))
     return splits, findings

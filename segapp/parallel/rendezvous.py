@@ -23,9 +23,10 @@ from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
+from torch._C._autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from segapp.parallel.workers import give_back, take_workers
+from segapp.parallel.workers import equal_numbers, give_back, skip_numbers, take_workers
 
 T = TypeVar("T")
 
@@ -141,6 +142,7 @@ class ReplicaGroup(Generic[T]):
         self._answers: Sequence[Any] = ()
         self._results: dict[int, T] = {}
         self._ended: set[int] = set()
+        self._next_numbers: dict[int, int] = {}
         self._first_end_s = 0.0
         self._failure: tuple[int | None, BaseException] | None = None
 
@@ -160,12 +162,14 @@ class ReplicaGroup(Generic[T]):
         if len(calls) == 1:
             self._work(0, calls[0])
         else:
-            workers = take_workers(self.devices)
+            workers, first_number = equal_numbers(take_workers(self.devices))
             try:
                 for i, (worker, call) in enumerate(zip(workers, calls, strict=True)):
-                    worker.start(partial(self._work, i, call))
+                    worker.start(partial(self._work_from, first_number, i, call))
                 self._join()
             finally:
+                for i in list(self._ended):
+                    workers[i].next_number = self._next_numbers[i]
                 give_back(workers, self._ended)
         if self._failure is not None:
             # Late replicas still see a failure; the error is released, with the tensors that its traceback holds.
@@ -196,6 +200,10 @@ class ReplicaGroup(Generic[T]):
             self._give_answers(answers)
         return answers[0]
 
+    def _work_from(self, first_number: int, index: int, call: Callable[[], T]) -> None:
+        skip_numbers(first_number)
+        self._work(index, call)
+
     def _work(self, index: int, call: Callable[[], T]) -> None:
         device = self.devices[index]
         outer = current_replica()
@@ -213,6 +221,7 @@ class ReplicaGroup(Generic[T]):
             _thread_local.context = outer
             with self._ending:
                 self._first_end_s = self._first_end_s or time.monotonic()
+                self._next_numbers[index] = _get_sequence_nr()
                 self._ended.add(index)
                 self._fail_if_unreachable()
                 self._pass_turn(index)

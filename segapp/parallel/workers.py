@@ -2,6 +2,10 @@
 
 cuDNN keeps its choice of algorithms per thread, so in new threads every convolution would be tuned again in every step.
 The threads live as long as a user of them (`keep_workers`), such as a model; without users they end with their call.
+
+Autograd numbers the nodes of each thread and runs the later ones of all threads first. In threads that live on, the
+numbers would depend on all earlier steps, and with them the order in which gradients are added. So the threads of a
+call begin at one number (`equal_numbers`).
 """
 
 from __future__ import annotations
@@ -15,17 +19,28 @@ from collections.abc import Callable, Collection, Sequence
 from queue import SimpleQueue
 
 import torch
+from torch._C._autograd import _get_sequence_nr
 
 _Call = Callable[[], None]
 _Place = tuple[torch.device, int]
 """A device, and how often it occurs before in the list of devices."""
 
 
+MAX_SKIPPED_NUMBERS = 100_000
+"""Nodes that a thread makes to catch up, at about 1 us each; above it, new threads are cheaper."""
+
+
 class Worker:
-    """A thread that runs one call after the other, for the replica at one place of a device list."""
+    """A thread that runs one call after the other, for the replica at one place of a device list.
+
+    Attributes:
+        place: a device, and how often it occurs before.
+        next_number: number of the next autograd node of this thread, after its last call.
+    """
 
     def __init__(self, place: _Place) -> None:
         self.place = place
+        self.next_number = 0
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         # A daemon: one that hangs in a device's call does not keep the process from ending.
         name = f"replica {place[0]} {place[1]}"
@@ -93,6 +108,26 @@ def take_workers(devices: Sequence[torch.device]) -> list[Worker]:
         give_back(taken, range(len(taken)))
         raise
     return taken
+
+
+def equal_numbers(workers: Sequence[Worker]) -> tuple[list[Worker], int]:
+    """Return workers and the number at which the nodes of each have to begin (`skip_numbers`).
+
+    If one of them is too far behind, such as that of a device that was not used for long, all are replaced.
+    """
+    numbers = [worker.next_number for worker in workers]
+    if max(numbers) - min(numbers) <= MAX_SKIPPED_NUMBERS:
+        return list(workers), max(numbers)
+    for worker in workers:
+        worker.end()
+    return [Worker(worker.place) for worker in workers], 0
+
+
+def skip_numbers(first: int) -> None:
+    """Make nodes in this thread until the next one has the given number; to be called without dispatch modes."""
+    source = torch.empty(0, requires_grad=True)
+    for _ in range(first - _get_sequence_nr()):
+        source.view(0)
 
 
 def give_back(workers: Sequence[Worker], ended: Collection[int]) -> None:

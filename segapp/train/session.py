@@ -82,17 +82,22 @@ def run_session(request: TrainRequest, arguments: Sequence[str] = ()) -> int:
             request.config.parallel, batch_size=request.config.train.batch_size
         )
         if devices.mode == "ddp" and not is_launched():
-            check_before_start(request.config, request.folder, request.checkpoint)
+            _check_before_start(request)
             return _launch_ranks(request, devices, arguments, signals)
         with _joined_ranks(request.config, devices) as (ranks, own_devices):
             try:
-                check_before_start(request.config, request.folder, request.checkpoint)
+                _check_before_start(request)
                 with _opened_folder(request, own_devices, ranks) as folder:
                     return _run_in(folder, request, own_devices, ranks, signals)
             except (ConfigError, DataError, CheckpointError) as error:
                 if ranks.is_main:
                     raise
                 return error.exit_code  # every rank finds the same; rank 0 reports it
+
+
+def _check_before_start(request: TrainRequest) -> None:
+    is_limited = request.limit is not None
+    check_before_start(request.config, request.folder, request.checkpoint, is_limited=is_limited)
 
 
 def _launch_ranks(request: TrainRequest, devices: DevicePlan, arguments: Sequence[str], signals: StopSignals) -> int:

@@ -123,6 +123,7 @@ def test_starts_follow_a_caller_at_one_a_period(
     assert least <= len(asked) <= 1 + (now[0] + 0.2) / 2.0
 
 
+@pytest.mark.benchmark
 def test_a_sample_of_eight_gpus_costs_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Below 0.5 % of a core: 10 ms of this process every 2 s."""
     starts = counting_smi(tmp_path, monkeypatch)

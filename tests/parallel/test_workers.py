@@ -9,12 +9,15 @@ import sys
 import threading
 import time
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from segapp.parallel import DataParallelCriterion, DataParallelModel, ReplicaDesyncError, current_replica
+from segapp.parallel.rendezvous import ReplicaGroup
+from segapp.parallel.workers import MAX_SKIPPED_NUMBERS, keep_workers
 from tests.support import ROOT
 
 
@@ -190,3 +193,25 @@ def run(script):
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60, capture_output=True, text=True)
     assert not done.stderr, done.stderr
     return done.returncode
+
+
+def test_order_of_gradients_is_independent_of_earlier_calls():
+    """Autograd's numbers of the replicas are equal at the start of every call, whatever ran before."""
+    first = []
+
+    def call(num_nodes):
+        source = torch.ones(1, requires_grad=True)
+        first.append(torch.neg(source).grad_fn._sequence_nr())
+        for _ in range(num_nodes):
+            source.neg()
+
+    keeper = nn.Linear(1, 1)
+    keep_workers(keeper)
+    devices = [torch.device("cpu")] * 3
+    for counts in ((0, 50, 400), (7, 0, 0), (300, 1, 2), (0, MAX_SKIPPED_NUMBERS + 5, 0), (0, 0, 0)):
+        first.clear()
+        ReplicaGroup(devices).run([partial(call, count) for count in counts])
+        assert len(set(first)) == 1
+        if counts[1] > MAX_SKIPPED_NUMBERS:
+            far = first[0]
+    assert first[0] < far, "threads too far apart are replaced by new ones"

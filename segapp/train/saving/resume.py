@@ -37,7 +37,9 @@ def checkpoint_to_resume(
     return load_checkpoint(folder.path, is_holder=True)
 
 
-def check_before_start(config: RunConfig, folder: RunFolder | None, checkpoint: Path | None) -> None:
+def check_before_start(
+    config: RunConfig, folder: RunFolder | None, checkpoint: Path | None, *, is_limited: bool = False
+) -> None:
     """Refuse what could not be resumed, before anything in the run folder is changed.
 
     A state that cannot be read is not refused here: loading it goes back to an older one, or names the damage.
@@ -46,6 +48,7 @@ def check_before_start(config: RunConfig, folder: RunFolder | None, checkpoint: 
         config: the requested config; an automatic batch is the one that was saved.
         folder: of the run, if it was there before.
         checkpoint: the file to continue from; None: the folder's newest.
+        is_limited: a part of the images is used, so that their number says nothing.
 
     Raises:
         CheckpointError: the course of the training would change.
@@ -59,7 +62,8 @@ def check_before_start(config: RunConfig, folder: RunFolder | None, checkpoint: 
         kept = {key: saved["config"]["train"][key] for key in ("batch_size", "accumulate")}
         config = config.model_copy(update={"train": config.train.model_copy(update=kept)})
     classes = list(build_scheme(config.data).names)
-    _check_state(saved, path, config, len(build_pairs(config.data, split_names(config.data)[0])), classes)
+    pairs = build_pairs(config.data, split_names(config.data)[0])
+    _check_state(saved, path, config, saved["data"]["num_train"] if is_limited else len(pairs), classes)
 
 
 def check_resumable(checkpoint: LoadedCheckpoint, config: RunConfig, num_train: int, classes: list[str]) -> None:
