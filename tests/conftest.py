@@ -32,7 +32,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 LONG_FILES = (
     "memory/test_simulation.py",
+    "train/test_rank_splits.py",
     "train/test_parallel_training.py",
+    "train/test_cuda_rules.py",
+    "losses/fused/test_triton_kernels.py",
+    "train/step/test_rank_steps.py",
     "train/recovery/test_out_of_memory.py",
     "parallel/test_ranks.py",
     "e2e/test_tmux.py",
