@@ -27,6 +27,7 @@ def test_split_of_ranks_is_changed_by_command_and_exact(tiny: dict[str, Any], tm
     check_split_change(tiny, tmp_path, CPUS)
 
 
+@pytest.mark.slow
 def test_ranks_start_again_in_pieces_after_out_of_memory(tiny: dict[str, Any], tmp_path: Path) -> None:
     check_restart_after_out_of_memory(tiny, tmp_path, CPUS)
 

@@ -80,16 +80,16 @@ def test_auto_split_starts_from_plan_and_can_be_switched(tiny: dict[str, Any], t
 
 def test_split_that_will_not_fit_is_refused_unless_forced(tiny: dict[str, Any], tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    assert train(on_budgets(tiny, 1, 14.0, gpu0_bsz=2), folder) == 0
+    assert train(on_budgets(tiny, 1, 15.5, gpu0_bsz=2), folder) == 0
     send_command(folder, parse_command("set gpu0_bsz=3"))
-    assert run_session(TrainRequest(on_budgets(tiny, 2, 14.0, gpu0_bsz=2), RunFolder(folder))) == 0
+    assert run_session(TrainRequest(on_budgets(tiny, 2, 15.5, gpu0_bsz=2), RunFolder(folder))) == 0
     send_command(folder, parse_command("set gpu0_bsz=8"))
-    assert run_session(TrainRequest(on_budgets(tiny, 3, 14.0, gpu0_bsz=2), RunFolder(folder))) == 0
+    assert run_session(TrainRequest(on_budgets(tiny, 3, 15.5, gpu0_bsz=2), RunFolder(folder))) == 0
     refused = assert_answered_once(folder)["set gpu0_bsz=8"]
     assert refused["status"] == "rejected"
     assert "won't fit" in refused["reason"]
     send_command(folder, parse_command("set gpu0_bsz=8 force"))
-    assert run_session(TrainRequest(on_budgets(tiny, 4, 14.0, gpu0_bsz=2), RunFolder(folder))) == 0
+    assert run_session(TrainRequest(on_budgets(tiny, 4, 15.5, gpu0_bsz=2), RunFolder(folder))) == 0
     assert "out of memory" in assert_answered_once(folder)["set gpu0_bsz=8 force"]["reason"]
     assert [event["split"][0] for event in events(folder, "step")] == [2, 3, 3, 3]
 
