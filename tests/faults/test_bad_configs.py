@@ -236,7 +236,9 @@ def test_random_config_is_accepted_or_refused(tmp_path: Path) -> None:
         for (*sections, key), value in changes:
             node = raw
             for section in sections:
-                node = node.setdefault(section, {})
+                if not isinstance(node.get(section), dict):  # an earlier change may have put a value there
+                    node[section] = {}
+                node = node[section]
             node[key] = value
         path.write_text(yaml.safe_dump(raw, allow_unicode=True), encoding="utf-8", errors="surrogatepass")
         try:
