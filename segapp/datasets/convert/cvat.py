@@ -7,15 +7,14 @@ from xml.etree import ElementTree
 
 import cv2
 
-from segapp.datasets.convert.conversion import IGNORED, Conversion, Item, Mask, check_classes
+from segapp.datasets.convert.conversion import Conversion, Item, Mask
 from segapp.datasets.convert.drawing import blank_mask, decode_runs, fill_polygon, paste
 from segapp.datasets.convert.sources import (
     Images,
+    class_values,
     coverage_words,
     first_bytes,
-    is_ignored,
     mask_target,
-    ordered_names,
     split_said,
 )
 from segapp.datasets.files import read_bytes, shown
@@ -54,8 +53,7 @@ def find_cvat(tree: Tree) -> Conversion | None:
                 labels |= dict.fromkeys(shape["label"] for _, shape in shapes if "label" in shape)
     if not found:
         return None
-    names = check_classes(ordered_names(name for name in labels if not is_ignored(name)), found[0][0])
-    values = {name: number for number, name in enumerate(names)} | {n: IGNORED for n in labels if is_ignored(n)}
+    names, values = class_values(labels, found[0][0])
     items = [
         Item(
             image,

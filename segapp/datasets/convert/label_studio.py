@@ -11,16 +11,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from segapp.datasets.convert.conversion import IGNORED, Conversion, Item, Mask, check_classes
+from segapp.datasets.convert.conversion import Conversion, Item, Mask
 from segapp.datasets.convert.drawing import blank_mask, fill_polygon
 from segapp.datasets.convert.sources import (
     Images,
+    class_values,
     coverage_words,
     first_bytes,
-    is_ignored,
     load_json,
     mask_target,
-    ordered_names,
     split_said,
 )
 from segapp.datasets.files import shown
@@ -53,8 +52,7 @@ def find_label_studio(tree: Tree) -> Conversion | None:
     if not found:
         return None
     labels = {name for _, _, _, regions in found for region in regions for name in _labels(region)}
-    names = check_classes(ordered_names(name for name in labels if not is_ignored(name)), found[0][0])
-    values = {name: number for number, name in enumerate(names)} | {n: IGNORED for n in labels if is_ignored(n)}
+    names, values = class_values(labels, found[0][0])
     items = [
         Item(
             image,

@@ -10,16 +10,15 @@ from typing import Any
 import cv2
 import numpy as np
 
-from segapp.datasets.convert.conversion import IGNORED, Conversion, Item, Mask, check_classes
+from segapp.datasets.convert.conversion import Conversion, Item, Mask
 from segapp.datasets.convert.drawing import blank_mask, fill_polygon, paste
 from segapp.datasets.convert.sources import (
     Images,
+    class_values,
     coverage_words,
     first_bytes,
-    is_ignored,
     load_json,
     mask_target,
-    ordered_names,
     split_said,
 )
 from segapp.datasets.files import shown
@@ -45,9 +44,7 @@ def find_labelme(tree: Tree) -> Conversion | None:
             found.append((path, image, content["shapes"]))
     if not found:
         return None
-    names = check_classes(ordered_names(name for name in labels if not is_ignored(name)), found[0][0])
-    values = {name: number for number, name in enumerate(names)}
-    values |= {name: IGNORED for name in labels if is_ignored(name)}
+    names, values = class_values(labels, found[0][0])
     for path, image, shapes in found:
         items.append(
             Item(

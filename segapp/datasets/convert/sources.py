@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
+from segapp.datasets.convert.conversion import IGNORED, check_classes
 from segapp.datasets.files import open_regular, read_header, shown
 from segapp.datasets.survey.families import parse_file
 from segapp.datasets.survey.tree import Tree
@@ -104,8 +105,19 @@ def coverage_words(found: int, total: int, what: str) -> str:
     return f"{found} of {total} {what} name an image that is there"
 
 
+def class_values(labels: Iterable[str], origin: str) -> tuple[tuple[str, ...], dict[str, int]]:
+    """Return the class names in order, and the value in the mask of every label; ignored labels are no classes.
+
+    Raises:
+        DataError: there are more classes than fit into uint8 masks.
+    """
+    known = list(labels)
+    names = check_classes(ordered_names(name for name in known if not is_ignored(name)), origin)
+    return names, {name: i for i, name in enumerate(names)} | {name: IGNORED for name in known if is_ignored(name)}
+
+
 def ordered_names(names: Iterable[str]) -> list[str]:
-    """Return the class names by frequency of nothing but the alphabet, background first.
+    """Return the class names in alphabetical order, background first; it is added where it is missing.
 
     >>> ordered_names(["road", "_background_", "car"])
     ['_background_', 'car', 'road']

@@ -10,15 +10,14 @@ from typing import Any
 import cv2
 import numpy as np
 
-from segapp.datasets.convert.conversion import IGNORED, Conversion, Item, Mask, check_classes
+from segapp.datasets.convert.conversion import Conversion, Item, Mask
 from segapp.datasets.convert.drawing import blank_mask, fill_polygon, paste
 from segapp.datasets.convert.sources import (
     Images,
+    class_values,
     coverage_words,
-    is_ignored,
     load_json,
     mask_target,
-    ordered_names,
     split_said,
 )
 from segapp.datasets.files import shown
@@ -49,8 +48,7 @@ def find_supervisely(tree: Tree) -> Conversion | None:
     )
     labels = {str(one["title"]): None for one in meta.get("classes", [])}
     labels |= {str(one.get("classTitle")): None for _, _, objects in found for one in objects}
-    names = check_classes(ordered_names(name for name in labels if not is_ignored(name)), found[0][0])
-    values = {name: number for number, name in enumerate(names)} | {n: IGNORED for n in labels if is_ignored(n)}
+    names, values = class_values(labels, found[0][0])
     items = [
         Item(
             image, mask_target(image), shown(path), objects, _painter(images, image, objects, values), split_said(image)
