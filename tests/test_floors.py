@@ -29,10 +29,10 @@ MANY_PARAMETERS = {
     "segapp/parallel/data_parallel.py:__init__": "public: torch.nn.DataParallel's parameters and the split",
     "segapp/models/build.py:build_model": "the keys of the config's `model` section",
     "segapp/models/network.py:__init__": "one argument for each attribute of a network",
-    "segapp/cli.py:train": COMMAND,
-    "segapp/cli.py:evaluate": COMMAND,
-    "segapp/cli.py:predict": COMMAND,
-    "segapp/cli.py:init": COMMAND,
+    "segapp/cli/training.py:train": COMMAND,
+    "segapp/cli/networks.py:evaluate": COMMAND,
+    "segapp/cli/networks.py:predict": COMMAND,
+    "segapp/cli/data.py:init": COMMAND,
 }
 """Functions of more than seven parameters, and why."""
 

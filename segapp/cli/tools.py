@@ -1,0 +1,65 @@
+"""Commands before a training and around it: schema, completion, plan, profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from segapp.cli.options import ConfigOption, JsonFlag, Overrides, app, option
+from segapp.errors import ConfigError, cannot_be_written
+
+
+@app.command()
+def schema(out: Annotated[Path | None, option("--out", "Write it to this file instead.")] = None) -> None:
+    """Print the JSON schema of a config file, for editors."""
+    import json
+
+    from segapp.config import config_schema
+
+    text = json.dumps(config_schema(), indent=2) + "\n"
+    if out is None:
+        print(text, end="")
+        return
+    try:
+        out.write_text(text)
+    except OSError as error:
+        raise ConfigError(cannot_be_written(out, error)) from None
+
+
+@app.command()
+def completion(shell: Annotated[str, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")]) -> None:
+    """Print the script that completes commands, options, config keys, runs and configs in a shell."""
+    from segapp.completion import completion_script
+
+    print(completion_script(shell), end="")
+
+
+@app.command()
+def plan(
+    overrides: Overrides = None,
+    config: ConfigOption = None,
+    gpus: Annotated[
+        str | None, option("--gpus", "3x24220MiB, or 24GiB,24GiB,11GiB, or here (this machine's).", "LIST")
+    ] = None,
+    run: Annotated[str | None, option("--run", "Calibrate with the memory that this run has measured.", "RUN")] = None,
+    json_out: JsonFlag = False,
+) -> None:
+    """Predict each GPU's peak memory for every split of the batch, without a GPU."""
+    from segapp.commands.plan import print_plan
+
+    print_plan(config, overrides or [], gpus, run, as_json=json_out)
+
+
+@app.command()
+def profile(
+    overrides: Overrides = None,
+    config: ConfigOption = None,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Steps to time.")] = 3,
+    json_out: JsonFlag = False,
+) -> None:
+    """Run a few real steps and show where their time and memory go."""
+    from segapp.commands.profile import print_profile
+
+    print_profile(config, overrides or [], steps, as_json=json_out)

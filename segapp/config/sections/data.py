@@ -1,0 +1,84 @@
+"""The section `data` of the config."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from segapp.config.sections.values import (
+    Byte,
+    Fraction,
+    HeightWidth,
+    NonNegativeFloat,
+    Number,
+    PositiveFloat,
+    Section,
+    Workers,
+    no_bool,
+)
+
+
+class DataConfig(Section):
+    """`data:` the data set, its augmentation and its loading."""
+
+    format: Literal["cityscapes", "camvid", "voc", "ade20k", "folder", "list"]
+    """Layout of the files on disk."""
+    root: str
+    """Folder of the data set, relative to the current folder."""
+    train_split: str | None = None
+    """Split used for training; null: train."""
+    val_split: str | None = None
+    """Split used for evaluation; null: val."""
+    crop_px: HeightWidth = (512, 512)
+    """Height and width of a training crop, in pixels."""
+    resize_px: HeightWidth | None = None
+    """Resize every image and mask to this height and width first (training and evaluation); null: as on disk."""
+    scale: tuple[PositiveFloat, PositiveFloat] = (0.5, 2.0)
+    """Range of the random scale before the crop."""
+    hflip: Fraction = 0.5
+    """Probability of a horizontal flip."""
+    cat_max_ratio: Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1)] = 0.75
+    """A crop in which one class has more than this share of the pixels is drawn again, at most ten times."""
+    photometric: bool | NonNegativeFloat = True
+    """Jitter of brightness, contrast, saturation and hue: true, false, or a strength (1.0 is the same as true)."""
+    mean: tuple[Number, Number, Number] = (0.485, 0.456, 0.406)
+    """Mean subtracted in normalisation, RGB in 0..1; default: ImageNet's."""
+    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = (0.229, 0.224, 0.225)
+    """Standard deviation divided by in normalisation, RGB in 0..1; default: ImageNet's."""
+    classes: list[str] | None = None
+    """Class names in the order of their ids; required by the formats folder and list."""
+    palette: list[tuple[Byte, Byte, Byte]] | None = None
+    """RGB colour of each class, for pictures and for RGB masks; further colours of RGB masks are ignored pixels."""
+    rgb_masks: bool = False
+    """Masks are RGB images with the colours of data.palette."""
+    groups: dict[str, list[str]] | None = None
+    """Group name -> classes, for which evaluation reports an IoU of the group too; null: as the format defines them."""
+    label_map: dict[int, int] | None = None
+    """Value in the mask file -> class id; other values must be class ids or ignore_index."""
+    ignore_index: int | None = None
+    """Class id of pixels excluded from loss and metrics; null: as the format defines it, usually 255."""
+    image_dir: str | None = None
+    """Folder of the images below root (folder); null: images."""
+    mask_dir: str | None = None
+    """Folder of the masks below root (folder); null: masks."""
+    image_suffix: str | None = None
+    """End of the image file names, replaced by mask_suffix to find the mask; null: any image extension."""
+    mask_suffix: str | None = None
+    """End of the mask file names, e.g. "_mask.png"; null: .png."""
+    list_dir: str | None = None
+    """Folder of the files that list the splits (list), relative to the current folder; null: root."""
+    mask_root: str | None = None
+    """Folder that masks are listed relative to (list), relative to the current folder; null: root."""
+    allow_overlap: bool = False
+    """Accept images that are in the training and in the validation split, to overfit on purpose."""
+    allow_outside_root: bool = False
+    """Accept files outside root, reached by links or named in a list file; root itself may be a link in any case."""
+    workers: Workers = "auto"
+    """Data loading processes of each rank; auto: by processors and the measured cost of a sample; 0: none."""
+    cache: Literal["none", "ram", "disk"] = "none"
+    """Keep decoded images and masks from their first read on, for all workers and ranks: ram, or disk (cache_dir)."""
+    cache_dir: str | None = None
+    """Folder of data.cache = disk, on a local disk outside data.root; null: $XDG_CACHE_HOME/segapp/pixels."""
+    timeout_s: NonNegativeFloat = 120.0
+    """Seconds to wait for a data worker before the run fails; 0: no limit."""

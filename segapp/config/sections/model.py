@@ -1,0 +1,107 @@
+"""The sections of what is trained: `model`, `loss` and `distill`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from segapp.config.sections.values import (
+    Count,
+    HeightWidth,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+
+
+class ModelConfig(Section):
+    """`model:` the network."""
+
+    library: Literal["torchvision", "smp"] = "torchvision"
+    """torchvision.models.segmentation, or segmentation_models_pytorch."""
+    name: str = "deeplabv3_resnet50"
+    """Name of the model in its library."""
+    encoder: str | None = None
+    """Encoder of an smp model, e.g. resnet34."""
+    weights: str | None = None
+    """Initial weights of the whole model: name of a torchvision weights enum, or a file; null: random."""
+    weights_backbone: str | None = None
+    """Initial weights of the backbone: IMAGENET1K_V1 (torchvision), imagenet (smp), or a file; null: random."""
+    partial_weights: bool = False
+    """Take the tensors of a weights file that match, also of another backbone or of a part of one."""
+    aux: bool = True
+    """Build the auxiliary head, if the model has one."""
+    options: dict[str, Any] = {}
+    """Further keyword arguments for the library's constructor."""
+
+
+class LossTerm(Section):
+    """A criterion with its weight in the sum of the terms."""
+
+    name: Literal["ce", "ohem", "dice", "focal", "lovasz"] = "ce"
+    """Criterion: cross-entropy, cross-entropy of hard pixels (ohem), Dice, focal, or Lovász-softmax."""
+    weight: NonNegativeFloat = 1.0
+    """Weight of this term in the sum."""
+    align_corners: bool = True
+    """align_corners of the bilinear upsampling of the logits; evaluation uses the first term's."""
+    aux_weight: NonNegativeFloat = 0.4
+    """Weight of the auxiliary head's loss."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the target probability spread evenly over all classes (ce)."""
+    implementation: Literal["auto", "compiled", "reference"] = "auto"
+    """auto: fused, Triton on GPUs; compiled: fused by torch.compile (CPU); reference: full-resolution logits (ce)."""
+    class_weights: list[NonNegativeFloat] | Literal["inverse", "enet", "median-frequency"] | None = None
+    """Weight of each class, or a rule that computes them from the training masks (ce, ohem, focal)."""
+    ohem_threshold: Annotated[float, Field(gt=0, le=1)] = 0.7
+    """A pixel is hard if the probability of its target class is below this (ohem)."""
+    ohem_min_kept: Count = 100_000
+    """Smallest number of valid pixels of a step that contribute (ohem)."""
+    focal_gamma: NonNegativeFloat = 2.0
+    """Focusing exponent gamma (focal)."""
+    dice_smooth: NonNegativeFloat = 1.0
+    """Added to numerator and denominator (dice)."""
+
+
+class LossConfig(LossTerm):
+    """`loss:` a criterion, and further ones added to it."""
+
+    plus: list[LossTerm] = []
+    """Further terms; the loss is the weighted sum of all."""
+
+
+class CriticConfig(Section):
+    """`distill.critic:` the network that scores prediction maps in the holistic term, and its training."""
+
+    penalty: Literal["wgan-gp", "wgan-lp", "dragan"] = "wgan-gp"
+    """Gradient penalty."""
+    penalty_weight: NonNegativeFloat = 10.0
+    """Weight of the gradient penalty."""
+    width: PositiveInt = 64
+    """Channels of the first stage."""
+    batchnorm: bool = True
+    """Normalise the input over the whole batch."""
+    lr: PositiveFloat = 0.0004
+    """Initial learning rate (Adam); it follows the schedule."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.99)
+    """Decay rates of the first and second moment (Adam)."""
+
+
+class DistillConfig(Section):
+    """`distill:` knowledge distillation from a trained model; modes single, dp and ddp."""
+
+    teacher: Annotated[str, Field(min_length=1)]
+    """Teacher with the same classes: a run (name or folder; its best checkpoint is used) or a checkpoint file."""
+    pixel_wise: NonNegativeFloat = 10.0
+    """Weight of the KL divergence between the class probabilities of each pixel; 0: off."""
+    temperature: PositiveFloat = 1.0
+    """Temperature by which the logits are divided in the pixel-wise term."""
+    pair_wise: NonNegativeFloat = 10.0
+    """Weight of the squared difference between the similarities of pairs of image regions; 0: off."""
+    pair_grid: HeightWidth = (8, 8)
+    """Number of regions along height and width, for the pair-wise term."""
+    holistic: NonNegativeFloat = 0.1
+    """Weight of the critic's score of whole prediction maps (adversarial term); 0: off."""
+    critic: CriticConfig = CriticConfig()
+    """The critic of the holistic term."""

@@ -1,0 +1,81 @@
+"""What every section is made of: its base class, and the types of its values."""
+
+from __future__ import annotations
+
+from types import UnionType
+from typing import Annotated, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+
+
+class Section(BaseModel):
+    """A frozen section of the config that refuses unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
+
+
+def section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
+    """Return the section class of a field, optional or not; None if the field holds a value."""
+    annotation = model.model_fields[name].annotation
+    members = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    for kind in members:
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
+
+
+def no_bool(value: object) -> object:
+    """Return the value of a number's field unless it is true or false, which pydantic would take for 1 and 0."""
+    if isinstance(value, bool):
+        raise ValueError("a number is expected, not true or false")
+    return value
+
+
+PositiveInt = Annotated[int, BeforeValidator(no_bool), Field(ge=1)]
+Count = Annotated[int, BeforeValidator(no_bool), Field(ge=0)]
+Number = Annotated[float, BeforeValidator(no_bool), Field(allow_inf_nan=False)]
+PositiveFloat = Annotated[float, BeforeValidator(no_bool), Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, BeforeValidator(no_bool), Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=1)]
+Byte = Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=255)]
+HeightWidth = tuple[PositiveInt, PositiveInt]
+
+AUTO_BATCH = 0
+"""The value of `train.batch_size: auto` until the training resolves it."""
+
+MAX_BATCH = 2**16
+"""Upper limit of `train.batch_size`; more is taken for a typing error."""
+
+
+def _auto_as_number(value: object) -> object:
+    if value == "auto":
+        return AUTO_BATCH
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and not 1 <= value <= MAX_BATCH:
+        raise ValueError(f"a whole number from 1 to {MAX_BATCH} is expected, or auto")
+    return no_bool(value)
+
+
+BatchSize = Annotated[
+    int,
+    BeforeValidator(
+        _auto_as_number, json_schema_input_type=Annotated[int, Field(ge=1, le=MAX_BATCH)] | Literal["auto"]
+    ),
+    PlainSerializer(lambda value: "auto" if value == AUTO_BATCH else value, return_type=int | str),
+]
+
+
+MAX_WORKERS = 512
+"""Upper limit of `data.workers`; more is taken for a typing error."""
+
+
+def _check_workers(value: object) -> object:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value != "auto" and not (is_number and value in range(MAX_WORKERS + 1)):
+        raise ValueError(f"a whole number from 0 to {MAX_WORKERS} is expected, or auto")
+    return value
+
+
+Workers = Annotated[
+    Annotated[int, Field(ge=0, le=MAX_WORKERS)] | Literal["auto"],
+    BeforeValidator(_check_workers),
+]
