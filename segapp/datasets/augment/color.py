@@ -1,0 +1,72 @@
+"""Photometric changes: brightness, contrast, saturation and hue as one matrix."""
+
+import math
+from typing import Any
+
+import albumentations as A
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+Pixels = NDArray[Any]
+
+_MAX_BRIGHTNESS = 32.0
+_MAX_FACTOR = 0.5
+_MAX_HUE_DEG = 18.0
+
+# Luminance weights of the Filter Effects Module (W3C), in which saturation and hue rotation are matrices.
+_LUMA = np.array([0.213, 0.715, 0.072])
+_HUE_COS = np.array([[0.787, -0.715, -0.072], [-0.213, 0.285, -0.072], [-0.213, -0.715, 0.928]])
+_HUE_SIN = np.array([[-0.213, -0.715, 0.928], [0.143, 0.140, -0.283], [-0.787, 0.715, 0.072]])
+
+
+class PhotometricChange(A.ImageOnlyTransform):  # type: ignore[misc]  # albumentations has no types
+    """Brightness, contrast, saturation and hue, each with probability 0.5 (ranges of SSD, Liu et al. 2016).
+
+    All four are affine in the colour, so one matrix applies them all and values are clipped once; contrast, saturation
+    and hue are those of the W3C Filter Effects Module (contrast around middle grey, hue as a rotation that keeps the
+    luminance).
+
+    Args:
+        strength: Factor of all ranges.
+    """
+
+    def __init__(self, strength: float) -> None:
+        super().__init__(p=1.0)
+        self.strength = strength
+
+    def get_params(self) -> dict[str, Any]:
+        """Return the colour matrix for one image."""
+        brightness = self._draw(_MAX_BRIGHTNESS)
+        contrast = 1 + self._draw(_MAX_FACTOR)
+        saturation = 1 + self._draw(_MAX_FACTOR)
+        hue_deg = self._draw(_MAX_HUE_DEG)
+        return {"matrix": color_matrix(brightness, max(0.0, contrast), max(0.0, saturation), hue_deg)}
+
+    def _draw(self, limit: float) -> float:
+        """Return a uniform random number in +-limit, scaled by the strength, or 0 with probability 0.5."""
+        value = self.py_random.uniform(-limit, limit) * self.strength
+        return float(value) if self.py_random.random() < 0.5 else 0.0
+
+    def apply(self, img: Pixels, matrix: NDArray[np.float32], **params: Any) -> Pixels:
+        """Return the image with its colours changed."""
+        return np.asarray(cv2.transform(img, matrix))
+
+
+def color_matrix(
+    brightness: float = 0.0, contrast: float = 1.0, saturation: float = 1.0, hue_deg: float = 0.0
+) -> NDArray[np.float32]:
+    """Return the affine map of RGB colours in 0..255, shape (3, 4): hue, saturation, contrast, then brightness.
+
+    Args:
+        brightness: Added to every channel.
+        contrast: Factor around 127.5.
+        saturation: 0: grey of the same luminance; 1: unchanged.
+        hue_deg: Rotation in degrees.
+    """
+    angle = math.radians(hue_deg)
+    hue = np.tile(_LUMA, (3, 1)) + math.cos(angle) * _HUE_COS + math.sin(angle) * _HUE_SIN
+    saturate = (1 - saturation) * np.tile(_LUMA, (3, 1)) + saturation * np.eye(3)
+    linear = contrast * saturate @ hue
+    offset = np.full((3, 1), brightness + 127.5 * (1 - contrast))
+    return np.hstack([linear, offset]).astype(np.float32)

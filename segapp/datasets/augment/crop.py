@@ -1,0 +1,132 @@
+"""Random crops of the randomly scaled image, and the padding of images smaller than the crop.
+
+Shapes: H, W height and width in pixels; images are RGB uint8 (H, W, 3), masks (H, W) of train ids.
+"""
+
+from random import Random
+from typing import Any
+
+import albumentations as A
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+Pixels = NDArray[Any]
+
+MEAN_COLOR = (124, 116, 104)
+"""ImageNet's mean colour: padding of this colour is about zero after normalisation."""
+
+_MAX_TRIES = 10
+
+
+def resize(pixels: Pixels, size_px: tuple[int, int], interpolation: int) -> Pixels:
+    """Return the pixels resized to (height, width); always a copy."""
+    if pixels.shape[:2] == size_px:
+        return pixels.copy()
+    return np.asarray(cv2.resize(pixels, (size_px[1], size_px[0]), interpolation=interpolation))
+
+
+class AxisPlan:
+    """Numbers of source pixels, crop pixels and padding along one axis."""
+
+    def __init__(self, source_px: int, zoom: float, crop_px: int) -> None:
+        self.shown_px = min(crop_px, max(1, round(source_px * zoom)))
+        self.window_px = min(source_px, max(1, round(self.shown_px / zoom)))
+        self.pad_px = crop_px - self.shown_px
+        self.free_px = source_px - self.window_px
+
+    def draw(self, rng: Random) -> slice:
+        """Return a random position of the window in the source."""
+        start = rng.randint(0, self.free_px)
+        return slice(start, start + self.window_px)
+
+
+class ScaledCrop(A.DualTransform):  # type: ignore[misc]  # albumentations has no types
+    """A crop of the randomly scaled image; only the crop is computed.
+
+    The window is chosen in source pixels, so its scale differs from the drawn one by less than a pixel of the window.
+    Crops dominated by one class are drawn again as in mmsegmentation's `RandomCrop`, over valid pixels.
+    """
+
+    def __init__(
+        self,
+        crop_px: tuple[int, int],
+        scale: tuple[float, float],
+        cat_max_ratio: float,
+        ignore_index: int,
+        resize_px: tuple[int, int] | None,
+    ) -> None:
+        super().__init__(p=1.0)
+        self.crop_px = crop_px
+        self.scale = scale
+        self.cat_max_ratio = cat_max_ratio
+        self.ignore_index = ignore_index
+        self.resize_px = resize_px
+
+    def get_params_dependent_on_data(self, params: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+        """Return the window in the source, its size in the crop and the padding."""
+        mask: Pixels = data["mask"]
+        height, width = mask.shape[:2]
+        base_height, base_width = self.resize_px or (height, width)
+        scale = self.py_random.uniform(*self.scale)
+        rows = AxisPlan(height, scale * base_height / height, self.crop_px[0])
+        columns = AxisPlan(width, scale * base_width / width, self.crop_px[1])
+        before = self.py_random.randint(0, rows.pad_px), self.py_random.randint(0, columns.pad_px)
+        return {
+            "window": self._draw_window(mask, rows, columns),
+            "shown_px": (rows.shown_px, columns.shown_px),
+            "padding": (before[0], rows.pad_px - before[0], before[1], columns.pad_px - before[1]),
+        }
+
+    def _draw_window(self, mask: Pixels, rows: AxisPlan, columns: AxisPlan) -> tuple[slice, slice]:
+        """Return the first of up to ten windows in which no class exceeds `cat_max_ratio`; else the last."""
+        window = rows.draw(self.py_random), columns.draw(self.py_random)
+        if self.cat_max_ratio >= 1 or (rows.free_px == 0 and columns.free_px == 0):
+            return window
+        for _ in range(_MAX_TRIES - 1):
+            if largest_share(mask[window], self.ignore_index) < self.cat_max_ratio:
+                break
+            window = rows.draw(self.py_random), columns.draw(self.py_random)
+        return window
+
+    def apply(
+        self,
+        img: Pixels,
+        window: tuple[slice, slice],
+        shown_px: tuple[int, int],
+        padding: tuple[int, int, int, int],
+        **params: Any,
+    ) -> Pixels:
+        """Return the crop of the image (H, W, 3)."""
+        return _pad(resize(img[window], shown_px, cv2.INTER_LINEAR), padding, MEAN_COLOR)
+
+    def apply_to_mask(
+        self,
+        mask: Pixels,
+        window: tuple[slice, slice],
+        shown_px: tuple[int, int],
+        padding: tuple[int, int, int, int],
+        **params: Any,
+    ) -> Pixels:
+        """Return the crop of the mask (H, W), resized by nearest neighbour."""
+        return _pad(resize(mask[window], shown_px, cv2.INTER_NEAREST_EXACT), padding, self.ignore_index)
+
+
+def _pad(pixels: Pixels, padding: tuple[int, int, int, int], value: int | tuple[int, int, int]) -> Pixels:
+    """Return the pixels padded above, below, left and right."""
+    if not any(padding):
+        return pixels
+    return np.asarray(cv2.copyMakeBorder(pixels, *padding, borderType=cv2.BORDER_CONSTANT, value=value))
+
+
+def largest_share(ids: Pixels, ignore_index: int) -> float:
+    """Return the most frequent class's share of the valid pixels, 0 to 1; 1.0 where no pixel is valid."""
+    if ids.dtype == np.uint8:
+        counts = cv2.calcHist([ids], [0], None, [256], [0, 256]).ravel()
+    else:
+        counts = np.bincount(ids.ravel().view(np.uint16), minlength=1)
+    ignored = ignore_index % 65_536
+    if ignored < len(counts):
+        counts[ignored] = 0
+    num_valid_px = counts.sum()
+    return float(counts.max() / num_valid_px) if num_valid_px else 1.0
