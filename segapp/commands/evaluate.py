@@ -20,9 +20,8 @@ from segapp.datasets.loader import EvalLoader
 from segapp.errors import ConfigError, storage_errors
 from segapp.inference.evaluate import EvaluationSettings
 from segapp.inference.evaluator import EvaluationResult, Evaluator, evaluate_on_devices
-from segapp.inference.predict import TrainedPredictor
-from segapp.inference.predict.tiles import plan_workspace
 from segapp.inference.progress_bar import progress_bar
+from segapp.inference.workspace import HostLimit
 from segapp.metrics import ConfusionMatrix, SegmentationScores, group_iou, mean_of_known
 from segapp.report.confusion import PICTURE_SUFFIXES, confusion_file
 from segapp.run.files import write_atomic, write_json
@@ -97,7 +96,6 @@ def _build_evaluators(trained: TrainedModel, options: EvalOptions) -> list[Evalu
         devices = choose_devices([int(name) if name.isdecimal() else name for name in names])[0]
         if not devices:
             raise ConfigError("--devices names none: give one or more, e.g. 0,1 or cpu")
-    predictor = TrainedPredictor(trained.model, trained.inference, scheme, trained.device)
     first = Evaluator(
         trained.model,
         EvaluationSettings(
@@ -106,8 +104,8 @@ def _build_evaluators(trained: TrainedModel, options: EvalOptions) -> list[Evalu
             scheme.ignore_index,
             trained.device,
             criterion.to(trained.device),
+            host=HostLimit(len(devices)),
         ),
-        max_px=plan_workspace(predictor).max_px,
         with_images=options.per_image is not None,
         with_boundary=options.boundary,
     )

@@ -17,6 +17,7 @@ from torch import Tensor
 from segapp.failpoints import failpoint
 from segapp.inference.sliding import Inference
 from segapp.inference.spread import SpreadCounters, copy_to
+from segapp.inference.workspace import HostLimit, Tile
 from segapp.losses import CriterionCE, View, upsample_confusion, upsample_logits
 from segapp.memory.oom_errors import is_out_of_memory
 from segapp.memory.oom_failpoint import oom_failpoint
@@ -40,6 +41,7 @@ class EvaluationSettings:
         device: where the batches are moved to.
         criterion: gives the validation loss over the whole set (sums, one division); None: no loss.
         is_single: evaluate the images of a batch one at a time.
+        host: images that do not fit into this machine's memory are evaluated in tiles; None: all whole.
         other_devices: devices that share the batches with `device`, each with a copy of the model.
     """
 
@@ -49,6 +51,7 @@ class EvaluationSettings:
     device: torch.device
     criterion: AdditiveCriterion | None = None
     is_single: bool = False
+    host: HostLimit | None = None
     other_devices: tuple[torch.device, ...] = ()
 
     def on(self, device: torch.device) -> EvaluationSettings:
@@ -56,6 +59,11 @@ class EvaluationSettings:
         inference = replace(self.inference, normalizer=copy_to(self.inference.normalizer, device))
         criterion = None if self.criterion is None else copy_to(self.criterion, device)
         return replace(self, inference=inference, device=device, criterion=criterion, other_devices=())
+
+    def fits(self, model: SegmentationModel, images: Tensor) -> bool:
+        """Return True if images (N, 3, H, W) can be evaluated together and whole."""
+        num_px = images.shape[0] * images.shape[-2] * images.shape[-1]
+        return self.host is None or self.host.fits(num_px, model, self.inference, self.device)
 
     def no_statistics(self) -> tuple[Tensor, ...]:
         """Return the criterion's statistics of no image: float64 zeros of the right shapes; () without a criterion.
@@ -78,11 +86,16 @@ class EvaluationSettings:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Scores, loss and number of images of an evaluation."""
+    """Scores, loss and number of images of an evaluation.
+
+    Attributes:
+        note: a message for the user, such as the use of tiles.
+    """
 
     scores: SegmentationScores
     loss: float | None
     num_images: int
+    note: str | None = None
 
     def monitored(self, name: str) -> float | None:
         """Return the value that decides which checkpoint is best; larger is better."""
@@ -154,7 +167,8 @@ def evaluate(
     (first.matrix.counts,) = ranks.sums((first.matrix.counts,))
     num_images = sum(ranks.gather(num_images))
     loss = settings.finalize(ranks.sums(first.totals)) if first.totals else None
-    return Evaluation(first.matrix.scores(), loss, num_images)
+    note = None if settings.host is None else ranks.first_of(settings.host.take_note())
+    return Evaluation(first.matrix.scores(), loss, num_images, note)
 
 
 class _DeviceCounter:
@@ -168,10 +182,11 @@ class _DeviceCounter:
 
     def add(self, batch: Batch) -> None:
         """Evaluate a batch and add its counts."""
-        for images, target in _parts(batch, self._settings.is_single):
-            counts, statistics = _count(self._model, images, target, self._settings)
-            self.matrix.add(counts)
-            self.totals = tuple(a + b for a, b in zip(self.totals, statistics, strict=True))
+        for images, target in _parts(batch, self._model, self._settings):
+            oom_failpoint("eval.forward")
+            for part in evaluate_parts(self._model, images, target, self._settings):
+                self.matrix.add(part.counts)
+                self.totals = tuple(a + b for a, b in zip(self.totals, part.statistics, strict=True))
 
     def merge(self, other: _DeviceCounter) -> None:
         """Add the counts of another device."""
@@ -179,19 +194,56 @@ class _DeviceCounter:
         self.totals = tuple(a + b.to(a.device) for a, b in zip(self.totals, other.totals, strict=True))
 
 
-def _parts(batch: Batch, is_single: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    num_parts = len(batch.indices) if is_single else 1
+def _parts(batch: Batch, model: SegmentationModel, settings: EvaluationSettings) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield images and targets that are evaluated together: the batch, or its images where it does not fit."""
+    num_parts = len(batch.indices) if settings.is_single or not settings.fits(model, batch.images) else 1
     return zip(batch.images.tensor_split(num_parts), batch.target.tensor_split(num_parts), strict=True)
 
 
-def _count(
+@dataclass(frozen=True)
+class EvaluatedPart:
+    """What an evaluation found in images, or in a tile of them.
+
+    Attributes:
+        counts: (C, C) int64, row: target's class, column: predicted class.
+        statistics: of the criterion; () without one.
+        views: low-resolution logits, and the size that they stand for, as `Inference.views` returns them.
+        tile: the part of the images; None: all of them.
+    """
+
+    counts: Tensor
+    statistics: tuple[Tensor, ...]
+    views: tuple[Tensor | list[View], tuple[int, int]]
+    tile: Tile | None = None
+
+
+def evaluate_parts(
     model: SegmentationModel, images: Tensor, target: Tensor, settings: EvaluationSettings
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return (C, C) counts of (target, prediction) of some images, and the criterion's statistics."""
-    oom_failpoint("eval.forward")
-    inference, device = settings.inference, settings.device
-    views, size = inference.views(model, inference.normalizer(images.to(device, non_blocking=True)))
-    return count_views(views, size, target.to(device, non_blocking=True), settings)
+) -> Iterator[EvaluatedPart]:
+    """Yield the evaluation of images: whole, or in tiles where they do not fit into this machine's memory.
+
+    The counts and statistics of tiles are those of their cores, with every pixel once. Statistics that belong to an
+    image as a whole (Lovász) take a tile for an image.
+
+    Args:
+        model: in eval mode.
+        images: uint8 (N, 3, H, W).
+        target: (N, H, W).
+        settings: how the images are evaluated.
+    """
+    device, inference, host = settings.device, settings.inference, settings.host
+    tiles: Iterable[Tile | None] = [None]
+    if host is not None and not settings.fits(model, images):
+        tiles = host.tiles((images.shape[-2], images.shape[-1]))
+    for tile in tiles:
+        part, aim = images, target
+        if tile is not None:
+            part = images[..., *tile.whole]
+            aim = torch.full_like(target[..., *tile.whole], settings.ignore_index)
+            aim[..., *tile.core] = target[..., *tile.place]
+        views, size = inference.views(model, inference.normalizer(part.to(device, non_blocking=True)))
+        counts, statistics = count_views(views, size, aim.to(device, non_blocking=True), settings)
+        yield EvaluatedPart(counts, statistics, (views, size), tile)
 
 
 def count_views(

@@ -7,17 +7,17 @@ Shapes: N images, C classes, H x W pixels of an image.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from segapp.datasets.loader import Batch
 from segapp.errors import OutOfMemoryError
 from segapp.inference.boundary_iou import BoundaryIoU
-from segapp.inference.evaluate import Evaluation, EvaluationSettings, count_views
+from segapp.inference.evaluate import Evaluation, EvaluationSettings, evaluate_parts
 from segapp.inference.sliding import Inference
 from segapp.inference.spread import SpreadCounters, copy_to
 from segapp.losses import upsample_argmax
@@ -52,8 +52,7 @@ class Evaluator:
 
     Args:
         model: in eval mode, on the device of the settings.
-        settings: how images are evaluated; windows replace its inference where an image does not fit.
-        max_px: larger images are evaluated in windows from the start.
+        settings: how images are evaluated; windows replace its inference where the device runs out of memory.
         with_images: keep the counts of every image.
         with_boundary: compute the boundary IoU too.
     """
@@ -63,11 +62,10 @@ class Evaluator:
         model: SegmentationModel,
         settings: EvaluationSettings,
         *,
-        max_px: int | None = None,
         with_images: bool = False,
         with_boundary: bool = False,
     ) -> None:
-        self.model, self.settings, self.max_px = model, settings, max_px
+        self.model, self.settings = model, settings
         self.device = settings.device
         self.matrix = ConfusionMatrix(settings.num_classes, settings.ignore_index, settings.device)
         self.totals = settings.no_statistics()
@@ -82,7 +80,6 @@ class Evaluator:
         return Evaluator(
             copy_to(self.model, device),
             self.settings.on(device),
-            max_px=self.max_px,
             with_images=self.with_images,
             with_boundary=self.boundary is not None,
         )
@@ -95,7 +92,7 @@ class Evaluator:
             OutOfMemoryError: not even the smallest window fits.
         """
         is_per_image = self.with_images or self.boundary is not None
-        num_parts = len(batch.indices) if is_per_image else 1
+        num_parts = len(batch.indices) if is_per_image or not self.settings.fits(self.model, batch.images) else 1
         for images, target, indices in zip(
             batch.images.tensor_split(num_parts),
             batch.target.tensor_split(num_parts),
@@ -112,9 +109,6 @@ class Evaluator:
         """Return (C, C) counts, computed whole or in windows that are halved after each out-of-memory error."""
         height, width = images.shape[-2:]
         inference = self.settings.inference
-        if self.max_px is not None and inference.window_px is None and height * width > self.max_px:
-            side = max(MIN_WINDOW_PX, math.isqrt(self.max_px) // 32 * 32)
-            inference = self._windowed((min(side, height), min(side, width)))
         while True:
             try:
                 return self._count(inference, images, target)
@@ -143,15 +137,20 @@ class Evaluator:
         return replace(self.settings.inference, window_px=window)
 
     def _count(self, inference: Inference, images: Tensor, target: Tensor) -> Tensor:
-        device = self.settings.device
-        views, size = inference.views(self.model, inference.normalizer(images.to(device, non_blocking=True)))
-        on_device = target.to(device, non_blocking=True)
-        counts, statistics = count_views(views, size, on_device, replace(self.settings, inference=inference))
+        counts, totals = torch.zeros_like(self.matrix.matrix), self.totals
+        labels = np.zeros(target.shape[-2:], np.int64)
+        for part in evaluate_parts(self.model, images, target, replace(self.settings, inference=inference)):
+            counts += part.counts
+            totals = tuple(a + b for a, b in zip(totals, part.statistics, strict=True))
+            if self.boundary is not None:
+                found = upsample_argmax(*part.views, align_corners=inference.align_corners)[0]
+                if part.tile is None:
+                    labels = found[: labels.shape[0], : labels.shape[1]].cpu().numpy()
+                else:
+                    labels[part.tile.place] = found[part.tile.core].cpu().numpy()
         if self.boundary is not None:
-            found = upsample_argmax(views, size, align_corners=inference.align_corners)
-            labels = found[0, : target.shape[-2], : target.shape[-1]].cpu().numpy()
             self.boundary.update(labels, target[0].numpy())
-        self.totals = tuple(a + b for a, b in zip(self.totals, statistics, strict=True))
+        self.totals = totals
         return counts
 
 
@@ -174,6 +173,8 @@ def evaluate_on_devices(
         first.notes += other.notes
         if first.boundary is not None and other.boundary is not None:
             first.boundary.counts += other.boundary.counts
+    if first.settings.host is not None and (note := first.settings.host.take_note()) is not None:
+        first.notes.append(note)
     return EvaluationResult(
         Evaluation(first.matrix.scores(), first.settings.finalize(first.totals), first.num_images),
         first.matrix.matrix.cpu().clone(),

@@ -21,6 +21,7 @@ from segapp.build.trained import TrainedModel
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.layouts.formats import ClassScheme
 from segapp.inference.predict import colorize, predict_image
+from segapp.inference.workspace import HostLimit
 from segapp.metrics import ConfusionMatrix, SegmentationScores
 from segapp.report.render import data_url
 
@@ -64,9 +65,10 @@ def evaluate_split(
     total = ConfusionMatrix(scheme.num_classes, scheme.ignore_index)
     worst: list[tuple[float, int, EvaluatedImage]] = []
     order = itertools.count()
+    host = HostLimit()
     for index in range(len(dataset)):
         image, target = dataset.read(index)
-        labels = predict_image(trained.model, trained.inference, image, trained.device)
+        labels = predict_image(trained.model, trained.inference, image, trained.device, host)
         own = ConfusionMatrix(scheme.num_classes, scheme.ignore_index)
         own.update(torch.from_numpy(labels.astype(np.int64)), torch.from_numpy(target.astype(np.int64)))
         total.merge(own)

@@ -131,7 +131,7 @@ class TrainingReporter:
             self._event_log.emit(Alert(kind="data", message=message, step=self._progress.position.step))
 
     def validation(self, found: Evaluation) -> None:
-        """Emit `val`."""
+        """Emit `val`, and an alert if the evaluation has a note."""
         at = self._progress.position
         self._event_log.emit(
             Val(
@@ -145,6 +145,8 @@ class TrainingReporter:
                 val_s=self._progress.clock.evaluation_s,
             )
         )
+        if found.note is not None:
+            self._event_log.emit(Alert(kind="memory", message=found.note, step=at.step))
 
     def _split(self) -> list[int] | None:
         split = self._controller.batch_split.current

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from segapp.inference.evaluate import Evaluation, EvaluationSettings, evaluate
 from segapp.inference.sliding import Inference
 from segapp.inference.spread import further_devices
+from segapp.inference.workspace import HostLimit
 from segapp.train.recovery.fallbacks import MemoryFallbacks
 from segapp.train.step.engine import StepEngine
 from segapp.train.step.precise_bn import PreciseBatchNorm
@@ -44,6 +45,8 @@ class Validation:
         self.loader = loader
         self._engine, self._inference, self._scheme = engine, inference, scheme
         self._precise_bn, self._samples = precise_bn, samples
+        self._others = further_devices(engine.network)
+        self._host = HostLimit(engine.ranks.world_size * (1 + len(self._others)))
         self._num_checks = max(engine.ranks.gather(len(loader)))
 
     @property
@@ -72,7 +75,8 @@ class Validation:
             self._engine.device,
             self._engine.criterion.task,
             is_single=fallbacks.is_eval_single,
-            other_devices=further_devices(self._engine.network),
+            host=self._host,
+            other_devices=self._others,
         )
         ranks, count = self._engine.ranks, self._num_checks
         return evaluate(self.model, self.loader, settings, check=check, ranks=ranks, num_checks=count)
@@ -80,4 +84,4 @@ class Validation:
     def draw_samples(self, epoch: int, fallbacks: MemoryFallbacks) -> None:
         """Draw the sample pictures of an epoch."""
         if self._samples is not None:
-            self._samples.draw(self.model, epoch, fallbacks.adapted)
+            self._samples.draw(self.model, epoch, fallbacks.adapted, self._host)

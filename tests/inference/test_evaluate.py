@@ -28,7 +28,7 @@ from segapp.inference.normalize import Normalizer
 from segapp.inference.sliding import Inference, window_corners
 from segapp.losses import CriterionCE, CriterionDice, CriterionLovasz, upsample_probabilities
 from segapp.metrics import ConfusionMatrix
-from tests.support.runs import draw_scene, merged, segapp, train
+from tests.support.runs import draw_scene, events, merged, segapp, train
 
 CPU = torch.device("cpu")
 NORMALIZER = Normalizer((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
@@ -232,6 +232,20 @@ def test_evaluation_restores_the_mode_of_the_model() -> None:
         model = ColorNet().train(mode)
         evaluate(model, [batch(16, 16, 0)], EvaluationSettings(Inference(NORMALIZER), 3, 255, CPU))
         assert model.training == mode
+
+
+def test_training_evaluates_in_tiles_where_images_do_not_fit(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("segapp.inference.workspace.SMALL_PX", 100)
+    monkeypatch.setattr("segapp.inference.workspace.MAX_HOST_BYTES", 1)  # tiles of the smallest size
+    config = merged(tiny, data={"resize_px": [200, 300]}, train={"epochs": 2})
+    assert train(config, tmp_path / "run") == 0
+    alerts = [event["message"] for event in events(tmp_path / "run", "alert") if event["kind"] == "memory"]
+    assert len(alerts) == 1, "told once"
+    assert "an image of 200x300 px does not fit" in alerts[0]
+    assert "of 128x128 px" in alerts[0]
+    assert sorted(path.name for path in (tmp_path / "run" / "samples").iterdir())[0] == "epoch_0001_0.png"
 
 
 # --- Cityscapes ----------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import hypothesis
@@ -21,7 +22,8 @@ from segapp.inference.evaluate import EvaluationSettings, evaluate
 from segapp.inference.evaluator import Evaluator, evaluate_on_devices
 from segapp.inference.normalize import Normalizer
 from segapp.inference.sliding import Inference
-from segapp.losses import CriterionCE
+from segapp.inference.workspace import MIN_SIDE_PX, HostLimit, measure_bytes_per_px, tile_frame, tiles_of
+from segapp.losses import CriterionCE, CriterionDice
 from segapp.metrics import ConfusionMatrix, group_iou, group_matrix
 
 CPU = torch.device("cpu")
@@ -102,9 +104,6 @@ def test_image_too_large_is_evaluated_in_smaller_windows() -> None:
     assert len(found.notes) >= 1
     assert "windows of" in found.notes[-1]
     assert model.largest_px <= model.capacity_px
-    planned = ColorNet()
-    evaluate_on_devices([evaluator(planned, max_px=10_000)], batches)
-    assert planned.largest_px <= 10_000
     with pytest.raises(OutOfMemoryError, match="does not fit"):
         evaluate_on_devices([evaluator(ColorNet(capacity_px=100))], batches)
 
@@ -177,3 +176,73 @@ def test_boundary_iou_equals_slow_one_with_ignored_pixels() -> None:
             union[c] += (a | b).sum()
     assert counter.iou()[3] is None
     assert counter.iou()[:3] == tuple(inter[:3] / union[:3])
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@given(st.integers(1, 700), st.integers(1, 700), st.integers(MIN_SIDE_PX**2, 200_000))
+def test_cores_of_tiles_hold_every_pixel_once(height: int, width: int, max_px: int) -> None:
+    seen = np.zeros((height, width), int)
+    where = np.arange(height * width).reshape(height, width)
+    for tile in tiles_of((height, width), tile_frame((height, width), max_px)):
+        seen[tile.place] += 1
+        assert where[tile.whole].size <= max_px
+        assert np.array_equal(where[tile.whole][tile.core], where[tile.place])
+    assert (seen == 1).all()
+
+
+class BlurNet(ColorNet):
+    """A network that sees eight pixels around, which is less than the margin of a tile."""
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        return super().forward(F.avg_pool2d(images, 17, stride=1, padding=8))
+
+
+@pytest.mark.parametrize("criterion", [CriterionCE(), CriterionDice()])
+def test_evaluation_in_tiles_equals_that_of_whole_images(criterion: Any) -> None:
+    batches = [batch(300, 421, 0), batch(40, 50, 1), batch(128, 600, 2)]
+    whole = EvaluationSettings(Inference(NORMALIZER), 3, 255, CPU, criterion)
+    expected = evaluate(BlurNet(), batches, whole)
+    for with_boundary in (False, True):
+        model, host = BlurNet(), HostLimit(max_px=150 * 150)
+        settings = replace(whole, host=host)
+        if with_boundary:
+            notes = evaluate_on_devices([Evaluator(model, settings, with_boundary=True)], batches)
+            found, told = notes.evaluation, notes.notes
+            assert notes.boundary_iou == pytest.approx(
+                evaluate_on_devices([Evaluator(BlurNet(), whole, with_boundary=True)], batches).boundary_iou, abs=0.01
+            )
+        else:
+            found = evaluate(model, batches, settings)
+            told = [found.note]
+        assert model.largest_px <= 150 * 150
+        assert found.scores.num_valid_px == expected.scores.num_valid_px
+        assert found.scores.iou == pytest.approx(expected.scores.iou, abs=2e-3)
+        assert found.loss == pytest.approx(expected.loss, rel=1e-3)
+        assert len(told) == 1
+        assert "an image of 300x421 px does not fit" in told[0]
+        assert evaluate(model, batches, settings).note is None, "told once"
+
+
+def test_images_that_fit_are_not_divided() -> None:
+    batches = [batch(300, 421, 0), batch(128, 600, 2)]
+    whole = EvaluationSettings(Inference(NORMALIZER), 3, 255, CPU, CriterionCE())
+    assert evaluate(ColorNet(), batches, replace(whole, host=HostLimit(max_px=300 * 421))) == evaluate(
+        ColorNet(), batches, whole
+    )
+
+
+def test_host_limit_is_the_budget_over_the_recorded_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wide(ColorNet):
+        def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+            wide = images.repeat(1, 100, 1, 1)  # 1200 bytes for each pixel
+            return super().forward(wide[:, :3] + 0)
+
+    bytes_per_px = measure_bytes_per_px(Wide(), Inference(NORMALIZER), CPU)
+    assert 1.5 * 1200 < bytes_per_px < 1.5 * 1300
+    monkeypatch.setattr("segapp.inference.workspace.available_bytes", lambda: 3 << 30)
+    limit = HostLimit(2)
+    at = int((3 << 30) / 4 / bytes_per_px)
+    assert limit.fits(at, Wide(), Inference(NORMALIZER), CPU)
+    assert not limit.fits(at + 1, Wide(), Inference(NORMALIZER), CPU)
+    assert limit.fits(10**9, Wide(), Inference(NORMALIZER, window_px=(512, 512)), CPU)
+    assert limit.fits(10**9, Wide(), Inference(NORMALIZER), torch.device("cuda:0"))

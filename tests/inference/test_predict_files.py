@@ -24,7 +24,8 @@ from segapp.inference.predict.outputs import PROBABILITY_SCALE
 from segapp.inference.predict.pipeline import BoundedExecutor, ahead
 from segapp.inference.predict.png import PngWriter
 from segapp.inference.predict.reading import world_file
-from segapp.inference.predict.tiles import MIN_SIDE_PX, predict_strips
+from segapp.inference.predict.tiles import predict_strips
+from segapp.inference.workspace import MIN_SIDE_PX
 
 SCHEME = ClassScheme(("dark", "red", "bright"), ((10, 20, 30), (200, 0, 0), (0, 0, 250)), {4: 0, 9: 1, 7: 2})
 

@@ -12,7 +12,7 @@ from segapp.inference.predict.outputs import (
 from segapp.inference.predict.pipeline import Tally, predict_files
 from segapp.inference.predict.predictor import ExportedPredictor, Predictor, TrainedPredictor, predict_image
 from segapp.inference.predict.sources import IMAGE_SUFFIXES, VIDEO_SUFFIXES, ImageFile, find_images
-from segapp.inference.predict.tiles import Workspace
+from segapp.inference.workspace import Workspace
 
 __all__ = [
     "IMAGE_SUFFIXES",

@@ -27,8 +27,9 @@ from segapp.inference.predict.outputs import ImageOutputs, OutputPlan
 from segapp.inference.predict.predictor import Predictor
 from segapp.inference.predict.reading import MAX_PREDICTED_PX, Picture, read_picture
 from segapp.inference.predict.sources import ImageFile
-from segapp.inference.predict.tiles import Strip, Workspace, plan_workspace, predict_strips
+from segapp.inference.predict.tiles import Strip, plan_workspace, predict_strips
 from segapp.inference.predict.video import VideoOutputs, VideoReader
+from segapp.inference.workspace import Workspace
 from segapp.memory.oom_errors import is_out_of_memory
 
 READERS = 2

@@ -15,6 +15,7 @@ from torch import Tensor
 from segapp.datasets.layouts.formats import ClassScheme
 from segapp.errors import ConfigError
 from segapp.inference.sliding import Inference
+from segapp.inference.workspace import HostLimit
 from segapp.losses import View, upsample_argmax, upsample_probabilities
 
 if TYPE_CHECKING:
@@ -89,10 +90,23 @@ def infer_labels(
 
 
 def predict_image(
-    model: SegmentationModel, inference: Inference, image: NDArray[Any], device: torch.device
+    model: SegmentationModel,
+    inference: Inference,
+    image: NDArray[Any],
+    device: torch.device,
+    host: HostLimit | None = None,
 ) -> NDArray[Any]:
-    """Return the class ids (H, W) of one image, uint8 (H, W, 3) RGB; see `infer_labels`."""
-    labels: NDArray[Any] = infer_labels(model, inference, image[None], device)[0]
+    """Return the class ids (H, W) of one image, uint8 (H, W, 3) RGB; see `infer_labels`.
+
+    Larger images than `host` allows are predicted in tiles.
+    """
+    height, width = image.shape[:2]
+    if host is None or host.fits(height * width, model, inference, device):
+        labels: NDArray[Any] = infer_labels(model, inference, image[None], device)[0]
+        return labels
+    labels = np.empty((height, width), np.uint16)
+    for tile in host.tiles((height, width)):
+        labels[tile.place] = infer_labels(model, inference, image[tile.whole][None], device)[0][tile.core]
     return labels
 
 

@@ -7,81 +7,41 @@ Shapes: C classes, H x W pixels of an image, R rows of a strip.
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from segapp.datasets.resources import available_bytes
-from segapp.errors import OutOfMemoryError
-from segapp.inference.predict.predictor import Predictor, TrainedPredictor, infer_labels
+from segapp.inference.predict.predictor import Predictor, TrainedPredictor
+from segapp.inference.workspace import (
+    Workspace,
+    host_budget,
+    measure_bytes_per_px,
+    pixels_within,
+    tile_cores,
+    tile_frame,
+)
 from segapp.memory.oom_errors import is_out_of_memory
-from segapp.memory.simulation.recorder import Recorder
 
-MAX_HOST_BYTES = 2 << 30
-"""Upper limit of CPU memory for the tensors of the network."""
 DEVICE_SHARE = 0.8
 """Share of the free memory of a GPU that is used."""
-KERNEL_FACTOR = 1.5
-"""Allowance for workspaces of kernels, which the recorder does not see."""
 BYTES_PER_PX = 1200
 """Assumed for exported files, whose tensors cannot be recorded."""
-MIN_SIDE_PX = 128
-MARGIN = 1 / 8
-"""Width around the core, as a share of the side of a tile."""
-_PROBE_PX = 256
-
-
-@dataclass
-class Workspace:
-    """Number of pixels that can be predicted at once.
-
-    Attributes:
-        max_px: total over the pictures of a batch.
-    """
-
-    max_px: int
-
-    def halve(self) -> None:
-        """Halve the number of pixels after an out-of-memory error.
-
-        Raises:
-            OutOfMemoryError: tiles have their smallest size already.
-        """
-        if self.max_px <= MIN_SIDE_PX**2:
-            raise OutOfMemoryError(
-                f"a tile of {MIN_SIDE_PX}x{MIN_SIDE_PX} px does not fit into memory: free memory on the device, or "
-                "predict on another (parallel.devices)"
-            )
-        self.max_px = max(self.max_px // 2, MIN_SIDE_PX**2)
 
 
 def plan_workspace(predictor: Predictor) -> Workspace:
     """Return the workspace by the free memory and the memory that the network needs per pixel."""
-    budget = float(min(MAX_HOST_BYTES, (available_bytes() or MAX_HOST_BYTES) // 2))
+    budget = float(host_budget())
     if predictor.device.type == "cuda":
         budget = DEVICE_SHARE * torch.cuda.mem_get_info(predictor.device)[0]
-    return Workspace(max(MIN_SIDE_PX**2, int(budget / _bytes_per_px(predictor))))
-
-
-def _bytes_per_px(predictor: Predictor) -> float:
-    """Return the peak memory of a prediction per pixel, recorded on a small image."""
-    if not isinstance(predictor, TrainedPredictor):
-        return BYTES_PER_PX * max(1.0, predictor.scheme.num_classes / 20)
-    inference, model = predictor.inference, predictor.model
-    height, width = model.suitable_size(_PROBE_PX, _PROBE_PX)
-    # Views and windows are computed one after the other; only low-resolution logits of each are kept.
-    plain = replace(inference, scales=(1.0,), flip=False, window_px=model.fixed_size_px)
-    with Recorder() as recorder:
-        infer_labels(model, plain, np.zeros((1, height, width, 3), np.uint8), predictor.device)
-    peaks = recorder.peaks().get(str(predictor.device), {})
-    peak = max((moment.num_bytes for moment in peaks.values()), default=0)
-    return KERNEL_FACTOR * max(1.0, *inference.scales) ** 2 * peak / (height * width)
+    if isinstance(predictor, TrainedPredictor):
+        return Workspace(
+            pixels_within(budget, measure_bytes_per_px(predictor.model, predictor.inference, predictor.device))
+        )
+    return Workspace(pixels_within(budget, BYTES_PER_PX * max(1.0, predictor.scheme.num_classes / 20)))
 
 
 @dataclass(frozen=True)
@@ -114,7 +74,7 @@ def predict_strips(
     done = 0
     while done < height:
         frame = _frame(predictor, (height, width), workspace)
-        rows = next(core for core in _cores(height, frame[0]) if core[2] > done)
+        rows = next(core for core in tile_cores(height, frame[0]) if core[2] > done)
         try:
             yield _strip(predictor, image, frame, rows, done, with_probabilities=with_probabilities)
         except Exception as error:
@@ -130,21 +90,7 @@ def _frame(predictor: Predictor, size: tuple[int, int], workspace: Workspace) ->
     """Return height and width of a tile, margins included."""
     if predictor.frame_px is not None:
         return predictor.frame_px
-    if size[0] * size[1] <= workspace.max_px:
-        return size
-    side = max(MIN_SIDE_PX, math.isqrt(workspace.max_px) // 64 * 64)
-    height = min(size[0], side)
-    return height, min(size[1], max(side, workspace.max_px // height // 64 * 64))
-
-
-def _cores(side: int, frame: int) -> list[tuple[int, int, int]]:
-    """Return (start of the tile, start of its core, end of its core) along one axis; the cores cover the axis."""
-    if frame >= side:
-        return [(0, 0, side)]
-    margin = int(frame * MARGIN)
-    starts = [*range(0, side - frame, frame - 2 * margin), side - frame]
-    edges = [0, *((a + frame + b) // 2 for a, b in itertools.pairwise(starts)), side]
-    return [(start, edges[i], edges[i + 1]) for i, start in enumerate(starts)]
+    return tile_frame(size, workspace.max_px)
 
 
 def _strip(
@@ -158,7 +104,7 @@ def _strip(
 ) -> Strip:
     top, first, last = rows[0], max(rows[1], done), rows[2]
     labels, probabilities = [], []
-    for left, start, stop in _cores(image.shape[1], frame[1]):
+    for left, start, stop in tile_cores(image.shape[1], frame[1]):
         tile = image[top : top + frame[0], left : left + frame[1]]
         inner = slice(first - top, last - top), slice(start - left, stop - left)
         if with_probabilities:

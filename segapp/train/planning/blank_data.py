@@ -15,6 +15,7 @@ from segapp.datasets.loader import Batch
 from segapp.errors import DataError
 from segapp.inference.evaluate import EvaluationSettings, evaluate
 from segapp.inference.spread import further_devices
+from segapp.inference.workspace import HostLimit
 from segapp.train.step.engine import StepEngine
 
 MAX_HEADERS = 500
@@ -62,6 +63,7 @@ def evaluate_blank(engine: StepEngine, config: RunConfig, scheme: ClassScheme, s
             scheme.ignore_index,
             engine.device,
             engine.criterion.task,
+            host=HostLimit(1 + len(others)),
             other_devices=others,
         )
         evaluate(model, batches(), settings)

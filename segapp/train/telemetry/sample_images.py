@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.inference.predict import colorize, predict_image
 from segapp.inference.sliding import Inference
+from segapp.inference.workspace import HostLimit
 from segapp.run.files import write_atomic
 
 if TYPE_CHECKING:
@@ -37,23 +38,29 @@ class SamplePictures:
         self.indices = sorted({round(i * last / max(1, count - 1)) for i in range(count)})
 
     def draw(
-        self, model: SegmentationModel, epoch: int, adapted: Callable[[Inference], Inference] = lambda plain: plain
+        self,
+        model: SegmentationModel,
+        epoch: int,
+        adapted: Callable[[Inference], Inference] = lambda plain: plain,
+        host: HostLimit | None = None,
     ) -> None:
         """Predict and write the pictures; errors are logged, and the training goes on."""
         was_training = model.training
         model.eval()
+        inference = adapted(self.inference)
         try:
             for number, index in enumerate(self.indices):
-                self._write(model, index, adapted(self.inference), self.folder / f"epoch_{epoch:04}_{number}.png")
+                path = self.folder / f"epoch_{epoch:04}_{number}.png"
+                self._write(lambda image: predict_image(model, inference, image, self.device, host), index, path)
         except Exception:
             logger.exception("sample pictures of epoch %d", epoch)
         finally:
             model.train(was_training)
 
-    def _write(self, model: SegmentationModel, index: int, inference: Inference, path: Path) -> None:
+    def _write(self, predict: Callable[[NDArray[Any]], NDArray[Any]], index: int, path: Path) -> None:
         sample = self.dataset[(0, index)]
         image = sample.image.permute(1, 2, 0).numpy()
-        prediction = predict_image(model, inference, image, self.device)
+        prediction = predict(image)
         scheme = self.dataset.scheme
         target = sample.target.numpy().astype(np.int64)
         known = np.where(target == scheme.ignore_index, 0, target)

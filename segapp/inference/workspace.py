@@ -1,0 +1,186 @@
+"""The memory of an inference: how many pixels fit at once, and overlapping tiles of which only the core is kept.
+
+Images that fit are computed whole, so that networks with global context see the whole image.
+
+Shapes: H x W pixels of an image.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from segapp.datasets.resources import available_bytes
+from segapp.errors import OutOfMemoryError
+from segapp.inference.sliding import Inference
+from segapp.losses import upsample_argmax
+from segapp.memory.simulation.recorder import Recorder
+
+if TYPE_CHECKING:
+    from segapp.models import SegmentationModel
+
+MAX_HOST_BYTES = 2 << 30
+"""Upper limit of CPU memory for the tensors of the network."""
+KERNEL_FACTOR = 1.5
+"""Allowance for workspaces of kernels, which the recorder does not see."""
+MIN_SIDE_PX = 128
+MARGIN = 1 / 8
+"""Width around the core, as a share of the side of a tile."""
+SMALL_PX = 512 * 512
+"""Images up to this size are computed whole without a measurement: MAX_HOST_BYTES is 8 KiB for each pixel."""
+_PROBE_PX = 256
+
+
+@dataclass
+class Workspace:
+    """Number of pixels that can be predicted at once.
+
+    Attributes:
+        max_px: total over the pictures of a batch.
+    """
+
+    max_px: int
+
+    def halve(self) -> None:
+        """Halve the number of pixels after an out-of-memory error.
+
+        Raises:
+            OutOfMemoryError: tiles have their smallest size already.
+        """
+        if self.max_px <= MIN_SIDE_PX**2:
+            raise OutOfMemoryError(
+                f"a tile of {MIN_SIDE_PX}x{MIN_SIDE_PX} px does not fit into memory: free memory on the device, or "
+                "predict on another (parallel.devices)"
+            )
+        self.max_px = max(self.max_px // 2, MIN_SIDE_PX**2)
+
+
+def host_budget(num_sharing: int = 1) -> int:
+    """Return the bytes that the tensors of a network may take on the CPU, if so many compute at the same time."""
+    return min(MAX_HOST_BYTES, (available_bytes() or 2 * num_sharing * MAX_HOST_BYTES) // (2 * num_sharing))
+
+
+def pixels_within(num_bytes: float, bytes_per_px: float) -> int:
+    """Return how many pixels fit, at least those of the smallest tile."""
+    return max(MIN_SIDE_PX**2, int(num_bytes / bytes_per_px))
+
+
+@torch.no_grad()
+def measure_bytes_per_px(model: SegmentationModel, inference: Inference, device: torch.device) -> float:
+    """Return the peak memory of a prediction per pixel, recorded on a small image.
+
+    Args:
+        model: in eval mode.
+        inference: views and windows are computed one after the other; only low-resolution logits of each are kept.
+        device: of the model.
+    """
+    height, width = model.suitable_size(_PROBE_PX, _PROBE_PX)
+    plain = replace(inference, scales=(1.0,), flip=False, window_px=model.fixed_size_px)
+    with Recorder() as recorder:
+        images = torch.zeros(1, 3, height, width, dtype=torch.uint8, device=device)
+        views, size = plain.views(model, plain.normalizer(images))
+        upsample_argmax(views, size, align_corners=plain.align_corners)
+    peaks = recorder.peaks().get(str(device), {})
+    peak = max((moment.num_bytes for moment in peaks.values()), default=0)
+    return KERNEL_FACTOR * max(1.0, *inference.scales) ** 2 * peak / (height * width)
+
+
+class HostLimit:
+    """Limit of an evaluation on the CPU, where the system ends a process that takes more memory than there is.
+
+    On a GPU there is none: the allocator reports what does not fit, and the evaluation is made again in windows.
+
+    Args:
+        num_sharing: evaluations that run on this machine at the same time.
+        max_px: number of pixels of an image or a batch that fit; None: measured when the first large image comes.
+    """
+
+    def __init__(self, num_sharing: int = 1, max_px: int | None = None) -> None:
+        self._num_sharing, self._max_px = num_sharing, max_px
+        self._lock = threading.Lock()
+        self._note: str | None = None
+        self._is_told = False
+
+    def fits(self, num_px: int, model: SegmentationModel, inference: Inference, device: torch.device) -> bool:
+        """Return True if images of so many pixels in total are computed whole; windows of `inference` always are."""
+        if device.type != "cpu" or inference.window_px is not None or num_px <= (self._max_px or SMALL_PX):
+            return True
+        with self._lock:
+            if self._max_px is None:
+                bytes_per_px = measure_bytes_per_px(model, inference, device)
+                self._max_px = max(SMALL_PX, pixels_within(host_budget(self._num_sharing), bytes_per_px))
+        return num_px <= self._max_px
+
+    def tiles(self, size: tuple[int, int]) -> Iterator[Tile]:
+        """Yield the tiles of an image that does not fit."""
+        assert self._max_px is not None
+        frame = tile_frame(size, self._max_px)
+        self._note = self._note or (
+            f"an image of {size[0]}x{size[1]} px does not fit into memory: images of more than "
+            f"{self._max_px / 1e6:.1f} Mpx are evaluated in overlapping tiles, this one of {frame[0]}x{frame[1]} px; "
+            "near the borders of tiles the result may differ slightly"
+        )
+        yield from tiles_of(size, frame)
+
+    def take_note(self) -> str | None:
+        """Return what the user should know about tiles; None if there is nothing, or it was taken before."""
+        note = None if self._is_told else self._note
+        self._is_told |= note is not None
+        return note
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A part of an image and its core, as (rows, columns).
+
+    Attributes:
+        whole: what the network sees.
+        core: the part of `whole` that is kept, counted from its corner.
+        place: the core in the image; the cores of all tiles cover the image once.
+    """
+
+    whole: tuple[slice, slice]
+    core: tuple[slice, slice]
+    place: tuple[slice, slice]
+
+
+def tile_frame(size: tuple[int, int], max_px: int) -> tuple[int, int]:
+    """Return height and width of a tile, margins included; those of the image where it fits."""
+    if size[0] * size[1] <= max_px:
+        return size
+    side = max(MIN_SIDE_PX, math.isqrt(max_px) // 64 * 64)
+    height = _even_frame(size[0], min(size[0], side))
+    return height, _even_frame(size[1], min(size[1], max(side, max_px // height // 64 * 64)))
+
+
+def _even_frame(side: int, frame: int) -> int:
+    """Return the shortest frame, a multiple of 64, that covers an axis with as many tiles: its tiles overlap least."""
+    num_tiles = len(tile_cores(side, frame))
+    return min(frame, math.ceil(side / (1 + (num_tiles - 1) * (1 - 2 * MARGIN)) / 64) * 64)
+
+
+def tile_cores(side: int, frame: int) -> list[tuple[int, int, int]]:
+    """Return (start of the tile, start of its core, end of its core) along one axis; the cores cover the axis."""
+    if frame >= side:
+        return [(0, 0, side)]
+    margin = int(frame * MARGIN)
+    starts = [*range(0, side - frame, frame - 2 * margin), side - frame]
+    edges = [0, *((a + frame + b) // 2 for a, b in itertools.pairwise(starts)), side]
+    return [(start, edges[i], edges[i + 1]) for i, start in enumerate(starts)]
+
+
+def tiles_of(size: tuple[int, int], frame: tuple[int, int]) -> Iterator[Tile]:
+    """Yield the tiles of an image of height and width `size`, row by row."""
+    for top, first, last in tile_cores(size[0], frame[0]):
+        for left, start, stop in tile_cores(size[1], frame[1]):
+            yield Tile(
+                (slice(top, top + frame[0]), slice(left, left + frame[1])),
+                (slice(first - top, last - top), slice(start - left, stop - left)),
+                (slice(first, last), slice(start, stop)),
+            )
