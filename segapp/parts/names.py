@@ -1,0 +1,88 @@
+"""Names of own parts, and the source files that they stand for. Nothing is imported here.
+
+`package.module:factory` is a module of the Python path or of the current folder. `file.py:factory` is a file, relative
+to the current folder; `./file.py:factory` in a config file is looked for beside the config first (`beside`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+import sysconfig
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+PART_PATTERN = r"^[^:\s]+:[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$"
+"""Regular expression of the name of an own part."""
+
+
+def is_part(name: object) -> bool:
+    """Return True if a value is the name of an own part.
+
+    >>> is_part("torch.optim:RMSprop"), is_part("./nets/small.py:Net"), is_part("deeplabv3_resnet50")
+    (True, True, False)
+    """
+    return isinstance(name, str) and re.fullmatch(PART_PATTERN, name) is not None
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Return the module or file, and the name inside it.
+
+    >>> split_name("nets/small.py:Net")
+    ('nets/small.py', 'Net')
+    """
+    where, _, attribute = name.rpartition(":")
+    return where, attribute
+
+
+def is_file_name(where: str) -> bool:
+    """Return True if a part lies in a named file, not in a named module."""
+    return where.endswith(".py")
+
+
+def beside(name: str, folder: Path) -> str:
+    """Return `./file.py:factory` with the path from the current folder if the file lies in `folder`.
+
+    Names that do not begin with `./` or `../` are returned as they are.
+    """
+    where, attribute = split_name(name)
+    if not (is_file_name(where) and where.startswith(("./", "../"))):
+        return name
+    path = folder / where
+    return f"{os.path.normpath(path if path.is_file() else where)}:{attribute}"
+
+
+def find_source(name: str) -> Path | None:
+    """Return the source file of a part without importing anything; None if it is not found."""
+    where, _ = split_name(name)
+    if is_file_name(where):
+        path = Path(where).expanduser()
+        return path.resolve() if path.is_file() else None
+    folders: list[str] | None = [*sys.path, os.getcwd()]
+    found = None
+    parts = where.split(".")
+    for depth in range(1, len(parts) + 1):
+        try:
+            spec = PathFinder.find_spec(".".join(parts[:depth]), folders)
+        except (ImportError, ValueError, OSError):
+            return None
+        if spec is None:
+            return None
+        found, folders = spec.origin, list(spec.submodule_search_locations or [])
+    return Path(found).resolve() if found is not None and os.path.isfile(found) else None
+
+
+def is_installed(source: Path) -> bool:
+    """Return True for a file of Python or of an installed package: its version stands for its content."""
+    paths = sysconfig.get_paths()
+    return any(source.is_relative_to(os.path.realpath(paths[key])) for key in ("stdlib", "purelib", "platlib"))
+
+
+def sha256_of_source(source: Path | None) -> str | None:
+    """Return the SHA-256 of a source file in hexadecimal digits; None without a readable file."""
+    try:
+        return None if source is None else hashlib.sha256(source.read_bytes()).hexdigest()
+    except OSError:
+        return None
