@@ -41,7 +41,10 @@ def predict(
             metavar="RUN|CHECKPOINT|FILE", help="A run's name or folder, a checkpoint, weights, or an exported file."
         ),
     ],
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Images, videos, folders, or globs.")],
+    paths: Annotated[
+        list[str],
+        typer.Argument(metavar="[NETWORK]... PATH...", help="Further networks; images, videos, folders, or globs."),
+    ],
     out: Annotated[Path, option("--out", "Folder for the results.", "DIR")],
     save: Annotated[
         list[str] | None,
@@ -59,12 +62,16 @@ def predict(
     batch: Annotated[str, typer.Option("--batch", metavar="N|auto", help="Images at once; auto: by memory.")] = "auto",
     config: WeightsConfig = None,
 ) -> None:
-    """Predict images and videos: DIR/labels (class ids), DIR/color, DIR/overlay, DIR/probabilities."""
-    from segapp.commands.predict import PredictOptions, parse_batch, predict_target
+    """Predict images and videos: DIR/labels (class ids), DIR/color, DIR/overlay, DIR/probabilities.
+
+    With several networks, the class probabilities are averaged; their classes must be the same.
+    """
+    from segapp.commands.predict import PredictOptions, parse_batch, predict_target, split_networks
     from segapp.inference.predict import parse_saved
 
     options = PredictOptions(parse_saved(save or []), label_ids, slide, tta, parse_batch(batch), config)
-    predict_target(target, paths, out, options)
+    networks, files = split_networks([target, *paths])
+    predict_target(networks, files, out, options)
 
 
 @app.command()

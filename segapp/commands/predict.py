@@ -1,4 +1,4 @@
-"""`segapp predict`: predict images and videos with a run, a checkpoint or an exported ONNX file."""
+"""`segapp predict`: predict images and videos with a run, a checkpoint or an exported file, or the mean of several."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from segapp.build.trained import load_trained
 from segapp.errors import ConfigError, DataError
 from segapp.export import ExportedModel, is_exported
 from segapp.inference.predict import (
+    EnsemblePredictor,
     ExportedPredictor,
     OutputPlan,
     Predictor,
@@ -21,7 +22,10 @@ from segapp.inference.predict import (
     predict_files,
 )
 from segapp.inference.progress_bar import progress_bar
+from segapp.run.folder import is_run
 from segapp.run.text import printable
+
+NETWORK_SUFFIXES = (".pt", ".pth", ".pt2", ".onnx", ".safetensors")
 
 
 @dataclass(frozen=True)
@@ -45,14 +49,49 @@ class PredictOptions:
     config: str | None = None
 
 
-def predict_target(target: str, paths: Sequence[Path], out: Path, options: PredictOptions) -> None:
-    """Predict files, write the outputs, and print the speed.
+def split_networks(words: Sequence[str]) -> tuple[list[str], list[Path]]:
+    """Divide the words of a command line into networks, which come first, and paths of pictures.
+
+    The first word is a network. So is each following one up to the first that is neither a run, a checkpoint, weights
+    nor an exported file.
 
     Raises:
+        ConfigError: no path is left, or a word names a run and a file or folder of pictures.
+    """
+    num_networks = 1
+    while num_networks < len(words) and _names_network(words[num_networks]):
+        num_networks += 1
+    networks, paths = list(words[:num_networks]), [Path(word) for word in words[num_networks:]]
+    if not paths:
+        raise ConfigError(f"{printable(networks[-1])} is a network, and no picture follows: name images or folders")
+    return networks, paths
+
+
+def _names_network(word: str) -> bool:
+    path, run = Path(word), Path("runs") / word
+    if path.is_file():
+        return path.suffix.lower() in NETWORK_SUFFIXES
+    is_name = not word.startswith((".", "/")) and is_run(run)
+    if is_name and path.exists() and not is_run(path):
+        raise ConfigError(f"{printable(word)} is a run and a folder here: name {run} or ./{printable(word)}")
+    return is_name or is_run(path)
+
+
+def predict_target(networks: Sequence[str], paths: Sequence[Path], out: Path, options: PredictOptions) -> None:
+    """Predict files, write the outputs, and print the speed.
+
+    Args:
+        networks: runs, checkpoints, weights or exported files; the probabilities of several are averaged.
+        paths: images, videos, folders and globs.
+        out: folder of the outputs.
+        options: see there.
+
+    Raises:
+        ConfigError: an option does not suit the networks, or their classes differ.
         DataError: at the end, if files could not be read; the others are written.
     """
     files = find_images(paths)
-    predictor = _predictor(target, options)
+    predictor = _predictor(networks, options)
     plan = OutputPlan(out, predictor.scheme, label_ids=options.label_ids)
     if options.save:
         plan = replace(plan, kinds=options.save, video_kinds=options.save)
@@ -83,7 +122,19 @@ def parse_batch(text: str) -> int | None:
     return int(text)
 
 
-def _predictor(target: str, options: PredictOptions) -> Predictor:
+def _predictor(networks: Sequence[str], options: PredictOptions) -> Predictor:
+    """Return the predictor of one network, or of the mean of several."""
+    if len(networks) == 1:
+        return _member(networks[0], options)
+    if options.config is not None:
+        raise ConfigError(
+            f"--config {options.config} belongs to one file of weights, and {len(networks)} networks are named: write "
+            "the weights with their config first (segapp export --format safetensors)"
+        )
+    return EnsemblePredictor((name, _member(name, options)) for name in networks)
+
+
+def _member(target: str, options: PredictOptions) -> TrainedPredictor | ExportedPredictor:
     """Return the predictor of a run, a checkpoint or an exported file."""
     if not is_exported(target):
         trained = load_trained(target, options.config, slide=options.slide, tta=options.tta)

@@ -169,7 +169,7 @@ def test_predict_refuses_pt2_and_names_onnx(tmp_path: Path) -> None:
     cv2.imwrite(str(tmp_path / "photo.png"), np.zeros((8, 8, 3), np.uint8))
     (tmp_path / "x.pt2").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"does not read: predict with the run, or .* --format onnx"):
-        predict_target(str(tmp_path / "x.pt2"), [tmp_path / "photo.png"], tmp_path / "out", PredictOptions())
+        predict_target([str(tmp_path / "x.pt2")], [tmp_path / "photo.png"], tmp_path / "out", PredictOptions())
     assert not (tmp_path / "out").exists()
 
 

@@ -1,5 +1,6 @@
 """Prediction of image and video files: label maps, colour pictures, overlays and probabilities."""
 
+from segapp.inference.predict.ensemble import EnsemblePredictor, check_same_classes
 from segapp.inference.predict.outputs import (
     SAVED,
     ImageOutputs,
@@ -18,6 +19,7 @@ __all__ = [
     "IMAGE_SUFFIXES",
     "SAVED",
     "VIDEO_SUFFIXES",
+    "EnsemblePredictor",
     "ExportedPredictor",
     "ImageFile",
     "ImageOutputs",
@@ -27,6 +29,7 @@ __all__ = [
     "Tally",
     "TrainedPredictor",
     "Workspace",
+    "check_same_classes",
     "colorize",
     "find_images",
     "label_id_table",

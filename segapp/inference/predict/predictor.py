@@ -59,13 +59,17 @@ class TrainedPredictor:
         """See `Predictor`."""
         return infer_labels(self.model, self.inference, images, self.device)
 
-    @torch.no_grad()
     def probabilities(self, images: NDArray[Any]) -> NDArray[Any]:
         """See `Predictor`."""
+        probabilities: NDArray[Any] = self.probability_tensor(images).cpu().numpy()
+        return probabilities
+
+    @torch.no_grad()
+    def probability_tensor(self, images: NDArray[Any]) -> Tensor:
+        """Return `probabilities` on the device, a tensor of its own."""
         views, size = _views(self.model, self.inference, images, self.device)
         found = upsample_probabilities(views, size, align_corners=self.inference.align_corners)
-        probabilities: NDArray[Any] = found[..., : images.shape[1], : images.shape[2]].float().cpu().numpy()
-        return probabilities
+        return found[..., : images.shape[1], : images.shape[2]].float()
 
 
 @torch.no_grad()
@@ -138,10 +142,18 @@ class ExportedPredictor:
         Raises:
             ConfigError: the file gives labels.
         """
+        probabilities: NDArray[Any] = self.probability_tensor(images).numpy()
+        return probabilities
+
+    def probability_tensor(self, images: NDArray[Any]) -> Tensor:
+        """Return `probabilities` as a tensor of its own on the CPU.
+
+        Raises:
+            ConfigError: the file gives labels.
+        """
         if self.exported.info.output != "logits":
             raise ConfigError(
                 f"{self.exported.path} gives class ids and no probabilities: export without --argmax, or leave out "
                 "--save probabilities"
             )
-        probabilities: NDArray[Any] = torch.from_numpy(self.exported(images)).softmax(1).numpy()
-        return probabilities
+        return torch.from_numpy(self.exported(images)).softmax(1)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from segapp.inference.predict.ensemble import EnsemblePredictor
 from segapp.inference.predict.predictor import Predictor, TrainedPredictor
 from segapp.inference.workspace import (
     Workspace,
@@ -37,11 +38,21 @@ def plan_workspace(predictor: Predictor) -> Workspace:
     budget = float(host_budget())
     if predictor.device.type == "cuda":
         budget = DEVICE_SHARE * torch.cuda.mem_get_info(predictor.device)[0]
+    return Workspace(pixels_within(budget, _bytes_per_px(predictor)))
+
+
+def _bytes_per_px(predictor: Predictor) -> float:
+    """Return the peak memory of a prediction per pixel."""
     if isinstance(predictor, TrainedPredictor):
-        return Workspace(
-            pixels_within(budget, measure_bytes_per_px(predictor.model, predictor.inference, predictor.device))
-        )
-    return Workspace(pixels_within(budget, BYTES_PER_PX * max(1.0, predictor.scheme.num_classes / 20)))
+        return measure_bytes_per_px(predictor.model, predictor.inference, predictor.device)
+    if not isinstance(predictor, EnsemblePredictor):
+        return BYTES_PER_PX * max(1.0, predictor.scheme.num_classes / 20)
+    peaks = []
+    for member in predictor.members:
+        with predictor.on_device(member):
+            peaks.append(_bytes_per_px(member))
+    # The sum of the probabilities and those of one member, both float32, while that member computes.
+    return max(peaks) + 2 * 4 * predictor.scheme.num_classes
 
 
 @dataclass(frozen=True)

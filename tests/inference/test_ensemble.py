@@ -1,0 +1,181 @@
+"""Averaged networks: the mean of probability maps by plain torch, tiles, parked weights, and the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from segapp.__main__ import main
+from segapp.commands.predict import PredictOptions, predict_target, split_networks
+from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.errors import ConfigError
+from segapp.inference.normalize import Normalizer
+from segapp.inference.predict import EnsemblePredictor, TrainedPredictor
+from segapp.inference.predict.tiles import plan_workspace, predict_strips
+from segapp.inference.sliding import Inference
+from segapp.inference.workspace import Workspace
+from segapp.models import SegmentationModel, build_model
+from tests.support.runs import merged, train
+
+SCHEME = ClassScheme(("ground", "box", "disc"), ((10, 20, 30), (200, 0, 0), (0, 0, 250)))
+CPU = torch.device("cpu")
+NORMALS = [([0.48, 0.45, 0.4], [0.22, 0.22, 0.22]), ([0.5, 0.5, 0.5], [0.5, 0.4, 0.3])]
+
+
+@pytest.fixture(scope="module")
+def models() -> list[SegmentationModel]:
+    """Two architectures of different stride, with BatchNorm statistics that are not those of the start."""
+    torch.manual_seed(4)
+    built = [
+        build_model("torchvision", "lraspp", 3, encoder="mobilenet_v3_small"),
+        build_model("smp", "Linknet", 3, encoder="tu-test_resnet", options={"encoder_depth": 3}),
+    ]
+    for model in built:
+        model(torch.randn(4, 3, 64, 64))
+    return [model.eval() for model in built]
+
+
+def predictor(model: SegmentationModel, at: int, **inference: Any) -> TrainedPredictor:
+    return TrainedPredictor(model, Inference(Normalizer(*NORMALS[at]), align_corners=at == 0, **inference), SCHEME, CPU)
+
+
+def plain_mean(models: list[SegmentationModel], images: np.ndarray) -> Tensor:
+    """The mean of the softmax of upsampled logits, in float64 with torch's own operators."""
+    maps = []
+    for at, model in enumerate(models):
+        mean, std = (torch.tensor(values, dtype=torch.float64).view(1, 3, 1, 1) for values in NORMALS[at])
+        normal = (torch.from_numpy(images).permute(0, 3, 1, 2).double() / 255 - mean) / std
+        with torch.no_grad():
+            logits = model.double()(normal)[0]
+        model.float()
+        maps.append(F.interpolate(logits, images.shape[1:3], mode="bilinear", align_corners=at == 0).softmax(1))
+    return torch.stack(maps).mean(0)
+
+
+def photo(seed: int, height: int = 96, width: int = 128) -> np.ndarray:
+    coarse = np.random.default_rng(seed).integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
+    return cv2.resize(coarse, (width, height), interpolation=cv2.INTER_LINEAR)
+
+
+def test_ensemble_is_the_mean_of_plain_softmax_maps(models: list[SegmentationModel]) -> None:
+    images = np.stack([photo(0), photo(1)])
+    expected = plain_mean(models, images)
+    ensemble = EnsemblePredictor((f"net{i}", predictor(model, i)) for i, model in enumerate(models))
+    found = ensemble.probabilities(images)
+    assert found.dtype == np.float32
+    assert np.abs(found - expected.numpy()).max() < 1e-5
+    assert np.array_equal(ensemble.labels(images), found.argmax(1))
+    assert (ensemble.labels(images) == expected.argmax(1).numpy()).mean() > 0.999
+    assert not np.allclose(found, predictor(models[0], 0).probabilities(images), atol=1e-3)
+
+
+def test_windows_and_views_are_averaged_member_by_member(models: list[SegmentationModel]) -> None:
+    images = photo(2)[None]
+    members = [
+        predictor(models[0], 0, window_px=(64, 64), overlap=0.5),
+        predictor(models[1], 1, scales=(1.0, 1.5), flip=True),
+    ]
+    expected = np.mean([member.probabilities(images).astype(np.float64) for member in members], 0)
+    found = EnsemblePredictor(zip("ab", members, strict=True)).probabilities(images)
+    assert np.abs(found - expected).max() < 1e-6
+
+
+def test_huge_picture_is_averaged_tile_by_tile(models: list[SegmentationModel]) -> None:
+    image = photo(3, 320, 256)
+    ensemble = EnsemblePredictor((f"net{i}", predictor(model, i)) for i, model in enumerate(models))
+    strips = list(predict_strips(ensemble, image, Workspace(128**2), with_probabilities=True))
+    assert len(strips) > 1
+    joined = np.concatenate([strip.probabilities for strip in strips if strip.probabilities is not None], axis=1)
+    assert joined.shape == (3, 320, 256)
+    top = ensemble.probabilities(image[None, :128, :128])[0]
+    assert np.array_equal(joined[:, :64, :64], top[:, :64, :64])
+
+
+def test_workspace_is_below_that_of_each_member(models: list[SegmentationModel]) -> None:
+    members = [predictor(model, i) for i, model in enumerate(models)]
+    ensemble = EnsemblePredictor(zip("ab", members, strict=True))
+    assert plan_workspace(ensemble).max_px <= min(plan_workspace(member).max_px for member in members) * 1.05
+
+
+def test_weights_beyond_the_budget_wait_on_the_cpu(
+    models: list[SegmentationModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves: list[tuple[int, str]] = []
+    members = [predictor(model, i) for i, model in enumerate(models)]
+    resident = EnsemblePredictor(zip("ab", members, strict=True))
+    for i, model in enumerate(models):
+        monkeypatch.setattr(model, "to", lambda where, i=i: moves.append((i, str(where))))
+    parked = EnsemblePredictor(zip("ab", members, strict=True), budget_bytes=1000)
+    assert resident.is_resident
+    assert not parked.is_resident
+    meta = torch.device("meta")  # stands for a GPU: the computation stays here, the moves are recorded
+    moves.clear()
+    for member in members:
+        monkeypatch.setattr(member, "device", meta)
+        with parked.on_device(member):
+            assert moves[-1][1] == "meta"
+    assert moves == [(0, "meta"), (0, "cpu"), (1, "meta"), (1, "cpu")]
+
+
+def test_networks_of_other_classes_are_refused_by_name(models: list[SegmentationModel]) -> None:
+    other = ClassScheme(("ground", "disc", "box"), SCHEME.palette)
+    second = predictor(models[1], 1)
+    second.scheme = other
+    with pytest.raises(ConfigError, match=r"one and two have .* class 1 is 'box' and 'disc', class 2 is 'disc'"):
+        EnsemblePredictor([("one", predictor(models[0], 0)), ("two", second)])
+
+
+def test_words_are_networks_up_to_the_first_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "two", "photos", "sweep/lr1"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "run.json").write_text("{}")
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "net.onnx").write_bytes(b"")
+    (tmp_path / "runs" / "one" / "sample.png").write_bytes(b"")
+    words = ["one", "runs/two", "sweep/lr1", "net.onnx", "./photos", "two"]
+    assert split_networks(words) == (words[:4], [Path("photos"), Path("two")])
+    assert split_networks(["one", "runs/photos", "x.png"])[0] == ["one", "runs/photos"]
+    with pytest.raises(ConfigError, match=r"photos is a run and a folder here: name runs/photos or \./photos"):
+        split_networks(["one", "photos"])
+    assert split_networks(["one", "runs/one/sample.png"]) == (["one"], [Path("runs/one/sample.png")])
+    assert split_networks(["one", "*.jpg"]) == (["one"], [Path("*.jpg")])
+    with pytest.raises(ConfigError, match="two is a network, and no picture follows"):
+        split_networks(["one", "two"])
+
+
+def test_command_writes_the_mean_of_two_runs(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in (1, 2):
+        config = merged(
+            {**tiny, "seed": seed},
+            model={"name": "lraspp", "encoder": "mobilenet_v3_small"},
+            train={"epochs": 1, "ema": None},
+        )
+        assert train(config, tmp_path / "runs" / f"s{seed}") == 0
+    cv2.imwrite(str(tmp_path / "photo.png"), photo(5, 60, 70))
+    for names in (["s1"], ["s2"], ["s1", "s2"]):
+        options = PredictOptions(save=("labels", "probabilities"))
+        words = [str(tmp_path / "runs" / name) for name in names]
+        predict_target(words, [tmp_path / "photo.png"], tmp_path / "of" / "-".join(names), options)
+    maps = {name: np.load(tmp_path / "of" / name / "probabilities" / "photo.npz") for name in ("s1", "s2", "s1-s2")}
+    stored = {name: archive["probabilities"].astype(np.float64) for name, archive in maps.items()}
+    assert np.abs(stored["s1-s2"] - (stored["s1"] + stored["s2"]) / 2).max() <= 1  # 1 of 65535
+    assert np.abs(stored["s1"] - stored["s2"]).max() > 300
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["predict", "s1", "s2", "photo.png", "--out", "out", "--save", "labels"])
+    assert not ended.value.code
+    labels = [cv2.imread(str(tmp_path / of / "labels" / "photo.png"), -1) for of in ("out", "of/s1-s2")]
+    assert np.array_equal(*labels)
+    with pytest.raises(ConfigError, match="belongs to one file of weights"):
+        predict_target(["s1", "s2"], [tmp_path / "photo.png"], tmp_path / "out", PredictOptions(config="x.yaml"))
