@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from segapp.config import DataConfig
 from segapp.datasets.augment import EvalTransform, TrainTransform
+from segapp.datasets.augment.probe import check_transform
 from segapp.datasets.cache.pixel_cache import PixelCache
 from segapp.datasets.cache.places import CacheFiles, cache_digest, default_folder, disk_files, memory_files
 from segapp.datasets.dataset import SegmentationDataset
@@ -74,6 +76,25 @@ def build_groups(data: DataConfig, scheme: ClassScheme) -> dict[str, tuple[int, 
     return {group: tuple(ids[name] for name in names) for group, names in groups.items()}
 
 
+def build_transform(data: DataConfig, scheme: ClassScheme, sizes_px: Iterable[tuple[int, int]]) -> TrainTransform:
+    """Return the transform of training images, tried before the training if the config lists its own.
+
+    Args:
+        data: the section of the config.
+        scheme: of the classes.
+        sizes_px: height and width of the images.
+
+    Raises:
+        ConfigError: `data.augment` cannot be used.
+    """
+    transform = TrainTransform(
+        data.crop_px, data.transforms, ignore_index=scheme.ignore_index, resize_px=data.resize_px
+    )
+    if data.augment is not None:
+        check_transform(transform, sizes_px, (3, np.uint8), scheme.dtype)
+    return transform
+
+
 def build_dataset(
     data: DataConfig,
     scheme: ClassScheme,
@@ -106,15 +127,7 @@ def build_dataset(
     check_masks(pairs, sizes, scheme)
     transform: TrainTransform | EvalTransform | None = None
     if is_training:
-        transform = TrainTransform(
-            data.crop_px,
-            scale=data.scale,
-            hflip=data.hflip,
-            cat_max_ratio=data.cat_max_ratio,
-            photometric=data.photometric,
-            ignore_index=scheme.ignore_index,
-            resize_px=data.resize_px,
-        )
+        transform = build_transform(data, scheme, sizes)
     elif data.resize_px is not None:
         transform = EvalTransform(data.resize_px)
     cache: PixelCache | None = None

@@ -72,12 +72,12 @@ def train(
         raise ConfigError("--smoke tries a new training in the foreground: leave --resume and --detach out")
     if json_out and not smoke:
         raise ConfigError("--json belongs to --smoke: add it, or ask a run with segapp status RUN --json")
-    from segapp.config import dump_config
+    from segapp.config import explain_config
     from segapp.train.request import plan_request
 
     request = plan_request(config, overrides or [], run, resume)
     if print_config:
-        print(dump_config(request.config), end="")
+        print(explain_config(request.config), end="")
         return
     if smoke:
         from segapp.commands.smoke import run_smoke

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -131,6 +132,22 @@ def dump_config(config: RunConfig) -> str:
     """Return the complete config as YAML, from which `load_config` gives the same config."""
     text: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     return text
+
+
+def explain_config(config: RunConfig) -> str:
+    """Return the complete config as YAML; a comment shows the transforms that `data.augment: null` stands for."""
+    text = dump_config(config)
+    if config.data.augment is not None:
+        return text
+    lines = [
+        "# data.augment: null means this list, made of data.scale, hflip, cat_max_ratio and photometric:",
+        "#   augment:",
+    ]
+    for entry in config.data.transforms:
+        ((name, arguments),) = entry.items()
+        flow = yaml.safe_dump(arguments, default_flow_style=True, sort_keys=False, width=math.inf)
+        lines.append(f"#   - {name}: {flow.strip()}")
+    return text + "\n".join(lines) + "\n"
 
 
 def config_hash(config: RunConfig) -> str:

@@ -244,6 +244,11 @@ def _budget_problems(parallel: ParallelConfig) -> Iterator[tuple[tuple[str, ...]
 
 
 def _data_problems(data: DataConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    for key in ("scale", "hflip", "cat_max_ratio", "photometric"):
+        if data.augment is not None and getattr(data, key) != DataConfig.model_fields[key].default:
+            yield ("data", key), "is for the built-in transforms, not for data.augment: write it into the list there"
+    if data.augment == []:
+        yield ("data", "augment"), "is empty: list at least ScaledCrop, or set it to null"
     if data.scale[0] > data.scale[1]:
         yield ("data", "scale"), f"{list(data.scale)} is not [smallest, largest]: swap them"
     if math.prod(data.crop_px) > 1 << 26:

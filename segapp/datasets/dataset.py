@@ -99,7 +99,7 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
             except Exception as error:
                 raise DataError(
                     f"{shown(self.pairs[index].image)}: the augmentation failed ({type(error).__name__}: {error}): "
-                    "check data.crop_px, data.scale and data.resize_px"
+                    "check data.augment, data.crop_px, data.scale and data.resize_px"
                 ) from error
         target = mask if mask.flags.owndata and mask.flags.writeable else mask.copy()
         return Sample(to_planes(image), torch.from_numpy(np.ascontiguousarray(target)), index)

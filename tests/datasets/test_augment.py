@@ -7,6 +7,7 @@ import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -14,10 +15,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from segapp.config import DataConfig
 from segapp.datasets.augment import EvalTransform, TrainTransform
 from segapp.datasets.augment.color import color_matrix
 from segapp.datasets.augment.crop import MEAN_COLOR, AxisPlan, largest_share
 from tests.support.drawn_data import draw_image, draw_mask
+
+
+def standard(
+    crop_px: tuple[int, int],
+    *,
+    scale: tuple[float, float] = (0.5, 2.0),
+    hflip: float = 0.5,
+    photometric: bool | float = True,
+    cat_max_ratio: float = 0.75,
+    **options: Any,
+) -> TrainTransform:
+    """Return the built-in recipe of a config with these keys."""
+    keys = {"scale": scale, "hflip": hflip, "photometric": photometric, "cat_max_ratio": cat_max_ratio}
+    entries = DataConfig(format="camvid", root="data", **keys).transforms
+    return TrainTransform(crop_px, entries, **options)
+
 
 PLAIN = {"scale": (1.0, 1.0), "hflip": 0.0, "photometric": False, "cat_max_ratio": 1.0}
 
@@ -76,7 +94,7 @@ def test_every_image_gives_the_crop_size(
 ) -> None:
     mask = draw_mask(0, *size).astype(np.int16 if ignore_index < 0 else np.uint8)
     mask[mask == 255] = ignore_index
-    transform = TrainTransform(crop_px, ignore_index=ignore_index, resize_px=(33, 20) if is_resized else None)
+    transform = standard(crop_px, ignore_index=ignore_index, resize_px=(33, 20) if is_resized else None)
     image, target = transform(draw_image(0, *size), mask, seed)
     assert (image.shape, image.dtype) == ((*crop_px, 3), np.uint8)
     assert (target.shape, target.dtype) == (crop_px, mask.dtype)
@@ -86,7 +104,7 @@ def test_every_image_gives_the_crop_size(
 @pytest.mark.parametrize("seed", range(25))
 def test_image_and_mask_stay_aligned(seed: int) -> None:
     image, mask = coordinates(120, 126)
-    crop, target = TrainTransform((50, 60), photometric=False, ignore_index=-1, cat_max_ratio=1.0)(image, mask, seed)
+    crop, target = standard((50, 60), photometric=False, ignore_index=-1, cat_max_ratio=1.0)(image, mask, seed)
     is_valid = target >= 0
     assert is_valid.mean() > 0.9
     y, x = target // 128, target % 128
@@ -96,7 +114,7 @@ def test_image_and_mask_stay_aligned(seed: int) -> None:
 
 def test_scale_and_flip_take_their_whole_range() -> None:
     image, mask = coordinates(120, 126)
-    transform = TrainTransform((30, 30), photometric=False, ignore_index=-1, cat_max_ratio=1.0)
+    transform = standard((30, 30), photometric=False, ignore_index=-1, cat_max_ratio=1.0)
     slopes = np.array(
         [np.diff(transform(image, mask, seed)[1][10, 2:28] % 128).astype(int).mean() for seed in range(400)]
     )
@@ -109,14 +127,14 @@ def test_scale_and_flip_take_their_whole_range() -> None:
 
 def test_augmentation_without_options_changes_nothing() -> None:
     image, mask = draw_image(0, 40, 50), draw_mask(0, 40, 50)
-    crop, target = TrainTransform((40, 50), **PLAIN)(image, mask, 0)
+    crop, target = standard((40, 50), **PLAIN)(image, mask, 0)
     np.testing.assert_array_equal(crop, image)
     np.testing.assert_array_equal(target, mask)
 
 
 def test_flip_mirrors_image_and_mask() -> None:
     image, mask = draw_image(0, 40, 50), draw_mask(0, 40, 50)
-    crop, target = TrainTransform((40, 50), **{**PLAIN, "hflip": 1.0})(image, mask, 0)
+    crop, target = standard((40, 50), **{**PLAIN, "hflip": 1.0})(image, mask, 0)
     np.testing.assert_array_equal(crop, image[:, ::-1])
     np.testing.assert_array_equal(target, mask[:, ::-1])
 
@@ -125,10 +143,10 @@ def test_flip_mirrors_image_and_mask() -> None:
 def test_whole_image_matches_plain_resize(scale: float) -> None:
     image, mask = draw_image(0, 40, 60), draw_mask(0, 40, 60)
     size = round(40 * scale), round(60 * scale)
-    crop, target = TrainTransform(size, **{**PLAIN, "scale": (scale, scale)})(image, mask, 0)
+    crop, target = standard(size, **{**PLAIN, "scale": (scale, scale)})(image, mask, 0)
     np.testing.assert_array_equal(crop, cv2.resize(image, size[::-1], interpolation=cv2.INTER_LINEAR))
     np.testing.assert_array_equal(target, cv2.resize(mask, size[::-1], interpolation=cv2.INTER_NEAREST_EXACT))
-    crop, target = TrainTransform(size, **PLAIN, resize_px=size)(image, mask, 0)
+    crop, target = standard(size, **PLAIN, resize_px=size)(image, mask, 0)
     np.testing.assert_array_equal(crop, cv2.resize(image, size[::-1], interpolation=cv2.INTER_LINEAR))
 
 
@@ -136,7 +154,7 @@ def test_padding_is_mean_colour_and_ignore_index() -> None:
     image, mask = np.full((10, 12, 3), 200, np.uint8), np.full((10, 12), 3, np.uint8)
     places = set()
     for seed in range(20):
-        crop, target = TrainTransform((16, 20), **PLAIN)(image, mask, seed)
+        crop, target = standard((16, 20), **PLAIN)(image, mask, seed)
         rows, columns = np.nonzero(target == 3)
         places.add((rows.min(), columns.min()))
         inside = np.zeros((16, 20), bool)
@@ -156,21 +174,9 @@ def test_evaluation_transform_changes_only_a_given_size() -> None:
     np.testing.assert_array_equal(target, cv2.resize(mask, (30, 20), interpolation=cv2.INTER_NEAREST_EXACT))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"crop_px": (0, 10)},
-        {"crop_px": (10, 10), "scale": (0.0, 1.0)},
-        {"crop_px": (10, 10), "scale": (2.0, 1.0)},
-        {"crop_px": (10, 10), "hflip": 1.5},
-        {"crop_px": (10, 10), "cat_max_ratio": 0.0},
-        {"crop_px": (10, 10), "photometric": -1.0},
-        {"crop_px": (10, 10), "resize_px": (10, 0)},
-    ],
-)
-def test_impossible_options_are_refused(options: dict) -> None:
-    with pytest.raises(ValueError, match=r"scale=|crop_px=|resize_px=|hflip="):
-        TrainTransform(**options)
+def test_impossible_size_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"crop_px=.*must be positive"):
+        TrainTransform((0, 10))
 
 
 # --- the share of one class
@@ -199,7 +205,7 @@ def test_crop_filled_by_one_class_is_drawn_again() -> None:
     image = draw_image(0, 100, 200)
 
     def filled(ratio: float) -> float:
-        transform = TrainTransform((60, 60), scale=(1.0, 1.0), cat_max_ratio=ratio)
+        transform = standard((60, 60), scale=(1.0, 1.0), cat_max_ratio=ratio)
         return float(np.mean([largest_share(transform(image, mask, seed)[1], 255) >= 0.75 for seed in range(150)]))
 
     assert filled(1.0) > 0.6  # 110 of 141 columns give such a crop
@@ -241,7 +247,7 @@ def test_colour_strength_scales_the_change() -> None:
     image, mask = draw_image(0, 40, 50), draw_mask(0, 40, 50)
 
     def change(strength: float) -> float:
-        transform = TrainTransform((40, 50), **{**PLAIN, "photometric": strength})
+        transform = standard((40, 50), **{**PLAIN, "photometric": strength})
         return float(np.mean([np.abs(transform(image, mask, s)[0].astype(int) - image).mean() for s in range(40)]))
 
     assert change(0.0) == 0 == change(False)
@@ -258,8 +264,8 @@ def results(transform: TrainTransform, seeds: list[int]) -> dict[int, bytes]:
 
 
 def test_same_seed_gives_same_augmentation() -> None:
-    first = results(TrainTransform((32, 40)), list(range(12)))
-    transform = TrainTransform((32, 40))
+    first = results(standard((32, 40)), list(range(12)))
+    transform = standard((32, 40))
     assert results(transform, [11, 3, 7, 7, 0]) == {seed: first[seed] for seed in (11, 3, 7, 0)}
     assert results(pickle.loads(pickle.dumps(transform)), [5, 2]) == {seed: first[seed] for seed in (5, 2)}
     assert len(set(first.values())) == 12
@@ -279,7 +285,7 @@ def test_same_seed_gives_same_augmentation() -> None:
 )
 def test_samples_of_older_runs_are_repeated(options: dict, digests: list[str]) -> None:
     """The digests were recorded before `data.augment`: a run that began then must resume with the same samples."""
-    found = results(TrainTransform((32, 40), **options), [0, 1, 12345678901234])
+    found = results(standard((32, 40), **options), [0, 1, 12345678901234])
     assert [hashlib.sha256(content).hexdigest()[:16] for content in found.values()] == digests
 
 
@@ -288,21 +294,21 @@ def test_augmentation_leaves_its_input_unchanged() -> None:
     image.flags.writeable = mask.flags.writeable = False
     for options in ({}, PLAIN, {"scale": (1.0, 1.0)}):
         for seed in range(8):
-            TrainTransform((60, 80), **options)(image, mask, seed)
+            standard((60, 80), **options)(image, mask, seed)
 
 
 def test_augmentation_uses_no_global_generator() -> None:
     random.seed(1)
     np.random.seed(1)
     before = random.getstate(), np.random.get_state()[1].tobytes()
-    results(TrainTransform((32, 40)), [1, 2, 3])
+    results(standard((32, 40)), [1, 2, 3])
     assert (random.getstate(), np.random.get_state()[1].tobytes()) == before
 
 
 def test_augmentation_steps_draw_independently() -> None:
     """albumentations gives all steps of a Compose one random stream, which would correlate scale and brightness."""
     image, mask = coordinates(120, 126)
-    transform = TrainTransform((30, 30), ignore_index=-1, cat_max_ratio=1.0)
+    transform = standard((30, 30), ignore_index=-1, cat_max_ratio=1.0)
     drawn = []
     for seed in range(400):
         crop, target = transform(image, mask, seed)

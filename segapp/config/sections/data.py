@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from segapp.config.sections.transforms import Transforms
 from segapp.config.sections.values import (
     Byte,
     Fraction,
@@ -42,6 +43,9 @@ class DataConfig(Section):
     """A crop in which one class has more than this share of the pixels is drawn again, at most ten times."""
     photometric: bool | NonNegativeFloat = True
     """Jitter of brightness, contrast, saturation and hue: true, false, or a strength (1.0 is the same as true)."""
+    augment: Transforms = None
+    """Transforms of albumentations in order: a list, or a file of A.save; null: crop, flip and colours as scale, hflip,
+    cat_max_ratio and photometric say (segapp train --print-config shows that list)."""
     mean: tuple[Number, Number, Number] = (0.485, 0.456, 0.406)
     """Mean subtracted in normalisation, RGB in 0..1; default: ImageNet's."""
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = (0.229, 0.224, 0.225)
@@ -82,3 +86,12 @@ class DataConfig(Section):
     """Folder of data.cache = disk, on a local disk outside data.root; null: $XDG_CACHE_HOME/segapp/pixels."""
     timeout_s: NonNegativeFloat = 120.0
     """Seconds to wait for a data worker before the run fails; 0: no limit."""
+
+    @property
+    def transforms(self) -> list[dict[str, dict[str, Any]]]:
+        """`augment`, or the built-in transforms with the numbers of scale, hflip, cat_max_ratio and photometric."""
+        if self.augment is not None:
+            return self.augment
+        crop = {"ScaledCrop": {"scale": list(self.scale), "cat_max_ratio": self.cat_max_ratio}}
+        colors = [{"PhotometricChange": {"strength": float(self.photometric)}}] if self.photometric else []
+        return [crop, {"HorizontalFlip": {"p": self.hflip}}, *colors]

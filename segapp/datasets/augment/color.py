@@ -1,12 +1,13 @@
 """Photometric changes: brightness, contrast, saturation and hue as one matrix."""
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import albumentations as A
 import cv2
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, Field
 
 Pixels = NDArray[Any]
 
@@ -28,10 +29,19 @@ class PhotometricChange(A.ImageOnlyTransform):  # type: ignore[misc]  # albument
     luminance).
 
     Args:
-        strength: Factor of all ranges.
+        strength: Factor of the ranges: brightness +-32 of 255, contrast and saturation 0.5 to 1.5, hue +-18 degrees.
+
+    Raises:
+        ValueError: The strength is negative.
     """
 
-    def __init__(self, strength: float) -> None:
+    class InitSchema(BaseModel):
+        """The argument, checked as those of albumentations' transforms are."""
+
+        strength: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+        strict: bool
+
+    def __init__(self, strength: float = 1.0) -> None:
         super().__init__(p=1.0)
         self.strength = strength
 

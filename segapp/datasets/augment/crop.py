@@ -4,17 +4,21 @@ Shapes: H, W height and width in pixels; images are RGB uint8 (H, W, 3), masks (
 """
 
 from random import Random
-from typing import Any
+from typing import Annotated, Any
 
 import albumentations as A
 import cv2
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, Field, field_validator
 
 Pixels = NDArray[Any]
 
 MEAN_COLOR = (124, 116, 104)
 """ImageNet's mean colour: padding of this colour is about zero after normalisation."""
+
+Side = Annotated[int, Field(ge=1)]
+Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 _MAX_TRIES = 10
 
@@ -45,16 +49,45 @@ class ScaledCrop(A.DualTransform):  # type: ignore[misc]  # albumentations has n
     """A crop of the randomly scaled image; only the crop is computed.
 
     The window is chosen in source pixels, so its scale differs from the drawn one by less than a pixel of the window.
-    Crops dominated by one class are drawn again as in mmsegmentation's `RandomCrop`, over valid pixels.
+    Crops dominated by one class are drawn again as in mmsegmentation's `RandomCrop`, over valid pixels. Images smaller
+    than the crop are padded at random sides, with `MEAN_COLOR` and `ignore_index`.
+
+    Args:
+        crop_px: Height and width of the crop.
+        scale: Range of the random scale, uniform.
+        cat_max_ratio: Largest share of the valid pixels of one class, tried for up to ten crops; 1: the first crop is
+            taken.
+        ignore_index: Mask value of padding.
+        resize_px: Height and width to which every image is resized before the random scale; None: not resized.
+
+    Raises:
+        ValueError: A size is not positive, or a range or a share is impossible.
     """
+
+    class InitSchema(BaseModel):
+        """The arguments, checked as those of albumentations' transforms are."""
+
+        crop_px: tuple[Side, Side]
+        scale: tuple[Factor, Factor]
+        cat_max_ratio: Annotated[float, Field(gt=0, le=1)]
+        ignore_index: int
+        resize_px: tuple[Side, Side] | None
+        strict: bool
+
+        @field_validator("scale")
+        @classmethod
+        def _ordered(cls, scale: tuple[float, float]) -> tuple[float, float]:
+            if scale[0] > scale[1]:
+                raise ValueError("the smallest factor comes first")
+            return scale
 
     def __init__(
         self,
         crop_px: tuple[int, int],
-        scale: tuple[float, float],
-        cat_max_ratio: float,
-        ignore_index: int,
-        resize_px: tuple[int, int] | None,
+        scale: tuple[float, float] = (0.5, 2.0),
+        cat_max_ratio: float = 0.75,
+        ignore_index: int = 255,
+        resize_px: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(p=1.0)
         self.crop_px = crop_px

@@ -3,77 +3,80 @@
 Shapes: H, W height and width in pixels; images are RGB uint8 (H, W, 3), masks (H, W) of train ids.
 """
 
-import math
+from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import albumentations as A
 import cv2
+import numpy as np
 from numpy.typing import NDArray
 
-from segapp.datasets.augment.color import PhotometricChange
 from segapp.datasets.augment.crop import ScaledCrop, resize
+from segapp.datasets.augment.entries import STANDARD, Entry, TransformBuilder
 from segapp.datasets.sampling import mix_seed
 
 Pixels = NDArray[Any]
 
 
 class TrainTransform:
-    """Random scale, crop, flip and photometric changes, determined by the seed.
-
-    Only the cropped part of the image is resized. A crop in which one class fills more than `cat_max_ratio` of the
-    valid pixels is drawn again. Images smaller than the crop are padded at random sides, with `MEAN_COLOR` and
-    `ignore_index`.
+    """A list of transforms, determined by the seed.
 
     Args:
-        crop_px: Height and width of the crop.
-        scale: Range of the random scale, uniform.
-        hflip: Probability of a horizontal flip.
-        cat_max_ratio: Largest share of the valid pixels of one class, tried for up to ten crops; 1: the first crop is
-            taken.
-        photometric: True, False, or the strength of the photometric changes in multiples of the usual ones
-            (brightness +-32 of 255, contrast and saturation 0.5 to 1.5, hue +-18 degrees, each with probability 0.5).
-        ignore_index: Mask value of padding.
-        resize_px: Height and width to which every image is resized before the random scale; None: not resized.
+        crop_px: Height and width of the result.
+        entries: The transforms.
+        ignore_index: Mask value where a transform shows what lies outside the image.
+        resize_px: Height and width to which every image is resized first; None: not resized. A `ScaledCrop` at the
+            beginning of the list does it without resampling twice.
 
     Raises:
-        ValueError: A size is not positive, or a range or a probability is impossible.
+        ConfigError: Entries are wrong; all problems together.
+        ValueError: A size is not positive.
+
+    Attributes:
+        steps: The transforms.
+        resize_px: Size to which images are resized before them.
     """
 
     def __init__(
         self,
         crop_px: tuple[int, int],
+        entries: Sequence[Entry] = STANDARD,
         *,
-        scale: tuple[float, float] = (0.5, 2.0),
-        hflip: float = 0.5,
-        cat_max_ratio: float = 0.75,
-        photometric: bool | float = True,
         ignore_index: int = 255,
         resize_px: tuple[int, int] | None = None,
     ) -> None:
         self.crop_px = _check_size("crop_px", crop_px)
-        self.resize_px = _check_size("resize_px", resize_px) if resize_px is not None else None
-        strength = float(photometric)
-        if not 0 < scale[0] <= scale[1] < math.inf:
-            raise ValueError(f"scale={scale}: a range of positive factors is needed, such as (0.5, 2.0)")
-        if not 0 <= hflip <= 1 or not 0 < cat_max_ratio <= 1 or not 0 <= strength < math.inf:
-            raise ValueError(
-                f"hflip={hflip}, cat_max_ratio={cat_max_ratio}, photometric={photometric}: "
-                "probabilities and shares are 0..1, the strength is not negative"
-            )
-        crop = ScaledCrop(self.crop_px, scale, cat_max_ratio, ignore_index, self.resize_px)
-        steps = [crop, A.HorizontalFlip(p=hflip)] + ([PhotometricChange(strength)] if strength > 0 else [])
-        self._steps = A.Compose(steps, is_check_shapes=False)
+        self.ignore_index = ignore_index
+        self.steps = TransformBuilder(self.crop_px, ignore_index).build_all(entries, resize_px)
+        self._crops_first = bool(self.steps) and isinstance(self.steps[0], ScaledCrop)
+        self.resize_px = None if self._crops_first else resize_px
+        self._resize = EvalTransform(self.resize_px)
 
     def __call__(self, image: Pixels, mask: Pixels, seed: int) -> tuple[Pixels, Pixels]:
         """Return the augmented image (H, W, 3) and mask (H, W) of the crop's size.
 
-        Each step gets its own seed: `Compose.set_random_seed` would give all steps the same random stream, so that, for
+        Each transform gets its own seed: one seed for all would give all of them the same random numbers, so that, for
         example, scale and brightness would be correlated.
         """
-        for position, step in enumerate(self._steps.transforms):
-            step.set_random_seed(mix_seed(seed, position))
-        result = self._steps(image=image, mask=mask)
-        return result["image"], result["mask"]
+        if not self._crops_first:
+            image, mask = self._resize(image, mask, seed)
+            image, mask = (each if each.flags.writeable else each.copy() for each in (image, mask))
+        data = {"image": image, "mask": mask}
+        for position, step in enumerate(self.steps):
+            set_seed(step, mix_seed(seed, position))
+            data = step(**data)
+        return data["image"], data["mask"]
+
+
+def set_seed(step: Any, seed: int) -> None:
+    """Seed a transform, and each of the transforms inside it with a seed of its own."""
+    if not isinstance(step, A.BaseCompose):
+        step.set_random_seed(seed)
+        return
+    step.random_generator, step.py_random = np.random.default_rng(seed), Random(seed)
+    for position, child in enumerate(step.transforms):
+        set_seed(child, mix_seed(seed, position))
 
 
 class EvalTransform:

@@ -1,0 +1,204 @@
+"""Transforms made from a list of plain values, every argument checked; the built-in recipe as such a list."""
+
+import difflib
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import albumentations as A
+import cv2
+from pydantic import ValidationError
+
+from segapp.datasets.augment.color import PhotometricChange
+from segapp.datasets.augment.crop import ScaledCrop
+from segapp.errors import ConfigError
+
+Entry = Mapping[str, Mapping[str, Any]]
+"""One transform of a list: {name: {argument: value}}."""
+
+STANDARD: tuple[Entry, ...] = ({"ScaledCrop": {}}, {"HorizontalFlip": {}}, {"PhotometricChange": {}})
+"""The built-in recipe with its usual numbers."""
+
+OWN_TRANSFORMS: dict[str, type[A.BasicTransform]] = {"ScaledCrop": ScaledCrop, "PhotometricChange": PhotometricChange}
+COMPOSITIONS = ("OneOf", "SomeOf", "RandomOrder", "OneOrOther", "Sequential", "SelectiveChannelTransform")
+"""Transforms made of others."""
+
+_ABSTRACT = ("BasicTransform", "DualTransform", "ImageOnlyTransform", "Transform3D", "BaseCompose")
+_REFUSED = {
+    "Compose": "use Sequential",
+    "ReplayCompose": "use Sequential",
+    "Lambda": "a function cannot stand in a config: name a factory, package.module:name",
+    "Normalize": "images are normalised on the device with data.mean and data.std: leave it out",
+    "ToTensorV2": "segapp makes the tensors: leave it out",
+    "ToTensor3D": "segapp makes the tensors: leave it out",
+}
+
+
+@dataclass
+class TransformBuilder:
+    """Makes transforms from entries, and collects what is wrong with them.
+
+    Attributes:
+        crop_px: Height and width of `ScaledCrop` where its entry gives none.
+        ignore_index: Mask value where a transform shows what lies outside the image.
+        problems: One sentence for each problem: the entry, the argument, and what to do.
+    """
+
+    crop_px: tuple[int, int]
+    ignore_index: int
+    problems: list[str] = field(default_factory=list)
+
+    def build_all(self, entries: Sequence[Entry], resize_px: tuple[int, int] | None) -> tuple[Any, ...]:
+        """Return the transforms of a list.
+
+        Args:
+            entries: The list.
+            resize_px: Size to which a `ScaledCrop` at the beginning of the list resizes first.
+
+        Raises:
+            ConfigError: Entries are wrong; all problems together.
+        """
+        steps = [
+            self.build(entry, f"data.augment[{number}]", resize_px if number == 0 else None)
+            for number, entry in enumerate(entries)
+        ]
+        if len(self.problems) == 1:
+            raise ConfigError(self.problems[0])
+        if self.problems:
+            raise ConfigError("\n  ".join([f"{len(self.problems)} problems in data.augment:", *self.problems]))
+        return tuple(steps)
+
+    def build(self, entry: Entry, place: str, resize_px: tuple[int, int] | None = None) -> Any:
+        """Return the transform of an entry, or None after noting its problems."""
+        ((name, given),) = entry.items()
+        kind = find_transform(name)
+        if isinstance(kind, str):
+            self.problems.append(f"{place}: {kind}")
+            return None
+        place = f"{place}: {name}"
+        arguments = {key: _constant(key, value) for key, value in given.items()}
+        if name in COMPOSITIONS:
+            inner = arguments.get("transforms")
+            if not isinstance(inner, list) or not inner:
+                self.problems.append(f"{place}.transforms: a list of at least one transform is expected")
+                return None
+            children = [self.build(each, f"{place}[{number}]") for number, each in enumerate(inner)]
+            if any(child is None for child in children):
+                return None
+            arguments["transforms"] = children
+        before = len(self.problems)
+        self._check_names(kind, arguments, place)
+        if len(self.problems) > before:
+            return None
+        return self._made(kind, {**self._defaults(kind, resize_px), **arguments}, place)
+
+    def _check_names(self, kind: type, arguments: Mapping[str, Any], place: str) -> None:
+        known = [name for name in _parameters(kind) if name not in _GIVEN]
+        for argument in arguments:
+            if argument not in known:
+                near = difflib.get_close_matches(argument, known, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known)}"
+                self.problems.append(f"{place}.{argument} is no argument: {hint}")
+        if arguments.get("mask_interpolation", 0) not in _NEAREST:
+            self.problems.append(f"{place}.mask_interpolation would mix class ids: leave it out")
+
+    def _defaults(self, kind: type, resize_px: tuple[int, int] | None) -> dict[str, Any]:
+        """Return the arguments that differ from the class's own defaults where an entry does not give them."""
+        given = {"crop_px": self.crop_px, "ignore_index": self.ignore_index, "resize_px": resize_px}
+        parameters = _parameters(kind)
+        if kind is ScaledCrop:
+            return given
+        defaults: dict[str, Any] = {}
+        if "fill_mask" in parameters and parameters["fill_mask"].default is not None:
+            defaults["fill_mask"] = self.ignore_index
+        schema = getattr(kind, "InitSchema", None)
+        if schema is not None and "mask_interpolation" in schema.model_fields:
+            accepted = get_args(schema.model_fields["mask_interpolation"].annotation)
+            if cv2.INTER_NEAREST_EXACT in accepted:  # INTER_NEAREST shifts a resized mask by up to half a pixel
+                defaults["mask_interpolation"] = cv2.INTER_NEAREST_EXACT
+        return defaults
+
+    def _made(self, kind: type, arguments: dict[str, Any], place: str) -> Any:
+        owner = next(each for each in kind.__mro__ if "__init__" in vars(each))
+        strict = {"strict": True} if "InitSchema" in vars(owner) else {}  # else a failing check is only warned about
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about names that albumentations will replace
+                return kind(**arguments, **strict)
+        except Exception as error:
+            cause = error.__cause__
+            found = cause.errors() if isinstance(cause, ValidationError) else []
+            for each in found:
+                self.problems.append(_described(each, place))
+            if not found:
+                self.problems.append(f"{place}: {error}: change its arguments")
+        return None
+
+
+_GIVEN = ("ignore_index", "resize_px", "strict")
+"""Arguments that segapp gives."""
+
+_NEAREST = (cv2.INTER_NEAREST, cv2.INTER_NEAREST_EXACT)
+
+
+def find_transform(name: str) -> type | str:
+    """Return the class of a name, or what is wrong with the name."""
+    if name in OWN_TRANSFORMS:
+        return OWN_TRANSFORMS[name]
+    if name in _REFUSED:
+        return f"{name} cannot be used: {_REFUSED[name]}"
+    names = known_transforms()
+    if name in names:
+        return getattr(A, name)  # type: ignore[no-any-return]
+    near = difflib.get_close_matches(name.lower(), {each.lower(): each for each in names}, n=2)
+    by_lower = {each.lower(): each for each in names}
+    hint = f"did you mean {' or '.join(by_lower[each] for each in near)}?" if near else "see its documentation"
+    return f"{name} is no transform of albumentations {A.__version__}: {hint}"
+
+
+def known_transforms() -> list[str]:
+    """Return the names of all transforms that a list may contain."""
+    found = list(OWN_TRANSFORMS)
+    for name in dir(A):
+        kind = getattr(A, name)
+        if not isinstance(kind, type) or name in _ABSTRACT or name in _REFUSED:
+            continue
+        is_leaf = issubclass(kind, A.BasicTransform) and not issubclass(kind, A.Transform3D)
+        if is_leaf or name in COMPOSITIONS:
+            found.append(name)
+    return found
+
+
+def leaves(step: Any) -> list[Any]:
+    """Return the transforms inside a transform, or the transform itself."""
+    if isinstance(step, A.BaseCompose):
+        return [leaf for child in step.transforms for leaf in leaves(child)]
+    return [step]
+
+
+def _parameters(kind: type) -> dict[str, inspect.Parameter]:
+    found = inspect.signature(kind.__init__).parameters.values()  # type: ignore[misc]
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {each.name: each for each in found if each.kind in named and each.name != "self"}
+
+
+def _constant(key: str, value: Any) -> Any:
+    """Return the number of one of OpenCV's constants that is given by name, such as BORDER_REFLECT_101."""
+    if isinstance(value, str) and (key.endswith("interpolation") or key == "border_mode"):
+        return getattr(cv2, value.removeprefix("cv2."), value)
+    return value
+
+
+def _described(problem: Any, place: str) -> str:
+    """Return one of pydantic's problems as a sentence."""
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    if not problem["loc"]:
+        return f"{place}: {message}"
+    where = f"{place}.{problem['loc'][0]}"
+    if problem["type"] == "missing":
+        return f"{where} is missing: add it"
+    shown = repr(problem["input"])
+    return f"{where} = {shown if len(shown) <= 60 else shown[:57] + '...'}: {message}"

@@ -1,0 +1,314 @@
+"""`data.augment`: lists of transforms, their problems, and equal samples in any process."""
+
+import hashlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import albumentations as A
+import cv2
+import numpy as np
+import pytest
+import yaml
+
+from segapp.config import DataConfig, RunConfig, dump_config, explain_config, load_config, validate_config
+from segapp.datasets.augment import TrainTransform
+from segapp.datasets.augment.probe import check_transform
+from segapp.datasets.files import ImagePair
+from segapp.datasets.layouts.formats import ClassScheme
+from segapp.datasets.loader import Batch, LoadOptions, SegmentationDataset, TrainLoader
+from segapp.errors import ConfigError
+from tests.support.drawn_data import draw_image, draw_mask
+
+WritePairs = Callable[..., tuple[ImagePair, ...]]
+CROP = (24, 32)
+NAMED: dict[str, dict[str, Any]] = {
+    "VerticalFlip": {},
+    "RandomRotate90": {},
+    "Rotate": {"limit": 30, "p": 1.0},
+    "Affine": {"rotate": [-20, 20], "shear": [-5, 5], "p": 1.0},
+    "Perspective": {"p": 1.0},
+    "ElasticTransform": {"alpha": 40, "sigma": 5, "p": 1.0},
+    "GaussianBlur": {"p": 1.0},
+    "GaussNoise": {"p": 1.0},
+    "CoarseDropout": {"p": 1.0},
+    "OneOf": {"transforms": [{"MotionBlur": {}}, {"SaltAndPepper": {}}, {"RandomGamma": {}}], "p": 1.0},
+    "SomeOf": {"transforms": [{"HorizontalFlip": {}}, {"Sharpen": {}}, {"GridDistortion": {}}], "n": 2},
+}
+
+
+def entries(name: str) -> list[dict[str, dict[str, Any]]]:
+    """Return a list that crops squares, applies the transform and pads to the size of the others."""
+    return [
+        {"ScaledCrop": {"crop_px": [24, 24]}},
+        {name: NAMED[name]},
+        {"PadIfNeeded": {"min_height": 24, "min_width": 32}},
+    ]
+
+
+def config(augment: Any, **data: Any) -> RunConfig:
+    keys = {"format": "camvid", "root": "data", "crop_px": CROP, "augment": augment, **data}
+    return validate_config({"name": "a", "data": keys})
+
+
+def problems(augment: Any, **options: Any) -> str:
+    try:
+        transform = TrainTransform(CROP, config(augment).data.transforms, **options)
+        check_transform(transform, [(60, 80), (40, 90)], (3, np.uint8), np.uint8)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def digest(batch: Batch) -> str:
+    return hashlib.sha256(batch.images.numpy().tobytes() + batch.target.numpy().tobytes()).hexdigest()
+
+
+# --- the built-in recipe is such a list
+
+
+@pytest.mark.parametrize(
+    "keys", [{}, {"scale": [0.7, 1.1], "hflip": 0.2, "cat_max_ratio": 1.0, "photometric": 0.3}, {"photometric": False}]
+)
+def test_printed_recipe_gives_the_same_samples(keys: dict[str, Any], tmp_path: Path) -> None:
+    before = config(None, **keys)
+    printed = explain_config(before)
+    assert printed.startswith(dump_config(before))
+    (tmp_path / "printed.yaml").write_text(printed)
+    assert load_config(tmp_path / "printed.yaml") == before
+    comment = [line.removeprefix("# ") for line in printed.splitlines() if line.startswith("#   ")]
+    pasted = config(yaml.safe_load("\n".join(comment))["augment"])
+    image, mask = draw_image(0, 60, 80), draw_mask(0, 60, 80)
+    for seed in range(10):
+        results = [TrainTransform(CROP, each.data.transforms)(image, mask, seed) for each in (before, pasted)]
+        for one, other in zip(*results, strict=True):
+            np.testing.assert_array_equal(one, other)
+    assert explain_config(pasted) == dump_config(pasted)
+
+
+def test_keys_of_the_recipe_are_refused_beside_a_list() -> None:
+    with pytest.raises(ConfigError, match=r"data.hflip: is for the built-in transforms"):
+        config(["ScaledCrop"], hflip=0.0)
+    with pytest.raises(ConfigError, match=r"data.augment: is empty"):
+        config([])
+
+
+# --- forms of the list
+
+
+def test_every_form_of_an_entry_means_the_same() -> None:
+    listed = config(["VerticalFlip", {"OneOf": ["Blur", {"GaussNoise": {"p": 1}}]}, {"Rotate": None}])
+    assert listed.data.augment == [
+        {"VerticalFlip": {}},
+        {"OneOf": {"transforms": [{"Blur": {}}, {"GaussNoise": {"p": 1}}]}},
+        {"Rotate": {}},
+    ]
+    assert validate_config(yaml.safe_load(dump_config(listed))) == listed
+
+
+@pytest.mark.parametrize("value", [3, {"Blur": {}}, [3], [{"Blur": {}, "Rotate": {}}], [{"Blur": 3}], [["Blur"]]])
+def test_other_forms_are_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"config: data.augment = .*expected"):
+        config(value)
+
+
+@pytest.mark.parametrize("form", ["json", "yaml"])
+def test_file_of_albumentations_gives_its_transforms(form: str, tmp_path: Path) -> None:
+    saved = [
+        A.RandomCrop(24, 32, pad_if_needed=True),
+        A.Rotate(limit=45, border_mode=cv2.BORDER_CONSTANT, p=1.0),
+        A.OneOf([A.GaussNoise(std_range=(0.1, 0.2)), A.Sequential([A.Blur(p=1.0)], p=1.0)], p=0.7),
+    ]
+    path = tmp_path / f"list.{form}"
+    A.save(A.Compose(saved), path, data_format=form)
+    read = config(str(path)).data
+    listed = config(
+        [
+            {"RandomCrop": {"height": 24, "width": 32, "pad_if_needed": True}},
+            {"Rotate": {"limit": 45, "border_mode": "BORDER_CONSTANT", "p": 1.0}},
+            {"OneOf": {"p": 0.7, "transforms": [
+                {"GaussNoise": {"std_range": [0.1, 0.2]}}, {"Sequential": {"transforms": [{"Blur": {"p": 1}}], "p": 1}}
+            ]}},
+        ]
+    ).data  # fmt: skip
+    image, mask = draw_image(0, 60, 80), draw_mask(0, 60, 80)
+    mask[mask == 255] = 1
+    outside = 0
+    for seed in range(8):
+        results = [TrainTransform(CROP, each.transforms)(image, mask, seed) for each in (read, listed)]
+        for one, other in zip(*results, strict=True):
+            np.testing.assert_array_equal(one, other)
+        outside += int((results[0][1] == 255).sum())
+    assert outside > 500  # the file says fill_mask = 0, albumentations' default, which would be a class
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "holds neither a list of transforms nor what A.save writes"),
+        ("[1", "not valid YAML"),
+        ('{"transform": {"__class_fullname__": "my.module.Own", "p": 1}}', "name a factory"),
+        ('{"transform": {"__class_fullname__": "Compose", "transforms": [], "bbox_params": {"a": 1}}}', "bbox_params"),
+    ],
+)
+def test_other_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "list.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        config(str(tmp_path / "list.json"))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        config(str(tmp_path / "missing.json"))
+
+
+# --- problems, before the training
+
+
+def test_all_problems_are_named_at_once() -> None:
+    found = problems(
+        [
+            "ScaledCrop",
+            {"GausNoise": {}},
+            {"Rotate": {"limits": 30}},
+            {"OneOf": ["Blur", {"GaussNoise": {"std_range": [0.5, 0.1], "p": 2}}]},
+            {"RandomCrop": {"height": 24}},
+            {"Affine": {"mask_interpolation": 1}},
+            "Normalize",
+            {"OneOf": []},
+        ]
+    )
+    assert found.splitlines() == [
+        "8 problems in data.augment:",
+        "  data.augment[1]: GausNoise is no transform of albumentations 2.0.8: did you mean GaussNoise or ISONoise?",
+        "  data.augment[2]: Rotate.limits is no argument: did you mean limit?",
+        "  data.augment[3]: OneOf[1]: GaussNoise.p = 2: input should be less than or equal to 1",
+        "  data.augment[3]: OneOf[1]: GaussNoise.std_range = [0.5, 0.1]: first value should be less than the second "
+        "value, got (0.5, 0.1) instead",
+        "  data.augment[4]: RandomCrop.width is missing: add it",
+        "  data.augment[5]: Affine.mask_interpolation would mix class ids: leave it out",
+        "  data.augment[6]: Normalize cannot be used: images are normalised on the device with data.mean and data.std: "
+        "leave it out",
+        "  data.augment[7]: OneOf.transforms: a list of at least one transform is expected",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("augment", "message"),
+    [
+        (["ScaledCrop", {"Transpose": {"p": 0.01}}], r"data.augment\[1\]: Transpose can give images of 32 x 24 px"),
+        (
+            ["ScaledCrop", {"OneOf": ["Blur", "RandomRotate90"]}],
+            r"OneOf\[1\]: RandomRotate90 can give images of 32 x 24",
+        ),
+        (["Blur"], "no transform makes crops of data.crop_px"),
+        (
+            [{"RandomCrop": {"height": 50, "width": 32}}],
+            r"RandomCrop fails on a 40 x 90 px image with 3 bands of uint8",
+        ),
+        (["ScaledCrop", "ToFloat"], "ToFloat makes a 24 x 32 px image with 3 bands of float32"),
+        (["ScaledCrop", {"GridElasticDeform": {"num_grid_xy": [3, 3], "magnitude": 5}}], "puts 0 into masks"),
+        (["ScaledCrop", "FDA"], "FDA fails on .*fda_metadata"),
+    ],
+)
+def test_unusable_list_is_refused_and_named(augment: Any, message: str) -> None:
+    assert re.search(message, problems(augment))
+
+
+def test_transform_for_rgb_is_refused_for_other_images() -> None:
+    transform = TrainTransform(CROP, [{"RandomCrop": {"height": 24, "width": 32}}, {"HueSaturationValue": {}}])
+    check_transform(transform, [(60, 80)], (3, np.uint8), np.uint8)
+    with pytest.raises(ConfigError, match=r"data.augment\[1\]: HueSaturationValue fails on .* 5 bands of uint16"):
+        check_transform(transform, [(60, 80)], (5, np.uint16), np.uint8)
+
+
+def test_transform_with_other_random_numbers_is_refused() -> None:
+    class GlobalNoise(A.ImageOnlyTransform):
+        def apply(self, img: np.ndarray, **params: Any) -> np.ndarray:
+            return img + np.random.randint(0, 2, img.shape, np.uint8)
+
+    transform = TrainTransform(CROP)
+    transform.steps = (*transform.steps, GlobalNoise(p=1.0))
+    with pytest.raises(ConfigError, match=r"data.augment\[3\]: GlobalNoise gives different results for one seed"):
+        check_transform(transform, [(60, 80)], (3, np.uint8), np.uint8)
+
+
+def test_first_resize_is_not_repeated_by_the_crop() -> None:
+    image, mask = draw_image(0, 60, 80), draw_mask(0, 60, 80)
+    plain = [{"ScaledCrop": {"scale": [1, 1], "cat_max_ratio": 1}}]
+    for listed in (plain, [{"NoOp": {}}, *plain]):
+        transform = TrainTransform(CROP, listed, resize_px=CROP)
+        np.testing.assert_array_equal(transform(image, mask, 0)[0], cv2.resize(image, CROP[::-1]))
+        check_transform(transform, [(60, 80)], (3, np.uint8), np.uint8)
+
+
+# --- masks
+
+
+GEOMETRIC = ("VerticalFlip", "RandomRotate90", "Rotate", "Affine", "Perspective", "ElasticTransform")
+
+
+@pytest.mark.parametrize("name", GEOMETRIC)
+def test_masks_follow_their_images(name: str) -> None:
+    """Red is the column and green the row, and the mask holds both: they still agree afterwards."""
+    y, x = np.mgrid[:70, :90]
+    image = np.stack([x, y, np.zeros_like(x)], -1).astype(np.uint8)
+    mask = (y * 128 + x).astype(np.int16)
+    transform = TrainTransform(CROP, entries(name), ignore_index=-1)
+    num_outside = 0
+    for seed in range(12):
+        crop, target = transform(image, mask, seed)
+        is_valid = target != -1
+        distance = np.abs(crop[..., :2].astype(int) - np.stack([target % 128, target // 128], -1)).max(-1)[is_valid]
+        assert np.quantile(distance, 0.85) <= 2  # the others are blended with black at the border
+        num_outside += int((~is_valid[:, 4:-4]).sum())
+    assert (num_outside > 0) == (name in ("Rotate", "Affine", "ElasticTransform"))
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("ignore_index", [255, -1])
+def test_masks_get_no_other_classes(name: str, ignore_index: int) -> None:
+    mask = np.full((70, 90), 2, np.int16 if ignore_index < 0 else np.uint8)
+    mask[20:50, 30:60] = 4
+    transform = TrainTransform(CROP, entries(name), ignore_index=ignore_index)
+    check_transform(transform, [(70, 90)], (3, np.uint8), mask.dtype)
+    found = [np.unique(transform(draw_image(0, 70, 90), mask, seed)[1]) for seed in range(12)]
+    assert set(np.concatenate(found)) == {2, 4, ignore_index}
+
+
+# --- samples are functions of (seed, epoch, index)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_workers_resumes_and_ranks_give_the_same_samples(
+    name: str, write_pairs: WritePairs, scheme: ClassScheme
+) -> None:
+    dataset = SegmentationDataset(
+        write_pairs([(40 + i, 50 - i) for i in range(7)]), scheme, TrainTransform(CROP, entries(name)), seed=3
+    )
+    whole = [digest(batch) for batch in TrainLoader(dataset, 2, seed=1).epoch(4)]
+    assert len(set(whole)) == 3
+    for workers in (1, 2):
+        loader = TrainLoader(dataset, 2, seed=1, options=LoadOptions(workers))
+        assert [digest(batch) for batch in loader.epoch(4)] == whole
+        assert [digest(batch) for batch in loader.epoch(4, 1)] == whole[1:]
+        loader.close()
+    parts = zip(*(TrainLoader(dataset, 2, seed=1, rank=rank, world_size=2).epoch(4) for rank in (0, 1)), strict=True)
+    joined = [np.concatenate([part.images.numpy() for part in ranks]) for ranks in parts]
+    expected = [batch.images.numpy() for batch in TrainLoader(dataset, 2, seed=1).epoch(4)]
+    for one, other in zip(joined, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_nested_transforms_draw_independently() -> None:
+    """albumentations would give all of them one random stream: both or neither would flip."""
+    flips = [{"Sequential": {"transforms": [{"HorizontalFlip": {}}, {"VerticalFlip": {}}], "p": 1.0}}]
+    transform = TrainTransform((8, 8), [{"RandomCrop": {"height": 8, "width": 8}}, *flips])
+    image = np.zeros((8, 8, 3), np.uint8)
+    image[0, 0] = 1
+    places = [np.argwhere(transform(image, image[..., 0], seed)[1])[0] for seed in range(200)]
+    corners, counts = np.unique(np.array(places), axis=0, return_counts=True)
+    assert len(corners) == 4
+    assert counts.min() > 30
+
+
+def test_augment_of_a_config_defaults_to_null() -> None:
+    assert DataConfig(format="camvid", root="data").augment is None
