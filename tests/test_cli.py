@@ -86,6 +86,19 @@ def test_whole_run_from_the_command_line_writes_its_files(config_file: Path, tmp
     assert json.loads((tmp_path / "e.json").read_text())["num_images"] == 10
 
 
+def test_failed_start_is_told_once_and_listed_with_its_reason(config_file: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        result = segapp("train", "--config", "tiny.yaml", "model.name=nowhere", cwd=tmp_path)
+        assert result.returncode == 2
+        assert (result.stdout + result.stderr).count("model.name") == 1, result.stdout + result.stderr
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny"]
+    (tmp_path / "runs").rename(tmp_path / "elsewhere")
+    listed = segapp("ls", "elsewhere", cwd=tmp_path).stdout.splitlines()
+    assert len(listed) == 2
+    assert "failed" in listed[1]
+    assert "model.name" in listed[1]
+
+
 @pytest.mark.slow
 def test_sigterm_saves_with_exit_75_and_busy_run_is_refused(config_file: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "segapp", "train", "--config", "tiny.yaml", "--run", "run", "train.epochs=1000"]

@@ -47,11 +47,16 @@ def compare(
 
 
 @app.command("ls")
-def list_runs(json_out: JsonFlag = False) -> None:
-    """List the runs under runs/."""
+def list_runs(
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Folder of the runs.", show_default=False)] = Path(
+        "runs"
+    ),
+    json_out: JsonFlag = False,
+) -> None:
+    """List the runs under runs/, or under another folder, with the reasons of those that failed."""
     from segapp.commands import runs as overview
 
-    overview.print_runs(Path("runs"), as_json=json_out)
+    overview.print_runs(folder, as_json=json_out)
 
 
 @app.command()

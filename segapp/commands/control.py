@@ -55,7 +55,7 @@ def control_run(
     state = run_state(folder.path)
     if state in _OVER:
         raise RunError(
-            f"{folder.name} is {state} and takes no commands: segapp train --resume {folder.name} continues it"
+            f"{folder.name} is {state} and takes no commands: segapp train --resume {folder.argument} continues it"
         )
     problem = _split_problem(command, summarize(folder.path))
     if problem is not None:

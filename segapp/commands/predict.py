@@ -99,14 +99,24 @@ def predict_target(networks: Sequence[str], paths: Sequence[Path], out: Path, op
         tally = predict_files(predictor, files, plan, batch=options.batch, progress=progress)
     for note in tally.notes:
         print(f"note: {printable(note)}", file=sys.stderr)
-    speed = tally.num_images / max(tally.seconds, 1e-9)
     print(
         f"{tally.num_images} images of {len(files)} files written to {printable(str(out))} in {tally.seconds:.1f} s: "
-        f"{speed:.2f} images/s, {tally.num_px / 1e6 / max(tally.seconds, 1e-9):.2f} Mpx/s"
+        f"{_speed(tally.num_images, tally.seconds)}, {tally.num_px / 1e6 / max(tally.seconds, 1e-9):.2f} Mpx/s"
     )
     if tally.problems:
         first_ten = "\n".join(f"  {problem}" for problem in tally.problems[:10])
         raise DataError(f"{len(tally.problems)} of {len(files)} files could not be read:\n{first_ten}")
+
+
+def _speed(num_images: int, seconds: float) -> str:
+    """Return images per second, and seconds per image where one takes longer than a second.
+
+    >>> _speed(1, 387.0)
+    '0.00258 images/s (387.0 s each)'
+    """
+    per_s = num_images / max(seconds, 1e-9)
+    each = f" ({seconds / num_images:.1f} s each)" if num_images and seconds > num_images else ""
+    return f"{per_s:.2f} images/s" if per_s >= 1 else f"{per_s:.3g} images/s{each}"
 
 
 def parse_batch(text: str) -> int | None:

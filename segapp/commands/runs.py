@@ -16,6 +16,8 @@ from segapp.run.text import printable
 from segapp.train.telemetry.console import format_duration
 
 CHECKPOINT_DAMAGED = 4
+MAX_REASON_CHARS = 100
+"""Longest reason in `segapp ls`; `segapp status RUN` has the whole one."""
 
 
 def print_runs(root: Path, *, as_json: bool) -> None:
@@ -27,7 +29,7 @@ def print_runs(root: Path, *, as_json: bool) -> None:
     if not summaries:
         print(f"no runs in {printable(str(root))}: segapp train starts one")
         return
-    header = ("RUN", "STATE", "EPOCH", "STEP", "LOSS", "MIOU", "BEST", "AGE")
+    header = ("RUN", "STATE", "EPOCH", "STEP", "LOSS", "MIOU", "BEST", "AGE", "")
     print("\n".join(aligned([header, *map(_row, summaries)])))
 
 
@@ -41,7 +43,14 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
         _number(summary.miou),
         _number(summary.best_miou),
         format_duration(summary.age_s),
+        _failure(summary),
     )
+
+
+def _failure(summary: RunSummary) -> str:
+    """Return why a run failed, cut to what fits beside the other columns; empty for other runs."""
+    reason = (summary.reason or "") if summary.state == "failed" else ""
+    return reason if len(reason) <= MAX_REASON_CHARS else f"{reason[: MAX_REASON_CHARS - 3]}..."
 
 
 def print_status(run: str, *, as_json: bool) -> None:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TextIO
 
 from segapp.run.events import EventReader
@@ -144,11 +143,6 @@ def spawn_trainer(
     return TrainerProcess(folder, process, log_start, events)
 
 
-def run_name(folder: RunFolder) -> str:
-    """Return the shortest argument that names a run on the command line in the current folder."""
-    return folder.name if Path("runs", folder.name).exists() else str(folder.path)
-
-
 def wait_for_start(trainer: TrainerProcess, *, is_detached: bool) -> int | None:
     """Wait until a trainer has started, for a limited time.
 
@@ -164,7 +158,7 @@ def wait_for_start(trainer: TrainerProcess, *, is_detached: bool) -> int | None:
         return trainer.print_end()
     if not is_detached:
         return None
-    name = printable(run_name(trainer.folder))
+    name = printable(trainer.folder.argument)
     state = "training" if has_started else "starting"
     print(f"run folder: {printable(str(trainer.folder.path))}")
     print(f"{state}, process {trainer.process.pid}; show it: segapp attach {name}; stop it: segapp ctl {name} stop")

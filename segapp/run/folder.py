@@ -2,12 +2,11 @@
 
 import contextlib
 import difflib
-import fcntl
 import json
 import os
 import re
 import secrets
-import struct
+import shutil
 import sys
 import time
 import weakref
@@ -19,6 +18,7 @@ from pydantic_core import from_json
 
 from segapp.errors import ConfigError, RunBusyError, StorageError
 from segapp.run.files import remove_dead_temporaries, storage_error, write_atomic, write_json
+from segapp.run.lock import drop_lock, is_write_locked, take_lock
 from segapp.run.process import ProcessId, this_process
 
 SCHEMA = 1
@@ -57,6 +57,11 @@ class RunFolder:
     def name(self) -> str:
         """Name of the folder."""
         return self.path.resolve().name
+
+    @property
+    def argument(self) -> str:
+        """The shortest argument that names the run on a command line in the current folder."""
+        return self.name if Path("runs", self.name).resolve() == self.path.resolve() else str(self.path)
 
     @property
     def run_json(self) -> Path:
@@ -118,7 +123,8 @@ class RunFolder:
         """Create the folder of a new training, not yet locked.
 
         Args:
-            name: `runs/<name>`; if that exists, `runs/<name>-2`, `-3` and so on.
+            name: `runs/<name>`; if that exists, `runs/<name>-2`, `-3` and so on. A start that failed before any
+                training is replaced.
             path: This folder instead; it may exist if it holds no run, or one without a single step.
             root: The folder of the runs.
 
@@ -169,7 +175,7 @@ class RunFolder:
         except OSError as error:
             raise storage_error("lock", self.lock, error) from error
         try:
-            _take_lock(fd)
+            take_lock(fd)
         except OSError:
             os.close(fd)
             raise RunBusyError(self._busy_message()) from None
@@ -188,7 +194,7 @@ class RunFolder:
         """Release the lock; the file stays and names the last holder."""
         if self._lock_fd >= 0:
             with contextlib.suppress(OSError):
-                _drop_lock(self._lock_fd)
+                drop_lock(self._lock_fd)
             self._close_lock()
 
     def _close_lock(self) -> None:
@@ -271,7 +277,7 @@ class RunFolder:
         except OSError:
             return None
         try:
-            return _is_write_locked(fd)
+            return is_write_locked(fd)
         finally:
             os.close(fd)
 
@@ -279,7 +285,8 @@ class RunFolder:
         holder = self.read_holder()
         who = f"process {holder.pid} on {holder.host}" if holder else "another process"
         return (
-            f"{self.path} is held by {who}: `segapp attach {self.name}` shows it, `segapp ctl {self.name} stop` ends it"
+            f"{self.path} is held by {who}: `segapp attach {self.argument}` shows it, "
+            f"`segapp ctl {self.argument} stop` ends it"
         )
 
     def _make_subfolders(self) -> None:
@@ -291,6 +298,16 @@ class RunFolder:
                 f"{self.commands} is a link or belongs to another user, who could send commands to the run: remove it"
             )
         self.commands.chmod(0o700)
+
+    def is_failed_start(self) -> bool:
+        """Return True if the run failed before its training began, and left nothing but the reason."""
+        if self.path.is_symlink() or not is_run(self.path) or self._holds_a_run():
+            return False
+        try:
+            text = self.events.read_bytes()
+        except OSError:
+            return False
+        return b'"status":"failed"' in text and b'"type":"run_start"' not in text
 
     def _holds_a_run(self) -> bool:
         """Return True if a new training here would overwrite something."""
@@ -359,52 +376,22 @@ def _new_directory(root: Path, name: str) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     for number in range(1, 100_000):
         path = root / (name if number == 1 else f"{name}-{number}")
+        _remove_failed_start(RunFolder(path))
         with contextlib.suppress(FileExistsError):
             path.mkdir()
             return path
     raise ConfigError(f"{root / name}: all numbered names are in use: choose another name")
 
 
-_FLOCK = "hhqqi4x"
-"""`struct flock` of Linux on 64 bits: type, whence, start, length, pid."""
-
-
-def _take_lock(fd: int) -> None:
-    """Lock an open file until its file description is closed (an "open file description" lock).
-
-    Unlike a POSIX record lock it is not released when another part of the process opens and closes the same file,
-    and unlike `flock` it can be queried without being taken.
-
-    Raises:
-        OSError: Another process holds the lock.
-    """
-    if _has_ofd_locks():
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-    else:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _drop_lock(fd: int) -> None:
-    """Unlock for all processes that share the file description: a new child may not have closed its copy yet."""
-    if _has_ofd_locks():
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))
-    else:
-        fcntl.flock(fd, fcntl.LOCK_UN)
-
-
-def _is_write_locked(fd: int) -> bool | None:
-    """Return the lock that conflicts with a shared one, without taking any."""
-    if not _has_ofd_locks():
-        return None
-    try:
-        answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
-    except OSError:
-        return None
-    return int(struct.unpack_from("h", answer)[0]) != fcntl.F_UNLCK
-
-
-def _has_ofd_locks() -> bool:
-    return sys.platform.startswith("linux") and hasattr(fcntl, "F_OFD_SETLK")
+def _remove_failed_start(folder: RunFolder) -> None:
+    """Remove a run that failed before its training began, unless a trainer holds it: its name is free again."""
+    if not folder.is_failed_start():
+        return
+    with contextlib.suppress(OSError, RunBusyError, StorageError), folder:
+        if folder.is_failed_start():  # still: another process may have replaced it
+            removed = folder.path.with_name(f".{folder.path.name}-{secrets.token_hex(4)}")
+            folder.path.rename(removed)
+            shutil.rmtree(removed, ignore_errors=True)
 
 
 def _close_in_children(folder: RunFolder) -> None:

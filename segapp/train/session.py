@@ -217,7 +217,8 @@ def _logging_to(folder: RunFolder, rank: int = 0) -> Iterator[None]:
 
 
 def _run_in(folder: RunFolder, request: TrainRequest, devices: DevicePlan, ranks: Ranks, signals: StopSignals) -> int:
-    event_log = EventLog(EventWriter(folder.events), [PlainReporter()]) if ranks.is_main else EventLog(None)
+    console = PlainReporter()
+    event_log = EventLog(EventWriter(folder.events), [console]) if ranks.is_main else EventLog(None)
     memory = DeviceMemoryTracker(_device_infos(devices, ranks, request.config.parallel.memory_budget_mib))
     sampler = MemorySampler(event_log, memory, blocked_s=request.config.checkpoint.grace_s)
     rank_pids = ranks.gather((socket.gethostname(), os.getpid()))
@@ -257,6 +258,7 @@ def _run_in(folder: RunFolder, request: TrainRequest, devices: DevicePlan, ranks
         known = as_segapp_error(error)
         logger.exception("training failed")
         has_begun = False  # the other ranks may be elsewhere
+        console.is_error_shown = True  # on stderr, by whoever catches what is raised here
         reason = str(known).partition("\n")[0]  # the report of an out-of-memory error has an event of its own
         event_log.emit(RunEnd(status="failed", reason=reason, exit_code=known.exit_code, step=sampler.step()))
         if known is error:

@@ -94,7 +94,7 @@ def run_ui(
         status = source.status()
         how = header.state_label(status) if status.is_over else "the training goes on"
         with contextlib.suppress(OSError):
-            print(f"left {printable(folder.name)} ({how}); to see it again: segapp attach {printable(str(run))}")
+            print(f"left {printable(folder.name)} ({how}); to see it again: segapp attach {printable(folder.argument)}")
     return 0
 
 

@@ -295,3 +295,40 @@ def test_runs_are_found_by_name_path_inner_file_and_age(tmp_path, monkeypatch):
         find_run(None, "nowhere")
     with pytest.raises(ConfigError, match="not a run"):
         RunFolder.open(tmp_path)
+
+
+def failed_start(root, *events):
+    folder = RunFolder.create("demo", root=root)
+    with folder, EventWriter(folder.events) as writer:
+        folder.write_info()
+        for event in (*events, RunEnd(status="failed", reason="data.root is missing", exit_code=3, step=0)):
+            writer.write(event)
+    return folder
+
+
+def test_start_that_failed_is_replaced_by_the_next_one(tmp_path):
+    failed_start(tmp_path)
+    second = RunFolder.create("demo", root=tmp_path)
+    assert second.path == tmp_path / "demo"
+    assert not second.events.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["demo"]
+
+
+def test_failed_start_stays_while_it_is_held_or_has_trained(tmp_path):
+    with failed_start(tmp_path):
+        assert RunFolder.create("demo", root=tmp_path).name == "demo-2"
+    start = RunStart(
+        classes=["a"], num_params=1, devices=[], num_train=1, num_val=1, batch_size=1, epochs=1, steps_per_epoch=1
+    )
+    trained = failed_start(tmp_path / "other", start)
+    assert RunFolder.create("demo", root=tmp_path / "other").name == "demo-2"
+    assert trained.events.exists()
+
+
+def test_messages_name_a_run_outside_runs_by_its_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    inside, outside = RunFolder.create("tw"), RunFolder.create(path=tmp_path / "elsewhere" / "tw")
+    assert inside.argument == "tw"
+    assert outside.argument == str(tmp_path / "elsewhere" / "tw")
+    with outside, pytest.raises(RunBusyError, match=rf"segapp attach {outside.path}"):
+        RunFolder(outside.path).acquire()

@@ -177,7 +177,8 @@ class _Simulated:
 
 def _simulated(config: RunConfig, gpus: Sequence[GpuSpec], mode: Mode, *, with_advice: bool) -> _Simulated:
     with SimulationPool(config) as pool:
-        facts = pool.ask([{"ask": "facts"}] * NUM_PROCESSES)[0]  # every process builds its model at the same time
+        # Every process builds its model at the same time.
+        facts = pool.ask([{"ask": "facts"}] * NUM_PROCESSES, "memory plan: building the network")[0]
         job = SimulationJob(
             mode,
             (),

@@ -8,13 +8,14 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
 from segapp.config import RunConfig
 from segapp.errors import ConfigError, RunError
+from segapp.inference.progress_bar import progress_bar
 from segapp.memory.simulation.jobs import SimulationJob, SimulationResult
 
 NUM_PROCESSES = 2
@@ -58,8 +59,12 @@ class SimulationPool:
                     with suppress(OSError):
                         pipe.close()
 
-    def ask(self, requests: Sequence[Mapping[str, Any]]) -> list[Any]:
+    def ask(self, requests: Sequence[Mapping[str, Any]], label: str = "memory plan: simulated steps") -> list[Any]:
         """Send requests to the processes and return the answers in the same order.
+
+        Args:
+            requests: what to do.
+            label: of the progress bar that a terminal shows.
 
         Raises:
             ConfigError: the config cannot be built.
@@ -70,21 +75,23 @@ class SimulationPool:
             jobs.put(item)
         replies: dict[int, Any] = {}
 
-        def work(process: subprocess.Popen[str]) -> None:
+        def work(process: subprocess.Popen[str], progress: Callable[[int], None]) -> None:
             while True:
                 try:
                     number, request = jobs.get_nowait()
                 except queue.Empty:
                     return
                 replies[number] = self._exchange(process, request)
+                progress(len(replies))
 
-        threads = [threading.Thread(target=work, args=(process,), daemon=True) for process in self._processes]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(_TIMEOUT_S)
-            if thread.is_alive():
-                raise RunError(f"a memory simulation did not answer within {_TIMEOUT_S:.0f} s: try a smaller model")
+        with progress_bar(len(requests), label, unit="job") as progress:
+            threads = [threading.Thread(target=work, args=(each, progress), daemon=True) for each in self._processes]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(_TIMEOUT_S)
+                if thread.is_alive():
+                    raise RunError(f"a memory simulation did not answer within {_TIMEOUT_S:.0f} s: try a smaller model")
         return [_checked(replies[number]) for number in range(len(requests))]
 
     def simulate(self, jobs: Sequence[SimulationJob]) -> list[SimulationResult]:

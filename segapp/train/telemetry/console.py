@@ -45,6 +45,7 @@ class PlainReporter:
 
     def __init__(self, stream: TextIO | None = None, interval_s: float = 2.0) -> None:
         self.stream = stream or sys.stdout
+        self.is_error_shown = False
         self.interval_s = interval_s
         self._bar: Any = None
         self._start: RunStart | None = None
@@ -77,7 +78,8 @@ class PlainReporter:
                 self._line(f"alert: {printable(event.message)}")
             case RunEnd():
                 self.close()
-                self._line(f"{event.status}: {printable(event.reason or '')}")
+                if event.status != "failed" or not self.is_error_shown:
+                    self._line(f"{event.status}: {printable(event.reason or '')}")
 
     def close(self) -> None:
         """Remove the progress bar."""

@@ -38,6 +38,12 @@ class DataWatch:
     def at_start(self) -> list[str]:
         """Return where the caches lie and how large they will be, and why one cannot be used."""
         notes = [note for dataset in self._datasets.values() for note in dataset.notes]
+        num_train, batch_size = len(self._train_loader.dataset), self._train_loader.batch_size
+        if num_train < batch_size:
+            notes.append(
+                f"train.batch_size = {batch_size} is more than the {num_train} training images: each step takes "
+                f"{num_train}; lower it, or optim.lr may be too high for what a step sees"
+            )
         return notes + [note for cache in self._caches.values() for note in cache.at_start()]
 
     def after_interval(self, wait_s: float, elapsed_s: float) -> list[str]:
