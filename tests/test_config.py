@@ -62,7 +62,7 @@ def test_all_problems_are_reported_with_place_and_nearest_key(tmp_path: Path) ->
         "c.yaml:5: train.epochs = 1.5: a whole number is expected",
         "c.yaml:6: unknown key epochs: did you mean train.epochs?",
         "command line: unknown key train.batch_sise: did you mean train.batch_size?",
-        "command line: model.library = 'smq': accepted: torchvision | smp",
+        "command line: model.library = 'smq': accepted: torchvision | smp | segapp",
     ):
         assert part in message
 
@@ -89,6 +89,15 @@ def test_all_problems_are_reported_with_place_and_nearest_key(tmp_path: Path) ->
         ("name: x\ndata: {format: voc, root: d, crop_px: [100000, 100000]}\n", "megapixels"),
         ("name: x\ndata: {format: voc, root: d}\nschedule: {min_lr: 1}\n", "above optim.lr"),
         ("name: x\ndata: {format: voc, root: d}\nmodel: {library: smp, name: Unet}\n", "model.encoder: is missing"),
+        (
+            "name: x\ndata: {format: voc, root: d}\nmodel: {library: segapp, name: eomt}\n",
+            "eomt needs one, e.g. tu-vit",
+        ),
+        (
+            "name: x\ndata: {format: voc, root: d}\nmodel: {library: segapp, name: eomt}\n",
+            "loss.name: mask_classification",
+        ),
+        ("name: x\ndata: {format: voc, root: d}\nloss: {name: mask_classification}\n", "is for model.library: segapp"),
         ("name: x\ndata: {format: voc, root: d}\nparallel: {gpu0_bsz: 9}\n", "above train.batch_size = 8"),
         ("name: x\ndata: {format: voc, root: d}\nparallel: {gpu0_bsz: -1}\n", "parallel.gpu0_bsz = -1"),
         ("name: x\ndata: {format: voc, root: d}\nparallel: {gpu0_bsz: 1, shares: [1, 2]}\n", "keep one of them"),

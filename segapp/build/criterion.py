@@ -10,7 +10,7 @@ from torch import Tensor
 
 from segapp.config import LossConfig, LossTerm
 from segapp.errors import ConfigError
-from segapp.losses import LOSSES, AdditiveCriterion, CriterionSum
+from segapp.losses import LOSSES, AdditiveCriterion, CriterionMaskClassification, CriterionSum, MaskLossFactors
 
 OPTIONS: dict[str, Callable[[LossTerm, Tensor | None], dict[str, Any]]] = {
     "ce": lambda term, weight: {
@@ -27,7 +27,11 @@ OPTIONS: dict[str, Callable[[LossTerm, Tensor | None], dict[str, Any]]] = {
 
 
 def build_criterion(
-    section: LossConfig, num_classes: int, ignore_index: int, weights_of: Callable[[str], list[float]]
+    section: LossConfig,
+    num_classes: int,
+    ignore_index: int,
+    weights_of: Callable[[str], list[float]],
+    num_queries: int = 1,
 ) -> AdditiveCriterion:
     """Return the criterion of a `loss` section.
 
@@ -36,13 +40,35 @@ def build_criterion(
         num_classes: C.
         ignore_index: target id that counts nowhere.
         weights_of: returns the class weights of a rule by its name.
+        num_queries: of the network, for mask classification.
 
     Raises:
         ConfigError: the number of class weights is not the number of classes.
     """
     terms = [section, *section.plus]
+    if section.name == "mask_classification":
+        return _mask_classification(section, num_classes, ignore_index, num_queries)
     criteria = [(term.weight, _build_term(term, num_classes, ignore_index, weights_of)) for term in terms]
     return criteria[0][1] if len(criteria) == 1 and criteria[0][0] == 1.0 else CriterionSum(criteria)
+
+
+def _mask_classification(
+    term: LossTerm, num_classes: int, ignore_index: int, num_queries: int
+) -> CriterionMaskClassification:
+    weight = term.weight
+    return CriterionMaskClassification(
+        num_queries,
+        num_classes,
+        factors=MaskLossFactors(
+            weight * term.mask_class_factor,
+            weight * term.mask_bce_factor,
+            weight * term.mask_dice_factor,
+            term.mask_no_object,
+        ),
+        ignore_index=ignore_index,
+        align_corners=term.align_corners,
+        aux_weight=term.aux_weight,
+    )
 
 
 def _build_term(

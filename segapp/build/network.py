@@ -9,6 +9,7 @@ from segapp.errors import ConfigError
 from segapp.inference.normalize import Normalizer
 from segapp.inference.sliding import Inference
 from segapp.models import SegmentationModel, build_model
+from segapp.models.eomt import NUM_QUERIES
 from segapp.precision import Precision
 
 
@@ -25,6 +26,11 @@ def build_network(section: ModelConfig, num_classes: int, *, with_weights: bool 
         encoder=section.encoder,
         options=section.options,
     )
+
+
+def num_queries(section: ModelConfig) -> int:
+    """Return the queries of mask classification that a `model` section asks for."""
+    return int(section.options.get("num_queries", NUM_QUERIES))
 
 
 def build_inference(

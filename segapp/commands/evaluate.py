@@ -14,6 +14,7 @@ import torch
 from segapp.build.criterion import build_criterion
 from segapp.build.data import build_dataset, build_groups, build_load_options, split_names
 from segapp.build.devices import choose_devices
+from segapp.build.network import num_queries
 from segapp.build.trained import TrainedModel, load_trained
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.loader import EvalLoader
@@ -86,7 +87,11 @@ def evaluate_target(target: str, options: EvalOptions) -> None:
 def _build_evaluators(trained: TrainedModel, options: EvalOptions) -> list[Evaluator]:
     scheme, config = trained.scheme, trained.config
     criterion = build_criterion(
-        config.loss, scheme.num_classes, scheme.ignore_index, lambda _: [1.0] * len(scheme.names)
+        config.loss,
+        scheme.num_classes,
+        scheme.ignore_index,
+        lambda _: [1.0] * len(scheme.names),
+        num_queries(config.model),
     )
     if trained.criterion is not None:
         criterion.load_state_dict(trained.criterion)  # includes the class weights of the training
@@ -103,7 +108,7 @@ def _build_evaluators(trained: TrainedModel, options: EvalOptions) -> list[Evalu
             scheme.num_classes,
             scheme.ignore_index,
             trained.device,
-            criterion.to(trained.device),
+            criterion.task.to(trained.device),
             host=HostLimit(len(devices)),
         ),
         with_images=options.per_image is not None,

@@ -177,6 +177,10 @@ def combination_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], s
         yield ("schedule", "step_epochs"), "is empty, but schedule.name is step: list the epochs, e.g. [60, 80]"
     if config.model.library == "smp" and config.model.encoder is None:
         yield ("model", "encoder"), "is missing: an smp model needs one, e.g. resnet34"
+    if config.model.library == "segapp":
+        yield from _mask_classification_problems(config)
+    elif config.loss.name == "mask_classification":
+        yield ("loss", "name"), "mask_classification is for model.library: segapp: use ce, or model.name: eomt"
     if config.optim.nesterov and config.optim.momentum == 0:
         yield ("optim", "nesterov"), "needs optim.momentum > 0"
     if isinstance(parallel.gpu0_bsz, int) and train.batch_size and parallel.gpu0_bsz > train.batch_size:
@@ -229,8 +233,26 @@ def combination_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], s
             yield (*path, "class_weights"), f"{term.class_weights} has no weight above 0: nothing would be trained"
         if isinstance(term.class_weights, list) and num_classes is not None and len(term.class_weights) != num_classes:
             yield (*path, "class_weights"), f"has {len(term.class_weights)} values, but data.classes has {num_classes}"
+        if index and term.name == "mask_classification":
+            yield (*path, "name"), "mask_classification cannot be added to another loss: make it loss.name"
         if term.label_smoothing and term.name not in {"ce"}:
             yield (*path, "label_smoothing"), f"is for name: ce, not {term.name}: set it to 0"
+
+
+def _mask_classification_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    loss = config.loss
+    if config.model.encoder is None:
+        yield ("model", "encoder"), "is missing: eomt needs one, e.g. tu-vit_small_patch16_dinov3"
+    if loss.name != "mask_classification":
+        yield ("loss", "name"), f"{loss.name} needs logits per pixel, but eomt learns by loss.name: mask_classification"
+    if loss.plus:
+        yield ("loss", "plus"), "cannot be combined with mask_classification: leave it out"
+    if loss.class_weights is not None:
+        yield ("loss", "class_weights"), "are not used by mask_classification: set them to null"
+    if config.distill is not None:
+        yield ("distill",), "needs logits per pixel, which eomt does not learn by: leave it out (it may be the teacher)"
+    if config.parallel.mode == "model":
+        yield ("parallel", "mode"), "model cannot place eomt's queries: use single, dp or ddp"
 
 
 def _budget_problems(parallel: ParallelConfig) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -11,6 +11,7 @@ from segapp.losses.focal import CriterionFocal
 from segapp.losses.fused.views import Tile, View
 from segapp.losses.inference import Scores, upsample_argmax, upsample_confusion, upsample_logits, upsample_probabilities
 from segapp.losses.lovasz import CriterionLovasz
+from segapp.losses.mask_classification import CriterionMaskClassification, MaskLossFactors
 from segapp.losses.ohem import CriterionOHEM
 
 LOSSES: dict[str, type[AdditiveCriterion]] = {
@@ -20,7 +21,7 @@ LOSSES: dict[str, type[AdditiveCriterion]] = {
     "focal": CriterionFocal,
     "lovasz": CriterionLovasz,
 }
-"""The criteria by their names in a config."""
+"""The criteria of logits per pixel, by their names in a config."""
 
 __all__ = [
     "LOSSES",
@@ -30,8 +31,10 @@ __all__ = [
     "CriterionDistilled",
     "CriterionFocal",
     "CriterionLovasz",
+    "CriterionMaskClassification",
     "CriterionOHEM",
     "CriterionSum",
+    "MaskLossFactors",
     "Outputs",
     "Scores",
     "Statistics",

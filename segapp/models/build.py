@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from segapp.errors import CheckpointError, ConfigError
+from segapp.models.eomt import build_eomt
 from segapp.models.from_smp import build_smp
 from segapp.models.from_torchvision import build_torchvision
 from segapp.models.inspection import inspect_model
@@ -19,7 +20,7 @@ from segapp.models.weights import (
     read_weights_file,
 )
 
-LIBRARIES = ("torchvision", "smp")
+LIBRARIES = ("torchvision", "smp", "segapp")
 
 
 def build_model(
@@ -40,7 +41,7 @@ def build_model(
     `model` section and `num_classes`.
 
     Args:
-        library: `torchvision` or `smp`.
+        library: `torchvision`, `smp`, or `segapp` for `eomt`.
         name: the model's name in that library.
         num_classes: C, at least 1.
         weights: for the whole network: a name of torchvision (`COCO_WITH_VOC_LABELS_V1`, `DEFAULT`) or a local file.
@@ -48,8 +49,9 @@ def build_model(
         weights_backbone: for the backbone: a name of torchvision (`IMAGENET1K_V1`, `DEFAULT`), one of smp's names for
             its encoders (`imagenet`), or a local file. Loaded before `weights`.
         partial_weights: take the tensors that match, also of another backbone or of a part of one.
-        aux: train the auxiliary head of torchvision's FCN and DeepLabV3; the other families have none.
-        encoder: the backbone's name, for smp and for torchvision's bare families.
+        aux: train the auxiliary head of torchvision's FCN and DeepLabV3, and the predictions of EoMT's earlier blocks;
+            the other families have none.
+        encoder: the backbone's name, for smp, for EoMT and for torchvision's bare families.
         options: further arguments of the network, plain values.
 
     Returns:
@@ -73,6 +75,8 @@ def build_model(
         model = build_torchvision(name, num_classes, aux, encoder, options or {})
     elif library == "smp":
         model = build_smp(name, num_classes, encoder, options or {})
+    elif library == "segapp":
+        model = build_eomt(name, num_classes, aux, encoder, options or {})
     else:
         raise unknown_name("model.library", library, "a library of models", LIBRARIES)
     inspect_model(model)
@@ -96,7 +100,7 @@ def _load_whole(model: SegmentationModel, weights: str, *, is_partial: bool) -> 
 def _load_backbone(model: SegmentationModel, weights: str, *, is_partial: bool) -> None:
     key = "model.weights_backbone"
     named = _torchvision_weights(model.encoder_name, key)
-    if model.library == "smp":
+    if model.library != "torchvision":
         named |= _smp_weights(model.encoder_name, key)
     state = read_weights_file(_locate(weights, named, f"weights of backbone {model.encoder_name}", key), key)
     model.record_load(load_weights(model.backbone_module, state, weights, key, is_partial=is_partial))

@@ -50,6 +50,11 @@ FAMILY_NOTES: dict[str, FamilyNote] = {
     "smp/UPerNet": FamilyNote(4, True, "bilinear upsampling by 4"),
     "smp/Segformer": FamilyNote(4, True, "bilinear upsampling by 4"),
     "smp/DPT": FamilyNote(2, True, "bilinear upsampling by 2"),
+    "segapp/eomt": FamilyNote(
+        4,
+        False,
+        "bilinear upsampling of the masks, before their product with the classes, to the input size in an evaluation",
+    ),
 }
 """One note per family, `library/family`."""
 
@@ -61,7 +66,7 @@ class SegmentationModel(nn.Module):
     one keyword argument for each of the first eight attributes.
 
     Attributes:
-        library: `torchvision` or `smp`.
+        library: `torchvision`, `smp` or `segapp`.
         name: the model's name in that library.
         encoder_name: the backbone's name in that library.
         num_classes: C, the channels of every logits tensor.

@@ -19,29 +19,29 @@ from segapp.config.sections.values import (
 class ModelConfig(Section):
     """`model:` the network."""
 
-    library: Literal["torchvision", "smp"] = "torchvision"
-    """torchvision.models.segmentation, or segmentation_models_pytorch."""
+    library: Literal["torchvision", "smp", "segapp"] = "torchvision"
+    """torchvision.models.segmentation, segmentation_models_pytorch, or segapp's own eomt (mask classification)."""
     name: str = "deeplabv3_resnet50"
     """Name of the model in its library."""
     encoder: str | None = None
-    """Encoder of an smp model, e.g. resnet34."""
+    """Encoder of an smp model, e.g. resnet34, or tu- and a model of timm; for eomt a vision transformer of timm."""
     weights: str | None = None
     """Initial weights of the whole model: name of a torchvision weights enum, or a file; null: random."""
     weights_backbone: str | None = None
-    """Initial weights of the backbone: IMAGENET1K_V1 (torchvision), imagenet (smp), or a file; null: random."""
+    """Initial weights of the backbone: IMAGENET1K_V1 (torchvision), imagenet (smp, eomt), or a file; null: random."""
     partial_weights: bool = False
     """Take the tensors of a weights file that match, also of another backbone or of a part of one."""
     aux: bool = True
-    """Build the auxiliary head, if the model has one."""
+    """Build the auxiliary head, if the model has one; for eomt: also learn from the queries before each block."""
     options: dict[str, Any] = {}
-    """Further keyword arguments for the library's constructor."""
+    """Further keyword arguments for the library's constructor; eomt: num_queries, num_blocks, mask_steps, timm's."""
 
 
 class LossTerm(Section):
     """A criterion with its weight in the sum of the terms."""
 
-    name: Literal["ce", "ohem", "dice", "focal", "lovasz"] = "ce"
-    """Criterion: cross-entropy, cross-entropy of hard pixels (ohem), Dice, focal, or Lovász-softmax."""
+    name: Literal["ce", "ohem", "dice", "focal", "lovasz", "mask_classification"] = "ce"
+    """Criterion: cross-entropy, that of hard pixels (ohem), Dice, focal, Lovász-softmax, mask_classification (eomt)."""
     weight: NonNegativeFloat = 1.0
     """Weight of this term in the sum."""
     align_corners: bool = True
@@ -62,6 +62,14 @@ class LossTerm(Section):
     """Focusing exponent gamma (focal)."""
     dice_smooth: NonNegativeFloat = 1.0
     """Added to numerator and denominator (dice)."""
+    mask_class_factor: NonNegativeFloat = 2.0
+    """Factor of the cross-entropy of the queries' classes (mask_classification)."""
+    mask_bce_factor: NonNegativeFloat = 5.0
+    """Factor of the masks' binary cross-entropy (mask_classification)."""
+    mask_dice_factor: NonNegativeFloat = 5.0
+    """Factor of the masks' Dice loss (mask_classification)."""
+    mask_no_object: NonNegativeFloat = 0.1
+    """Weight of queries without a match in the cross-entropy of the classes (mask_classification)."""
 
 
 class LossConfig(LossTerm):

@@ -165,8 +165,8 @@ class _Simulated:
         model: predicts the peaks under any split.
         facts: sizes of the network and the evaluation.
         variants: simulated changes.
-        peaks_mib: peaks of one device: as configured, with the loss at full resolution, with each change, as a rank of
-            ddp; empty without advice.
+        peaks_mib: peaks of one device: as configured, with the loss at full resolution (for a loss of pixels), with
+            each change, as a rank of ddp; empty without advice.
     """
 
     model: MemoryModel
@@ -204,10 +204,15 @@ def _advice_jobs(config: RunConfig, batch_size: int, num_gpus: int, changes: Seq
     alone = SimulationJob("single", (samples,), accumulate=config.train.accumulate)
     return [
         alone,
-        replace(alone, loss="upsampled"),
+        *([replace(alone, loss="upsampled")] if _has_pixel_loss(config) else []),
         *(replace(alone, changes=dict(variant.changes)) for variant in changes),
         replace(alone, mode="ddp", num_ranks=max(2, num_gpus)),
     ]
+
+
+def _has_pixel_loss(config: RunConfig) -> bool:
+    """Return True if the loss is one of logits per pixel, which other programs upsample first."""
+    return config.loss.name != "mask_classification"
 
 
 def _assembled(config: RunConfig, planner: Planner, found: _Simulated) -> MemoryPlan:
@@ -255,10 +260,11 @@ def _advice(
     config: RunConfig, plan: MemoryPlan, planner: Planner, changes: Sequence[Variant], peaks_mib: Sequence[float]
 ) -> list[Advice]:
     row = plan.current or plan.best
-    reference, upsampled, *varied = peaks_mib
+    reference, *varied = peaks_mib
     found = split_advice(row, plan.best, planner)
-    small_loss = Variant("loss", "the loss from low-resolution logits", "the same loss", {}, in_use=True)
-    found.append(variant_advice(small_loss, reference, upsampled, plan.best, planner))
+    if _has_pixel_loss(config):
+        small_loss = Variant("loss", "the loss from low-resolution logits", "the same loss", {}, in_use=True)
+        found.append(variant_advice(small_loss, reference, varied.pop(0), plan.best, planner))
     for variant, peak in zip(changes, varied, strict=False):
         found.append(variant_advice(variant, reference, peak, plan.best, planner))
     gradients = planner.model.first[0].get("step/gradients")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from segapp.build.criterion import build_criterion
 from segapp.build.devices import DevicePlan, Mode
 from segapp.build.formats import uses_channels_last
-from segapp.build.network import build_network, check_sizes, set_batchnorm_momentum
+from segapp.build.network import build_network, check_sizes, num_queries, set_batchnorm_momentum
 from segapp.build.optimizer import build_optimizer, build_parameter_groups
 from segapp.build.trained import TrainedState
 from segapp.config import RunConfig
@@ -28,6 +28,7 @@ from segapp.inference.normalize import NormalizedInput, Normalizer
 from segapp.losses import AdditiveCriterion
 from segapp.memory.simulation.jobs import LossStyle
 from segapp.models import Critic, SegmentationModel
+from segapp.models.eomt import EomtModel
 from segapp.optim import WeightAverage
 from segapp.parallel import (
     BalancedDataParallel,
@@ -55,6 +56,8 @@ from segapp.train.step.build_distill import (
 from segapp.train.step.deterministic import make_deterministic, refusal
 from segapp.train.step.distill import DistilledInput
 from segapp.train.step.engine import StepEngine, StepModules
+from segapp.train.step.participant import StepParticipant
+from segapp.train.step.update_count import UpdateCount
 from segapp.train.telemetry.device_memory import DeviceMemoryTracker
 
 
@@ -248,7 +251,9 @@ class StepAssembler:
             class_weights: returns the weights (C) of a rule by its name.
             style: any but "small" computes the loss from upsampled logits.
         """
-        criterion = build_criterion(self.config.loss, self.scheme.num_classes, self.scheme.ignore_index, class_weights)
+        scheme, section = self.scheme, self.config.loss
+        queries = num_queries(self.config.model)
+        criterion = build_criterion(section, scheme.num_classes, scheme.ignore_index, class_weights, queries)
         if style != "small":
             for part in criterion.modules():
                 if hasattr(part, "implementation"):
@@ -318,10 +323,13 @@ class StepAssembler:
             inner.compile_training()
         optimizer = build_optimizer(config.optim, build_parameter_groups(config.optim, model, precision))
         average = None if config.train.ema is None else WeightAverage(model, config.train.ema)
-        participants = []
+        participants: list[StepParticipant] = []
+        criterion = parts.criterion
         if isinstance(inner, DistilledInput):
             participants.append(build_distillation(config, network, inner, device, ranks))
-        criterion = distilled_criterion(config, parts.criterion) if participants else parts.criterion
+            criterion = distilled_criterion(config, criterion)
+        if isinstance(model, EomtModel) and model.masking is not None:
+            participants.append(UpdateCount(model.masking))
         least, needs_samples = 1, None
         is_split = rank_split is not None or isinstance(network, DataParallelModel)
         if backend.has_values and is_split and not config.parallel.sync_bn:

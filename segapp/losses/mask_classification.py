@@ -1,0 +1,219 @@
+"""Loss of mask classification: a set of queries, each with a class and a mask, is matched to the classes of an image.
+
+Cheng et al., "Masked-attention Mask Transformer for Universal Image Segmentation" (Mask2Former, CVPR 2022), section
+3.2; for semantic segmentation every class in an image is one mask. The published loss samples random points of each
+mask. Here all pixels count, so that nothing is random: a logit stands for the cell of pixels that it covers, and the
+target of a cell is the share of its area that each class has.
+
+Shapes: N images, P predictions (the last one first, then one of each earlier block), Q queries, C classes, h x w of the
+mask logits, L = h w cells, H x W of the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from segapp.losses.additive import AdditiveCriterion, Statistics, reciprocal_or_zero
+from segapp.losses.cross_entropy import CriterionCE
+from segapp.losses.fused.checks import check_inputs, check_target_range, class_ids
+from segapp.losses.fused.reference import compute_dtype
+from segapp.losses.matching import match_queries
+
+
+@dataclass(frozen=True)
+class MaskLossFactors:
+    """Factors of the terms in the loss and in the cost of a match; the values of Mask2Former.
+
+    Attributes:
+        classes: of the cross-entropy of the queries' classes.
+        bce: of the binary cross-entropy of the masks.
+        dice: of the Dice loss of the masks.
+        no_object: weight of the class "no object", which queries without a match learn, in the cross-entropy.
+    """
+
+    classes: float = 2.0
+    bce: float = 5.0
+    dice: float = 5.0
+    no_object: float = 0.1
+
+
+class CriterionMaskClassification(AdditiveCriterion):
+    """Cross-entropy of the queries' classes, and binary cross-entropy and Dice loss of the matched masks.
+
+    Statistics: (class loss sum, BCE sum, Dice sum, number of masks, weight sum of the classes). The last two follow
+    from the target alone: an image with k classes has min(k, Q) matches. The masks' terms are divided by the number of
+    masks of the whole step, the classes' term by its weight sum. Images without a valid pixel count nowhere.
+
+    Its outputs are (mask logits (N, Q, h, w), class logits (N, Q, C + 1)) of the last prediction, then the same pair of
+    each earlier block.
+
+    Args:
+        num_queries: Q.
+        factors: of the terms.
+        ignore_index: target id that counts nowhere.
+        align_corners: of the upsampling of the semantic logits in an evaluation.
+        aux_weight: factor of each earlier block's loss.
+
+    Raises:
+        ValueError: num_queries is less than 1, or a factor is negative.
+    """
+
+    is_linear = True
+    num_statistics = 5
+
+    def __init__(
+        self,
+        num_queries: int,
+        num_classes: int,
+        *,
+        factors: MaskLossFactors | None = None,
+        ignore_index: int = 255,
+        align_corners: bool = False,
+        aux_weight: float = 1.0,
+    ) -> None:
+        super().__init__()
+        factors = factors or MaskLossFactors()
+        if num_queries < 1:
+            raise ValueError(f"num_queries={num_queries}: give at least 1")
+        for name, value in vars(factors).items():
+            if not value >= 0:
+                raise ValueError(f"{name}={value}: give a number of at least 0")
+        self.num_queries, self.num_classes, self.factors = num_queries, num_classes, factors
+        self.ignore_index, self.aux_weight = ignore_index, float(aux_weight)
+        self._task = CriterionCE(ignore_index=ignore_index, align_corners=align_corners)
+
+    @property
+    def task(self) -> AdditiveCriterion:
+        """The cross-entropy of the semantic logits, which the network returns in evaluation mode."""
+        return self._task
+
+    def terms(self, totals: Statistics) -> dict[str, Tensor]:
+        """Return the three terms of all predictions, not weighted."""
+        return dict(zip(("class", "mask_bce", "mask_dice"), _means(totals), strict=True))
+
+    def statistics(self, outputs: Any, target: Tensor) -> Statistics:
+        """Return the sums of a chunk.
+
+        Args:
+            outputs: mask and class logits of each prediction, as the class describes them.
+            target: class ids (N, H, W); H and W are multiples of h and w.
+
+        Raises:
+            ValueError: shapes that do not fit, ids that are no class.
+        """
+        predictions = list(zip(outputs[::2], outputs[1::2], strict=True))
+        masks = predictions[0][0]
+        check_inputs(masks, target)
+        with torch.autocast(masks.device.type, enabled=False):
+            areas, poison = self._areas(masks, target)
+            found = [_pair_losses(each, areas) for each, _ in predictions]
+            logs = [F.log_softmax(each.to(areas.dtype), -1) for _, each in predictions]
+            costs = torch.stack([self._cost(*each) for each in zip(found, logs, strict=True)], 1)
+            matches = match_queries(costs, areas.sum(2) > 0)
+            rows = [
+                self._sums(pairs, log, match, areas.sum((1, 2)) > 0)
+                for pairs, log, match in zip(found, logs, matches.unbind(1), strict=True)
+            ]
+            columns = (torch.stack(column) for column in zip(*rows, strict=True))
+            class_sum, bce, dice = (column[0] + self.aux_weight * column[1:].sum() for column in columns)
+        if poison is not None:
+            class_sum = class_sum + poison
+        return class_sum, bce, dice, *self.target_statistics(target)[3:]
+
+    def target_statistics(self, target: Tensor) -> Statistics:
+        """Return the statistics with numerators 0; see the base class."""
+        ids, valid = class_ids(target.flatten(1), self.num_classes, self.ignore_index)
+        present = torch.zeros(len(ids), self.num_classes + 1, dtype=torch.bool, device=target.device)
+        present.scatter_(1, torch.where(valid, ids, self.num_classes), True)
+        num_masks = present[:, :-1].sum(1).clamp_max(self.num_queries).double()
+        weights = num_masks + self.factors.no_object * (self.num_queries - num_masks)
+        zero = torch.zeros((), device=target.device)
+        return zero, zero, zero, num_masks.sum(), torch.where(num_masks > 0, weights, 0.0).sum()
+
+    def finalize(self, totals: Statistics) -> Tensor:
+        """Return the weighted sum of the terms; 0 where no pixel was valid."""
+        factors = (self.factors.classes, self.factors.bce, self.factors.dice)
+        loss = sum(factor * mean for factor, mean in zip(factors, _means(totals), strict=True))
+        assert isinstance(loss, Tensor)
+        return loss.to(totals[0].dtype)
+
+    def _areas(self, masks: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the share of each cell that each class covers, (N, C, L), and the scalar of `check_target_range`."""
+        (N, H, W), (h, w), C = target.shape, masks.shape[-2:], self.num_classes
+        if H % h or W % w:
+            raise ValueError(f"masks of {h}x{w} do not divide a target of {H}x{W}: pad the images to a multiple")
+        poison = check_target_range(target, C, self.ignore_index)
+        cells = target.view(N, h, H // h, w, W // w).permute(0, 2, 4, 1, 3).reshape(N, -1, h * w)
+        ids, valid = class_ids(cells, C, self.ignore_index)
+        areas = torch.zeros(N, C, h * w, dtype=compute_dtype(masks), device=masks.device)
+        areas.scatter_add_(1, ids, valid.to(areas.dtype))  # small whole numbers: exact in any order
+        return areas / cells.shape[1], poison
+
+    def _cost(self, pairs: _PairLosses, logs: Tensor) -> Tensor:
+        """Return the cost of each match, (N, Q, C): the loss, with -probability in place of the cross-entropy."""
+        factors = self.factors
+        cost = factors.bce * pairs.bce + factors.dice * pairs.dice - factors.classes * logs[..., :-1].exp()
+        return cost.detach()
+
+    def _sums(self, pairs: _PairLosses, logs: Tensor, match: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
+        """Return the sums of one prediction: class loss, BCE, Dice.
+
+        Args:
+            pairs: losses of every query with every class.
+            logs: log-probabilities of the classes, (N, Q, C + 1).
+            match: query of each class or -1, (N, C).
+            counts: the image has valid pixels, (N,) bool.
+        """
+        (N, Q, _), C = logs.shape, self.num_classes
+        is_matched = match >= 0
+        queries = match.clamp_min(0)
+        bce, dice = (
+            torch.where(is_matched, losses.gather(1, queries[:, None])[:, 0], 0.0).sum()
+            for losses in (pairs.bce, pairs.dice)
+        )
+        classes = torch.arange(C, device=logs.device).expand(N, C)
+        labels = torch.full((N, Q + 1), C, device=logs.device)  # slot Q takes the classes without a query
+        labels = labels.scatter(1, torch.where(is_matched, match, Q), classes)[:, :Q]
+        is_object = (labels < C).to(logs.dtype)
+        weights = (is_object + self.factors.no_object * (1 - is_object)) * counts[:, None]
+        return -(logs.gather(2, labels[..., None])[..., 0] * weights).sum(), bce, dice
+
+
+@dataclass(frozen=True)
+class _PairLosses:
+    """Losses of each query's mask with each class of its image, (N, Q, C) each, differentiable."""
+
+    bce: Tensor
+    dice: Tensor
+
+
+def _pair_losses(masks: Tensor, areas: Tensor) -> _PairLosses:
+    """Return the losses of all pairs, without a tensor of queries x classes x cells.
+
+    With x the logits and t the areas of a class, BCE is the sum of softplus(x) over the valid area minus the sum of
+    x t, and Dice is 1 - (2 sum(sigmoid(x) t) + 1) / (sum(sigmoid(x)) + sum(t) + 1).
+
+    Args:
+        masks: logits (N, Q, h, w).
+        areas: (N, C, L).
+    """
+    logits = masks.flatten(2).to(areas.dtype)
+    valid, by_class = areas.sum(1, keepdim=True), areas.transpose(1, 2)
+    share = reciprocal_or_zero(valid.sum(2, keepdim=True))
+    bce = ((F.softplus(logits) * valid).sum(2, keepdim=True) - logits @ by_class) * share
+    probability = logits.sigmoid()
+    both = (probability * valid).sum(2, keepdim=True) + areas.sum(2)[:, None]
+    return _PairLosses(bce, 1 - (2 * (probability @ by_class) + 1) / (both + 1))
+
+
+def _means(totals: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the means of class loss, BCE and Dice."""
+    classes, bce, dice, num_masks, weights = totals
+    masks = reciprocal_or_zero(num_masks)
+    return classes * reciprocal_or_zero(weights), bce * masks, dice * masks

@@ -1,0 +1,319 @@
+"""EoMT: mask classification with a plain vision transformer, whose last blocks also process learned queries.
+
+Kerssies et al., "Your ViT is Secretly an Image Segmentation Model" (CVPR 2025). timm builds the transformer; the head
+is a linear layer for the queries' classes, a small MLP whose product with the upscaled patches gives the masks, and
+nothing else. Images of any multiple of the patch size are taken.
+
+Shapes: N images, C classes, Q queries, D channels, T tokens (prefix, queries, patches in this order), H x W of the
+input in pixels, h x w of the masks, gh x gw of the grid of patches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from segapp.errors import ConfigError
+from segapp.models.names import unknown_name
+from segapp.models.network import FAMILY_NOTES, SegmentationModel
+
+NUM_QUERIES, NUM_BLOCKS = 100, 4
+"""Defaults of the options `num_queries` and `num_blocks`."""
+_FLOOR = 1e-6
+"""Added to the scores before their logarithm is taken."""
+_ANNEALING_POWER = 0.9
+
+
+class EomtModel(SegmentationModel):
+    """A vision transformer with learned queries in its last blocks.
+
+    In training mode it returns what `CriterionMaskClassification` takes: mask and class logits of the last prediction
+    and, with `has_aux`, of the state before each of the last blocks. In evaluation mode it returns semantic logits.
+
+    Args:
+        encoder: a VisionTransformer or Eva of timm for images of any size, without a classifier.
+        num_queries: Q.
+        num_blocks: blocks at the end that process the queries.
+        aux: in training, also predict before each of these blocks.
+        mask_steps: length in steps of a training in which each query attends only to the patches of its own mask, less
+            and less often, block after block; None: no masked attention.
+        **about: of `SegmentationModel`.
+    """
+
+    def __init__(
+        self,
+        encoder: nn.Module,
+        num_queries: int,
+        num_blocks: int,
+        *,
+        aux: bool,
+        mask_steps: int | None,
+        **about: Any,
+    ) -> None:
+        super().__init__(**about)
+        encoder_: Any = encoder
+        self.encoder = encoder
+        self.num_blocks, self._aux = num_blocks, aux
+        self.num_prefix = int(encoder_.num_prefix_tokens)
+        self.patch_px = int(encoder_.patch_embed.patch_size[0])
+        self.queries = nn.Parameter(torch.randn(num_queries, encoder_.embed_dim))
+        self.decoder = MaskDecoder(encoder_.embed_dim, self.num_classes, self.patch_px)
+        self.masking = None if mask_steps is None else QueryMasking(num_blocks, mask_steps)
+        for block in encoder_.blocks[-num_blocks:]:
+            block.attn.num_prefix_tokens = self.num_prefix + num_queries  # the tokens without rotary embedding
+
+    @property
+    def backbone_module(self) -> nn.Module:
+        """The transformer, for which pretrained weights exist."""
+        return self.encoder
+
+    @property
+    def backbone_prefix(self) -> str:
+        """Prefix of the names of the transformer's tensors, with the dot."""
+        return "encoder."
+
+    @property
+    def has_aux(self) -> bool:
+        """True if it predicts before each of the last blocks in training mode."""
+        return self._aux
+
+    @property
+    def num_queries(self) -> int:
+        """Q."""
+        return len(self.queries)
+
+    def compute_logits(self, images_NCHW: Tensor) -> tuple[Tensor, ...]:
+        """Return what `compute_with_features` returns first."""
+        return self.compute_with_features(images_NCHW)[0]
+
+    def compute_with_features(self, images_NCHW: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Return the outputs, and the upscaled patches (N, D, h, w).
+
+        In training mode the outputs are (mask logits (N, Q, h, w), class logits (N, Q, C + 1)) of the last prediction,
+        then the same pair of each earlier one; in evaluation mode the semantic logits (N, C, h, w).
+        """
+        encoder: Any = self.encoder
+        grid = images_NCHW.shape[-2] // self.patch_px, images_NCHW.shape[-1] // self.patch_px
+        tokens, rope = self._embed(images_NCHW)
+        earlier: list[Tensor] = []
+        first = len(encoder.blocks) - self.num_blocks
+        for number, block in enumerate(encoder.blocks):
+            if number == first:
+                queries = self.queries.expand(len(tokens), -1, -1).to(tokens.dtype)
+                tokens = torch.cat([tokens[:, : self.num_prefix], queries, tokens[:, self.num_prefix :]], 1)
+            options = {} if rope is None else {"rope": rope}
+            if number >= first and self.training and self._aux:
+                masks, classes, _ = self._predict(tokens, grid)
+                earlier += [masks, classes]
+                if self.masking is not None:
+                    options["attn_mask"] = self.masking(masks, number - first, grid, self.num_prefix)
+            tokens = block(tokens, **options)
+        masks, classes, features = self._predict(tokens, grid)
+        if self.training:
+            return (masks, classes, *earlier), features
+        return (semantic_logits(masks, classes),), features
+
+    def _embed(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the tokens before the first block, (N, prefix + gh gw, D), and the rotary embedding, if any."""
+        encoder: Any = self.encoder
+        embedded = encoder._pos_embed(encoder.patch_embed(images))
+        tokens, rope = embedded if isinstance(embedded, tuple) else (embedded, None)
+        return encoder.norm_pre(tokens), rope
+
+    def _predict(self, tokens: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+        encoder: Any = self.encoder
+        normed = encoder.norm(tokens)[:, self.num_prefix :]
+        queries, patches = normed[:, : self.num_queries], normed[:, self.num_queries :]
+        outputs: tuple[Tensor, Tensor, Tensor] = self.decoder(queries, patches.transpose(1, 2).unflatten(2, grid))
+        return outputs
+
+
+class MaskDecoder(nn.Module):
+    """Class and mask logits from the tokens of queries and patches.
+
+    Args:
+        channels: D.
+        num_classes: C.
+        patch_px: side of a patch; the masks have a stride of 4 pixels for patches of 16.
+    """
+
+    def __init__(self, channels: int, num_classes: int, patch_px: int) -> None:
+        super().__init__()
+        self.class_head = nn.Linear(channels, num_classes + 1)
+        layers = [nn.Linear(channels, channels) for _ in range(3)]
+        self.mask_head = nn.Sequential(layers[0], nn.GELU(), layers[1], nn.GELU(), layers[2])
+        self.upscale = nn.Sequential(*[UpscaleBlock(channels) for _ in range(num_upscales(patch_px))])
+
+    def forward(self, queries: Tensor, patches: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return mask logits (N, Q, h, w), class logits (N, Q, C + 1) and the upscaled patches (N, D, h, w).
+
+        Args:
+            queries: (N, Q, D).
+            patches: (N, D, gh, gw).
+        """
+        features = self.upscale(patches)
+        masks = torch.einsum("nqd,ndhw->nqhw", self.mask_head(queries), features)
+        return masks, self.class_head(queries), features
+
+
+class UpscaleBlock(nn.Module):
+    """Doubles height and width: transposed convolution, GELU, depthwise 3x3 convolution, LayerNorm over channels."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose2d(channels, channels, 2, stride=2)
+        self.mix = nn.Conv2d(channels, channels, 3, padding=1, groups=channels, bias=False)
+        self.norm = nn.LayerNorm(channels, eps=1e-6)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return (N, D, 2h, 2w) from (N, D, h, w)."""
+        mixed = self.mix(F.gelu(self.up(features)))
+        normed: Tensor = self.norm(mixed.permute(0, 2, 3, 1))
+        return normed.permute(0, 3, 1, 2)
+
+
+class QueryMasking(nn.Module):
+    """Masked attention that fades away during training: a query attends only to the patches of its predicted mask.
+
+    The share of masked queries falls from 1 to 0 as (1 - progress)^0.9, one block after another: block i of B between
+    the shares (i + 1) / (B + 2) and (i + 2) / (B + 2) of the training, as in the published configs. Which queries are
+    masked follows from the number of updates alone, so that no split of a batch changes it; the published code draws
+    them for each image. An evaluation has no masks: it measures the network that will be used.
+
+    Args:
+        num_blocks: B.
+        num_steps: steps of the training.
+    """
+
+    num_updates: Tensor
+
+    def __init__(self, num_blocks: int, num_steps: int) -> None:
+        super().__init__()
+        self.num_blocks, self.num_steps = num_blocks, num_steps
+        self.register_buffer("num_updates", torch.zeros((), dtype=torch.int64))
+
+    def count_update(self) -> None:
+        """Count an update of the weights; without waiting for the device."""
+        self.num_updates.add_(1)
+
+    def masked_share(self, block: int) -> Tensor:
+        """Return the share of masked queries in a block, 0 to 1, as a 0-dim tensor."""
+        step_of_unit = self.num_steps / (self.num_blocks + 2)
+        progress = (self.num_updates / step_of_unit - (block + 1)).clamp(0, 1)
+        return (1 - progress) ** _ANNEALING_POWER
+
+    def forward(self, masks: Tensor, block: int, grid: tuple[int, int], num_prefix: int) -> Tensor:
+        """Return which tokens attend to which, (N, 1, T, T) bool.
+
+        Args:
+            masks: logits (N, Q, h, w).
+            block: number of the block, counted from the first one with queries.
+            grid: patches along height and width.
+            num_prefix: tokens before the queries.
+        """
+        N, Q = masks.shape[:2]
+        inside = F.interpolate(masks.detach(), grid, mode="bilinear", align_corners=False).flatten(2) > 0
+        # Multiples of the golden ratio, modulo 1, spread evenly over the queries and over the steps.
+        numbers = torch.arange(Q, device=masks.device) + Q * (self.num_updates * self.num_blocks + block)
+        is_free = numbers * 2654435761 % 2**32 >= self.masked_share(block) * 2**32
+        patches = num_prefix + Q
+        T = patches + inside.shape[2]
+        attends = torch.ones(N, 1, T, T, dtype=torch.bool, device=masks.device)
+        attends[:, 0, num_prefix:patches, patches:] = inside | is_free[:, None]
+        return attends
+
+
+def num_upscales(patch_px: int) -> int:
+    """Return how often the patches' height and width are doubled: to a stride of 4, or 7 for patches of 14."""
+    return max(1, int(math.log2(patch_px)) - 2)
+
+
+def semantic_logits(masks: Tensor, classes: Tensor) -> Tensor:
+    """Return the logarithm of each class's score, (N, C, h, w) in float32 or better.
+
+    The score of a pixel and class is the sum over the queries of class probability x mask probability (Cheng et al.,
+    MaskFormer, NeurIPS 2021, section 3.4), here at the masks' resolution; its logarithm is what the program's
+    upsampling, softmax and argmax take as logits, and softmax gives the scores divided by their sum.
+
+    Args:
+        masks: logits (N, Q, h, w).
+        classes: logits (N, Q, C + 1), "no object" last.
+    """
+    wide = torch.promote_types(masks.dtype, torch.float32)
+    with torch.autocast(masks.device.type, enabled=False):
+        probability = classes.to(wide).softmax(-1)[..., :-1]
+        scores = torch.einsum("nqc,nqhw->nchw", probability, masks.to(wide).sigmoid())
+        return (scores + _FLOOR).log()
+
+
+def build_eomt(
+    name: str, num_classes: int, aux: bool, encoder: str | None, options: Mapping[str, Any]
+) -> SegmentationModel:
+    """Return a network with random weights.
+
+    Args:
+        name: `eomt`.
+        num_classes: C.
+        aux: in training, also predict before each of the last blocks.
+        encoder: `tu-` and a vision transformer of timm.
+        options: `num_queries`, `num_blocks`, `mask_steps` (see `EomtModel`); the others are arguments of timm's model.
+
+    Raises:
+        ConfigError: an unknown name, an encoder that is no plain vision transformer, or options that do not suit it.
+    """
+    if name.lower() != "eomt":
+        raise unknown_name("model.name", name, "a model of segapp", ("eomt",))
+    own = {"num_queries": NUM_QUERIES, "num_blocks": NUM_BLOCKS, "mask_steps": None}
+    settings = {key: options.get(key, default) for key, default in own.items()}
+    for key, value in settings.items():
+        if not (isinstance(value, int) and not isinstance(value, bool) and value >= 1) and value != own[key]:
+            raise ConfigError(f"model.options: {key} = {value!r} is not a whole number of at least 1")
+    if settings["mask_steps"] is not None and not aux:
+        raise ConfigError("model.options: mask_steps needs the predictions of model.aux: set it to true")
+    net = _build_transformer(encoder, {key: value for key, value in options.items() if key not in own})
+    if settings["num_blocks"] > len(net.blocks):
+        raise ConfigError(f"model.options: num_blocks = {settings['num_blocks']}, but {encoder} has {len(net.blocks)}")
+    return EomtModel(
+        net,
+        settings["num_queries"],
+        settings["num_blocks"],
+        aux=aux,
+        mask_steps=settings["mask_steps"],
+        library="segapp",
+        name="eomt",
+        encoder_name=str(encoder),
+        num_classes=num_classes,
+        note=FAMILY_NOTES["segapp/eomt"],
+        size_divisor=int(net.patch_embed.patch_size[0]),
+    )
+
+
+def _build_transformer(encoder: str | None, options: Mapping[str, Any]) -> Any:
+    """Return a plain vision transformer of timm without a classifier, for images of any multiple of its patch."""
+    import timm
+    from timm.models.eva import Eva
+    from timm.models.vision_transformer import VisionTransformer
+
+    example = "tu-vit_small_patch16_dinov3 or tu-vit_small_patch14_dinov2"
+    if encoder is None or not encoder.startswith("tu-") or not timm.is_model(encoder.removeprefix("tu-")):
+        known = [f"tu-{name}" for name in timm.list_models("*vit*")]
+        raise unknown_name("model.encoder", str(encoder), f"a vision transformer of timm, such as {example}", known)
+    arguments = {"num_classes": 0, "global_pool": "", "dynamic_img_size": True, **options}
+    try:
+        net = timm.create_model(encoder.removeprefix("tu-"), pretrained=False, **arguments)
+    except Exception as error:  # timm raises exceptions of any type for wrong arguments
+        raise ConfigError(
+            f"model.encoder: eomt cannot be built with {encoder} and options {dict(options)} ({error}); "
+            f"use a plain vision transformer such as {example}, or other options"
+        ) from error
+    is_plain = isinstance(net, VisionTransformer | Eva) and not getattr(net, "rope_mixed", False)
+    if not is_plain or len(set(cast(Any, net).patch_embed.patch_size)) > 1:
+        raise ConfigError(
+            f"model.encoder: {encoder} is no plain vision transformer with square patches: use one such as {example}"
+        )
+    return net

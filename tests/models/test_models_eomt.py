@@ -1,0 +1,146 @@
+"""EoMT: its transformer against timm's with register tokens, its masks and scores by hand, and what it refuses."""
+
+import copy
+
+import pytest
+import timm
+import torch
+
+from segapp.errors import ConfigError
+from segapp.models import FAMILY_NOTES, build_model
+from segapp.models.eomt import QueryMasking, num_upscales, semantic_logits
+
+DINO_V3, DINO_V2 = "tu-vit_small_patch16_dinov3", "tu-vit_small_patch14_reg4_dinov2"
+SMALL = {"depth": 3, "embed_dim": 48, "num_heads": 3}
+
+
+def build(encoder=DINO_V3, num_classes=5, *, aux=True, **options):
+    torch.manual_seed(0)
+    options = {"num_queries": 7, "num_blocks": 2, **SMALL, **options}
+    return build_model("segapp", "eomt", num_classes, encoder=encoder, aux=aux, options=options)
+
+
+@pytest.mark.parametrize("encoder", [DINO_V3, DINO_V2])
+def test_queries_in_all_blocks_equal_timms_register_tokens(encoder):
+    torch.manual_seed(1)
+    arguments = {**SMALL, "num_classes": 0, "global_pool": "", "dynamic_img_size": True}
+    original = timm.create_model(encoder.removeprefix("tu-"), **arguments).eval()
+    torch.nn.init.normal_(original.reg_token)  # queries take the place of these four
+    name = "num_reg_tokens" if encoder == DINO_V3 else "reg_tokens"
+    model = build(encoder, num_queries=4, num_blocks=3, **{name: 0}).eval()
+    state = original.state_dict()
+    model.queries.data = state.pop("reg_token")[0]
+    model.encoder.load_state_dict(state)
+    seen = []
+    model.decoder.register_forward_pre_hook(lambda _, inputs: seen.append(inputs))
+    images = torch.randn(2, 3, 3 * model.patch_px, 5 * model.patch_px)
+    with torch.no_grad():
+        model(images)
+        expected = original.forward_features(images)
+    ((queries, patches),) = seen
+    torch.testing.assert_close(queries, expected[:, 1:5])
+    torch.testing.assert_close(patches.flatten(2).transpose(1, 2), expected[:, 5:])
+
+
+def test_outputs_have_documented_shapes_at_any_size():
+    model = build()
+    outputs = model(torch.randn(2, 3, 48, 80))
+    assert [tuple(each.shape) for each in outputs] == [(2, 7, 12, 20), (2, 7, 6)] * 3
+    assert model.has_aux
+    assert model.logits_stride == FAMILY_NOTES["segapp/eomt"].stride == 4
+    assert [tuple(each.shape) for each in model.eval()(torch.randn(1, 3, 32, 16))] == [(1, 5, 8, 4)]
+    alone = build(aux=False)
+    assert [tuple(each.shape) for each in alone(torch.randn(2, 3, 48, 80))] == [(2, 7, 12, 20), (2, 7, 6)]
+    with pytest.raises(ValueError, match="takes multiples of 16: pad to 48x80"):
+        model(torch.randn(1, 3, 47, 65))
+
+
+def test_gradient_reaches_every_parameter():
+    model = build(mask_steps=10)
+    sum(output.square().sum() for output in model(torch.randn(2, 3, 32, 48))).backward()
+    assert all(p.requires_grad and p.grad is not None for p in model.parameters())
+    names = {name for name, p in model.named_parameters() if any(p is each for each in model.head_parameters())}
+    assert names == {"queries"} | {name for name, _ in model.named_parameters() if name.startswith("decoder.")}
+
+
+def test_semantic_logits_by_hand():
+    masks = torch.tensor([[[[0.0]], [[2.0]]]], dtype=torch.float64)
+    classes = torch.tensor([[[0.2, 0.3, 0.5], [0.6, 0.1, 0.3]]], dtype=torch.float64).log()
+    sure = 1 / (1 + torch.tensor(-2.0, dtype=torch.float64).exp())
+    expected = torch.stack([0.2 * 0.5 + 0.6 * sure, 0.3 * 0.5 + 0.1 * sure])
+    torch.testing.assert_close(semantic_logits(masks, classes).flatten().exp(), expected, rtol=0, atol=2e-6)
+
+
+def test_masked_share_falls_block_after_block():
+    masking = QueryMasking(2, 400)  # a unit is 100 steps
+    shares = {}
+    for step in (0, 100, 150, 200, 250, 300, 400):
+        masking.num_updates.fill_(step)
+        shares |= {(step, block): float(masking.masked_share(block)) for block in range(2)}
+    half = 0.5**0.9
+    expected = {0: [1, 1], 100: [1, 1], 150: [half, 1], 200: [0, 1], 250: [0, half], 300: [0, 0], 400: [0, 0]}
+    assert shares == pytest.approx({(step, block): row[block] for step, row in expected.items() for block in range(2)})
+
+
+def test_queries_attend_to_their_masks_and_everything_else():
+    masking = QueryMasking(2, 400)
+    masks = torch.full((1, 3, 2, 2), -1.0)
+    masks[0, 1, 0] = 1.0  # query 1 has the upper row
+    attends = masking(masks, 0, (2, 2), num_prefix=1)
+    assert attends.shape == (1, 1, 8, 8)
+    expected = torch.ones(8, 8, dtype=torch.bool)
+    expected[1:4, 4:] = False
+    expected[2, 4:6] = True
+    assert attends[0, 0].equal(expected)
+    masking.num_updates.fill_(400)
+    assert masking(masks, 0, (2, 2), num_prefix=1).all()
+
+
+def test_half_of_the_queries_are_masked_at_a_share_of_half():
+    masking, masks = QueryMasking(1, 300), torch.full((2, 100, 2, 2), -1.0)
+    rows = []
+    for step in range(140, 160):
+        masking.num_updates.fill_(step)
+        attends = masking(masks, 0, (2, 2), num_prefix=0)[:, 0, :100, 100:].all(-1)
+        assert attends[0].equal(attends[1])  # no image differs from another: no split changes it
+        assert float(attends[0].float().mean()) == pytest.approx(1 - float(masking.masked_share(0)), abs=0.02)
+        rows.append(attends[0])
+    assert float(torch.stack(rows).float().mean(0).min()) > 0.2  # no query is always masked
+
+
+def test_evaluation_has_no_masked_attention():
+    model = build(mask_steps=10).eval()
+    plain = copy.deepcopy(model)
+    plain.masking = None
+    images = torch.randn(1, 3, 32, 32)
+    with torch.no_grad():
+        assert model(images)[0].equal(plain(images)[0])
+        model.train()
+        assert not model(images)[0].equal(plain.train()(images)[0])
+
+
+@pytest.mark.parametrize(("patch_px", "stride"), [(8, 4), (14, 7), (16, 4), (32, 4)])
+def test_masks_have_a_stride_of_about_four_pixels(patch_px, stride):
+    assert patch_px / 2 ** num_upscales(patch_px) == stride
+
+
+@pytest.mark.parametrize(
+    ("encoder", "options", "message"),
+    [
+        (None, {}, r"'None' is not a vision transformer of timm, such as tu-vit_small_patch16_dinov3"),
+        ("resnet50", {}, "is not a vision transformer of timm"),
+        ("tu-resnet18", {}, "cannot be built with tu-resnet18"),
+        ("tu-vit_small_patch16_dinov9", {}, "nearest: .*dinov3"),
+        (DINO_V3, {"num_queries": 0}, r"num_queries = 0 is not a whole number of at least 1"),
+        (DINO_V3, {"num_blocks": 4}, r"num_blocks = 4, but .* has 3"),
+        (DINO_V3, {"num_querys": 4}, "cannot be built .*num_querys"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_with_the_next_move(encoder, options, message):
+    with pytest.raises(ConfigError, match=message):
+        build(encoder, **options)
+
+
+def test_masked_attention_needs_predictions_of_earlier_blocks():
+    with pytest.raises(ConfigError, match=r"mask_steps needs the predictions of model\.aux"):
+        build(aux=False, mask_steps=10)
