@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import json
-import zlib
+import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,20 @@ from PIL import Image
 
 from segapp.commands.init import InitRequest, propose_config
 from segapp.datasets.convert.drawing import decode_runs
-from segapp.errors import DataError
+from segapp.errors import DataError, SegappError
+from tests.support.drawn_annotations import (
+    HEIGHT,
+    NAMES,
+    WIDTH,
+    coco,
+    cvat,
+    flat,
+    label_studio,
+    labelme,
+    supervisely,
+    yolo,
+)
 from tests.support.drawn_folders import draw_image, listing, proposed
-
-HEIGHT, WIDTH = 48, 64
-NAMES = [f"{number:04}" for number in range(6)]
-BOX = [(10, 8), (29, 8), (29, 27), (10, 27)]
-SMALL = [(14, 12), (19, 12), (19, 17), (14, 17)]
 
 
 def expected(big: int = 1, small: int = 2) -> np.ndarray:
@@ -36,10 +43,6 @@ def written(tmp_path: Path, name: str) -> np.ndarray:
     return np.asarray(Image.open(tmp_path / "made-masks" / f"{name}.png"))
 
 
-def flat(ring: list[tuple[int, int]]) -> list[float]:
-    return [float(value) for corner in ring for value in corner]
-
-
 def runs_by_column(mask: np.ndarray) -> list[int]:
     """Run lengths in COCO's order, by a loop over the pixels."""
     counts, value = [0], False
@@ -49,23 +52,6 @@ def runs_by_column(mask: np.ndarray) -> list[int]:
             value = not value
         counts[-1] += 1
     return counts
-
-
-def coco(root: Path, segmentation: Any, names: list[str] = NAMES, folder: str = "images") -> None:
-    for name in names:
-        draw_image(root / folder / f"{name}.jpg", (HEIGHT, WIDTH))
-    annotations = []
-    for number in range(len(names)):
-        for category, ring in ((7, SMALL), (3, BOX)):  # the small one first: it must end on top
-            annotations.append({"id": len(annotations), "image_id": number, "category_id": category,
-                                "segmentation": segmentation(ring)})  # fmt: skip
-    content = {
-        "images": [{"id": i, "file_name": f"{name}.jpg"} for i, name in enumerate(names)],
-        "annotations": annotations,
-        "categories": [{"id": 3, "name": "road"}, {"id": 7, "name": "car"}],
-    }
-    (root / "annotations").mkdir(parents=True, exist_ok=True)
-    (root / "annotations" / "instances.json").write_text(json.dumps(content))
 
 
 def as_runs(ring: list[tuple[int, int]]) -> dict[str, Any]:
@@ -154,17 +140,7 @@ def test_coco_panoptic_segments_become_masks(tmp_path: Path) -> None:
 
 def test_yolo_polygons_become_masks(tmp_path: Path) -> None:
     root = tmp_path / "d"
-    for split, names in (("train", NAMES[:4]), ("val", NAMES[4:])):
-        for name in names:
-            draw_image(root / "images" / split / f"{name}.jpg", (HEIGHT, WIDTH))
-            lines = [
-                f"{number} " + " ".join(f"{(x + 0.5) / WIDTH:.8f} {(y + 0.5) / HEIGHT:.8f}" for x, y in ring)
-                for number, ring in ((1, SMALL), (0, BOX))
-            ]
-            path = root / "labels" / split / f"{name}.txt"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("\n".join(lines))
-    (root / "data.yaml").write_text("train: images/train\nval: images/val\nnames:\n  0: road\n  1: car\n")
+    yolo(root)
     config, _, names_of = proposed(root, tmp_path / "made.yaml")
     assert config.data.classes == ["background", "road", "car"]
     assert (len(names_of["train"]), len(names_of["val"])) == (4, 2)
@@ -172,21 +148,8 @@ def test_yolo_polygons_become_masks(tmp_path: Path) -> None:
 
 
 def test_labelme_shapes_become_masks_later_on_top(tmp_path: Path) -> None:
-    root = tmp_path / "d"
-    piece = io.BytesIO()
-    Image.fromarray(np.full((6, 6), 255, np.uint8)).save(piece, "PNG")
-    for name in NAMES:
-        draw_image(root / f"{name}.jpg", (HEIGHT, WIDTH))
-        shapes = [
-            {"label": "road", "shape_type": "polygon", "points": BOX},
-            {"label": "car", "shape_type": "mask", "points": [[14, 12], [19, 17]],
-             "mask": base64.b64encode(piece.getvalue()).decode()},
-            {"label": "ignore", "shape_type": "rectangle", "points": [[40, 30], [49, 39]]},
-        ]  # fmt: skip
-        (root / f"{name}.json").write_text(
-            json.dumps({"imagePath": f"{name}.jpg", "shapes": shapes, "imageData": None})
-        )
-    config, _, _ = proposed(root, tmp_path / "made.yaml")
+    labelme(tmp_path / "d")
+    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
     assert config.data.classes == ["background", "car", "road"]
     wanted = expected(2, 1)
     wanted[30:40, 40:50] = 255
@@ -206,57 +169,15 @@ def test_annotations_that_are_all_bad_are_an_error(tmp_path: Path) -> None:
     assert not (tmp_path / "made.yaml").exists()
 
 
-def brush(mask: np.ndarray) -> list[int]:
-    """Label Studio's run lengths of a mask as alpha: each pixel's four values as one run, by an independent writer."""
-    bits = f"{mask.size * 4:032b}{7:05b}" + "".join(f"{length - 1:04b}" for length in (1, 2, 3, 8))
-    for pixel in mask.ravel():
-        if pixel:  # a repeated run of four, 2 bits of length
-            bits += f"1{1:02b}{3:02b}{255:08b}"
-        else:  # four values one by one
-            bits += f"0{1:02b}{3:02b}" + f"{0:08b}" * 4
-    bits += "0" * (-len(bits) % 8)
-    return [int(bits[at : at + 8], 2) for at in range(0, len(bits), 8)]
-
-
-def percent(ring: list[tuple[int, int]]) -> list[list[float]]:
-    return [[(x + 0.5) / WIDTH * 100, (y + 0.5) / HEIGHT * 100] for x, y in ring]
-
-
-def small_piece() -> np.ndarray:
-    mask = np.zeros((HEIGHT, WIDTH), bool)
-    mask[12:18, 14:20] = True
-    return mask
-
-
 def test_label_studio_polygons_and_brushes_become_masks(tmp_path: Path) -> None:
-    tasks = []
-    for name in NAMES:
-        draw_image(tmp_path / "d" / "images" / f"{name}.jpg", (HEIGHT, WIDTH))
-        result = [
-            {"type": "polygonlabels", "value": {"points": percent(BOX), "polygonlabels": ["road"]}},
-            {"type": "brushlabels", "value": {"format": "rle", "rle": brush(small_piece()), "brushlabels": ["car"]}},
-        ]
-        annotations = [{"was_cancelled": True, "result": []}, {"was_cancelled": False, "result": result}]
-        tasks.append({"data": {"image": f"/data/upload/3/1a2b3c4d-{name}.jpg"}, "annotations": annotations})
-    (tmp_path / "d" / "export.json").write_text(json.dumps(tasks))
+    label_studio(tmp_path / "d")
     config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
     assert config.data.classes == ["background", "car", "road"]
     assert (written(tmp_path, "images/0002") == expected(2, 1)).all()
 
 
 def test_cvat_shapes_become_masks_by_z_order(tmp_path: Path) -> None:
-    entries = []
-    for number, name in enumerate(NAMES):
-        draw_image(tmp_path / "d" / "images" / f"{name}.jpg", (HEIGHT, WIDTH))
-        points = ";".join(f"{x}.0,{y}.0" for x, y in BOX)
-        entries.append(
-            f'<image id="{number}" name="{name}.jpg" width="{WIDTH}" height="{HEIGHT}">'
-            f'<mask label="car" rle="7,3,1,25" left="14" top="12" width="6" height="6" z_order="1"/>'
-            f'<polygon label="road" points="{points}" z_order="0"/></image>'
-        )
-    labels = "".join(f"<label><name>{name}</name></label>" for name in ("road", "car"))
-    text = f"<annotations><version>1.1</version><meta><task><labels>{labels}</labels></task></meta>{''.join(entries)}"
-    (tmp_path / "d" / "annotations.xml").write_text(text + "</annotations>")
+    cvat(tmp_path / "d")
     config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
     assert config.data.classes == ["background", "car", "road"]
     wanted = expected(2, 2)
@@ -267,21 +188,8 @@ def test_cvat_shapes_become_masks_by_z_order(tmp_path: Path) -> None:
 
 
 def test_supervisely_polygons_with_holes_and_bitmaps(tmp_path: Path) -> None:
-    root = tmp_path / "d"
-    data = io.BytesIO()
-    Image.fromarray(np.full((6, 6), 255, np.uint8)).save(data, "PNG")
-    bitmap = {"data": base64.b64encode(zlib.compress(data.getvalue())).decode(), "origin": [40, 30]}
-    for name in NAMES:
-        draw_image(root / "ds0" / "img" / f"{name}.jpg", (HEIGHT, WIDTH))
-        objects = [
-            {"classTitle": "road", "geometryType": "polygon", "points": {"exterior": BOX, "interior": [SMALL]}},
-            {"classTitle": "car", "geometryType": "bitmap", "bitmap": bitmap},
-        ]
-        (root / "ds0" / "ann").mkdir(exist_ok=True)
-        content = {"size": {"height": HEIGHT, "width": WIDTH}, "objects": objects}
-        (root / "ds0" / "ann" / f"{name}.jpg.json").write_text(json.dumps(content))
-    (root / "meta.json").write_text(json.dumps({"classes": [{"title": "road"}, {"title": "car"}]}))
-    config, _, _ = proposed(root, tmp_path / "made.yaml")
+    supervisely(tmp_path / "d")
+    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
     assert config.data.classes == ["background", "car", "road"]
     mask = written(tmp_path, "ds0/img/0000")
     assert (mask[30:36, 40:46] == 1).all()
@@ -309,3 +217,106 @@ def test_parquet_rows_become_images_and_masks(tmp_path: Path) -> None:
     assert (len(names["train"]), len(names["val"])) == (5, 2)
     mask = written(tmp_path, "masks/train/train-00000-of-00001-000004")
     assert (mask == expected(1, 1)).all()
+
+
+# --- malformed annotations -------------------------------------------------------------------------------------------
+
+STRANGE: tuple[Any, ...] = (None, -1, 1e999, 2**70, "", "x", "\u00b2", [], {}, True, 1.5, [[]], {"id": 1})
+
+
+def mutate_json(text: str, draw: random.Random) -> str:
+    """Returns JSON with one to three values replaced or removed, anywhere."""
+    content = json.loads(text)
+    for _ in range(draw.randint(1, 3)):
+        node = content
+        while True:
+            keys = list(node) if isinstance(node, dict) else list(range(len(node)))
+            if not keys:
+                break
+            key = draw.choice(keys)
+            if isinstance(node[key], dict | list) and node[key] and draw.random() < 0.8:
+                node = node[key]
+                continue
+            if draw.random() < 0.25:
+                del node[key]
+            else:
+                node[key] = draw.choice(STRANGE)
+            break
+    return json.dumps(content)
+
+
+def mutate_xml(text: str, draw: random.Random) -> str:
+    """Returns XML with one to three attributes replaced, renamed or removed, or cut short."""
+    for _ in range(draw.randint(1, 3)):
+        found = draw.choice(list(re.finditer(r'([a-z_]+)="([^"]*)"', text)))
+        value = draw.choice(["", "x", "-1", "1.5", "1e999", "nan", str(2**70), ";;", ",", "\u00b2"])
+        new = draw.choice([f'{found[1]}="{value}"', f'x="{value}"', ""])
+        text = text[: found.start()] + new + text[found.end() :]
+    return text[: draw.randint(len(text) // 2, len(text))] if draw.random() < 0.1 else text
+
+
+def mutate_lines(text: str, draw: random.Random) -> str:
+    """Returns text with one to three words replaced or removed."""
+    words = re.split(r"(\s+)", text)
+    for _ in range(draw.randint(1, 3)):
+        words[draw.randrange(len(words))] = draw.choice(["", "-1", "nan", "1e999", "\u00b2", str(2**70), "x", "0"])
+    return "".join(words)
+
+
+MUTATE = {".json": mutate_json, ".xml": mutate_xml, ".txt": mutate_lines, ".yaml": mutate_lines}
+
+
+@pytest.mark.parametrize(
+    "draw_folder",
+    [lambda root: coco(root, lambda ring: [flat(ring)], NAMES), lambda root: coco(root, as_runs, NAMES),
+     yolo, labelme, label_studio, cvat, supervisely],
+    ids=["coco", "coco-runs", "yolo", "labelme", "label-studio", "cvat", "supervisely"],
+)  # fmt: skip
+def test_malformed_annotations_are_errors_of_segapp(draw_folder: Any, tmp_path: Path) -> None:
+    root, out = tmp_path / "d", tmp_path / "made.yaml"
+    draw_folder(root)
+    valid = {path: path.read_text() for path in sorted(root.rglob("*")) if path.suffix in MUTATE}
+    outcomes = set()
+    for seed in range(15):
+        draw = random.Random(seed)
+        path = draw.choice(list(valid))
+        path.write_text(MUTATE[path.suffix](valid[path], draw))
+        try:
+            propose_config(InitRequest(root, out, force=True))
+            outcomes.add("config")
+        except SegappError:
+            outcomes.add("error")
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {path.name}: {path.read_text()[:2000]}") from error
+        path.write_text(valid[path])
+    assert "config" in outcomes, "most entries are still good"
+
+
+def test_unreadable_annotations_are_named_with_their_kind(tmp_path: Path) -> None:
+    coco(tmp_path / "d", lambda ring: [flat(ring)])
+    path = tmp_path / "d" / "annotations" / "instances.json"
+    content = json.loads(path.read_text())
+    del content["categories"][0]["id"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(DataError, match="look like those of COCO, but cannot be read: 'id' is missing"):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
+
+
+def test_more_classes_than_a_mask_holds_are_one_error(tmp_path: Path) -> None:
+    coco(tmp_path / "d", lambda ring: [flat(ring)])
+    path = tmp_path / "d" / "annotations" / "instances.json"
+    content = json.loads(path.read_text())
+    content["categories"] = [{"id": number, "name": f"c{number}"} for number in range(300)]
+    path.write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"instances\.json: 301 classes, but masks of 8 bits hold 255"):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
+
+
+def test_cvat_orders_by_fractions_and_supervisely_by_titles(tmp_path: Path) -> None:
+    cvat(tmp_path / "c")
+    path = tmp_path / "c" / "annotations.xml"
+    path.write_text(path.read_text().replace('z_order="1"', 'z_order="1.5"'))
+    assert proposed(tmp_path / "c", tmp_path / "c.yaml")[0].data.classes == ["background", "car", "road"]
+    supervisely(tmp_path / "s")
+    (tmp_path / "s" / "meta.json").write_text(json.dumps({"classes": [{"title": "road"}, {"name": "car"}]}))
+    assert proposed(tmp_path / "s", tmp_path / "s.yaml")[0].data.classes == ["background", "car", "road"]

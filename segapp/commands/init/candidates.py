@@ -46,10 +46,10 @@ def find_candidates(tree: Tree) -> list[Candidate]:
         layouts = [one for one in layouts if not known & {(pair.image, pair.mask) for pair in one.pairs}]
         layouts = [listed, *(layout for layout in layouts if layout.confidence > 0.5)]
     layouts = [with_listed_splits(tree, layout) for layout in layouts]
-    found: list[Candidate] = [*find_conversions(tree, has_masks=bool(layouts) and layouts[0].confidence >= 0.8)]
-    found += layouts
+    conversions, problems = find_conversions(tree, has_masks=bool(layouts) and layouts[0].confidence >= 0.8)
+    found: list[Candidate] = [*conversions, *layouts]
     if not found:
-        raise DataError(_nothing_known(tree))
+        raise DataError(f"{shown(tree.root)}: {'; '.join(problems)}" if problems else _nothing_known(tree))
     return sorted(found, key=lambda one: -one.confidence)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,8 @@ from segapp.datasets.survey.encoding import Classes
 from segapp.run.text import printable
 
 IGNORED = 255
+LARGE_PX = 8_000_000
+"""Images beyond this are evaluated in windows: whole, they need gigabytes on the device."""
 RARE_SHARE = 0.01
 """Share of the pixels below which class weights are proposed."""
 
@@ -97,8 +98,6 @@ def _lines(facts: Facts) -> Iterator[ConfigLine]:
     yield ConfigLine(f"name: {_quoted(facts.name)}")
     yield from _data_lines(facts)
     yield ConfigLine(f"  crop_px: [{crop[0]}, {crop[1]}]", crop_reason)
-    workers = min(8, max(1, (os.cpu_count() or 2) // max(1, num_gpus))) if num_gpus else 1
-    yield ConfigLine(f"  workers: {workers}", f"{os.cpu_count() or 1} processor cores")
     if sum(h * w * 4 for h, w in content.sizes_px) / len(content.sizes_px) * num_train < 2 << 30:
         yield ConfigLine("  cache: ram", "the decoded data set needs less than 2 GiB")
     yield ConfigLine("model:")
@@ -128,6 +127,9 @@ def _lines(facts: Facts) -> Iterator[ConfigLine]:
     yield ConfigLine("eval:")
     every = max(1, epochs // 20)
     yield ConfigLine(f"  every_epochs: {every}", "about twenty evaluations")
+    largest_px = max(h * w for h, w in content.sizes_px)
+    if largest_px > LARGE_PX:
+        yield ConfigLine("  slide: true", f"windows of crop_px: the largest image has {largest_px / 1e6:.0f} Mpx")
 
 
 def _crop(content: MaskContent) -> tuple[tuple[int, int], str]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, PngImagePlugin
@@ -21,7 +22,7 @@ from PIL import Image, PngImagePlugin
 from segapp.datasets.files import read_header, shown
 from segapp.datasets.survey.hypotheses import Pair
 from segapp.errors import DataError, storage_errors
-from segapp.run.files import remove_dead_temporaries, remove_quietly, temporary_name
+from segapp.run.files import remove_dead_temporaries, remove_quietly, write_atomic
 
 IGNORED = 255
 MAX_CLASSES = 255
@@ -29,6 +30,18 @@ _DIGEST_KEY = "segapp-annotation"
 _RULES = "1"
 """Version of the drawing rules: masks of another one are drawn again."""
 _MAX_NAMED = 5
+
+BAD_ENTRY: tuple[type[Exception], ...] = (
+    ValueError,
+    KeyError,
+    TypeError,
+    IndexError,
+    AttributeError,
+    OverflowError,
+    zlib.error,
+    cv2.error,
+)
+"""What reading an entry raises that has other types, numbers or keys than its format says."""
 
 Mask = NDArray[np.uint8]
 
@@ -42,7 +55,7 @@ class Item:
         target: mask to write, relative to the folder of the masks, without extension.
         origin: file and entry of the annotation, for messages.
         content: what the mask depends on; its digest marks the finished file.
-        paint: returns the mask, (H, W); raises DataError, ValueError, KeyError, TypeError, IndexError for a bad entry.
+        paint: returns the mask, (H, W); raises DataError, or one of BAD_ENTRY.
         split: "train", "val", "test", if the data say it.
         scene: folders of the image.
         image_bytes: the image's file, if it is not one on disk already.
@@ -138,7 +151,7 @@ def write_masks(
                 num_kept += 1
             else:
                 _write(path, _encoded(item.paint(), digest))
-        except (DataError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        except (DataError,) + BAD_ENTRY as error:  # noqa: RUF005 - mypy does not see through the star
             remove_quietly(path)
             problems.append(f"{item.origin}: {_reason(error)}")
             continue
@@ -165,10 +178,14 @@ def digest_of(content: Any) -> str:
 def _reason(error: Exception) -> str:
     if isinstance(error, DataError):
         return str(error)
-    what = f"{error}".strip() or "no reason given"
+    return f"the entry cannot be read ({problem_of(error)}): correct or remove it"
+
+
+def problem_of(error: Exception) -> str:
+    """Return what is wrong with an entry, of one of the errors of BAD_ENTRY."""
     if isinstance(error, KeyError):
-        what = f"{error} is missing"
-    return f"the entry cannot be read ({what}): correct or remove it"
+        return f"{error} is missing"
+    return str(error).strip().partition("\n")[0] or "no reason given"
 
 
 def _is_finished(path: Path, digest: str) -> bool:
@@ -192,13 +209,7 @@ def _encoded(mask: Mask, digest: str) -> bytes:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write a file under a temporary name and rename it."""
+    """Write a file that is there whole or not at all, after a power cut too."""
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.parent / temporary_name()
-        try:
-            temporary.write_bytes(data)
-            os.replace(temporary, path)
-        except BaseException:
-            remove_quietly(temporary)
-            raise
+        write_atomic(path, data)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from xml.etree import ElementTree
 
 import cv2
 
 from segapp.datasets.convert.conversion import Conversion, Item, Mask
-from segapp.datasets.convert.drawing import blank_mask, decode_runs, fill_polygon, paste
+from segapp.datasets.convert.drawing import decode_runs, fill_polygon, paste
 from segapp.datasets.convert.sources import (
     Images,
     class_values,
     coverage_words,
     first_bytes,
     mask_target,
+    painter,
     split_said,
 )
 from segapp.datasets.files import read_bytes, shown
@@ -48,7 +49,7 @@ def find_cvat(tree: Tree) -> Conversion | None:
             image = images.find(name, path)
             if image is not None:
                 shapes: list[_Shape] = [(one.tag, dict(one.attrib)) for one in entry if one.tag in _KINDS]
-                shapes.sort(key=lambda shape: int(shape[1].get("z_order") or 0))
+                shapes.sort(key=lambda shape: float(shape[1].get("z_order") or 0))
                 found.append((path, name, image, shapes))
                 labels |= dict.fromkeys(shape["label"] for _, shape in shapes if "label" in shape)
     if not found:
@@ -60,7 +61,7 @@ def find_cvat(tree: Tree) -> Conversion | None:
             mask_target(image),
             f"{shown(path)}: image {shown(name)}",
             shapes,
-            _painter(images, image, shapes, values),
+            painter(images, image, shapes, lambda mask, shape: _draw(mask, shape, values), "shape"),
             split_said(image),
         )
         for path, name, image, shapes in found
@@ -69,21 +70,9 @@ def find_cvat(tree: Tree) -> Conversion | None:
     return Conversion("cvat", "CVAT", names, items, 0.97 * len(items) / total, evidence, "the labels, by name")
 
 
-def _painter(images: Images, image: str, shapes: Sequence[_Shape], values: Mapping[str, int]) -> Callable[[], Mask]:
-    def paint() -> Mask:
-        height, width = images.size_of(image)
-        mask = blank_mask(height, width)
-        for number, (kind, shape) in enumerate(shapes):
-            try:
-                _draw(mask, kind, shape, values[shape["label"]])
-            except (ValueError, KeyError) as error:
-                raise ValueError(f"{kind} {number}: {error}") from error
-        return mask
-
-    return paint
-
-
-def _draw(mask: Mask, kind: str, shape: Mapping[str, str], value: int) -> None:
+def _draw(mask: Mask, kind_and_shape: _Shape, values: Mapping[str, int]) -> None:
+    kind, shape = kind_and_shape
+    value = values[shape["label"]]
     if kind == "polygon":
         corners = [tuple(float(side) for side in corner.split(",")) for corner in shape["points"].split(";") if corner]
         fill_polygon(mask, [corners], value)

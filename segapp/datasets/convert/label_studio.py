@@ -5,14 +5,14 @@ Of a task the first annotation that was not cancelled is taken; its regions are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from segapp.datasets.convert.conversion import Conversion, Item, Mask
-from segapp.datasets.convert.drawing import blank_mask, fill_polygon
+from segapp.datasets.convert.drawing import fill_polygon
 from segapp.datasets.convert.sources import (
     Images,
     class_values,
@@ -20,6 +20,7 @@ from segapp.datasets.convert.sources import (
     first_bytes,
     load_json,
     mask_target,
+    painter,
     split_said,
 )
 from segapp.datasets.files import shown
@@ -45,13 +46,18 @@ def find_label_studio(tree: Tree) -> Conversion | None:
             total += 1
             said = next((value for value in task["data"].values() if isinstance(value, str)), "")
             image = images.find(said, path)
-            kept = [one for one in task["annotations"] if not one.get("was_cancelled")]
+            annotations = [one for one in task["annotations"] if isinstance(one, dict)]
+            kept = [one for one in annotations if not one.get("was_cancelled")]
             if image is not None and kept:
-                regions = [one for one in kept[0].get("result", []) if one.get("type") in _KINDS]
+                regions = [
+                    one for one in kept[0].get("result", []) if not isinstance(one, dict) or one.get("type") in _KINDS
+                ]
                 found.append((path, number, image, regions))
     if not found:
         return None
-    labels = {name for _, _, _, regions in found for region in regions for name in _labels(region)}
+    labels = {
+        name for _, _, _, regions in found for region in regions if isinstance(region, dict) for name in _labels(region)
+    }
     names, values = class_values(labels, found[0][0])
     items = [
         Item(
@@ -59,7 +65,7 @@ def find_label_studio(tree: Tree) -> Conversion | None:
             mask_target(image),
             f"{shown(path)}: task {number}",
             regions,
-            _painter(images, image, regions, values),
+            painter(images, image, regions, lambda mask, region: _draw(mask, region, values), "region"),
             split_said(image),
         )
         for path, number, image, regions in found
@@ -70,25 +76,14 @@ def find_label_studio(tree: Tree) -> Conversion | None:
 
 
 def _labels(region: Mapping[str, Any]) -> list[str]:
-    return [str(name) for name in region.get("value", {}).get(region["type"], [])]
+    value = region.get("value")
+    names = value.get(region["type"]) if isinstance(value, dict) else None
+    return [str(name) for name in names] if isinstance(names, list) else []
 
 
-def _painter(images: Images, image: str, regions: Sequence[Any], values: Mapping[str, int]) -> Callable[[], Mask]:
-    def paint() -> Mask:
-        height, width = images.size_of(image)
-        mask = blank_mask(height, width)
-        for number, region in enumerate(regions):
-            try:
-                _draw(mask, region, values[_labels(region)[0]])
-            except (ValueError, KeyError, TypeError, IndexError) as error:
-                raise ValueError(f"region {number}: {error}") from error
-        return mask
-
-    return paint
-
-
-def _draw(mask: Mask, region: Mapping[str, Any], value: int) -> None:
+def _draw(mask: Mask, region: Mapping[str, Any], values: Mapping[str, int]) -> None:
     height, width = mask.shape
+    value = values[_labels(region)[0]]
     content = region["value"]
     if region["type"] == "brushlabels":
         mask[decode_brush(content["rle"], height, width)] = value

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import cv2
 import numpy as np
 
 from segapp.datasets.convert.conversion import Conversion, Item, Mask
-from segapp.datasets.convert.drawing import blank_mask, fill_polygon, paste
+from segapp.datasets.convert.drawing import fill_polygon, paste
 from segapp.datasets.convert.sources import (
     Images,
     class_values,
@@ -19,6 +19,7 @@ from segapp.datasets.convert.sources import (
     first_bytes,
     load_json,
     mask_target,
+    painter,
     split_said,
 )
 from segapp.datasets.files import shown
@@ -52,7 +53,7 @@ def find_labelme(tree: Tree) -> Conversion | None:
                 mask_target(image),
                 shown(path),
                 shapes,
-                _painter(images, image, shapes, values),
+                painter(images, image, shapes, lambda mask, shape: draw_shape(mask, shape, values), "shape"),
                 split_said(image),
             )
         )
@@ -60,26 +61,13 @@ def find_labelme(tree: Tree) -> Conversion | None:
     return Conversion("labelme", "labelme", names, items, 0.97 * len(items) / total, evidence, "the labels, by name")
 
 
-def _painter(images: Images, image: str, shapes: Sequence[Any], values: Mapping[str, int]) -> Callable[[], Mask]:
-    def paint() -> Mask:
-        height, width = images.size_of(image)
-        mask = blank_mask(height, width)
-        for number, shape in enumerate(shapes):
-            try:
-                draw_shape(mask, shape, values[str(shape["label"])])
-            except (ValueError, KeyError, TypeError, IndexError) as error:
-                raise ValueError(f"shape {number}: {error}") from error
-        return mask
-
-    return paint
-
-
-def draw_shape(mask: Mask, shape: Mapping[str, Any], value: int) -> None:
+def draw_shape(mask: Mask, shape: Mapping[str, Any], values: Mapping[str, int]) -> None:
     """Draw a shape in place: polygon, rectangle, circle, mask, linestrip; points are left out.
 
     Raises:
         ValueError: its kind is unknown, or it has too few points.
     """
+    value = values[str(shape["label"])]
     kind, points = shape.get("shape_type") or "polygon", shape["points"]
     if kind == "polygon":
         fill_polygon(mask, [points], value)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
-from segapp.datasets.convert.conversion import IGNORED, check_classes
+from segapp.datasets.convert.conversion import BAD_ENTRY, IGNORED, Mask, check_classes, problem_of
+from segapp.datasets.convert.drawing import blank_mask
 from segapp.datasets.files import open_regular, read_header, shown
 from segapp.datasets.survey.families import parse_file
 from segapp.datasets.survey.tree import Tree
@@ -88,6 +89,26 @@ class Images:
         """
         header = read_header(self._tree.root / path)
         return header.height_px, header.width_px
+
+
+def painter(
+    images: Images, image: str, objects: Sequence[Any], draw: Callable[[Mask, Any], None], noun: str = "object"
+) -> Callable[[], Mask]:
+    """Return a function that paints the mask of an image: its objects in their order, later ones on top.
+
+    It raises ValueError, with the number of the object, where `draw` raises an error of BAD_ENTRY.
+    """
+
+    def paint() -> Mask:
+        mask = blank_mask(*images.size_of(image))
+        for number, one in enumerate(objects):
+            try:
+                draw(mask, one)
+            except BAD_ENTRY as error:
+                raise ValueError(f"{noun} {number}: {problem_of(error)}") from error
+        return mask
+
+    return paint
 
 
 def split_said(path: str) -> str | None:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import base64
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import cv2
 import numpy as np
 
 from segapp.datasets.convert.conversion import Conversion, Item, Mask
-from segapp.datasets.convert.drawing import blank_mask, fill_polygon, paste
+from segapp.datasets.convert.drawing import fill_polygon, paste
 from segapp.datasets.convert.sources import (
     Images,
     class_values,
     coverage_words,
     load_json,
     mask_target,
+    painter,
     split_said,
 )
 from segapp.datasets.files import shown
@@ -46,35 +47,23 @@ def find_supervisely(tree: Tree) -> Conversion | None:
     meta = (
         next((load_json(tree, path) for path in tree.others_named(".json") if path.endswith("meta.json")), None) or {}
     )
-    labels = {str(one["title"]): None for one in meta.get("classes", [])}
-    labels |= {str(one.get("classTitle")): None for _, _, objects in found for one in objects}
+    classes = meta.get("classes") if isinstance(meta, dict) else None
+    known = [one for one in classes if isinstance(one, dict)] if isinstance(classes, list) else []
+    objects_in = [one for _, _, objects in found for one in objects if isinstance(one, dict)]
+    labels = dict.fromkeys(str(one["title"]) for one in known if "title" in one)
+    labels |= dict.fromkeys(str(one["classTitle"]) for one in objects_in if "classTitle" in one)
     names, values = class_values(labels, found[0][0])
-    items = [
-        Item(
-            image, mask_target(image), shown(path), objects, _painter(images, image, objects, values), split_said(image)
-        )
-        for path, image, objects in found
-    ]
+    items = []
+    for path, image, objects in found:
+        paint = painter(images, image, objects, lambda mask, one: _draw(mask, one, values))
+        items.append(Item(image, mask_target(image), shown(path), objects, paint, split_said(image)))
     evidence = (f"{total} files of Supervisely", coverage_words(len(items), total, "files"), f"{len(names)} classes")
     reason = "the classes of the project, by name"
     return Conversion("supervisely", "Supervisely", names, items, 0.97 * len(items) / total, evidence, reason)
 
 
-def _painter(images: Images, image: str, objects: Sequence[Any], values: Mapping[str, int]) -> Callable[[], Mask]:
-    def paint() -> Mask:
-        height, width = images.size_of(image)
-        mask = blank_mask(height, width)
-        for number, one in enumerate(objects):
-            try:
-                _draw(mask, one, values[str(one["classTitle"])])
-            except (ValueError, KeyError, TypeError, IndexError, zlib.error) as error:
-                raise ValueError(f"object {number}: {error}") from error
-        return mask
-
-    return paint
-
-
-def _draw(mask: Mask, one: Mapping[str, Any], value: int) -> None:
+def _draw(mask: Mask, one: Mapping[str, Any], values: Mapping[str, int]) -> None:
+    value = values[str(one["classTitle"])]
     kind = one["geometryType"]
     if kind == "polygon":
         fill_polygon(mask, [one["points"]["exterior"], *one["points"].get("interior", [])], value)

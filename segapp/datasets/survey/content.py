@@ -23,6 +23,9 @@ MAX_MASK_PX = 400_000_000
 MAX_COLORS = 256
 """Colours of one mask that are counted, the most frequent; a mask with more is a photograph, or saved with loss."""
 
+UNREADABLE = (DataError, OSError, ValueError, SyntaxError)
+"""What `stored_pixels` raises for a mask that cannot be read."""
+
 
 @dataclass
 class MaskContent:
@@ -138,7 +141,7 @@ def count_pixels(path: Path, *, as_rgb: bool) -> _Counted | None:
     """Return the pixels by value or by colour of one mask; None if it cannot be read."""
     try:
         pixels, format = stored_pixels(path, as_rgb=as_rgb)
-    except (DataError, OSError, ValueError, SyntaxError):
+    except UNREADABLE:
         return None
     if pixels.ndim == 2:
         return _Counted(_histogram(pixels), {}, format in ("JPEG", "MPO"), False)
@@ -146,6 +149,15 @@ def count_pixels(path: Path, *, as_rgb: bool) -> _Counted | None:
     most = sorted(histogram, key=lambda code: -histogram[code])[:MAX_COLORS]
     colors = {(code >> 16, code >> 8 & 255, code & 255): histogram[code] for code in most}
     return _Counted({}, colors, format in ("JPEG", "MPO"), len(histogram) > MAX_COLORS)
+
+
+def reason_unread(path: Path) -> str:
+    """Return why a mask cannot be read."""
+    try:
+        stored_pixels(path, as_rgb=False)
+    except UNREADABLE as error:
+        return str(error).removeprefix(f"{shown(path)}: ") or type(error).__name__
+    return "it can be read now"
 
 
 def stored_pixels(path: Path, *, as_rgb: bool) -> tuple[NDArray[np.uint8 | np.int64], str]:

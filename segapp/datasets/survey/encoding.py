@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from segapp.datasets.files import shown
 from segapp.datasets.layouts.published_classes import Color
 from segapp.datasets.survey.class_files import ClassFile, described
-from segapp.datasets.survey.content import MAX_COLORS, MaskContent
+from segapp.datasets.survey.content import MAX_COLORS, MaskContent, reason_unread
 from segapp.datasets.survey.palettes import recognise, recognise_values
 from segapp.errors import DataError
 
@@ -65,7 +65,10 @@ def read_classes(content: MaskContent, files: Sequence[ClassFile], mask: str) ->
             "config with each pixel set to the nearest of the frequent values"
         )
     if not content.values and not content.colors:
-        raise DataError(f"none of {content.num_all} masks can be read, such as {shown(mask)}: save them as PNG of ids")
+        reason = f" ({reason_unread(content.unread[0])})" if content.unread else ""
+        raise DataError(
+            f"none of {content.num_all} masks can be read, such as {shown(mask)}{reason}: save them as PNG of ids"
+        )
     if content.colors:
         return _from_colors(content, files)
     values = sorted(content.values)

@@ -45,6 +45,12 @@ PALETTES = (
         published.CITYSCAPES_COLORS,
         parse_colors("000000 6f4a00 510051 faaaa0 e6968c b4a5b4 966464 96785a 00005a 00006e 141414"),
     ),
+    PublishedPalette(
+        "ADE20K (road and skyscraper have one colour: both are road)",
+        tuple(name for name in published.ADE20K_NAMES if name != "skyscraper"),
+        tuple(dict.fromkeys(published.ADE20K_COLORS)),
+        BLACK,
+    ),
     PublishedPalette("PASCAL VOC", published.VOC_NAMES, published.VOC_COLORS, parse_colors("e0e0c0")),
     PublishedPalette(
         "LoveDA",
@@ -98,7 +104,8 @@ def recognise(colors: Collection[Color]) -> list[PublishedPalette]:
     found = []
     for palette in PALETTES:
         own, named = set(colors) - set(palette.ignored), set(palette.colors)
-        if own <= named and (len(own) >= _LEAST_COLORS or (len(own) >= 2 and len(own) / len(named) >= _LEAST_SHARE)):
+        least = max(_LEAST_COLORS, len(named) // 15)  # many colours of a large palette occur in others too
+        if own <= named and (len(own) >= least or (len(own) >= 2 and len(own) / len(named) >= _LEAST_SHARE)):
             found.append((len(own) / len(named), palette))
     return [palette for _, palette in sorted(found, key=lambda one: -one[0])]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from segapp.datasets.layouts.published_classes import CAMVID_COLORS, CAMVID_NAMES, VOC_COLORS
+from segapp.datasets.layouts.published_classes import ADE20K_COLORS, CAMVID_COLORS, CAMVID_NAMES, VOC_COLORS
 from segapp.datasets.survey.palettes import PALETTES, recognise
 from tests.support.drawn_folders import IDS, SIZE, draw, draw_image, draw_mask, proposed
 
@@ -75,6 +75,8 @@ def test_palettes_are_told_apart_by_their_colours() -> None:
         assert len(palette.names) == len(palette.colors) == len(set(palette.colors))
         assert recognise(palette.colors)[0] is palette, palette.title
     assert recognise(VOC_COLORS[:6])[0].title == "PASCAL VOC"
+    assert recognise(ADE20K_COLORS[:12])[0].title.startswith("ADE20K")
+    assert recognise([(255, 0, 0), (0, 0, 255), (255, 255, 0), (255, 0, 255)]) == []
     assert recognise([(0, 0, 0), (1, 2, 3), (200, 100, 0), (9, 9, 9)]) == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import cv2
@@ -18,6 +19,7 @@ from segapp.errors import ConfigError, DataError
 from tests.support import drawn_folders
 from tests.support.drawn_folders import BINARY, listing
 from tests.support.runs import segapp
+from tests.support.terminals import terminal
 
 
 def draw(
@@ -183,10 +185,40 @@ def test_jpeg_masks_are_refused_or_cleaned_on_request(tmp_path: Path) -> None:
     assert config.data.mask_root == str(tmp_path / "made-masks")
 
 
-def test_two_likely_layouts_are_named_and_one_is_taken(tmp_path: Path) -> None:
+def test_large_images_are_evaluated_in_windows_workers_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both(tmp_path / "d", "images", "masks", np.arange(3, dtype=np.uint8))
+    config = proposed(tmp_path / "d", tmp_path)
+    assert (config.data.workers, config.eval.slide) == ("auto", False)
+    monkeypatch.setattr("segapp.commands.init.text.LARGE_PX", 80 * 112 - 1)
+    assert proposed(tmp_path / "d", tmp_path, force=True).eval.slide
+
+
+def test_masks_that_cannot_be_read_are_told_with_the_reason(tmp_path: Path) -> None:
+    both(tmp_path / "d", "images", "masks", np.arange(3, dtype=np.uint8))
+    for path in (tmp_path / "d" / "masks").rglob("*.png"):
+        path.write_bytes(path.read_bytes()[:60])
+    with pytest.raises(DataError, match=r"none of 8 masks can be read, such as .*\(.*(truncated|cut|damaged)"):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
+
+
+def readable_in_two_ways(root: Path) -> None:
     names = [f"{i:04}" for i in range(10)]
-    drawn_folders.draw(tmp_path / "d", names, "images/{}.jpg", "masks/{}.png")
-    drawn_folders.draw(tmp_path / "d", names, "images/{}.jpg", "labels/{}.png", BINARY)
+    drawn_folders.draw(root, names, "images/{}.jpg", "masks/{}.png")
+    drawn_folders.draw(root, names, "images/{}.jpg", "labels/{}.png", BINARY)
+
+
+def test_terminal_asks_for_the_layout_and_takes_the_answer(tmp_path: Path) -> None:
+    readable_in_two_ways(tmp_path / "d")
+    with terminal("init", "d", "--out", "made.yaml", cwd=tmp_path) as shown:
+        shown.wait_for("number of the layout (none: stop): ")
+        (number,) = re.findall(rb"\n  (\d)  labels\r", shown.output)
+        shown.type(f"{number.decode()}\n")
+        assert shown.wait() == 0, shown.output
+    assert load_config(tmp_path / "made.yaml").data.label_map == {255: 1}
+
+
+def test_two_likely_layouts_are_named_and_one_is_taken(tmp_path: Path) -> None:
+    readable_in_two_ways(tmp_path / "d")
     page = tmp_path / "page.html"
     with pytest.raises(AmbiguousLayoutError, match=r"2 ways.*--layout NAME \((masks, labels|labels, masks)\)"):
         propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml", html=page))

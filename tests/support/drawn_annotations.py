@@ -1,0 +1,142 @@
+"""Small folders of images with annotations in other programs' formats: BOX with SMALL on top, in every image."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from tests.support.drawn_folders import draw_image
+
+HEIGHT, WIDTH = 48, 64
+NAMES = [f"{number:04}" for number in range(6)]
+BOX = [(10, 8), (29, 8), (29, 27), (10, 27)]
+SMALL = [(14, 12), (19, 12), (19, 17), (14, 17)]
+
+
+def flat(ring: list[tuple[int, int]]) -> list[float]:
+    return [float(value) for corner in ring for value in corner]
+
+
+def coco(root: Path, segmentation: Any, names: list[str] = NAMES, folder: str = "images") -> None:
+    for name in names:
+        draw_image(root / folder / f"{name}.jpg", (HEIGHT, WIDTH))
+    annotations = []
+    for number in range(len(names)):
+        for category, ring in ((7, SMALL), (3, BOX)):  # the small one first: it must end on top
+            annotations.append({"id": len(annotations), "image_id": number, "category_id": category,
+                                "segmentation": segmentation(ring)})  # fmt: skip
+    content = {
+        "images": [{"id": i, "file_name": f"{name}.jpg"} for i, name in enumerate(names)],
+        "annotations": annotations,
+        "categories": [{"id": 3, "name": "road"}, {"id": 7, "name": "car"}],
+    }
+    (root / "annotations").mkdir(parents=True, exist_ok=True)
+    (root / "annotations" / "instances.json").write_text(json.dumps(content))
+
+
+def yolo(root: Path) -> None:
+    """YOLO polygons with data.yaml."""
+    for split, names in (("train", NAMES[:4]), ("val", NAMES[4:])):
+        for name in names:
+            draw_image(root / "images" / split / f"{name}.jpg", (HEIGHT, WIDTH))
+            lines = [
+                f"{number} " + " ".join(f"{(x + 0.5) / WIDTH:.8f} {(y + 0.5) / HEIGHT:.8f}" for x, y in ring)
+                for number, ring in ((1, SMALL), (0, BOX))
+            ]
+            path = root / "labels" / split / f"{name}.txt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("\n".join(lines))
+    (root / "data.yaml").write_text("train: images/train\nval: images/val\nnames:\n  0: road\n  1: car\n")
+
+
+def labelme(root: Path) -> None:
+    """labelme: a polygon, a mask, an ignored box."""
+    piece = io.BytesIO()
+    Image.fromarray(np.full((6, 6), 255, np.uint8)).save(piece, "PNG")
+    for name in NAMES:
+        draw_image(root / f"{name}.jpg", (HEIGHT, WIDTH))
+        shapes = [
+            {"label": "road", "shape_type": "polygon", "points": BOX},
+            {"label": "car", "shape_type": "mask", "points": [[14, 12], [19, 17]],
+             "mask": base64.b64encode(piece.getvalue()).decode()},
+            {"label": "ignore", "shape_type": "rectangle", "points": [[40, 30], [49, 39]]},
+        ]  # fmt: skip
+        (root / f"{name}.json").write_text(
+            json.dumps({"imagePath": f"{name}.jpg", "shapes": shapes, "imageData": None})
+        )
+
+
+def brush(mask: np.ndarray) -> list[int]:
+    """Label Studio's run lengths of a mask as alpha: each pixel's four values as one run, by an independent writer."""
+    bits = f"{mask.size * 4:032b}{7:05b}" + "".join(f"{length - 1:04b}" for length in (1, 2, 3, 8))
+    for pixel in mask.ravel():
+        if pixel:  # a repeated run of four, 2 bits of length
+            bits += f"1{1:02b}{3:02b}{255:08b}"
+        else:  # four values one by one
+            bits += f"0{1:02b}{3:02b}" + f"{0:08b}" * 4
+    bits += "0" * (-len(bits) % 8)
+    return [int(bits[at : at + 8], 2) for at in range(0, len(bits), 8)]
+
+
+def percent(ring: list[tuple[int, int]]) -> list[list[float]]:
+    return [[(x + 0.5) / WIDTH * 100, (y + 0.5) / HEIGHT * 100] for x, y in ring]
+
+
+def small_piece() -> np.ndarray:
+    mask = np.zeros((HEIGHT, WIDTH), bool)
+    mask[12:18, 14:20] = True
+    return mask
+
+
+def label_studio(root: Path) -> None:
+    """Label Studio: a polygon and a brush stroke."""
+    tasks = []
+    for name in NAMES:
+        draw_image(root / "images" / f"{name}.jpg", (HEIGHT, WIDTH))
+        result = [
+            {"type": "polygonlabels", "value": {"points": percent(BOX), "polygonlabels": ["road"]}},
+            {"type": "brushlabels", "value": {"format": "rle", "rle": brush(small_piece()), "brushlabels": ["car"]}},
+        ]
+        annotations = [{"was_cancelled": True, "result": []}, {"was_cancelled": False, "result": result}]
+        tasks.append({"data": {"image": f"/data/upload/3/1a2b3c4d-{name}.jpg"}, "annotations": annotations})
+    (root / "export.json").write_text(json.dumps(tasks))
+
+
+def cvat(root: Path) -> None:
+    """CVAT: a polygon and run lengths in front of it."""
+    entries = []
+    for number, name in enumerate(NAMES):
+        draw_image(root / "images" / f"{name}.jpg", (HEIGHT, WIDTH))
+        points = ";".join(f"{x}.0,{y}.0" for x, y in BOX)
+        entries.append(
+            f'<image id="{number}" name="{name}.jpg" width="{WIDTH}" height="{HEIGHT}">'
+            f'<mask label="car" rle="7,3,1,25" left="14" top="12" width="6" height="6" z_order="1"/>'
+            f'<polygon label="road" points="{points}" z_order="0"/></image>'
+        )
+    labels = "".join(f"<label><name>{name}</name></label>" for name in ("road", "car"))
+    text = f"<annotations><version>1.1</version><meta><task><labels>{labels}</labels></task></meta>{''.join(entries)}"
+    (root / "annotations.xml").write_text(text + "</annotations>")
+
+
+def supervisely(root: Path) -> None:
+    """Supervisely: a polygon with a hole, and a bitmap."""
+    data = io.BytesIO()
+    Image.fromarray(np.full((6, 6), 255, np.uint8)).save(data, "PNG")
+    bitmap = {"data": base64.b64encode(zlib.compress(data.getvalue())).decode(), "origin": [40, 30]}
+    for name in NAMES:
+        draw_image(root / "ds0" / "img" / f"{name}.jpg", (HEIGHT, WIDTH))
+        objects = [
+            {"classTitle": "road", "geometryType": "polygon", "points": {"exterior": BOX, "interior": [SMALL]}},
+            {"classTitle": "car", "geometryType": "bitmap", "bitmap": bitmap},
+        ]
+        (root / "ds0" / "ann").mkdir(exist_ok=True)
+        content = {"size": {"height": HEIGHT, "width": WIDTH}, "objects": objects}
+        (root / "ds0" / "ann" / f"{name}.jpg.json").write_text(json.dumps(content))
+    (root / "meta.json").write_text(json.dumps({"classes": [{"title": "road"}, {"title": "car"}]}))
