@@ -44,8 +44,8 @@ class DataConfig(Section):
     photometric: bool | NonNegativeFloat = True
     """Jitter of brightness, contrast, saturation and hue: true, false, or a strength (1.0 is the same as true)."""
     augment: Transforms = None
-    """Transforms of albumentations in order: a list, or a file of A.save; null: crop, flip and colours as scale, hflip,
-    cat_max_ratio and photometric say (segapp train --print-config shows that list)."""
+    """Transforms in order: a list of names in albumentations or own parts, or a file of A.save; null: crop, flip and
+    colours as scale, hflip, cat_max_ratio and photometric say (segapp train --print-config shows that list)."""
     mean: tuple[Number, Number, Number] = (0.485, 0.456, 0.406)
     """Mean subtracted in normalisation, RGB in 0..1; default: ImageNet's."""
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = (0.229, 0.224, 0.225)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,11 +11,11 @@ from pydantic import BeforeValidator
 
 from segapp.config.yaml_reader import parse_yaml
 from segapp.errors import ConfigError
+from segapp.parts import is_part
 
 MAX_FILE_BYTES = 1 << 20
 
 _CLASS = "__class_fullname__"
-_PART = re.compile(r"^[^:\s]+:[A-Za-z_][A-Za-z0-9_.]*$")
 _COMPOSE_OPTIONS = {_CLASS, "p", "transforms", "is_check_shapes", "seed", "strict", "save_applied_params"}
 _DEFAULTS_IN_FILES = {"fill_mask": 0, "mask_interpolation": 0}
 """Arguments that albumentations writes with these values where they were not given; segapp has better defaults."""
@@ -35,7 +34,7 @@ def parse_transforms(value: object) -> object:
     if value is None:
         return None
     if isinstance(value, str):
-        return [{value: {}}] if _PART.match(value) else _read_transforms(Path(value))
+        return [{value: {}}] if is_part(value) else _read_transforms(Path(value))
     if not isinstance(value, list | tuple):
         raise ValueError("a list of transforms is expected, or a file, or package.module:factory")
     return [_entry(each, f"entry {number}") for number, each in enumerate(value)]

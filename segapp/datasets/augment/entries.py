@@ -3,17 +3,21 @@
 import difflib
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import albumentations as A
 import cv2
+from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from segapp.datasets.augment.color import PhotometricChange
 from segapp.datasets.augment.crop import ScaledCrop
 from segapp.errors import ConfigError
+from segapp.parts import build_part, is_part
+
+Pixels = NDArray[Any]
 
 Entry = Mapping[str, Mapping[str, Any]]
 """One transform of a list: {name: {argument: value}}."""
@@ -73,6 +77,8 @@ class TransformBuilder:
     def build(self, entry: Entry, place: str, resize_px: tuple[int, int] | None = None) -> Any:
         """Return the transform of an entry, or None after noting its problems."""
         ((name, given),) = entry.items()
+        if is_part(name):
+            return self._own(name, given, place)
         kind = find_transform(name)
         if isinstance(kind, str):
             self.problems.append(f"{place}: {kind}")
@@ -93,6 +99,28 @@ class TransformBuilder:
         if len(self.problems) > before:
             return None
         return self._made(kind, {**self._defaults(kind, resize_px), **arguments}, place)
+
+    def _own(self, name: str, options: Mapping[str, Any], place: str) -> Any:
+        """Return the transform that an own part makes, or None after noting a problem."""
+        offered = {"crop_px": self.crop_px, "ignore_index": self.ignore_index}
+        try:
+            made = build_part(name, place, options, offered=offered, options_key=place)
+        except ConfigError as error:
+            self.problems.append(str(error))
+            return None
+        if isinstance(made, list | tuple) and made and all(isinstance(each, _TRANSFORMS) for each in made):
+            return A.Sequential(list(made), p=1.0)
+        if isinstance(made, A.Compose):
+            return A.Sequential(made.transforms, p=made.p)
+        if isinstance(made, _TRANSFORMS):
+            return made
+        if callable(made):
+            return SeededFunction(made)
+        self.problems.append(
+            f"{place} = {name} makes a {type(made).__name__}: return a transform of albumentations, a list of them, "
+            "or a function of (image, mask, seed)"
+        )
+        return None
 
     def _check_names(self, kind: type, arguments: Mapping[str, Any], place: str) -> None:
         known = [name for name in _parameters(kind) if name not in _GIVEN]
@@ -136,6 +164,21 @@ class TransformBuilder:
                 self.problems.append(f"{place}: {error}: change its arguments")
         return None
 
+
+class SeededFunction(A.DualTransform):  # type: ignore[misc]  # albumentations has no types
+    """A function of (image, mask, seed), which returns image and mask, as a transform."""
+
+    def __init__(self, function: Callable[[Pixels, Pixels, int], tuple[Pixels, Pixels]]) -> None:
+        super().__init__(p=1.0)
+        self.function = function
+
+    def __call__(self, *args: Any, force_apply: bool = False, **data: Any) -> dict[str, Any]:
+        """Return the data with the function's image and mask."""
+        image, mask = self.function(data["image"], data["mask"], self.seed)
+        return {**data, "image": image, "mask": mask}
+
+
+_TRANSFORMS = (A.BasicTransform, A.BaseCompose)
 
 _GIVEN = ("ignore_index", "resize_px", "strict")
 """Arguments that segapp gives."""
