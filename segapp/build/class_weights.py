@@ -68,10 +68,9 @@ def cached_frequencies(
     path = folder / f"frequencies-{digest.hexdigest()[:24]}.json"
     try:
         kept: Any = json.loads(path.read_text())
-        arguments: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in kept.items()}
-        return ClassFrequencies(**arguments)
+        return ClassFrequencies(**{key: _as_tuples(value) for key, value in kept.items()})
     except (OSError, ValueError, AttributeError, TypeError):
-        pass  # no cache file, or an invalid one: count
+        pass  # no cache file, an invalid one, or an older one: count
     frequencies = count()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -81,3 +80,7 @@ def cached_frequencies(
     except OSError:
         pass  # without a cache the next run counts again
     return frequencies
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(_as_tuples(each) for each in value) if isinstance(value, list) else value

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from segapp.build.sampling import build_mix
 from segapp.config import DataConfig
 from segapp.datasets.augment import EvalTransform, TrainTransform
 from segapp.datasets.augment.probe import check_transform
@@ -140,7 +141,9 @@ def build_dataset(
                 f"data.cache = {data.cache} cannot be used for {split} ({error}): every image is decoded each time it "
                 "is read; name another folder in data.cache_dir, or set data.cache to none"
             )
-    return SegmentationDataset(pairs, scheme, transform, seed=seed, cache=cache, notes=notes)
+    dataset = SegmentationDataset(pairs, scheme, transform, seed=seed, cache=cache, notes=notes)
+    dataset.mix = build_mix(data, scheme.ignore_index) if is_training else None
+    return dataset
 
 
 def _cache_files(data: DataConfig, split: str, scheme: ClassScheme, ranks: Ranks) -> CacheFiles:

@@ -15,11 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from segapp.datasets.augment.mix import PairMix
 from segapp.datasets.cache.pixel_cache import PixelCache
 from segapp.datasets.files import ImagePair, check_same_size, read_header, shown
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import read_image, read_mask
-from segapp.datasets.sampling import mix_seed
+from segapp.datasets.sampling import SampleKey, mix_seed
 from segapp.errors import DataError
 
 Pixels = NDArray[Any]
@@ -41,9 +42,9 @@ class Sample:
 
 
 class Transform(Protocol):
-    """Transform of an image and its mask; a function of both and the seed alone."""
+    """Transform of an image and its mask; a function of both, the seed and the aim alone."""
 
-    def __call__(self, image: Pixels, mask: Pixels, seed: int) -> tuple[Pixels, Pixels]:
+    def __call__(self, image: Pixels, mask: Pixels, seed: int, aim: int | None = None) -> tuple[Pixels, Pixels]:
         """Return the transformed image (H, W, 3) and mask (H, W)."""
         ...
 
@@ -58,6 +59,9 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
         seed: Seed of the augmentation.
         cache: Of the decoded images and masks, filled at the first read; None: every read decodes.
         notes: Sentences for the user about how the images are read.
+
+    Attributes:
+        mix: Mixes each sample with that of another image; None at first.
 
     Raises:
         DataError: No pairs.
@@ -81,28 +85,41 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
         self.seed = seed
         self.cache = cache
         self.notes = tuple(notes)
+        self.mix: PairMix | None = None
 
     def __len__(self) -> int:
         return len(self.pairs)
 
-    def __getitem__(self, key: tuple[int, int]) -> Sample:
-        """Return the sample of (epoch, index).
+    def __getitem__(self, key: SampleKey | tuple[int, int]) -> Sample:
+        """Return the sample of a key; (epoch, index) is enough.
 
         Raises:
             DataError: The image or the mask cannot be used, or the transform fails; the message names the file.
         """
-        epoch, index = key
-        image, mask = self.read(index)
-        if self.transform is not None:
-            try:
-                image, mask = self.transform(image, mask, mix_seed("sample", self.seed, epoch, index))
-            except Exception as error:
-                raise DataError(
-                    f"{shown(self.pairs[index].image)}: the augmentation failed ({type(error).__name__}: {error}): "
-                    "check data.augment, data.crop_px, data.scale and data.resize_px"
-                ) from error
+        epoch, index, draw, aim = SampleKey(*key)
+        again = (draw,) if draw else ()
+        image, mask = self._augmented(index, mix_seed("sample", self.seed, epoch, index, *again), aim)
+        if self.mix is not None:
+            seed = mix_seed("mix", self.seed, epoch, index, *again)
+            partner = self.mix.partner(index, len(self), seed)
+            if partner is not None:
+                other = self._augmented(partner, mix_seed("partner", seed))
+                image, mask = self.mix((image, mask), other, seed)
         target = mask if mask.flags.owndata and mask.flags.writeable else mask.copy()
         return Sample(to_planes(image), torch.from_numpy(np.ascontiguousarray(target)), index)
+
+    def _augmented(self, index: int, seed: int, aim: int | None = None) -> tuple[Pixels, Pixels]:
+        """Return the transformed image and mask of an index."""
+        image, mask = self.read(index)
+        if self.transform is None:
+            return image, mask
+        try:
+            return self.transform(image, mask, seed, aim)
+        except Exception as error:
+            raise DataError(
+                f"{shown(self.pairs[index].image)}: the augmentation failed ({type(error).__name__}: {error}): "
+                "check data.augment, data.crop_px, data.scale and data.resize_px"
+            ) from error
 
     def read(self, index: int) -> tuple[Pixels, Pixels]:
         """Return the decoded image (H, W, 3) and mask (H, W) of train ids, before the transform; read-only.

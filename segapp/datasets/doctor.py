@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segapp.datasets.files import ImagePair, check_same_size, read_header, shown
-from segapp.datasets.frequencies import ClassFrequencies
+from segapp.datasets.frequencies import ClassFrequencies, classes_in
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import UnknownIdsError, likely_cause, name_ids, read_image, read_mask
 from segapp.errors import DataError
@@ -349,6 +349,7 @@ def _frequencies(pairs: Sequence[_Examined], num_classes: int) -> ClassFrequenci
         pixels_where_present=tuple(where_present.sum(0).tolist()),
         ignored_px=sum(each.ignored_px for each in pairs),
         num_images=len(pairs),
+        classes_of_masks=tuple(classes_in(row) for row in table),
     )
 
 

@@ -22,6 +22,7 @@ class ClassFrequencies:
             frequency of median-frequency balancing (Eigen & Fergus 2015, section 6.3.2).
         ignored_px: Number of ignored pixels.
         num_images: Number of all images.
+        classes_of_masks: The classes in each mask, in the order of the images that have one.
     """
 
     pixels: tuple[int, ...]
@@ -29,6 +30,7 @@ class ClassFrequencies:
     pixels_where_present: tuple[int, ...]
     ignored_px: int
     num_images: int
+    classes_of_masks: tuple[tuple[int, ...], ...]
 
     def warnings(self, names: Sequence[str]) -> list[str]:
         """Return warnings about a training set with these counts, one sentence each."""
@@ -57,6 +59,7 @@ def compute_class_frequencies(dataset: SegmentationDataset, *, threads: int = 2)
     images = np.zeros_like(pixels)
     where_present = np.zeros_like(pixels)
     ignored_px = 0
+    classes_of_masks = []
     masked = [index for index, pair in enumerate(dataset.pairs) if pair.mask is not None]
     with ThreadPoolExecutor(max(1, threads)) as pool:
         for counts, num_ignored_px in pool.map(lambda index: _count(dataset, index), masked):
@@ -64,13 +67,20 @@ def compute_class_frequencies(dataset: SegmentationDataset, *, threads: int = 2)
             images += counts > 0
             where_present += np.where(counts > 0, counts.sum(), 0)
             ignored_px += num_ignored_px
+            classes_of_masks.append(classes_in(counts))
     return ClassFrequencies(
         pixels=tuple(pixels.tolist()),
         images=tuple(images.tolist()),
         pixels_where_present=tuple(where_present.tolist()),
         ignored_px=ignored_px,
         num_images=len(dataset),
+        classes_of_masks=tuple(classes_of_masks),
     )
+
+
+def classes_in(counts: NDArray[Any]) -> tuple[int, ...]:
+    """Return the classes with pixels, from the number of pixels of each class (C,)."""
+    return tuple(np.flatnonzero(counts).tolist())
 
 
 def _count(dataset: SegmentationDataset, index: int) -> tuple[NDArray[Any], int]:

@@ -9,7 +9,16 @@ from itertools import groupby
 
 from segapp.datasets.dataset import Sample, SegmentationDataset, image_sizes
 from segapp.datasets.pool import Batch, BatchPool, LoadOptions
-from segapp.datasets.sampling import global_batch, num_batches, part_of, plan_shares, sample_order, share_of
+from segapp.datasets.sampling import (
+    Order,
+    SampleKey,
+    global_batch,
+    num_batches,
+    part_of,
+    plan_shares,
+    share_of,
+    uniform_order,
+)
 
 __all__ = ["Batch", "EvalLoader", "LoadOptions", "Sample", "SegmentationDataset", "TrainLoader"]
 
@@ -32,6 +41,7 @@ class TrainLoader:
         world_size: Number of ranks, which share each batch.
 
     Attributes:
+        order: Returns the samples of an epoch; every image once, shuffled, at first.
         divide: Returns the samples of every rank for a batch of so many; called when an epoch begins. Even shares at
             first.
 
@@ -56,7 +66,7 @@ class TrainLoader:
             )
         self.dataset = dataset
         self.batch_size = batch_size
-        self.seed = seed
+        self.order: Order = uniform_order(len(dataset), seed)
         self.rank = rank
         self.world_size = world_size
         self.divide: Callable[[int], Sequence[int]] = lambda num_samples: plan_shares(num_samples, world_size)
@@ -80,10 +90,10 @@ class TrainLoader:
             DataError: A file cannot be used.
             WorkerError: A worker died, or no batch came within `timeout_s`.
         """
-        order = sample_order(len(self.dataset), self.seed, epoch)
+        order = self.order(epoch)
         batches = (global_batch(order, self.batch_size, batch) for batch in range(start_batch, len(self)))
         shares = (part_of(samples, self.rank, self.divide(len(samples))) for samples in batches)
-        return self._pool.run([[(epoch, index) for index in share] for share in shares])
+        return self._pool.run(list(shares))
 
     def close(self) -> None:
         """Stop the workers."""
@@ -131,7 +141,7 @@ class EvalLoader:
             DataError: A file cannot be used.
             WorkerError: A worker died, or no batch came within `timeout_s`.
         """
-        return self._pool.run([[(0, index) for index in batch] for batch in self._batches])
+        return self._pool.run([[SampleKey(0, index) for index in batch] for batch in self._batches])
 
     def close(self) -> None:
         """Stop the workers."""

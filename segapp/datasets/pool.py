@@ -25,12 +25,10 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from segapp.datasets.dataset import Sample, SegmentationDataset
 from segapp.datasets.files import shown
+from segapp.datasets.sampling import SampleKey
 from segapp.errors import DataError, SegappError, WorkerError
 from segapp.failpoints import failpoint
 from segapp.parallel.launch import signal_when_parent_dies
-
-Key = tuple[int, int]
-"""(epoch, index) of a sample."""
 
 _POLL_S = 1.0
 
@@ -150,13 +148,13 @@ class _GuardedDataset(Dataset["Batch | _Failure"]):
         self.dataset = dataset
         self.slots: Any = RawArray("q", max(1, num_slots))
 
-    def __getitem__(self, keys: list[Key]) -> "Batch | _Failure":
+    def __getitem__(self, keys: list[SampleKey]) -> "Batch | _Failure":
         info = get_worker_info()
         slot = info.id if info is not None else 0
         try:
             samples = []
             for key in keys:
-                self.slots[slot] = key[1] + 1
+                self.slots[slot] = key.image + 1
                 failpoint("data.item")
                 samples.append(self.dataset[key])
             return collate(samples, shared=info is not None) if samples else self._no_samples()
@@ -181,9 +179,9 @@ class _Plan:
     """
 
     def __init__(self) -> None:
-        self.batches: list[list[Key]] = []
+        self.batches: list[list[SampleKey]] = []
 
-    def __iter__(self) -> Iterator[list[list[Key]]]:
+    def __iter__(self) -> Iterator[list[list[SampleKey]]]:
         return ([batch] for batch in self.batches)
 
     def __len__(self) -> int:
@@ -217,12 +215,12 @@ class BatchPool:
         self._iterator: Iterator[Any] | None = None
         self._pass = 0
 
-    def run(self, batches: list[list[Key]]) -> Iterator[Batch]:
+    def run(self, batches: list[list[SampleKey]]) -> Iterator[Batch]:
         """Yield the batches in order; a later call ends this pass."""
         self._pass += 1
         return self._run(batches, self._pass)
 
-    def _run(self, batches: list[list[Key]], number: int) -> Iterator[Batch]:
+    def _run(self, batches: list[list[SampleKey]], number: int) -> Iterator[Batch]:
         if not batches:
             return
         self._check_current(number)
@@ -239,7 +237,7 @@ class BatchPool:
         if number != self._pass:
             raise RuntimeError("this pass over the data ended when a later one started")
 
-    def _start(self, batches: list[list[Key]]) -> Iterator[Any]:
+    def _start(self, batches: list[list[SampleKey]]) -> Iterator[Any]:
         """Start a pass, with the workers of the last one if they still respond."""
         self._plan.batches = batches
         if self._iterator is not None and self._loader is not None:
@@ -271,7 +269,7 @@ class BatchPool:
             persistent_workers=many,
         )
 
-    def _next(self, iterator: Iterator[Any], batch: list[Key]) -> Any:
+    def _next(self, iterator: Iterator[Any], batch: list[SampleKey]) -> Any:
         """Return the next batch. Waits are short, so that a suspended process does not count its pause as waiting."""
         waited_s = 0.0
         while True:
@@ -289,8 +287,8 @@ class BatchPool:
                 self.close()
                 raise failure from error
 
-    def _timeout_error(self, batch: list[Key]) -> WorkerError:
-        names = self._being_read() or [shown(self._dataset.pairs[index].image) for _, index in batch[:1]]
+    def _timeout_error(self, batch: list[SampleKey]) -> WorkerError:
+        names = self._being_read() or [shown(self._dataset.pairs[key.image].image) for key in batch[:1]]
         return WorkerError(
             f"the data workers gave no batch for {self.options.timeout_s:g} s, at {', '.join(names)}: "
             "check that the storage answers, or raise data.timeout_s"

@@ -5,9 +5,34 @@ Global generators are not used.
 """
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+
+Item = TypeVar("Item")
+
+
+class SampleKey(NamedTuple):
+    """A sample of an epoch.
+
+    Attributes:
+        epoch: The epoch.
+        image: Index of the image in the data set.
+        draw: How often the epoch had this image before.
+        aim: Class that the crop is to contain; None: any crop.
+    """
+
+    epoch: int
+    image: int
+    draw: int = 0
+    aim: int | None = None
+
+
+Order = Callable[[int], list[SampleKey]]
+"""The samples of an epoch; a pure function of it."""
 
 
 def mix_seed(*parts: int | str) -> int:
@@ -26,6 +51,48 @@ def sample_order(num_samples: int, seed: int, epoch: int) -> list[int]:
     return [int(index) for index in generator.permutation(num_samples)]
 
 
+def aimed_order(num_samples: int, images_with: Mapping[int, Sequence[int]], share: float, seed: int) -> Order:
+    """Return an order in which a share of the samples is aimed at classes, all classes equally often.
+
+    The aimed samples are spread evenly over an epoch. Their classes are those of one shuffled list after another, and
+    so are the images of each class; the other samples are images of the whole data set, each at most once in an epoch.
+
+    Args:
+        num_samples: Images in the data set, and samples in an epoch.
+        images_with: For each class the images that contain it; at least one class, and one image for each.
+        share: Of the aimed samples, 0 to 1.
+        seed: Seed of the order.
+    """
+
+    def order(epoch: int) -> list[SampleKey]:
+        generator = np.random.Generator(np.random.PCG64(mix_seed("aims", seed, epoch)))
+        others = iter(sample_order(num_samples, seed, epoch))
+        classes = _endless(sorted(images_with), generator)
+        images = {each: _endless(images_with[each], generator) for each in sorted(images_with)}
+        draws: Counter[int] = Counter()
+        keys = []
+        for position in range(num_samples):
+            is_aimed = math.floor((position + 1) * share) > math.floor(position * share)
+            aim = next(classes) if is_aimed else None
+            index = next(others) if aim is None else next(images[aim])
+            keys.append(SampleKey(epoch, index, draws[index], aim))
+            draws[index] += 1
+        return keys
+
+    return order
+
+
+def uniform_order(num_samples: int, seed: int) -> Order:
+    """Return the order in which an epoch has every image once."""
+    return lambda epoch: [SampleKey(epoch, index) for index in sample_order(num_samples, seed, epoch)]
+
+
+def _endless(values: Sequence[int], generator: np.random.Generator) -> Iterator[int]:
+    """Yield the values in one random order after another."""
+    while True:
+        yield from (int(values[at]) for at in generator.permutation(len(values)))
+
+
 def plan_shares(num_samples: int, world_size: int) -> tuple[int, ...]:
     """Return the number of samples of each rank: an even split, the larger shares first.
 
@@ -36,7 +103,7 @@ def plan_shares(num_samples: int, world_size: int) -> tuple[int, ...]:
     return tuple(base + (rank < rest) for rank in range(world_size))
 
 
-def share_of(samples: list[int], rank: int, world_size: int) -> list[int]:
+def share_of(samples: list[Item], rank: int, world_size: int) -> list[Item]:
     """Return the contiguous share of the samples for one rank.
 
     >>> [share_of([5, 6, 7, 8, 9], rank, 2) for rank in (0, 1)]
@@ -45,7 +112,7 @@ def share_of(samples: list[int], rank: int, world_size: int) -> list[int]:
     return part_of(samples, rank, plan_shares(len(samples), world_size))
 
 
-def part_of(samples: list[int], rank: int, sizes: Sequence[int]) -> list[int]:
+def part_of(samples: list[Item], rank: int, sizes: Sequence[int]) -> list[Item]:
     """Return the contiguous part of the samples for one rank, where the ranks get so many each.
 
     >>> [part_of([5, 6, 7, 8, 9], rank, (0, 4, 1)) for rank in range(3)]
@@ -65,6 +132,6 @@ def num_batches(num_samples: int, batch_size: int, *, drop_last: bool) -> int:
     return max(1, whole)
 
 
-def global_batch(order: list[int], batch_size: int, batch: int) -> list[int]:
+def global_batch(order: list[Item], batch_size: int, batch: int) -> list[Item]:
     """Return the samples of one batch over all ranks; the last batch may be short."""
     return order[batch * batch_size : (batch + 1) * batch_size]

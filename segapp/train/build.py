@@ -15,6 +15,7 @@ from segapp.build.data import build_dataset, build_load_options, build_scheme, c
 from segapp.build.devices import DevicePlan
 from segapp.build.network import build_inference
 from segapp.build.optimizer import build_schedule
+from segapp.build.sampling import build_order
 from segapp.build.trained import read_trained
 from segapp.checkpoint.training_state import CheckpointStore, LoadedCheckpoint
 from segapp.config import LiveSettings, RunConfig, config_hash
@@ -229,6 +230,9 @@ def _build_loaders(
         rank=rank,
         world_size=world_size,
     )
+    if config.data.sampling != "uniform":
+        counts = _frequencies(train_set, train_set.scheme)
+        train_loader.order = build_order(config.data, train_set, counts, config.seed)
     val_loader = EvalLoader(
         val_set,
         options=options,

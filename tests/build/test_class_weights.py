@@ -12,7 +12,7 @@ from segapp.build.class_weights import cached_frequencies, class_weights
 from segapp.datasets.frequencies import ClassFrequencies
 
 #: 100 valid pixels in two images of 50: class 0 in both, class 1 in one, class 2 in none.
-COUNTS = ClassFrequencies((80, 20, 0), (2, 1, 0), (100, 50, 0), 7, 2)
+COUNTS = ClassFrequencies((80, 20, 0), (2, 1, 0), (100, 50, 0), 7, 2, ((0, 1), (0,)))
 
 
 def test_inverse_is_one_over_the_share_with_mean_one() -> None:
@@ -30,7 +30,7 @@ def test_median_frequency_counts_only_images_that_have_the_class() -> None:
 
 def test_masks_without_valid_pixels_and_unknown_rule_are_refused() -> None:
     with pytest.raises(ValueError, match="no valid pixel"):
-        class_weights("enet", ClassFrequencies((0,), (0,), (0,), 9, 1))
+        class_weights("enet", ClassFrequencies((0,), (0,), (0,), 9, 1, ((),)))
     with pytest.raises(ValueError, match="inverse, enet, median-frequency"):
         class_weights("sqrt", COUNTS)
 

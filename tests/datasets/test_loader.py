@@ -322,7 +322,12 @@ def test_class_frequencies_by_hand(tmp_path: Path) -> None:
     scheme = class_scheme("folder", classes=["a", "b", "c", "d"])
     counts = compute_class_frequencies(SegmentationDataset(pairs, scheme))
     assert counts == ClassFrequencies(
-        pixels=(3, 1, 3, 0), images=(2, 1, 1, 0), pixels_where_present=(7, 3, 4, 0), ignored_px=5, num_images=3
+        pixels=(3, 1, 3, 0),
+        images=(2, 1, 1, 0),
+        pixels_where_present=(7, 3, 4, 0),
+        ignored_px=5,
+        num_images=3,
+        classes_of_masks=((0, 1), (0, 2), ()),
     )
     assert counts.warnings(scheme.names) == ["classes without a single pixel: d"]
 
@@ -333,7 +338,7 @@ def test_black_and_white_masks_ignoring_foreground_are_reported(tmp_path: Path) 
     counts = compute_class_frequencies(SegmentationDataset([ImagePair(tmp_path, tmp_path / "a.png", "a")], scheme))
     (warning,) = counts.warnings(scheme.names)
     assert warning.startswith("cell has no pixel, but 2 pixels are ignored")
-    assert "every pixel" in ClassFrequencies((0, 0), (0, 0), (0, 0), 9, 1).warnings(["a", "b"])[0]
+    assert "every pixel" in ClassFrequencies((0, 0), (0, 0), (0, 0), 9, 1, ((),)).warnings(["a", "b"])[0]
 
 
 def test_class_count_names_a_mask_with_wrong_ids(dataset: SegmentationDataset) -> None:

@@ -20,6 +20,21 @@ from segapp.config.sections.values import (
 )
 
 
+class MixConfig(Section):
+    """`data.mix:` training samples mixed with the sample of another image; at most one of the three ways at once."""
+
+    cutmix: Fraction = 0.0
+    """Probability of CutMix: a rectangle of the other image and mask is pasted."""
+    mixup: Fraction = 0.0
+    """Probability of MixUp: images are blended; each pixel has one of the two classes, drawn by the same weights."""
+    classmix: Fraction = 0.0
+    """Probability of ClassMix: the pixels of half of the other mask's classes are pasted."""
+    cutmix_alpha: PositiveFloat = 1.0
+    """Parameter of the Beta distribution of the share of the image that CutMix keeps."""
+    mixup_alpha: PositiveFloat = 0.2
+    """Parameter of the Beta distribution of MixUp's weight."""
+
+
 class DataConfig(Section):
     """`data:` the data set, its augmentation and its loading."""
 
@@ -46,6 +61,14 @@ class DataConfig(Section):
     augment: Transforms = None
     """Transforms in order: a list of names in albumentations or own parts, or a file of A.save; null: crop, flip and
     colours as scale, hflip, cat_max_ratio and photometric say (segapp train --print-config shows that list)."""
+    mix: MixConfig = MixConfig()
+    """Training samples mixed with the sample of another image."""
+    sampling: Literal["uniform", "class-balanced", "foreground"] = "uniform"
+    """An epoch has each image once, or crops aimed at all classes equally often, or a share aimed at the foreground."""
+    foreground_classes: list[str] | None = None
+    """Classes that crops are aimed at, equally often (foreground); null: every class but the first, the background."""
+    foreground_share: Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1)] = 0.33
+    """Share of the crops that are aimed at foreground_classes (foreground)."""
     mean: tuple[Number, Number, Number] = (0.485, 0.456, 0.406)
     """Mean subtracted in normalisation, RGB in 0..1; default: ImageNet's."""
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = (0.229, 0.224, 0.225)

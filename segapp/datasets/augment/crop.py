@@ -39,9 +39,12 @@ class AxisPlan:
         self.pad_px = crop_px - self.shown_px
         self.free_px = source_px - self.window_px
 
-    def draw(self, rng: Random) -> slice:
-        """Return a random position of the window in the source."""
-        start = rng.randint(0, self.free_px)
+    def draw(self, rng: Random, inside_px: int | None = None) -> slice:
+        """Return a random position of the window in the source; with `inside_px`, of those that contain this pixel."""
+        first, last = 0, self.free_px
+        if inside_px is not None:
+            first, last = max(first, inside_px - self.window_px + 1), min(last, inside_px)
+        start = rng.randint(first, last)
         return slice(start, start + self.window_px)
 
 
@@ -106,20 +109,31 @@ class ScaledCrop(A.DualTransform):  # type: ignore[misc]  # albumentations has n
         columns = AxisPlan(width, scale * base_width / width, self.crop_px[1])
         before = self.py_random.randint(0, rows.pad_px), self.py_random.randint(0, columns.pad_px)
         return {
-            "window": self._draw_window(mask, rows, columns),
+            "window": self._draw_window(mask, rows, columns, data.get("aim")),
             "shown_px": (rows.shown_px, columns.shown_px),
             "padding": (before[0], rows.pad_px - before[0], before[1], columns.pad_px - before[1]),
         }
 
-    def _draw_window(self, mask: Pixels, rows: AxisPlan, columns: AxisPlan) -> tuple[slice, slice]:
-        """Return the first of up to ten windows in which no class exceeds `cat_max_ratio`; else the last."""
-        window = rows.draw(self.py_random), columns.draw(self.py_random)
+    def _draw_window(self, mask: Pixels, rows: AxisPlan, columns: AxisPlan, aim: int | None) -> tuple[slice, slice]:
+        """Return the first of up to ten windows in which no class exceeds `cat_max_ratio`; else the last.
+
+        All contain a pixel of the class `aim`, each drawn from all pixels of the class.
+        """
+        places = np.flatnonzero(mask == aim) if aim is not None else ()
+
+        def draw() -> tuple[slice, slice]:
+            if len(places) == 0:
+                return rows.draw(self.py_random), columns.draw(self.py_random)
+            y, x = divmod(int(places[self.py_random.randrange(len(places))]), mask.shape[1])
+            return rows.draw(self.py_random, y), columns.draw(self.py_random, x)
+
+        window = draw()
         if self.cat_max_ratio >= 1 or (rows.free_px == 0 and columns.free_px == 0):
             return window
         for _ in range(_MAX_TRIES - 1):
             if largest_share(mask[window], self.ignore_index) < self.cat_max_ratio:
                 break
-            window = rows.draw(self.py_random), columns.draw(self.py_random)
+            window = draw()
         return window
 
     def apply(

@@ -53,8 +53,10 @@ class TrainTransform:
         self.resize_px = None if self._crops_first else resize_px
         self._resize = EvalTransform(self.resize_px)
 
-    def __call__(self, image: Pixels, mask: Pixels, seed: int) -> tuple[Pixels, Pixels]:
+    def __call__(self, image: Pixels, mask: Pixels, seed: int, aim: int | None = None) -> tuple[Pixels, Pixels]:
         """Return the augmented image (H, W, 3) and mask (H, W) of the crop's size.
+
+        A `ScaledCrop` contains a pixel of the class `aim`, if the mask has one.
 
         Each transform gets its own seed: one seed for all would give all of them the same random numbers, so that, for
         example, scale and brightness would be correlated.
@@ -62,7 +64,7 @@ class TrainTransform:
         if not self._crops_first:
             image, mask = self._resize(image, mask, seed)
             image, mask = (each if each.flags.writeable else each.copy() for each in (image, mask))
-        data = {"image": image, "mask": mask}
+        data: dict[str, Any] = {"image": image, "mask": mask, "aim": aim}
         for position, step in enumerate(self.steps):
             set_seed(step, mix_seed(seed, position))
             data = step(**data)
@@ -89,8 +91,8 @@ class EvalTransform:
     def __init__(self, resize_px: tuple[int, int] | None = None) -> None:
         self.resize_px = _check_size("resize_px", resize_px) if resize_px is not None else None
 
-    def __call__(self, image: Pixels, mask: Pixels, seed: int) -> tuple[Pixels, Pixels]:
-        """Return the resized image (H, W, 3) and mask (H, W); the seed is not used."""
+    def __call__(self, image: Pixels, mask: Pixels, seed: int, aim: int | None = None) -> tuple[Pixels, Pixels]:
+        """Return the resized image (H, W, 3) and mask (H, W); seed and aim are not used."""
         if self.resize_px is None or self.resize_px == image.shape[:2]:
             return image, mask
         return resize(image, self.resize_px, cv2.INTER_LINEAR), resize(mask, self.resize_px, cv2.INTER_NEAREST_EXACT)

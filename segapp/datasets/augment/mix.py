@@ -1,0 +1,88 @@
+"""CutMix, MixUp and ClassMix: a sample mixed with the sample of another image, determined by a seed.
+
+Shapes: H, W height and width in pixels, B bands; all samples of a data set have one size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+Pixels = NDArray[Any]
+Pair = tuple[Pixels, Pixels]
+"""An image (H, W, B) and its mask (H, W)."""
+
+
+@dataclass(frozen=True)
+class PairMix:
+    """Mixes a sample with another one, in at most one of three ways.
+
+    Attributes:
+        cutmix: Probability of CutMix (Yun et al. 2019): a rectangle of the other image and mask.
+        mixup: Probability of MixUp (Zhang et al. 2018): both images blended, lam * own + (1 - lam) * other. A mask
+            holds one class for each pixel: its own with probability lam, else the other's, so that for losses that are
+            sums over pixels the expected loss is MixUp's, lam * loss(own) + (1 - lam) * loss(other).
+        classmix: Probability of ClassMix (Olsson et al. 2021): all pixels of half of the other mask's classes.
+        cutmix_alpha: Parameter of the Beta distribution of the share that CutMix keeps.
+        mixup_alpha: Parameter of the Beta distribution of lam.
+        ignore_index: Mask value that is no class.
+    """
+
+    cutmix: float = 0.0
+    mixup: float = 0.0
+    classmix: float = 0.0
+    cutmix_alpha: float = 1.0
+    mixup_alpha: float = 0.2
+    ignore_index: int = 255
+
+    def partner(self, index: int, num_images: int, seed: int) -> int | None:
+        """Return the index of the image to mix with, any other one with equal probability; None: not mixed."""
+        rng = np.random.default_rng(seed)
+        if rng.random() >= self.cutmix + self.mixup + self.classmix:
+            return None
+        drawn = int(rng.integers(max(1, num_images - 1)))
+        return min(drawn + (drawn >= index), num_images - 1)
+
+    def __call__(self, own: Pair, other: Pair, seed: int) -> Pair:
+        """Return the mixed image and mask."""
+        rng = np.random.default_rng([seed, 1])
+        ways: list[tuple[float, Callable[[Pair, Pair, np.random.Generator], Pair]]] = [
+            (self.cutmix, self._cutmix),
+            (self.mixup, self._mixup),
+            (self.classmix, self._classmix),
+        ]
+        drawn = rng.random() * sum(share for share, _ in ways)
+        for share, way in ways:
+            if drawn < share:
+                return way(own, other, rng)
+            drawn -= share
+        return own
+
+    def _cutmix(self, own: Pair, other: Pair, rng: np.random.Generator) -> Pair:
+        height, width = own[1].shape
+        side = np.sqrt(1 - rng.beta(self.cutmix_alpha, self.cutmix_alpha))
+        rows, columns = (_interval(length, side * length, rng) for length in (height, width))
+        mixed = own[0].copy(), own[1].copy()
+        for target, source in zip(mixed, other, strict=True):
+            target[rows, columns] = source[rows, columns]
+        return mixed
+
+    def _mixup(self, own: Pair, other: Pair, rng: np.random.Generator) -> Pair:
+        lam = rng.beta(self.mixup_alpha, self.mixup_alpha)
+        image = cv2.addWeighted(own[0], lam, other[0], 1 - lam, 0).reshape(own[0].shape)
+        return image, np.where(rng.random(own[1].shape) < lam, own[1], other[1])
+
+    def _classmix(self, own: Pair, other: Pair, rng: np.random.Generator) -> Pair:
+        classes = [int(value) for value in np.unique(other[1]) if value != self.ignore_index]
+        chosen = rng.permutation(classes)[: (len(classes) + 1) // 2]
+        is_pasted = np.isin(other[1], chosen)
+        return np.where(is_pasted[..., None], other[0], own[0]), np.where(is_pasted, other[1], own[1])
+
+
+def _interval(length: int, cut_length: float, rng: np.random.Generator) -> slice:
+    """Return an interval of `cut_length` around a uniform centre, cut off at the borders."""
+    center = rng.integers(length)
+    return slice(max(0, round(center - cut_length / 2)), min(length, round(center + cut_length / 2)))
