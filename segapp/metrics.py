@@ -2,13 +2,15 @@
 
 The conventions are those of the Cityscapes evaluation server (`evalPixelLevelSemanticLabeling` of the package
 cityscapesscripts): pixels with an ignored target are not counted; IoU = TP / (TP + FP + FN); a class in neither targets
-nor predictions has none, and one that is only predicted has 0.
+nor predictions has none, and one that is only predicted has 0. Dice, which is the F1 score of the pixels, is
+2 TP / (2 TP + FP + FN) under the same rules.
 
 Shapes: N images, C classes, H, W height and width in pixels.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +23,12 @@ class SegmentationScores:
     Attributes:
         iou: per class, TP / (TP + FP + FN).
         miou: mean of `iou` over the classes where it is not None.
-        accuracy: per class, TP / target pixels (recall).
-        mean_accuracy: mean of `accuracy` over the classes where it is not None.
+        dice: per class, 2 TP / (2 TP + FP + FN), the F1 score.
+        mean_dice: mean of `dice` over the classes where it is not None.
+        precision: per class, TP / predicted pixels.
+        mean_precision: mean of `precision` over the classes where it is not None.
+        recall: per class, TP / target pixels (class accuracy).
+        mean_recall: mean of `recall` over the classes where it is not None.
         frequency: per class, share of the valid pixels.
         frequency_weighted_iou: `iou` weighted by `frequency` (Long et al., Fully Convolutional Networks, 2015, 5).
         pixel_accuracy: share of the valid pixels with a correct prediction.
@@ -31,8 +37,12 @@ class SegmentationScores:
 
     iou: tuple[float | None, ...]
     miou: float | None
-    accuracy: tuple[float | None, ...]
-    mean_accuracy: float | None
+    dice: tuple[float | None, ...]
+    mean_dice: float | None
+    precision: tuple[float | None, ...]
+    mean_precision: float | None
+    recall: tuple[float | None, ...]
+    mean_recall: float | None
     frequency: tuple[float | None, ...]
     frequency_weighted_iou: float | None
     pixel_accuracy: float | None
@@ -154,22 +164,9 @@ class ConfusionMatrix:
         in_target: list[int] = matrix.sum(dim=1).tolist()
         in_prediction: list[int] = matrix.sum(dim=0).tolist()
         num_valid_px = sum(in_target)
-        iou = [_ratio(tp, t + p - tp) for tp, t, p in zip(hits, in_target, in_prediction, strict=True)]
-        if 0 <= self.ignore_index < self.num_classes:
-            iou[self.ignore_index] = None
-        accuracy = [_ratio(tp, t) for tp, t in zip(hits, in_target, strict=True)]
-        frequency = [_ratio(t, num_valid_px) for t in in_target]
-        weighted = [f * i for f, i in zip(frequency, iou, strict=True) if f is not None and i is not None]
-        return SegmentationScores(
-            iou=tuple(iou),
-            miou=_mean(iou),
-            accuracy=tuple(accuracy),
-            mean_accuracy=_mean(accuracy),
-            frequency=tuple(frequency),
-            frequency_weighted_iou=sum(weighted) if weighted else None,
-            pixel_accuracy=_ratio(sum(hits), num_valid_px),
-            num_valid_px=num_valid_px,
-        )
+        has_score = [number != self.ignore_index for number in range(self.num_classes)]
+        scores = _class_scores(hits, in_target, in_prediction, has_score)
+        return _all_scores(scores, in_target, num_valid_px, _ratio(sum(hits), num_valid_px))
 
 
 def group_matrix(matrix: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:
@@ -218,10 +215,49 @@ def _count_by_scatter(indices: Tensor, num_indices: int) -> Tensor:
     return counted.scatter_add_(0, indices, torch.ones_like(indices))
 
 
+class _ClassScores(NamedTuple):
+    iou: tuple[float | None, ...]
+    dice: tuple[float | None, ...]
+    precision: tuple[float | None, ...]
+    recall: tuple[float | None, ...]
+
+
+def _class_scores(
+    hits: Sequence[int], in_target: Sequence[int], in_prediction: Sequence[int], has_score: Sequence[bool]
+) -> _ClassScores:
+    """Return the scores of each class; None for a class without one and for a ratio whose denominator is 0."""
+    rows = [
+        (_ratio(tp, t + p - tp), _ratio(2 * tp, t + p), _ratio(tp, p), _ratio(tp, t)) if scored else (None,) * 4
+        for tp, t, p, scored in zip(hits, in_target, in_prediction, has_score, strict=True)
+    ]
+    return _ClassScores(*zip(*rows, strict=True))
+
+
+def _all_scores(
+    scores: _ClassScores, in_target: Sequence[int], num_valid_px: int, pixel_accuracy: float | None
+) -> SegmentationScores:
+    frequency = [_ratio(t, num_valid_px) for t in in_target]
+    weighted = [f * i for f, i in zip(frequency, scores.iou, strict=True) if f is not None and i is not None]
+    return SegmentationScores(
+        iou=scores.iou,
+        miou=_mean(scores.iou),
+        dice=scores.dice,
+        mean_dice=_mean(scores.dice),
+        precision=scores.precision,
+        mean_precision=_mean(scores.precision),
+        recall=scores.recall,
+        mean_recall=_mean(scores.recall),
+        frequency=tuple(frequency),
+        frequency_weighted_iou=sum(weighted) if weighted else None,
+        pixel_accuracy=pixel_accuracy,
+        num_valid_px=num_valid_px,
+    )
+
+
 def _ratio(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
 
-def _mean(values: list[float | None]) -> float | None:
+def _mean(values: Sequence[float | None]) -> float | None:
     there = [value for value in values if value is not None]
     return sum(there) / len(there) if there else None

@@ -31,19 +31,43 @@ def test_scores_by_hand():
     scores = confusion.scores()
     assert scores.iou == (1 / 2, 2 / 3, None)
     assert scores.miou == pytest.approx(7 / 12)
-    assert scores.accuracy == (1.0, 2 / 3, None)
-    assert scores.mean_accuracy == pytest.approx(5 / 6)
+    assert scores.recall == (1.0, 2 / 3, None)
+    assert scores.mean_recall == pytest.approx(5 / 6)
+    assert scores.dice == (2 / 3, 4 / 5, None)
+    assert scores.mean_dice == pytest.approx(11 / 15)
+    assert scores.precision == (1 / 2, 1.0, None)
+    assert scores.mean_precision == pytest.approx(3 / 4)
     assert scores.frequency == (1 / 4, 3 / 4, 0.0)
     assert scores.frequency_weighted_iou == pytest.approx(1 / 8 + 1 / 2)
     assert scores.pixel_accuracy == 3 / 4
     assert scores.num_valid_px == 4
 
 
-def test_class_that_is_only_predicted_has_iou_0_and_no_accuracy():
+def test_class_that_is_only_predicted_has_iou_0_and_no_recall():
     scores = confusion_of([[0, 2]], [[0, 0]], 4).scores()
     assert scores.iou == (0.5, None, 0.0, None)
-    assert scores.accuracy == (0.5, None, None, None)
+    assert scores.recall == (0.5, None, None, None)
     assert scores.miou == 0.25
+    assert scores.dice == (2 / 3, None, 0.0, None)
+    assert scores.precision == (1.0, None, 0.0, None)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_dice_precision_and_recall_match_loops_over_pixels(seed):
+    generator = np.random.default_rng(seed)
+    prediction, target = generator.integers(0, 4, (2, 9, 7)), generator.choice([0, 1, 2, 4, 255], (2, 9, 7))
+    confusion = ConfusionMatrix(5)
+    confusion.update(torch.from_numpy(prediction), torch.from_numpy(target))
+    scores = confusion.scores()
+    for number in range(5):
+        own, found = (target == number), (prediction == number) & (target != 255)
+        both = int((own & found).sum())
+        total = int(own.sum() + found.sum())
+        assert scores.dice[number] == (2 * both / total if total else None)
+        assert scores.precision[number] == (both / int(found.sum()) if found.any() else None)
+        assert scores.recall[number] == (both / int(own.sum()) if own.any() else None)
+    known = [value for value in scores.dice if value is not None]
+    assert scores.mean_dice == pytest.approx(sum(known) / len(known), abs=1e-15)
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 2), (0, 4, 4), (3, 0, 5)])
@@ -51,8 +75,8 @@ def test_no_valid_pixel_gives_no_score(shape):
     confusion = ConfusionMatrix(3)
     confusion.update(torch.zeros(shape, dtype=torch.int64), torch.full(shape, 255, dtype=torch.uint8))
     scores = confusion.scores()
-    assert scores.iou == scores.accuracy == scores.frequency == (None, None, None)
-    assert (scores.miou, scores.pixel_accuracy, scores.mean_accuracy, scores.frequency_weighted_iou) == (None,) * 4
+    assert scores.iou == scores.recall == scores.frequency == (None, None, None)
+    assert (scores.miou, scores.pixel_accuracy, scores.mean_recall, scores.frequency_weighted_iou) == (None,) * 4
     assert scores.num_valid_px == 0
     json.dumps(vars(scores), allow_nan=False)
 

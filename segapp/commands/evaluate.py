@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from segapp.metrics import ConfusionMatrix, SegmentationScores, group_iou, mean_
 from segapp.report.confusion import PICTURE_SUFFIXES, confusion_file
 from segapp.run.files import write_atomic, write_json
 from segapp.run.text import printable
-from segapp.train.telemetry.console import iou_table
+from segapp.train.telemetry.console import iou_table, worst_first
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def _print_scores(
     found: EvaluationResult, trained: TrainedModel, groups: dict[str, tuple[int, ...]], split: str
 ) -> None:
     evaluation = found.evaluation
-    for line in iou_table(trained.scheme.names, evaluation.scores.iou):
+    for line in class_table(trained.scheme.names, evaluation.scores):
         print(line)
     if groups:
         iou = group_iou(found.matrix, tuple(groups.values()))
@@ -132,9 +133,30 @@ def _print_scores(
         print(f"boundary IoU {_number(mean_of_known(found.boundary_iou))}")
     print(
         f"{printable(split)}: mIoU {_number(evaluation.scores.miou)}  "
+        f"mean Dice {_number(evaluation.scores.mean_dice)}  "
         f"pixel accuracy {_number(evaluation.scores.pixel_accuracy)}  loss {_number(evaluation.loss)}  "
         f"{evaluation.num_images} images  ({printable(trained.path.name)}, step {trained.step})"
     )
+
+
+def class_table(classes: Sequence[str], scores: SegmentationScores) -> list[str]:
+    """Return a heading and one aligned line per class with its scores, worst IoU first, and a line of the means."""
+    means = (scores.miou, scores.mean_dice, scores.mean_precision, scores.mean_recall)
+    rows = [
+        (printable(classes[i]), (scores.iou[i], scores.dice[i], scores.precision[i], scores.recall[i]))
+        for i in worst_first(scores.iou)
+    ]
+    rows.append(("mean", means))
+    width = max(len(name) for name, _ in rows)
+    heading = f"{'':<{width}}     IoU    Dice  precision  recall"
+    return [heading] + [
+        f"{name:<{width}}  {_cell(iou, 'absent'):>6}  {_cell(dice):>6}  {_cell(precision):>9}  {_cell(recall):>6}"
+        for name, (iou, dice, precision, recall) in rows
+    ]
+
+
+def _cell(value: float | None, missing: str = "-") -> str:
+    return missing if value is None else f"{value:.4f}"
 
 
 def _number(value: float | None) -> str:
@@ -153,10 +175,16 @@ def as_json(
         "step": trained.step,
         "num_images": evaluation.num_images,
         "miou": evaluation.scores.miou,
+        "mean_dice": evaluation.scores.mean_dice,
+        "mean_precision": evaluation.scores.mean_precision,
+        "mean_recall": evaluation.scores.mean_recall,
         "pixel_accuracy": evaluation.scores.pixel_accuracy,
         "loss": evaluation.loss,
         "classes": list(trained.scheme.names),
         "iou": list(evaluation.scores.iou),
+        "dice": list(evaluation.scores.dice),
+        "precision": list(evaluation.scores.precision),
+        "recall": list(evaluation.scores.recall),
         "confusion": found.matrix.tolist(),
     }
     if groups:

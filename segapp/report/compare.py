@@ -32,6 +32,8 @@ class RunRow:
     state: str
     best_miou: float | None
     best_epoch: int | None
+    mean_dice: float | None
+    """Of the best evaluation; None if an older trainer wrote the run."""
     last_loss: float | None
     """Moving average of the training loss at the end."""
     last_val_loss: float | None
@@ -87,6 +89,7 @@ def print_comparison(found: Mapping[str, Any]) -> None:
     lines = {
         "state": [row["state"] for row in runs],
         "best mIoU": [_percent(row["best_miou"]) for row in runs],
+        "mean Dice": [_percent(row["mean_dice"]) for row in runs],
         "at epoch": [f"{row['best_epoch'] or '-'} of {row['epochs']}" for row in runs],
         "loss": [wording.number(row["last_loss"]) for row in runs],
         "validation loss": [wording.number(row["last_val_loss"]) for row in runs],
@@ -126,6 +129,7 @@ def run_row(report: RunReport) -> RunRow:
         state=report.state,
         best_miou=best.miou if best else None,
         best_epoch=best.epoch if best else None,
+        mean_dice=best.mean_dice if best else None,
         last_loss=None if last != last else last,
         last_val_loss=view.vals[-1].loss if view.vals else None,
         epochs=view.epoch or 0,

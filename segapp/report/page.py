@@ -36,7 +36,8 @@ class ClassRow:
     iou: float | None
     change: float | None
     """Of the IoU since the previous evaluation."""
-    accuracy: float | None
+    dice: float | None
+    recall: float | None
     precision: float | None
     frequency: float | None
 
@@ -166,21 +167,27 @@ def class_rows(report: RunReport, evaluation: SplitEvaluation | None) -> list[Cl
     """Return a row per class, lowest IoU first, absent ones last; from the evaluation or the last `val` event."""
     view = report.view
     names = list(view.start.classes) if view.start else []
-    last = list(view.vals[-1].iou) if view.vals else []
+    newest = view.vals[-1] if view.vals else None
+    last = list(newest.iou) if newest else []
     before = list(view.vals[-2].iou) if len(view.vals) > 1 else []
     rows = []
     for i, name in enumerate(names):
         iou = last[i] if i < len(last) else None
         earlier = before[i] if i < len(before) else None
         change = None if iou is None or earlier is None else iou - earlier
-        accuracy = precision = frequency = None
+        recall, precision, frequency = _of_class(newest, "recall", i), _of_class(newest, "precision", i), None
         if evaluation is not None:
-            iou, accuracy = evaluation.scores.iou[i], evaluation.scores.accuracy[i]
-            frequency = evaluation.scores.frequency[i]
-            predicted = int(evaluation.matrix[:, i].sum())
-            precision = int(evaluation.matrix[i, i]) / predicted if predicted else None
-        rows.append(ClassRow(name, iou, change, accuracy, precision, frequency))
+            scores = evaluation.scores
+            iou, recall, precision, frequency = scores.iou[i], scores.recall[i], scores.precision[i], scores.frequency[i]
+        dice = None if iou is None else 2 * iou / (1 + iou)
+        rows.append(ClassRow(name, iou, change, dice, recall, precision, frequency))
     return sorted(rows, key=lambda row: (row.iou is None, row.iou or 0.0))
+
+
+def _of_class(val: object, field: str, number: int) -> float | None:
+    """Return a class's score in a `val` event; None where an older trainer has not written it."""
+    values: Sequence[float | None] = getattr(val, field, None) or ()
+    return values[number] if number < len(values) else None
 
 
 def _confusion(evaluation: SplitEvaluation | None, names: list[str]) -> Markup | None:

@@ -141,6 +141,11 @@ class TrainingReporter:
                 miou=found.scores.miou,
                 iou=list(found.scores.iou),
                 pixel_accuracy=found.scores.pixel_accuracy,
+                mean_dice=found.scores.mean_dice,
+                mean_precision=found.scores.mean_precision,
+                mean_recall=found.scores.mean_recall,
+                precision=list(found.scores.precision),
+                recall=list(found.scores.recall),
                 num_images=found.num_images,
                 val_s=self._progress.clock.evaluation_s,
             )

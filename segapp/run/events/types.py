@@ -180,6 +180,13 @@ class Val(_Event):
     iou: list[float | None]
     """Per class; None for a class in neither prediction nor target."""
     pixel_accuracy: float | None = None
+    mean_dice: float | None = None
+    mean_precision: float | None = None
+    mean_recall: float | None = None
+    precision: list[float | None] | None = None
+    """Per class; None for a class that is never predicted. Dice follows from the IoU: 2 IoU / (1 + IoU)."""
+    recall: list[float | None] | None = None
+    """Per class; None for a class that is not in the target."""
     num_images: int | None = None
     val_s: float | None = None
 

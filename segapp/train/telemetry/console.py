@@ -34,10 +34,15 @@ def format_duration(seconds: float | None) -> str:
 def iou_table(classes: Sequence[str], iou: Sequence[float | None]) -> list[str]:
     """Return one aligned line per class, worst IoU first, absent classes last."""
     width = max((len(printable(name)) for name in classes), default=0)
-    order = sorted(range(len(classes)), key=lambda i: (iou[i] is None, iou[i] or 0.0))
     return [
-        f"{printable(classes[i]):<{width}}  {'absent' if (value := iou[i]) is None else f'{value:.4f}'}" for i in order
+        f"{printable(classes[i]):<{width}}  {'absent' if (value := iou[i]) is None else f'{value:.4f}'}"
+        for i in worst_first(iou)
     ]
+
+
+def worst_first(iou: Sequence[float | None]) -> list[int]:
+    """Return the positions by ascending IoU, absent classes last."""
+    return sorted(range(len(iou)), key=lambda i: (iou[i] is None, iou[i] or 0.0))
 
 
 class PlainReporter:

@@ -29,12 +29,15 @@ class PastVal(NamedTuple):
     pixel_accuracy: float | None
     num_images: int | None
     val_s: float | None
+    mean_dice: float | None
     iou: Sequence[float | None] = ()
 
     @classmethod
     def of(cls, val: Val | PastVal) -> PastVal:
         """Return an evaluation without its classes."""
-        return cls(val.epoch, val.step, val.loss, val.miou, val.pixel_accuracy, val.num_images, val.val_s)
+        return cls(
+            val.epoch, val.step, val.loss, val.miou, val.pixel_accuracy, val.num_images, val.val_s, val.mean_dice
+        )
 
 
 class History:
