@@ -70,6 +70,24 @@ def test_dice_precision_and_recall_match_loops_over_pixels(seed):
     assert scores.mean_dice == pytest.approx(sum(known) / len(known), abs=1e-15)
 
 
+def test_dice_precision_and_recall_match_torchmetrics():
+    from torchmetrics.functional.classification import multiclass_f1_score, multiclass_precision, multiclass_recall
+
+    generator = np.random.default_rng(3)
+    prediction = torch.from_numpy(generator.integers(0, 4, (3, 9, 7)))
+    target = torch.from_numpy(generator.choice([0, 1, 2, 3, 255], (3, 9, 7)))
+    confusion = ConfusionMatrix(4)
+    confusion.update(prediction, target)
+    scores = confusion.scores()
+    for ours, theirs in (
+        (scores.dice, multiclass_f1_score),
+        (scores.precision, multiclass_precision),
+        (scores.recall, multiclass_recall),
+    ):
+        expected = theirs(prediction, target, 4, average="none", ignore_index=255)
+        assert ours == pytest.approx(expected.tolist(), abs=1e-6)
+
+
 @pytest.mark.parametrize("shape", [(1, 2, 2), (0, 4, 4), (3, 0, 5)])
 def test_no_valid_pixel_gives_no_score(shape):
     confusion = ConfusionMatrix(3)

@@ -18,10 +18,21 @@ OPTIONS: dict[str, Callable[[LossTerm, Tensor | None], dict[str, Any]]] = {
         "label_smoothing": term.label_smoothing,
         "implementation": term.implementation,
     },
+    "bce": lambda term, weight: {
+        "weight": weight,
+        "label_smoothing": term.label_smoothing,
+        "pos_weight": term.bce_pos_weight,
+    },
     "ohem": lambda term, weight: {"threshold": term.ohem_threshold, "min_kept": term.ohem_min_kept, "weight": weight},
     "dice": lambda term, _: {"smooth": term.dice_smooth},
+    "tversky": lambda term, _: {
+        "weights": (term.tversky_alpha, term.tversky_beta),
+        "gamma": term.tversky_gamma,
+        "smooth": term.dice_smooth,
+    },
     "focal": lambda term, weight: {"gamma": term.focal_gamma, "alpha": weight},
     "lovasz": lambda *_: {},
+    "boundary": lambda *_: {},
 }
 """The arguments of each criterion of `LOSSES`, besides those that all have; from its term and the class weights."""
 
@@ -50,6 +61,11 @@ def build_criterion(
         return _mask_classification(section, num_classes, ignore_index, num_queries)
     criteria = [(term.weight, _build_term(term, num_classes, ignore_index, weights_of)) for term in terms]
     return criteria[0][1] if len(criteria) == 1 and criteria[0][0] == 1.0 else CriterionSum(criteria)
+
+
+def needs_distances(section: LossConfig) -> bool:
+    """Return True if a term needs targets with distance maps."""
+    return any(LOSSES.get(term.name, AdditiveCriterion).needs_distances for term in [section, *section.plus])
 
 
 def _mask_classification(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from segapp.build.criterion import build_criterion
+from segapp.build.criterion import build_criterion, needs_distances
 from segapp.build.data import build_dataset, build_groups, build_load_options, split_names
 from segapp.build.devices import choose_devices
 from segapp.build.network import num_queries
@@ -64,6 +64,7 @@ def evaluate_target(target: str, options: EvalOptions) -> None:
     groups = build_groups(data, scheme)
     split = options.split or split_names(data)[1]
     dataset = build_dataset(data, scheme, split, is_training=False, seed=config.seed)
+    dataset.has_distances = needs_distances(config.loss)
     evaluators = _build_evaluators(trained, options)
     loader = EvalLoader(
         dataset,

@@ -21,6 +21,7 @@ from torch import nn
 from torch.profiler import profile, record_function
 from torch.utils.hooks import RemovableHandle
 
+from segapp.build.criterion import needs_distances
 from segapp.build.data import build_dataset, build_load_options, build_scheme, split_names
 from segapp.build.devices import plan_devices
 from segapp.build.formats import auto_precision
@@ -110,7 +111,10 @@ def _profiled(config: RunConfig, num_steps: int) -> StepProfile:
     batches: Iterator[Batch]
     if loader is None:
         source = "black images: no data set found"
-        batches = itertools.repeat(blank_batch(build_scheme(config.data), config.train.batch_size, config.data.crop_px))
+        has_distances = needs_distances(config.loss)
+        scheme, crop_px = build_scheme(config.data), config.data.crop_px
+        blank = blank_batch(scheme, config.train.batch_size, crop_px, has_distances=has_distances)
+        batches = itertools.repeat(blank)
     else:
         source = f"{len(loader.dataset)} training images"
         batches = itertools.chain.from_iterable(loader.epoch(number) for number in itertools.count(1))
@@ -134,6 +138,7 @@ def _training_loader(config: RunConfig, device: torch.device) -> TrainLoader | N
         train_set = build_dataset(config.data, scheme, split, is_training=True, seed=config.seed, ranks=Ranks())
     except (DataError, OSError):
         return None
+    train_set.has_distances = needs_distances(config.loss)
     options = build_load_options(config.data, train_set, device, config.train.batch_size)
     return TrainLoader(train_set, config.train.batch_size, seed=config.seed, options=options)
 

@@ -235,8 +235,8 @@ def combination_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], s
             yield (*path, "class_weights"), f"has {len(term.class_weights)} values, but data.classes has {num_classes}"
         if index and term.name == "mask_classification":
             yield (*path, "name"), "mask_classification cannot be added to another loss: make it loss.name"
-        if term.label_smoothing and term.name not in {"ce"}:
-            yield (*path, "label_smoothing"), f"is for name: ce, not {term.name}: set it to 0"
+        if term.label_smoothing and term.name not in {"ce", "bce"}:
+            yield (*path, "label_smoothing"), f"is for name: ce or bce, not {term.name}: set it to 0"
 
 
 def _mask_classification_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:

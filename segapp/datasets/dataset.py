@@ -17,6 +17,7 @@ from torch import Tensor
 
 from segapp.datasets.augment.mix import PairMix
 from segapp.datasets.cache.pixel_cache import PixelCache
+from segapp.datasets.distances import with_distances
 from segapp.datasets.files import ImagePair, check_same_size, read_header, shown
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import read_image, read_mask
@@ -32,7 +33,7 @@ class Sample:
 
     Attributes:
         image: RGB, shape (3, H, W), uint8, not normalised.
-        target: Train ids and `ignore_index`, shape (H, W), uint8 or int16.
+        target: Train ids and `ignore_index`, shape (H, W), uint8 or int16; with distances int32 (1 + C, H, W).
         index: Index in the data set.
     """
 
@@ -62,6 +63,7 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
 
     Attributes:
         mix: Mixes each sample with that of another image; None at first.
+        has_distances: Targets hold the distance maps of the classes too, computed here for the boundary loss.
 
     Raises:
         DataError: No pairs.
@@ -86,6 +88,7 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
         self.cache = cache
         self.notes = tuple(notes)
         self.mix: PairMix | None = None
+        self.has_distances = False
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -105,7 +108,10 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
             if partner is not None:
                 other = self._augmented(partner, mix_seed("partner", seed))
                 image, mask = self.mix((image, mask), other, seed)
-        target = mask if mask.flags.owndata and mask.flags.writeable else mask.copy()
+        if self.has_distances:
+            target = with_distances(mask, self.scheme.num_classes, self.scheme.ignore_index)
+        else:
+            target = mask if mask.flags.owndata and mask.flags.writeable else mask.copy()
         return Sample(to_planes(image), torch.from_numpy(np.ascontiguousarray(target)), index)
 
     def _augmented(self, index: int, seed: int, aim: int | None = None) -> tuple[Pixels, Pixels]:

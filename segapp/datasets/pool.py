@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from segapp.datasets.dataset import Sample, SegmentationDataset
+from segapp.datasets.distances import target_layout
 from segapp.datasets.files import shown
 from segapp.datasets.sampling import SampleKey
 from segapp.errors import DataError, SegappError, WorkerError
@@ -61,7 +62,7 @@ class Batch:
 
     Attributes:
         images: RGB, shape (N, 3, H, W), uint8, not normalised, contiguous.
-        target: Train ids and `ignore_index`, shape (N, H, W), uint8 or int16.
+        target: Train ids and `ignore_index`, shape (N, H, W), uint8 or int16; with distances int32 (N, 1 + C, H, W).
         indices: Indices in the data set, in the order of the batch.
     """
 
@@ -167,9 +168,10 @@ class _GuardedDataset(Dataset["Batch | _Failure"]):
 
     def _no_samples(self) -> Batch:
         """Return a batch of 0 images of the transform's size."""
-        height, width = getattr(self.dataset.transform, "crop_px", (0, 0))
-        target = np.empty((0, height, width), self.dataset.scheme.dtype)
-        return Batch(torch.empty((0, 3, height, width), dtype=torch.uint8), torch.from_numpy(target), ())
+        size = getattr(self.dataset.transform, "crop_px", (0, 0))
+        shape, dtype = target_layout(self.dataset.scheme, size, has_distances=self.dataset.has_distances)
+        target = torch.from_numpy(np.empty((0, *shape), dtype))
+        return Batch(torch.empty((0, 3, *size), dtype=torch.uint8), target, ())
 
 
 class _Plan:

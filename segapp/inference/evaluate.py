@@ -18,7 +18,7 @@ from segapp.failpoints import failpoint
 from segapp.inference.sliding import Inference
 from segapp.inference.spread import SpreadCounters, copy_to
 from segapp.inference.workspace import HostLimit, Tile
-from segapp.losses import CriterionCE, View, upsample_confusion, upsample_logits
+from segapp.losses import CriterionCE, View, labels_of, upsample_confusion, upsample_logits
 from segapp.memory.oom_errors import is_out_of_memory
 from segapp.memory.oom_failpoint import oom_failpoint
 from segapp.metrics import ConfusionMatrix, SegmentationScores
@@ -73,7 +73,8 @@ class EvaluationSettings:
         if self.criterion is None:
             return ()
         logits = torch.zeros(1, self.num_classes, 1, 1, device=self.device)
-        target = torch.full((1, 1, 1), self.ignore_index, dtype=torch.int16, device=self.device)
+        shape = (1, 1 + self.num_classes, 1, 1) if self.criterion.needs_distances else (1, 1, 1)
+        target = torch.full(shape, self.ignore_index, dtype=torch.int16, device=self.device)
         return tuple(torch.zeros_like(s, dtype=torch.float64) for s in self.criterion.statistics((logits,), target))
 
     def finalize(self, statistics: tuple[Tensor, ...]) -> float | None:
@@ -254,7 +255,7 @@ def count_views(
     Args:
         views: logits (N, C, h, w) or views, as `Inference.views` returns them.
         size: (H', W') that they stand for, at least that of the target.
-        target: (N, H, W), on the views' device.
+        target: (N, H, W) class ids, on the views' device; with distance maps (N, 1 + C, H, W).
         settings: how the logits were computed, and the criterion.
 
     Returns:
@@ -266,7 +267,7 @@ def count_views(
     is_cross_entropy = isinstance(criterion, CriterionCE)
     counted = upsample_confusion(
         views,
-        target,
+        labels_of(target),
         align_corners=align_corners,
         ignore_index=settings.ignore_index,
         weight=criterion.weight if isinstance(criterion, CriterionCE) else None,

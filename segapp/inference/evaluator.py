@@ -20,7 +20,7 @@ from segapp.inference.boundary_iou import BoundaryIoU
 from segapp.inference.evaluate import Evaluation, EvaluationSettings, evaluate_parts
 from segapp.inference.sliding import Inference
 from segapp.inference.spread import SpreadCounters, copy_to
-from segapp.losses import upsample_argmax
+from segapp.losses import labels_of, upsample_argmax
 from segapp.memory.oom_errors import is_out_of_memory
 from segapp.metrics import ConfusionMatrix
 from segapp.models import SegmentationModel
@@ -149,7 +149,7 @@ class Evaluator:
                 else:
                     labels[part.tile.place] = found[part.tile.core].cpu().numpy()
         if self.boundary is not None:
-            self.boundary.update(labels, target[0].numpy())
+            self.boundary.update(labels, labels_of(target)[0].numpy())
         self.totals = totals
         return counts
 

@@ -3,9 +3,10 @@
 Needs torch and the standard library, nothing else of segapp.
 """
 
-from segapp.losses.additive import AdditiveCriterion, CriterionSum, Outputs, Statistics, surrogate
+from segapp.losses.additive import AdditiveCriterion, CriterionSum, Outputs, Statistics, labels_of, surrogate
+from segapp.losses.binary import CriterionBCE
+from segapp.losses.boundary import CriterionBoundary
 from segapp.losses.cross_entropy import CriterionCE, plain_reason, upsample_cross_entropy
-from segapp.losses.dice import CriterionDice
 from segapp.losses.distillation import CriterionDistilled, node_features, pair_wise_difference, pixel_wise_divergence
 from segapp.losses.focal import CriterionFocal
 from segapp.losses.fused.views import Tile, View
@@ -13,19 +14,25 @@ from segapp.losses.inference import Scores, upsample_argmax, upsample_confusion,
 from segapp.losses.lovasz import CriterionLovasz
 from segapp.losses.mask_classification import CriterionMaskClassification, MaskLossFactors
 from segapp.losses.ohem import CriterionOHEM
+from segapp.losses.overlap import CriterionDice, CriterionTversky
 
 LOSSES: dict[str, type[AdditiveCriterion]] = {
     "ce": CriterionCE,
     "ohem": CriterionOHEM,
+    "bce": CriterionBCE,
     "dice": CriterionDice,
+    "tversky": CriterionTversky,
     "focal": CriterionFocal,
     "lovasz": CriterionLovasz,
+    "boundary": CriterionBoundary,
 }
 """The criteria of logits per pixel, by their names in a config."""
 
 __all__ = [
     "LOSSES",
     "AdditiveCriterion",
+    "CriterionBCE",
+    "CriterionBoundary",
     "CriterionCE",
     "CriterionDice",
     "CriterionDistilled",
@@ -34,12 +41,14 @@ __all__ = [
     "CriterionMaskClassification",
     "CriterionOHEM",
     "CriterionSum",
+    "CriterionTversky",
     "MaskLossFactors",
     "Outputs",
     "Scores",
     "Statistics",
     "Tile",
     "View",
+    "labels_of",
     "node_features",
     "pair_wise_difference",
     "pixel_wise_divergence",

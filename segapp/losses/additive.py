@@ -45,17 +45,26 @@ def heads_of(outputs: Outputs) -> tuple[Tensor, ...]:
     return tuple(outputs)
 
 
+def labels_of(target: Tensor) -> Tensor:
+    """Return the class ids (N, H, W) of a target, with or without distance maps behind them."""
+    return target if target.dim() == 3 else target[:, 0]
+
+
 class AdditiveCriterion(nn.Module):
     """Loss that is a function of sums over pixels or images.
 
     `forward` is `finalize(statistics(...))`: on one device a criterion is used like any other loss module.
 
     Attributes:
+        is_sigmoid: the loss takes each logit by itself (sigmoid); otherwise those of a pixel together (softmax).
+        needs_distances: the target holds the distance maps of the classes behind the class ids (`labels_of`).
         is_linear: `finalize` is linear in the differentiable entries, and the others are fixed by the target alone.
             Then `target_statistics` gives the denominators of a step before any logits exist.
         num_statistics: number of entries of `statistics`.
     """
 
+    is_sigmoid: bool = False
+    needs_distances: bool = False
     is_linear: bool = False
     num_statistics: int = 0
 
@@ -64,7 +73,7 @@ class AdditiveCriterion(nn.Module):
 
         Args:
             outputs: logits (N, C, h, w) at any resolution, alone, in a sequence or in a mapping (see `heads_of`).
-            target: class ids (N, H, W), uint8 or a signed integer type.
+            target: class ids (N, H, W), uint8 or a signed integer type; with distance maps (N, 1 + C, H, W).
         """
         raise NotImplementedError
 
@@ -185,6 +194,8 @@ class CriterionSum(AdditiveCriterion):
         self.factors = tuple(float(factor) for factor, _ in terms)
         self.criteria = nn.ModuleList(criterion for _, criterion in terms)
         self.is_linear = all(criterion.is_linear for criterion in self._terms())
+        self.is_sigmoid = any(criterion.is_sigmoid for criterion in self._terms())
+        self.needs_distances = any(criterion.needs_distances for criterion in self._terms())
         self.num_statistics = sum(criterion.num_statistics for criterion in self._terms())
 
     def _terms(self) -> list[AdditiveCriterion]:
@@ -192,11 +203,19 @@ class CriterionSum(AdditiveCriterion):
 
     def statistics(self, outputs: Outputs, target: Tensor) -> Statistics:
         """Return the terms' statistics, concatenated."""
-        return tuple(entry for criterion in self._terms() for entry in criterion.statistics(outputs, target))
+        return tuple(
+            entry
+            for criterion in self._terms()
+            for entry in criterion.statistics(outputs, target if criterion.needs_distances else labels_of(target))
+        )
 
     def target_statistics(self, target: Tensor) -> Statistics:
         """Return the terms' target statistics, concatenated; TypeError unless all are linear."""
-        return tuple(entry for criterion in self._terms() for entry in criterion.target_statistics(target))
+        return tuple(
+            entry
+            for criterion in self._terms()
+            for entry in criterion.target_statistics(target if criterion.needs_distances else labels_of(target))
+        )
 
     def finalize(self, totals: Statistics) -> Tensor:
         """Return the sum of factor x the term's loss."""

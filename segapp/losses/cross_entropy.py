@@ -26,7 +26,7 @@ from segapp.losses.fused.checks import (
 )
 from segapp.losses.fused.kernel_errors import KernelError
 from segapp.losses.fused.kernel_shapes import MAX_CLASSES, buffers_of
-from segapp.losses.fused.pixel_sums import CrossEntropySums, upsampled_sums
+from segapp.losses.fused.pixel_sums import CrossEntropySums, PixelOptions, upsampled_sums
 from segapp.losses.fused.reference import (
     compute_dtype,
     cross_entropy_sums,
@@ -207,7 +207,9 @@ def _reference(
 
 def _sums(logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropyOptions) -> tuple[Tensor, Tensor]:
     function = CrossEntropySums(weight, options.label_smoothing)
-    loss_sum, weight_sum = upsampled_sums(function, logits, target, options.align_corners, options.ignore_index)
+    loss_sum, weight_sum = upsampled_sums(
+        function, logits, target, PixelOptions(options.align_corners, options.ignore_index)
+    )
     return loss_sum, weight_sum
 
 

@@ -1,4 +1,4 @@
-"""Focal loss (Lin et al., Focal Loss for Dense Object Detection, ICCV 2017, eq. 5), softmax form.
+"""Focal loss (Lin et al., Focal Loss for Dense Object Detection, ICCV 2017, eq. 5), in softmax and sigmoid form.
 
 Shapes: N images, C classes, h x w of the logits, H x W of the target.
 """
@@ -9,12 +9,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from segapp.losses.additive import MeanCriterion
-from segapp.losses.fused.checks import as_class_weight
-from segapp.losses.fused.pixel_sums import pixel_cross_entropy, upsampled_sums
+from segapp.losses.binary import mean_over_classes, normalised
+from segapp.losses.fused.checks import as_class_weight, own_classes
+from segapp.losses.fused.pixel_sums import PixelOptions, pixel_cross_entropy, upsampled_sums
 from segapp.losses.fused.reference import target_weight_sum
+
+
+def focal(nll: Tensor, gamma: float) -> Tensor:
+    """Return (1 - p)^gamma (-log p) from -log p."""
+    one_minus_p = (-torch.expm1(-nll)).clamp_min(torch.finfo(nll.dtype).tiny)
+    return one_minus_p**gamma * nll
 
 
 @dataclass(frozen=True)
@@ -27,22 +35,42 @@ class FocalSum:
 
     def __call__(self, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
         """See `PixelSums`."""
-        nll = pixel_cross_entropy(values, ids)
-        one_minus_p = (-torch.expm1(-nll)).clamp_min(torch.finfo(nll.dtype).tiny)
-        loss = torch.where(valid, one_minus_p**self.gamma * nll, 0.0)
+        loss = torch.where(valid, focal(pixel_cross_entropy(values, ids), self.gamma), 0.0)
         if self.alpha is not None:
             loss = loss * self.alpha.to(loss.device, loss.dtype)[ids]
         return (loss.sum(),)
 
 
+@dataclass(frozen=True)
+class BinaryFocalSum:
+    """Sum over valid pixels of the weighted mean over the classes of (1 - p_t)^gamma (-log p_t), p_t by the sigmoid.
+
+    Attributes:
+        gamma: focusing exponent.
+        alpha: (C,) with sum 1, or None for 1 / C.
+    """
+
+    gamma: float
+    alpha: Tensor | None
+    num_differentiable: int = 1
+
+    def __call__(self, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
+        """See `PixelSums`; the ids are sets of classes."""
+        own = own_classes(ids, values.shape[1], multilabel=True)
+        losses = focal(F.softplus(torch.where(own, -values, values)), self.gamma)
+        return (torch.where(valid, mean_over_classes(losses, self.alpha), 0.0).sum(),)
+
+
 class CriterionFocal(MeanCriterion):
     """Focal loss: cross-entropy weighted by (1 - p_t)^gamma, so that well-classified pixels count less.
 
-    Statistics: (loss sum, sum of alpha over valid pixels). With gamma = 0 it is `CriterionCE`.
+    Statistics: (loss sum, sum of alpha over valid pixels). With gamma = 0 it is `CriterionCE`. With `multilabel`, the
+    mean over pixels and classes, (loss sum, number of valid pixels), and with gamma = 0 `CriterionBCE`.
 
     Args:
         gamma: focusing exponent, at least 0.
         alpha: one factor for each class, (C,), or None; a buffer.
+        multilabel: the target holds sets of classes (bit c of an id is class c), and probabilities are sigmoids.
         ignore_index: target id that counts nowhere.
         align_corners: as in `F.interpolate`.
         aux_weight: factor of each auxiliary head's loss.
@@ -58,6 +86,7 @@ class CriterionFocal(MeanCriterion):
         gamma: float = 2.0,
         alpha: Tensor | Sequence[float] | None = None,
         *,
+        multilabel: bool = False,
         ignore_index: int = 255,
         align_corners: bool = True,
         aux_weight: float = 0.4,
@@ -65,15 +94,16 @@ class CriterionFocal(MeanCriterion):
         super().__init__(aux_weight)
         if not gamma >= 0:
             raise ValueError(f"gamma={gamma}: give a number of at least 0")
-        self.gamma, self.ignore_index, self.align_corners = float(gamma), ignore_index, align_corners
-        self.register_buffer("alpha", as_class_weight(alpha, "alpha"))
+        self.gamma, self.is_sigmoid = float(gamma), multilabel
+        self.options = PixelOptions(align_corners, ignore_index, multilabel, is_sigmoid=multilabel)
+        self.register_buffer("alpha", normalised(alpha, "alpha") if multilabel else as_class_weight(alpha, "alpha"))
 
     def head_sums(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return (loss sum, sum of alpha) of one head."""
-        function = FocalSum(self.gamma, self.alpha)
-        (total,) = upsampled_sums(function, logits, target, self.align_corners, self.ignore_index)
+        function = (BinaryFocalSum if self.is_sigmoid else FocalSum)(self.gamma, self.alpha)
+        (total,) = upsampled_sums(function, logits, target, self.options)
         return total, self.denominator(target)
 
     def denominator(self, target: Tensor) -> Tensor:
-        """Return the sum of alpha over the valid pixels."""
-        return target_weight_sum(target, self.ignore_index, self.alpha)
+        """Return the sum of alpha over the valid pixels; with `multilabel` their number."""
+        return target_weight_sum(target, self.options.ignore_index, None if self.is_sigmoid else self.alpha)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from segapp.losses.additive import MeanCriterion
-from segapp.losses.dice import check_classes
 from segapp.losses.fused.bands import Band, sweep_bands
 from segapp.losses.fused.checks import check_inputs, check_target_range, class_ids, has_values, valid_pixels
 from segapp.losses.fused.reference import compute_dtype, upsample
+from segapp.losses.overlap import check_classes
 
 HELD_BYTES = 64 << 20
 """Probabilities that are held at a time: those of as many images as fit, at least one."""

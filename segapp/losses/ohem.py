@@ -18,7 +18,7 @@ from torch import Tensor
 
 from segapp.losses.additive import HeadCriterion, Statistics, reciprocal_or_zero
 from segapp.losses.fused.checks import as_class_weight
-from segapp.losses.fused.pixel_sums import pixel_cross_entropy, upsampled_sums
+from segapp.losses.fused.pixel_sums import PixelOptions, pixel_cross_entropy, upsampled_sums
 
 DROPPED_BITS = 15
 """Mantissa bits of a float32 loss, of 23, that a bin ignores: 256 bins an octave, 0.4 % wide."""
@@ -139,7 +139,7 @@ class CriterionOHEM(HeadCriterion):
     def head_statistics(self, logits: Tensor, target: Tensor) -> Statistics:
         """Return (loss, weight, count) of one head, each (bins,)."""
         histogram = HardnessHistogram(-math.log(self.threshold), self.weight)
-        return upsampled_sums(histogram, logits, target, self.align_corners, self.ignore_index)
+        return upsampled_sums(histogram, logits, target, PixelOptions(self.align_corners, self.ignore_index))
 
     def finalize_head(self, totals: Statistics) -> Tensor:
         """Return the mean loss over the kept bins: bin 0, and each bin with fewer than `min_kept` pixels before it."""

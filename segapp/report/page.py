@@ -178,7 +178,12 @@ def class_rows(report: RunReport, evaluation: SplitEvaluation | None) -> list[Cl
         recall, precision, frequency = _of_class(newest, "recall", i), _of_class(newest, "precision", i), None
         if evaluation is not None:
             scores = evaluation.scores
-            iou, recall, precision, frequency = scores.iou[i], scores.recall[i], scores.precision[i], scores.frequency[i]
+            iou, recall, precision, frequency = (
+                scores.iou[i],
+                scores.recall[i],
+                scores.precision[i],
+                scores.frequency[i],
+            )
         dice = None if iou is None else 2 * iou / (1 + iou)
         rows.append(ClassRow(name, iou, change, dice, recall, precision, frequency))
     return sorted(rows, key=lambda row: (row.iou is None, row.iou or 0.0))

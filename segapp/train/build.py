@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from segapp.build.class_weights import cached_frequencies, class_weights
+from segapp.build.criterion import needs_distances
 from segapp.build.data import build_dataset, build_load_options, build_scheme, check_splits_apart, split_names
 from segapp.build.devices import DevicePlan
 from segapp.build.network import build_inference
@@ -195,6 +196,7 @@ def _build_datasets(
     val_set = build_dataset(
         config.data, scheme, val_split, is_training=False, seed=config.seed, most=num_val, ranks=ranks
     )
+    train_set.has_distances = val_set.has_distances = needs_distances(config.loss)
     check_splits_apart(config.data, train_set.pairs, val_set.pairs)
     return train_set, val_set
 

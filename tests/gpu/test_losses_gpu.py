@@ -7,11 +7,13 @@ import torch
 import torch.nn.functional as F
 
 from segapp.losses import (
+    CriterionBCE,
     CriterionCE,
     CriterionDice,
     CriterionFocal,
     CriterionLovasz,
     CriterionOHEM,
+    CriterionTversky,
     cross_entropy,
     upsample_cross_entropy,
 )
@@ -131,6 +133,10 @@ def criteria():
         CriterionDice(),
         CriterionFocal(),
         CriterionLovasz(),
+        CriterionBCE(),
+        CriterionTversky(gamma=0.75),
+        CriterionFocal(multilabel=True),
+        CriterionDice(multilabel=True),
     ]
 
 

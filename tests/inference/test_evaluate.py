@@ -283,6 +283,13 @@ def test_eval_equals_official_evaluator_on_written_predictions(
     assert result.returncode == 0, result.stderr
     ours = json.loads((tmp_path / "result.json").read_text())
     assert len(ours["boundary_iou"]) == 19
+    assert [dice and dice / (2 - dice) for dice in ours["dice"]] == pytest.approx(ours["iou"])
+    matrix = np.array(ours["confusion"])
+    with np.errstate(invalid="ignore"):
+        for name, total in (("precision", matrix.sum(0)), ("recall", matrix.sum(1))):
+            values = np.array(ours[name], float)
+            np.testing.assert_allclose(values, matrix.diagonal() / total)
+            assert ours[f"mean_{name}"] == pytest.approx(np.nanmean(values))
     check_rows((tmp_path / "images.csv").read_text(), ours)
     texts = [node.text for node in ElementTree.fromstring((tmp_path / "matrix.svg").read_text()).iter() if node.text]
     assert texts.count("traffic light") == 2

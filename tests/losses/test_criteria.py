@@ -1,4 +1,4 @@
-"""OHEM, Dice, focal and Lovász against independent implementations and values computed by hand."""
+"""OHEM, Dice, Tversky, focal and Lovász against independent implementations and values computed by hand."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from segapp.losses import CriterionCE, CriterionDice, CriterionFocal, CriterionLovasz, CriterionOHEM
+from segapp.losses import CriterionCE, CriterionDice, CriterionFocal, CriterionLovasz, CriterionOHEM, CriterionTversky
 from tests.support.loss_cases import class_weight, draw, relative_error
 
 
@@ -91,6 +91,40 @@ def test_dice_without_smoothing_survives_an_absent_class():
     assert torch.isfinite(logits.grad).all()
 
 
+@pytest.mark.parametrize(("alpha", "beta", "gamma"), [(0.3, 0.7, 1.0), (0.6, 0.1, 0.75), (1.0, 1.0, 2.0)])
+def test_tversky_matches_its_formula(alpha, beta, gamma):
+    logits, target = draw()
+    mine, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    valid = target != 255
+    losses = []
+    for c in range(4):
+        p, own = upsampled(theirs, target).softmax(1)[:, c][valid], (target == c)[valid].double()
+        tp, fp, fn = (p * own).sum(), (p * (1 - own)).sum(), ((1 - p) * own).sum()
+        losses.append((1 - (tp + 0.5) / (tp + alpha * fp + beta * fn + 0.5)) ** gamma)
+    truth = torch.stack(losses).mean()
+    truth.backward()
+    loss = CriterionTversky((alpha, beta), gamma, smooth=0.5)(mine, target)
+    loss.backward()
+    assert relative_error(loss.detach(), truth.detach()) < 1e-12
+    assert relative_error(mine.grad, theirs.grad) < 1e-12
+
+
+def test_tversky_of_equal_halves_is_dice():
+    logits, target = draw()
+    for multilabel in (False, True):
+        dice = CriterionDice(2.0, multilabel=multilabel)(logits, target)
+        assert relative_error(CriterionTversky((0.5, 0.5), multilabel=multilabel)(logits, target), dice) < 1e-12
+
+
+def test_focal_tversky_of_a_perfect_prediction_is_finite():
+    logits = torch.zeros(1, 2, 2, 2, requires_grad=True)
+    logits.data[:, 0] = 1000.0
+    loss = CriterionTversky(gamma=0.75)(logits, torch.zeros(1, 4, 4, dtype=torch.uint8))
+    loss.backward()
+    assert loss.item() == pytest.approx(0.0, abs=1e-6)
+    assert torch.isfinite(logits.grad).all()
+
+
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0, 2.0, 5.0])
 def test_focal_matches_its_formula(gamma):
     logits, target = draw()
@@ -158,5 +192,9 @@ def test_options_out_of_range_are_named():
         CriterionDice(-1)
     with pytest.raises(ValueError, match="gamma=nan"):
         CriterionFocal(math.nan)
+    with pytest.raises(ValueError, match=r"weights=.*-1"):
+        CriterionTversky((0.5, -1))
+    with pytest.raises(ValueError, match="gamma=0"):
+        CriterionTversky(gamma=0)
     with pytest.raises(ValueError, match="classes='some'"):
         CriterionLovasz("some")

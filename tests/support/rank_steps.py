@@ -25,7 +25,15 @@ from segapp.build.optimizer import build_optimizer
 from segapp.config import OptimConfig
 from segapp.datasets.loader import Batch
 from segapp.inference.normalize import NormalizedInput, Normalizer
-from segapp.losses import AdditiveCriterion, CriterionCE, CriterionDice, CriterionLovasz, CriterionOHEM
+from segapp.losses import (
+    AdditiveCriterion,
+    CriterionBCE,
+    CriterionCE,
+    CriterionDice,
+    CriterionLovasz,
+    CriterionOHEM,
+    CriterionTversky,
+)
 from segapp.parallel import RankSplit, convert_sync_batchnorm, init_from_env, shutdown, wrap_ddp
 from segapp.parallel.ranks import Ranks
 from segapp.precision import Precision
@@ -53,6 +61,8 @@ CRITERIA: dict[str, Callable[[], AdditiveCriterion]] = {
     "dice": CriterionDice,
     "ohem": lambda: CriterionOHEM(0.7, 100),
     "lovasz": CriterionLovasz,
+    "tversky": lambda: CriterionTversky(gamma=0.75),
+    "bce": lambda: CriterionBCE(pos_weight=2.0),
 }
 
 

@@ -35,6 +35,7 @@ SINGLE = SimulationJob("single", (4,))
 
 
 EVALUATED = SimulationJob("single", (4,), eval_px=(512, 1024))
+LOSS_NAMES = ("ohem", "bce", "dice", "tversky", "focal", "lovasz", "boundary")
 DDP = SimulationJob("ddp", (4,), num_ranks=3)
 HALF_AND_AVERAGE = {"precision": "fp16", "ema": 0.99}
 
@@ -52,7 +53,7 @@ TRAININGS = {
 MORE_TRAININGS = {
     "plain": (SINGLE, {}),
     **{name: (SINGLE, {"train": {"precision": name}}) for name in ("amp-fp16", "amp-bf16", "fp16")},
-    **{name: (SINGLE, {"loss": {"name": name}}) for name in ("ohem", "dice", "focal", "lovasz")},
+    **{name: (SINGLE, {"loss": {"name": name}}) for name in LOSS_NAMES},
     "adamw": (SINGLE, {"optim": {"name": "adamw"}}),
     "ema": (SINGLE, {"train": {"ema": 0.99}}),
     "accumulate": (SimulationJob("single", (4,), accumulate=2), {}),

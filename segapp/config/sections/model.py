@@ -40,8 +40,8 @@ class ModelConfig(Section):
 class LossTerm(Section):
     """A criterion with its weight in the sum of the terms."""
 
-    name: Literal["ce", "ohem", "dice", "focal", "lovasz", "mask_classification"] = "ce"
-    """Criterion: cross-entropy, that of hard pixels (ohem), Dice, focal, Lovász-softmax, mask_classification (eomt)."""
+    name: Literal["ce", "ohem", "bce", "dice", "tversky", "focal", "lovasz", "boundary", "mask_classification"] = "ce"
+    """Criterion: (binary) cross-entropy, that of hard pixels (ohem), an overlap, a boundary, or eomt's (mask_*)."""
     weight: NonNegativeFloat = 1.0
     """Weight of this term in the sum."""
     align_corners: bool = True
@@ -49,19 +49,27 @@ class LossTerm(Section):
     aux_weight: NonNegativeFloat = 0.4
     """Weight of the auxiliary head's loss."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the target probability spread evenly over all classes (ce)."""
+    """Share of the target probability spread evenly over all classes (ce), or over yes and no (bce)."""
     implementation: Literal["auto", "compiled", "reference"] = "auto"
     """auto: fused, Triton on GPUs; compiled: fused by torch.compile (CPU); reference: full-resolution logits (ce)."""
     class_weights: list[NonNegativeFloat] | Literal["inverse", "enet", "median-frequency"] | None = None
-    """Weight of each class, or a rule that computes them from the training masks (ce, ohem, focal)."""
+    """Weight of each class, or a rule that computes them from the training masks (ce, ohem, bce, focal)."""
     ohem_threshold: Annotated[float, Field(gt=0, le=1)] = 0.7
     """A pixel is hard if the probability of its target class is below this (ohem)."""
     ohem_min_kept: Count = 100_000
     """Smallest number of valid pixels of a step that contribute (ohem)."""
     focal_gamma: NonNegativeFloat = 2.0
     """Focusing exponent gamma (focal)."""
+    bce_pos_weight: PositiveFloat = 1.0
+    """Factor of the pixels that are of a class (bce)."""
     dice_smooth: NonNegativeFloat = 1.0
-    """Added to numerator and denominator (dice)."""
+    """Added to numerator and denominator (dice, tversky)."""
+    tversky_alpha: NonNegativeFloat = 0.3
+    """Weight of false positives (tversky)."""
+    tversky_beta: NonNegativeFloat = 0.7
+    """Weight of false negatives (tversky)."""
+    tversky_gamma: PositiveFloat = 1.0
+    """Exponent; 0.75 is the focal Tversky loss (tversky)."""
     mask_class_factor: NonNegativeFloat = 2.0
     """Factor of the cross-entropy of the queries' classes (mask_classification)."""
     mask_bce_factor: NonNegativeFloat = 5.0

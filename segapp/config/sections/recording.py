@@ -43,7 +43,7 @@ class CheckpointConfig(Section):
     """Number of epoch_*.pt files kept, besides last.pt and best.pt."""
     grace_s: PositiveFloat = 30.0
     """Seconds between SIGTERM and SIGKILL (SLURM, Kubernetes: 30); a save that takes longer raises an alert."""
-    monitor: Literal["miou", "loss", "pixel_accuracy"] = "miou"
+    monitor: Literal["miou", "mean_dice", "loss", "pixel_accuracy"] = "miou"
     """Evaluation result that selects best.pt."""
 
 

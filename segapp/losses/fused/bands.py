@@ -3,9 +3,9 @@
 A band lies between few source rows, which are interpolated horizontally (*widened*) once. The gradient of a band is
 transposed likewise: weighted sums over its rows, and one transposed horizontal pass for each source row.
 
-The largest logit over the classes is subtracted *at low resolution*: softmax and argmax are invariant to a shift of all
-classes, and interpolation is linear, so exp() stays at most 1 without a pass over the full resolution, and a large
-common offset costs no digits.
+The largest logit over the classes is subtracted *at low resolution*, unless a pixel's logits are used one by one:
+softmax and argmax are invariant to a shift of all classes, and interpolation is linear, so exp() stays at most 1
+without a pass over the full resolution, and a large common offset costs no digits.
 
 On the CPU the output rows are cut into as many parts as torch has threads, and one thread processes each part. A band
 is too small for several threads: synchronising after every operation takes 2 to 3.5 times as long when data-loading
@@ -56,7 +56,8 @@ class Band(Protocol):
     Attributes:
         images: their indices in the batch.
         rows: the output rows.
-        values: (m, C, R, W) upsampled logits less the widened maximum, in a buffer that may be overwritten.
+        values: (m, C, R, W) upsampled logits, less the widened maximum if the sweep is shifted, in a buffer that may be
+            overwritten.
     """
 
     images: slice
@@ -79,6 +80,7 @@ def sweep_bands(
     align_corners: bool,
     *,
     with_gradient: bool = False,
+    is_shifted: bool = True,
     band_bytes: int | None = None,
 ) -> tuple[list[Result], Tensor | None]:
     """Call `work` with the bands of the upsampled logits, once for each part.
@@ -90,6 +92,8 @@ def sweep_bands(
         size: (H, W).
         align_corners: as in `F.interpolate`.
         with_gradient: allocate a gradient for the bands' `add_gradient`.
+        is_shifted: subtract the largest logit over the classes; False where a pixel's logits are used one by one, as by
+            the sigmoid.
         band_bytes: size of a band, or None for the device's default.
 
     Returns:
@@ -107,7 +111,7 @@ def sweep_bands(
 
     def run(part: slice) -> tuple[Result, _Sweep]:
         with torch.no_grad(), torch.autocast(values.device.type, enabled=False):
-            sweep = kind(values, grid, part, gradient, budget)
+            sweep = kind(values, grid, part, gradient, budget, is_shifted)
             return work(iter(sweep)), sweep
 
     if len(parts) == 1 and (not on_cpu or torch.get_num_threads() == 1):
@@ -167,8 +171,11 @@ class _Sweep:
     contribution in `edge`, so that no two threads write to one row.
     """
 
-    def __init__(self, logits: Tensor, grid: Grid, rows: slice, total: Tensor | None, budget: int) -> None:
+    def __init__(
+        self, logits: Tensor, grid: Grid, rows: slice, total: Tensor | None, budget: int, is_shifted: bool = True
+    ) -> None:
         self.grid, self.rows, self.logits, self.gradient = grid, rows, logits, total
+        self.is_shifted = is_shifted
         self.first_source = int(grid.rows.lower[rows.start])
         self.last_source = int(grid.rows.upper[rows.stop - 1])
         is_shared = rows.stop < grid.rows.size_out and int(grid.rows.lower[rows.stop]) == self.last_source
@@ -185,9 +192,9 @@ class _Sweep:
             self.gradient[:, :, self.last_source] += self.edge
 
     def wide_rows(self, images: slice, start: int, stop: int) -> Tensor:
-        """Return source rows start..stop - 1 less their maximum over the classes, widened: (m, C, k, W)."""
+        """Return source rows start..stop - 1, less their maximum over the classes if shifted, widened: (m, C, k, W)."""
         rows = self.logits[images, :, start:stop].to(self.grid.dtype)
-        return self.grid.widen(rows - rows.amax(1, keepdim=True))
+        return self.grid.widen(rows - rows.amax(1, keepdim=True) if self.is_shifted else rows)
 
     def add_wide_gradient(self, gradient: Tensor, images: slice, start: int) -> None:
         """Add the gradient (m, C, k, W) of widened source rows from `start` on."""

@@ -71,6 +71,18 @@ def class_ids(target: Tensor, num_classes: int, ignore_index: int) -> tuple[Tens
     return torch.where(valid, target, 0).long(), valid
 
 
+def own_classes(ids: Tensor, num_classes: int, *, multilabel: bool) -> Tensor:
+    """Return which pixels are of each class, (N, C, ...) bool.
+
+    Args:
+        ids: (N, 1, ...) int64 class ids; with `multilabel` sets of classes, bit c for class c.
+        num_classes: C.
+        multilabel: a pixel may be of several classes, or of none.
+    """
+    classes = torch.arange(num_classes, device=ids.device).view(1, -1, *(1,) * (ids.dim() - 2))
+    return (ids >> classes) & 1 == 1 if multilabel else ids == classes
+
+
 def check_target_range(target: Tensor, num_classes: int, ignore_index: int) -> Tensor | None:
     """Check that every valid id is a class: at once on the CPU, asynchronously on a device.
 

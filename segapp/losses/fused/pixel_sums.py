@@ -24,6 +24,46 @@ FULL_BYTES = 4 << 20
 """Upsampled logits smaller than this are computed whole: fewer operations, and little memory to save."""
 
 
+@dataclass(frozen=True)
+class PixelOptions:
+    """How the pixels of logits and target are read.
+
+    Attributes:
+        align_corners: as in `F.interpolate`.
+        ignore_index: target id that counts nowhere.
+        multilabel: the target holds sets of classes: bit c of an id is class c.
+        is_sigmoid: a pixel's logits are used one by one; otherwise a constant may be added to all of them.
+        has_maps: the target is (N, 1 + C, H, W), ids and then a map of each class.
+    """
+
+    align_corners: bool = True
+    ignore_index: int = 255
+    multilabel: bool = False
+    is_sigmoid: bool = False
+    has_maps: bool = False
+
+    def num_ids(self, num_classes: int) -> int:
+        """Return the number of ids that a valid pixel can have."""
+        return 1 << num_classes if self.multilabel else num_classes
+
+    def read(self, target: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
+        """Return what `PixelSums` takes of a part of the target (m, R, W), or (m, 1 + C, R, W) with maps."""
+        labels = target[:, :1] if self.has_maps else target.unsqueeze(1)
+        ids, valid = class_ids(labels, self.num_ids(num_classes), self.ignore_index)
+        return (target[:, 1:], valid) if self.has_maps else (ids, valid)
+
+    def check(self, logits: Tensor, target: Tensor) -> Tensor | None:
+        """Check shapes, dtypes and ids; see `check_inputs` and `check_target_range`."""
+        if self.has_maps and (target.dim() != 4 or target.shape[1] != 1 + logits.shape[1]):
+            raise ValueError(
+                f"target has shape {tuple(target.shape)} for logits of {logits.shape[1]} classes: "
+                "give (N, 1 + C, H, W), class ids and then the map of each class"
+            )
+        labels = target[:, 0] if self.has_maps else target
+        check_inputs(logits, labels)
+        return check_target_range(labels, self.num_ids(logits.shape[1]), self.ignore_index)
+
+
 class PixelSums(Protocol):
     """Function that returns sums over the valid pixels, each a vector or a scalar."""
 
@@ -36,24 +76,21 @@ class PixelSums(Protocol):
         """Return the sums.
 
         Args:
-            values: (N, C, R, W) logits, up to an additive constant per pixel.
-            ids: (N, 1, R, W) int64 class ids.
+            values: (N, C, R, W) logits, up to an additive constant per pixel unless the options say sigmoid.
+            ids: (N, 1, R, W) int64 class ids, or with maps those of each class, (N, C, R, W).
             valid: (N, 1, R, W) bool.
         """
         ...
 
 
-def upsampled_sums(
-    function: PixelSums, logits: Tensor, target: Tensor, align_corners: bool, ignore_index: int
-) -> tuple[Tensor, ...]:
+def upsampled_sums(function: PixelSums, logits: Tensor, target: Tensor, options: PixelOptions) -> tuple[Tensor, ...]:
     """Return the sums of `function` over all pixels of the upsampled logits.
 
     Args:
         function: additive over pixels.
         logits: (N, C, h, w).
-        target: (N, H, W) class ids.
-        align_corners: as in `F.interpolate`.
-        ignore_index: id that counts nowhere.
+        target: (N, H, W) class ids, or (N, 1 + C, H, W) with maps.
+        options: how both are read.
 
     Returns:
         The sums: differentiable ones in float32 (float64 for float64 logits), counts in float64.
@@ -62,13 +99,13 @@ def upsampled_sums(
         TypeError: wrong dtypes.
         ValueError: shapes that do not fit, ids that are no class.
     """
-    check_inputs(logits, target)
-    poison = check_target_range(target, logits.shape[1], ignore_index)
-    full_bytes = target.numel() * logits.shape[1] * compute_dtype(logits).itemsize
+    poison = options.check(logits, target)
+    num_pixels = target.shape[0] * target.shape[-2] * target.shape[-1]
+    full_bytes = num_pixels * logits.shape[1] * compute_dtype(logits).itemsize
     if full_bytes < FULL_BYTES or not has_values(logits):
-        sums = _at_full_resolution(function, logits, target, align_corners, ignore_index)
+        sums = _at_full_resolution(function, logits, target, options)
     else:
-        sums = _BandedSums.apply(logits, target, function, align_corners, ignore_index)
+        sums = _BandedSums.apply(logits, target, function, options)
     return sums if poison is None else (sums[0] + poison, *sums[1:])
 
 
@@ -78,11 +115,15 @@ def pixel_cross_entropy(values: Tensor, ids: Tensor) -> Tensor:
 
 
 def _at_full_resolution(
-    function: PixelSums, logits: Tensor, target: Tensor, align_corners: bool, ignore_index: int
+    function: PixelSums, logits: Tensor, target: Tensor, options: PixelOptions
 ) -> tuple[Tensor, ...]:
     with torch.autocast(logits.device.type, enabled=False):
-        values = upsample(logits, (target.shape[-2], target.shape[-1]), align_corners)
-        return function(values, *class_ids(target.unsqueeze(1), logits.shape[1], ignore_index))
+        values = upsample(logits, (target.shape[-2], target.shape[-1]), options.align_corners)
+        return function(values, *options.read(target, logits.shape[1]))
+
+
+def _part_of(target: Tensor, band: Band) -> Tensor:
+    return target[band.images, ..., band.rows, :]
 
 
 class _BandedSums(torch.autograd.Function):
@@ -90,48 +131,44 @@ class _BandedSums(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, function: PixelSums, align_corners: bool, ignore_index: int
+        ctx: Any, logits: Tensor, target: Tensor, function: PixelSums, options: PixelOptions
     ) -> tuple[Tensor, ...]:
         def work(bands: Iterator[Band]) -> list[Tensor]:
             totals: list[Tensor] = []
             for band in bands:
-                ids, valid = class_ids(target[band.images, None, band.rows], logits.shape[1], ignore_index)
-                sums = [entry.double() for entry in function(band.values, ids, valid)]
+                read = options.read(_part_of(target, band), logits.shape[1])
+                sums = [entry.double() for entry in function(band.values, *read)]
                 totals = [total + entry for total, entry in zip(totals, sums, strict=True)] if totals else sums
             return totals
 
-        parts, _ = sweep_bands(work, logits, (target.shape[-2], target.shape[-1]), align_corners)
+        size = (target.shape[-2], target.shape[-1])
+        parts, _ = sweep_bands(work, logits, size, options.align_corners, is_shifted=not options.is_sigmoid)
         sums = [torch.stack(entry).sum(0) for entry in zip(*parts, strict=True)]
         live = function.num_differentiable
         outputs = tuple(entry.to(compute_dtype(logits)) for entry in sums[:live]) + tuple(sums[live:])
         ctx.save_for_backward(logits, target)
-        ctx.options = function, align_corners, ignore_index
+        ctx.options = function, options
         ctx.mark_non_differentiable(*outputs[live:])
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
         logits, target = ctx.saved_tensors
-        function, align_corners, ignore_index = ctx.options
+        function, options = ctx.options
         live = slopes[: function.num_differentiable]
         if torch.is_grad_enabled():
-            sums = _at_full_resolution(function, logits, target, align_corners, ignore_index)
+            sums = _at_full_resolution(function, logits, target, options)
             (gradient,) = torch.autograd.grad(sums[: len(live)], logits, live, create_graph=True)
-            return gradient, None, None, None, None
-        return _gradient_on_bands(function, logits, target, align_corners, ignore_index, live), None, None, None, None
+            return gradient, None, None, None
+        return _gradient_on_bands(function, logits, target, options, live), None, None, None
 
 
 def _gradient_on_bands(
-    function: PixelSums,
-    logits: Tensor,
-    target: Tensor,
-    align_corners: bool,
-    ignore_index: int,
-    slopes: Sequence[Tensor],
+    function: PixelSums, logits: Tensor, target: Tensor, options: PixelOptions, slopes: Sequence[Tensor]
 ) -> Tensor:
     def work(bands: Iterator[Band]) -> None:
         for band in bands:
-            ids, valid = class_ids(target[band.images, None, band.rows], logits.shape[1], ignore_index)
+            ids, valid = options.read(_part_of(target, band), logits.shape[1])
             values = band.values.detach().requires_grad_()
             with torch.enable_grad():
                 sums = function(values, ids, valid)[: len(slopes)]
@@ -139,7 +176,9 @@ def _gradient_on_bands(
             band.add_gradient(gradient)
 
     size = (target.shape[-2], target.shape[-1])
-    _, gradient = sweep_bands(work, logits, size, align_corners, with_gradient=True)
+    _, gradient = sweep_bands(
+        work, logits, size, options.align_corners, with_gradient=True, is_shifted=not options.is_sigmoid
+    )
     assert gradient is not None
     return gradient.to(logits.dtype)
 

@@ -10,6 +10,7 @@ from segapp.build.data import build_pairs, split_names
 from segapp.build.network import build_inference
 from segapp.config import RunConfig
 from segapp.datasets.dataset import image_sizes
+from segapp.datasets.distances import target_layout
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import Batch
 from segapp.errors import DataError
@@ -30,19 +31,22 @@ class _EnoughSeen(Exception):  # noqa: N818 - control flow, not an error
     """Ends an evaluation after its first batches: the scores would need numbers."""
 
 
-def blank_batch(scheme: ClassScheme, num_samples: int, size: tuple[int, int], *, device: str = "cpu") -> Batch:
+def blank_batch(
+    scheme: ClassScheme, num_samples: int, size: tuple[int, int], *, has_distances: bool = False, device: str = "cpu"
+) -> Batch:
     """Return a batch of black images (N, 3, H, W) with targets (N, H, W) of class 0.
 
     Args:
         scheme: its class ids decide about the target's dtype.
         num_samples: N.
         size: H and W.
+        has_distances: the targets have distance maps behind them, (N, 1 + C, H, W).
         device: where it lies.
     """
-    top = max(scheme.num_classes - 1, scheme.ignore_index)
-    dtype = torch.uint8 if scheme.ignore_index >= 0 and top < 256 else torch.int16
+    shape, dtype = target_layout(scheme, size, has_distances=has_distances)
     images = torch.zeros(num_samples, 3, *size, dtype=torch.uint8, device=device)
-    return Batch(images, torch.zeros(num_samples, *size, dtype=dtype, device=device), tuple(range(num_samples)))
+    target = torch.zeros(num_samples, *shape, dtype=getattr(torch, dtype.name), device=device)
+    return Batch(images, target, tuple(range(num_samples)))
 
 
 def evaluate_blank(engine: StepEngine, config: RunConfig, scheme: ClassScheme, size: tuple[int, int]) -> None:
@@ -52,7 +56,7 @@ def evaluate_blank(engine: StepEngine, config: RunConfig, scheme: ClassScheme, s
 
     def batches() -> Iterator[Batch]:
         for _ in range(_NUM_EVALUATED * (1 + len(others))):
-            yield blank_batch(scheme, config.eval.batch_size, size)
+            yield blank_batch(scheme, config.eval.batch_size, size, has_distances=engine.criterion.task.needs_distances)
         raise _EnoughSeen
 
     try:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
+from segapp.build.criterion import needs_distances
 from segapp.build.data import build_scheme
 from segapp.build.trained import read_trained
 from segapp.config import RunConfig, validate_config
@@ -175,7 +176,10 @@ class Simulator:
 
     def batch(self, num_samples: int, *, device: str = "cpu") -> Batch:
         """Return a batch of black crops."""
-        return blank_batch(self.assembler.scheme, num_samples, self._crop_px, device=device)
+        has_distances = needs_distances(self.assembler.config.loss)
+        return blank_batch(
+            self.assembler.scheme, num_samples, self._crop_px, has_distances=has_distances, device=device
+        )
 
     def _equal_weights(self, _rule: str) -> list[float]:
         return [1.0] * self.assembler.scheme.num_classes

@@ -56,7 +56,12 @@ def trial_step(config: RunConfig, devices: DevicePlan, saved_plan: SavedMemoryPl
     try:
         with contextlib.nullcontext() if limit is None else limit.enforced():
             engine.network.train()
-            batch = blank_batch(scheme, config.train.batch_size, config.data.crop_px)
+            batch = blank_batch(
+                scheme,
+                config.train.batch_size,
+                config.data.crop_px,
+                has_distances=engine.criterion.task.needs_distances,
+            )
             for _ in range(2):  # the second meets what the first leaves
                 engine.step([batch] * min(2, config.train.accumulate))
             evaluate_blank(engine, config, scheme, evaluation_size(config)[0])

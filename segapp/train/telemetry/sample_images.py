@@ -16,6 +16,7 @@ from segapp.datasets.dataset import SegmentationDataset
 from segapp.inference.predict import colorize, predict_image
 from segapp.inference.sliding import Inference
 from segapp.inference.workspace import HostLimit
+from segapp.losses import labels_of
 from segapp.run.files import write_atomic
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class SamplePictures:
         image = sample.image.permute(1, 2, 0).numpy()
         prediction = predict(image)
         scheme = self.dataset.scheme
-        target = sample.target.numpy().astype(np.int64)
+        target = labels_of(sample.target[None])[0].numpy().astype(np.int64)
         known = np.where(target == scheme.ignore_index, 0, target)
         truth = colorize(known, scheme)
         truth[target == scheme.ignore_index] = 0

@@ -64,8 +64,8 @@ class TrackerListener:
                 self._scalars({f"train/{name}": value for name, value in (event.terms or {}).items()})
             case Val():
                 self._step = event.step
-                names = ("loss", "miou", "pixel_accuracy", "mean_dice", "mean_precision", "mean_recall")
-                values = {f"val/{name}": getattr(event, name) for name in names}
+                scores = ("loss", "miou", "pixel_accuracy", "mean_dice", "mean_precision", "mean_recall")
+                values = {f"val/{name}": getattr(event, name) for name in scores}
                 self._scalars(values | {f"iou/{n}": iou for n, iou in zip(self.classes, event.iou, strict=True)})
                 if event.miou is not None:
                     self._best["best_miou"] = max(event.miou, self._best.get("best_miou", -math.inf))

@@ -15,7 +15,7 @@ from segapp.losses.fused.compiled import cross_entropy_on_cells
 from segapp.losses.fused.grid import Axis, _cached_grid, products_are_exact
 from segapp.losses.fused.kernel_shapes import block_shape, buffers_of, column_blocks
 from tests.support.as_on_cuda import DeterministicOnCuda, LaunchCounter, take_cuda_road
-from tests.support.loss_cases import class_weight, criteria, draw, relative_error
+from tests.support.loss_cases import class_weight, criteria, draw, relative_error, suited
 
 NAMES = list(criteria())
 
@@ -28,7 +28,7 @@ def _without_triton(monkeypatch):
 
 def gradient_of(criterion, logits, target):
     x = logits.clone().requires_grad_()
-    loss = criterion(x, target)
+    loss = criterion(x, suited(criterion, target))
     loss.backward()
     return loss.detach(), x.grad
 

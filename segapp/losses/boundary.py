@@ -1,0 +1,86 @@
+"""Boundary loss (Kervadec et al., Boundary loss for highly unbalanced segmentation, MIDL 2019, eq. 5).
+
+The integral of each class's probability over the signed distance to the class's boundary: its level-set form. The maps
+come with the target, made where the samples are loaded, so that no step waits for them.
+
+Shapes: N images, C classes, h x w of the logits, H x W of the target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from segapp.losses.additive import MeanCriterion, labels_of
+from segapp.losses.fused.pixel_sums import PixelOptions, upsampled_sums
+from segapp.losses.fused.reference import target_weight_sum
+
+
+def signed_distance(squared: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return signed distances to the classes' boundaries in pixels, from the squares that a target holds.
+
+    Args:
+        squared: integers: outside a class the squared distance to its nearest pixel; inside, negative, that to the
+            nearest pixel of no such class; 0 for a class without a boundary.
+        dtype: of the result.
+
+    Returns:
+        The distance d outside, 1 - d inside: 0 at a class's outermost pixels, as in the authors' code.
+    """
+    distance = squared.abs().to(dtype).sqrt()
+    return torch.where(squared < 0, 1 - distance, distance)
+
+
+@dataclass(frozen=True)
+class BoundarySum:
+    """Sum over valid pixels of the mean over the classes of probability x signed distance."""
+
+    is_sigmoid: bool = False
+    num_differentiable: int = 1
+
+    def __call__(self, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
+        """See `PixelSums`; here `ids` are the squared distances of each class."""
+        probability = torch.sigmoid(values) if self.is_sigmoid else torch.softmax(values, 1)
+        products = (probability * signed_distance(ids, values.dtype)).mean(1, keepdim=True)
+        return (torch.where(valid, products, 0.0).sum(dtype=torch.float64).to(values.dtype),)
+
+
+class CriterionBoundary(MeanCriterion):
+    """Boundary loss: mean over valid pixels and classes of probability x signed distance to the class's boundary.
+
+    It may be negative, and is meant to be added to a loss of regions such as Dice or cross-entropy.
+
+    Statistics: (loss sum, number of valid pixels). The target is (N, 1 + C, H, W): class ids, then the squared signed
+    distances of each class (`signed_distance`).
+
+    Args:
+        multilabel: the ids are sets of classes, and probabilities are sigmoids.
+        ignore_index: target id that counts nowhere.
+        align_corners: as in `F.interpolate`.
+        aux_weight: factor of each auxiliary head's loss.
+    """
+
+    needs_distances = True
+
+    def __init__(
+        self,
+        *,
+        multilabel: bool = False,
+        ignore_index: int = 255,
+        align_corners: bool = True,
+        aux_weight: float = 0.4,
+    ) -> None:
+        super().__init__(aux_weight)
+        self.is_sigmoid = multilabel
+        self.options = PixelOptions(align_corners, ignore_index, multilabel, is_sigmoid=multilabel, has_maps=True)
+
+    def head_sums(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (loss sum, number of valid pixels) of one head."""
+        (total,) = upsampled_sums(BoundarySum(self.is_sigmoid), logits, target, self.options)
+        return total, self.denominator(target)
+
+    def denominator(self, target: Tensor) -> Tensor:
+        """Return the number of valid pixels."""
+        return target_weight_sum(labels_of(target), self.options.ignore_index, None)

@@ -1,0 +1,163 @@
+"""Losses of the overlap of prediction and target over the classes of a whole step: Dice and Tversky.
+
+Soft Dice: Milletari et al., V-Net, 3DV 2016. Tversky: Salehi et al., MLMI 2017; with an exponent, focal Tversky:
+Abraham and Khan, ISBI 2019.
+
+Shapes: N images, C classes, h x w of the logits, H x W of the target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from segapp.losses.additive import HeadCriterion, Statistics, reciprocal_or_zero
+from segapp.losses.fused.checks import own_classes
+from segapp.losses.fused.pixel_sums import PixelOptions, upsampled_sums
+
+
+@dataclass(frozen=True)
+class OverlapSums:
+    """Per class over valid pixels: probability sum on the class's pixels, probability sum on all, number of pixels."""
+
+    multilabel: bool = False
+    num_differentiable: int = 2
+
+    def __call__(self, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
+        """See `PixelSums`."""
+        probability = (torch.sigmoid(values) if self.multilabel else torch.softmax(values, 1)) * valid
+        own = own_classes(ids, values.shape[1], multilabel=self.multilabel) & valid
+        intersection = torch.where(own, probability, 0.0).sum((0, 2, 3))
+        return intersection, probability.sum((0, 2, 3)), own.sum((0, 2, 3)).to(torch.float64)
+
+
+class _OverlapCriterion(HeadCriterion):
+    """Mean over classes of a loss of intersection, probability mass and pixel count, each summed over the step.
+
+    Statistics, each (heads, C): intersection, probability mass, pixel count.
+
+    Args:
+        smooth: added to numerator and denominator, at least 0.
+        classes: "present": mean over the classes in the step's target; "all": over every class.
+        multilabel: the target holds sets of classes, and probabilities are sigmoids.
+        ignore_index: target id that counts nowhere.
+        align_corners: as in `F.interpolate`.
+        aux_weight: factor of each auxiliary head's loss.
+    """
+
+    num_statistics = 3
+
+    def __init__(
+        self, smooth: float, classes: str, multilabel: bool, ignore_index: int, align_corners: bool, aux_weight: float
+    ) -> None:
+        super().__init__(aux_weight)
+        if not smooth >= 0:
+            raise ValueError(f"smooth={smooth}: give a number of at least 0")
+        check_classes(classes)
+        self.smooth, self.classes, self.is_sigmoid = float(smooth), classes, multilabel
+        self.options = PixelOptions(align_corners, ignore_index, multilabel, is_sigmoid=multilabel)
+
+    def class_losses(self, intersection: Tensor, mass: Tensor, count: Tensor) -> Tensor:
+        """Return the loss of each class, (C,), from its sums."""
+        raise NotImplementedError
+
+    def head_statistics(self, logits: Tensor, target: Tensor) -> Statistics:
+        """Return (intersection, probability mass, pixel count) of one head, each (C,)."""
+        return upsampled_sums(OverlapSums(self.options.multilabel), logits, target, self.options)
+
+    def finalize_head(self, totals: Statistics) -> Tensor:
+        """Return the loss of one head; 0 where no pixel was valid."""
+        intersection, mass, count = totals
+        counted = count > 0 if self.classes == "present" else (count.sum() > 0).expand_as(count)
+        losses = torch.where(counted, self.class_losses(intersection, mass, count), 0.0)
+        return (losses.sum() * reciprocal_or_zero(counted.sum())).to(intersection.dtype)
+
+
+class CriterionDice(_OverlapCriterion):
+    """Dice loss: 1 - mean over classes of (2 intersection + smooth) / (cardinality + smooth), for the whole step.
+
+    Statistics, each (heads, C): intersection, probability mass, pixel count; cardinality is the sum of the last two.
+
+    Args:
+        smooth: added to numerator and denominator, at least 0.
+        classes: "present": mean over the classes in the step's target; "all": over every class.
+        multilabel: the target holds sets of classes (bit c of an id is class c), and probabilities are sigmoids.
+        ignore_index: target id that counts nowhere.
+        align_corners: as in `F.interpolate`.
+        aux_weight: factor of each auxiliary head's loss.
+
+    Raises:
+        ValueError: smooth or classes out of range.
+    """
+
+    def __init__(
+        self,
+        smooth: float = 1.0,
+        *,
+        classes: str = "present",
+        multilabel: bool = False,
+        ignore_index: int = 255,
+        align_corners: bool = True,
+        aux_weight: float = 0.4,
+    ) -> None:
+        super().__init__(smooth, classes, multilabel, ignore_index, align_corners, aux_weight)
+
+    def class_losses(self, intersection: Tensor, mass: Tensor, count: Tensor) -> Tensor:
+        """See the base class."""
+        return 1 - (2 * intersection + self.smooth) * reciprocal_or_zero(mass + count + self.smooth)
+
+
+class CriterionTversky(_OverlapCriterion):
+    """Tversky loss: mean over classes of (1 - T)^gamma, for the whole step.
+
+    T = (TP + smooth) / (TP + alpha FP + beta FN + smooth), with sums of probabilities. With alpha = beta = 0.5 and
+    gamma = 1 it is the Dice loss of twice the `smooth`.
+
+    Statistics: those of `CriterionDice`.
+
+    Args:
+        weights: alpha and beta, of false positives and of false negatives, at least 0.
+        gamma: exponent, above 0; below 1 the focal Tversky loss, which weights classes that are nearly right more.
+        smooth: added to numerator and denominator, at least 0.
+        multilabel: the target holds sets of classes (bit c of an id is class c), and probabilities are sigmoids.
+        ignore_index: target id that counts nowhere.
+        align_corners: as in `F.interpolate`.
+        aux_weight: factor of each auxiliary head's loss.
+
+    Raises:
+        ValueError: weights, gamma or smooth out of range.
+    """
+
+    def __init__(
+        self,
+        weights: tuple[float, float] = (0.3, 0.7),
+        gamma: float = 1.0,
+        *,
+        smooth: float = 1.0,
+        multilabel: bool = False,
+        ignore_index: int = 255,
+        align_corners: bool = True,
+        aux_weight: float = 0.4,
+    ) -> None:
+        super().__init__(smooth, "present", multilabel, ignore_index, align_corners, aux_weight)
+        if not min(weights) >= 0:
+            raise ValueError(f"weights={weights}: give two numbers of at least 0")
+        if not gamma > 0:
+            raise ValueError(f"gamma={gamma}: give a number above 0")
+        self.alpha, self.beta = weights
+        self.gamma = float(gamma)
+
+    def class_losses(self, intersection: Tensor, mass: Tensor, count: Tensor) -> Tensor:
+        """See the base class."""
+        mistakes = self.alpha * (mass - intersection) + self.beta * (count - intersection)
+        missing = mistakes * reciprocal_or_zero(intersection + mistakes + self.smooth)
+        # The derivative of a root is not finite at 0.
+        return missing if self.gamma == 1 else missing.clamp_min(torch.finfo(missing.dtype).tiny) ** self.gamma
+
+
+def check_classes(classes: str) -> None:
+    """Raise ValueError unless classes is "present" or "all"."""
+    if classes not in ("present", "all"):
+        raise ValueError(f'classes={classes!r}: give "present" or "all"')
