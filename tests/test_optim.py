@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from segapp.build.optimizer import build_optimizer, build_schedule
+from segapp.build.optimizer import build_optimizer, build_plateau, build_schedule
 from segapp.config import OptimConfig, ScheduleConfig
-from segapp.optim import WeightAverage, lr_at, norm_and_bias, parameter_groups, set_lr
+from segapp.optim import WeightAverage, lr_at
 
 
 def rate(step: int, **schedule: object) -> float:
@@ -29,6 +29,8 @@ def rate(step: int, **schedule: object) -> float:
         (20, {"name": "step", "step_epochs": [2, 5]}, 0.1),
         (21, {"name": "step", "step_epochs": [2, 5]}, 0.01),
         (51, {"name": "step", "step_epochs": [2, 5]}, 0.001),
+        (30, {"name": "step", "step_steps": [30, 60]}, 0.1),
+        (61, {"name": "step", "step_steps": [30, 60]}, 0.001),
         (1, {"name": "constant", "warmup_steps": 4, "warmup_factor": 0.2}, 0.02),
         (3, {"name": "constant", "warmup_steps": 4, "warmup_factor": 0.2}, 0.06),
         (5, {"name": "constant", "warmup_steps": 4, "warmup_factor": 0.2}, 0.1),
@@ -56,29 +58,57 @@ def test_cosine_lr_equals_torchs_scheduler() -> None:
         scheduler.step()
 
 
+@pytest.mark.parametrize("total", [1, 3, 7, 100])
+@pytest.mark.parametrize("pct_start", [0.3, 0.05])
+def test_one_cycle_lr_equals_torchs_scheduler(total: int, pct_start: float) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    options = {"pct_start": pct_start, "div_factor": 10.0, "final_div_factor": 100.0}
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total, cycle_momentum=False, **options)
+    curve = build_schedule(ScheduleConfig(name="onecycle", **options))
+    for step in range(1, total + 1):
+        ours = lr_at(step, curve, lr=0.1, total_steps=total, steps_per_epoch=10)
+        assert ours == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12)
+        optimizer.step()
+        if step < total:
+            scheduler.step()
+
+
+@pytest.mark.parametrize("larger_is_better", [True, False])
+def test_plateau_equals_torchs_scheduler_and_resumes(larger_is_better: bool) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimizer, "max" if larger_is_better else "min", factor=0.3, patience=2, min_lr=0.002
+    )
+    section = ScheduleConfig(name="plateau", gamma=0.3, patience=2, min_lr=0.002)
+    values = torch.randn(60, generator=torch.Generator().manual_seed(1), dtype=torch.float64).abs() + 0.5
+    plateau = build_plateau(section, 0.1, larger_is_better=larger_is_better)
+    for value in [*values.tolist(), math.nan, math.nan, math.nan]:
+        again = build_plateau(section, 0.1, larger_is_better=larger_is_better)
+        assert plateau is not None
+        assert again is not None
+        again.load_state_dict(plateau.state_dict())
+        plateau = again
+        before = optimizer.param_groups[0]["lr"]
+        scheduler.step(value)
+        has_fallen = plateau.observe(value)
+        assert 0.1 * plateau.factor == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12)
+        assert has_fallen == (optimizer.param_groups[0]["lr"] < before)
+    assert plateau is not None
+    assert plateau.factor == pytest.approx(0.02)
+
+
 def small_model() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1))
 
 
-def test_groups_hold_every_parameter_once_with_its_factor() -> None:
-    model = small_model()
-    groups = parameter_groups(
-        model[:2].parameters(), model[2].parameters(), norm_and_bias(model), weight_decay=0.1, head_lr_factor=10.0
-    )
-    found = [id(p) for g in groups for p in g["params"]]
-    assert sorted(found) == sorted(id(p) for p in model.parameters())
-    by_kind = {(g["lr_factor"], g["weight_decay"]): {id(p) for p in g["params"]} for g in groups}
-    assert by_kind[1.0, 0.1] == {id(model[0].weight)}
-    assert by_kind[1.0, 0.0] == {id(model[0].bias), id(model[1].weight), id(model[1].bias)}
-    assert by_kind[10.0, 0.1] == {id(model[2].weight)}
-    assert by_kind[10.0, 0.0] == {id(model[2].bias)}
-    optimizer = build_optimizer(OptimConfig(), groups)
-    set_lr(optimizer, 0.5)
-    assert {g["lr"] for g in optimizer.param_groups} == {0.5, 5.0}
-
-
 @pytest.mark.parametrize(
-    "section", [OptimConfig(lr=0.1), OptimConfig(lr=0.1, nesterov=True), OptimConfig(name="adamw", lr=0.1)]
+    "section",
+    [
+        OptimConfig(lr=0.1),
+        OptimConfig(lr=0.1, nesterov=True),
+        OptimConfig(name="adamw", lr=0.1),
+        OptimConfig(name="adam", lr=0.1),
+    ],
 )
 def test_optimizer_equals_torch_and_bad_step_changes_nothing(section: OptimConfig) -> None:
     torch.manual_seed(0)
@@ -90,7 +120,8 @@ def test_optimizer_equals_torch_and_bad_step_changes_nothing(section: OptimConfi
             [theirs], lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=section.nesterov, foreach=False
         )
     else:
-        plain = torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.01, foreach=False)
+        kind = torch.optim.AdamW if section.name == "adamw" else torch.optim.Adam
+        plain = kind([theirs], lr=0.1, weight_decay=0.01, foreach=False)
     for step in range(6):
         gradient = torch.randn(7)
         is_bad = step in (0, 3)
@@ -122,6 +153,24 @@ def test_average_follows_the_formula_and_ignores_a_bad_step() -> None:
         model[0].weight.fill_(math.nan)
     average.update(torch.tensor(1.0))
     torch.testing.assert_close(average.module[0].weight, by_hand)
+
+
+def test_average_without_warmup_equals_torchs_averaged_model() -> None:
+    torch.manual_seed(0)
+    model = small_model().double()
+    average = WeightAverage(model, 0.9, has_warmup=False)
+    theirs = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
+    )
+    theirs.update_parameters(model)  # the first call copies
+    for _ in range(5):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter))
+        average.update(torch.tensor(0.0))
+        theirs.update_parameters(model)
+    for ours, wanted in zip(average.module.parameters(), theirs.module.parameters(), strict=True):
+        torch.testing.assert_close(ours.double(), wanted, rtol=1e-6, atol=1e-7)
 
 
 def test_average_state_survives_a_checkpoint() -> None:

@@ -71,6 +71,13 @@ def check_sizes(config: RunConfig, model: SegmentationModel) -> None:
         )
 
 
+def largest_phase(config: RunConfig) -> RunConfig:
+    """Return the config without `model.freeze` where it ends before the run does: what follows needs more memory."""
+    if config.model.freeze_epochs is None:
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"freeze": [], "freeze_epochs": None})})
+
+
 def set_batchnorm_momentum(model: nn.Module, momentum: float | None) -> None:
     """Set the momentum of every BatchNorm layer; None leaves it unchanged."""
     if momentum is not None:

@@ -2,39 +2,131 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from segapp.config import OptimConfig, ScheduleConfig
+from segapp.errors import ConfigError
 from segapp.models import SegmentationModel
-from segapp.optim import Schedule, adamw, norm_and_bias, parameter_groups, sgd
+from segapp.models.depth import layer_depths
+from segapp.optim import (
+    GroupSettings,
+    Plateau,
+    Schedule,
+    adam,
+    adamw,
+    as_optimizer_group,
+    norm_and_bias,
+    parameter_groups,
+    sgd,
+)
 from segapp.precision import Precision
+from segapp.run.events import ParamGroup
 
 
 def build_parameter_groups(
-    section: OptimConfig, model: SegmentationModel, precision: Precision
+    section: OptimConfig, model: SegmentationModel, precision: Precision, only: Collection[str] | None = None
 ) -> list[Mapping[str, Any]]:
-    """Return the optimizer's groups: backbone and head, with and without weight decay, as master weights."""
+    """Return the optimizer's groups of the trainable parameters, as master weights.
+
+    Args:
+        section: rates and decays.
+        model: the network.
+        precision: casts the weights.
+        only: names of the parameters to take; None: all.
+
+    Raises:
+        ConfigError: `layer_decay` or an entry of `groups` does not suit the network.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if only is None or name in only]
+    return [
+        as_optimizer_group(settings, precision.master_weights(group.values()))
+        for settings, group in parameter_groups(named, group_settings(section, model)).items()
+    ]
+
+
+def describe_groups(section: OptimConfig, model: SegmentationModel) -> list[ParamGroup]:
+    """Return the groups of the trainable parameters for people: factors, sizes, the name of the first parameter."""
+    groups = parameter_groups(model.named_parameters(), group_settings(section, model))
+    return [
+        ParamGroup(
+            lr_factor=settings.lr_factor,
+            weight_decay=settings.weight_decay,
+            num_tensors=len(group),
+            num_params=sum(parameter.numel() for parameter in group.values()),
+            first=next(iter(group)),
+        )
+        for settings, group in groups.items()
+    ]
+
+
+def group_settings(section: OptimConfig, model: SegmentationModel) -> dict[str, GroupSettings]:
+    """Return learning-rate factor and weight decay of each parameter, by name.
+
+    Raises:
+        ConfigError: `layer_decay` or an entry of `groups` does not suit the network.
+    """
     no_decay = set() if section.decay_norm_and_bias else norm_and_bias(model)
-    groups = parameter_groups(
-        model.backbone_parameters(),
-        model.head_parameters(),
-        no_decay,
-        weight_decay=section.weight_decay,
-        head_lr_factor=section.head_lr_factor,
-    )
-    return [{**group, "params": precision.master_weights(group["params"])} for group in groups]
+    depths, decays = _layer_factors(section.layer_decay, model)
+    entry_of: dict[str, int] = {}
+    for number, entry in enumerate(section.groups, start=1):
+        for name in model.names_matching(entry.pattern, f"optim.groups[{number - 1}].pattern"):
+            entry_of.setdefault(name, number)  # the first entry that matches holds
+    prefix, settings = model.backbone_prefix, {}
+    for name, parameter in model.named_parameters():
+        is_head, is_exempt = not name.startswith(prefix), id(parameter) in no_decay
+        factor = section.head_lr_factor if is_head else section.backbone_lr_factor * decays.get(name, 1.0)
+        decay = 0.0 if is_exempt else section.weight_decay
+        number = entry_of.get(name, 0)
+        if number:
+            chosen = section.groups[number - 1]
+            factor = factor if chosen.lr_factor is None else chosen.lr_factor
+            decay = decay if chosen.weight_decay is None else chosen.weight_decay
+        settings[name] = GroupSettings(is_head, depths.get(name, 0), number, is_exempt, factor, decay)
+    return settings
+
+
+def _layer_factors(layer_decay: float | None, model: SegmentationModel) -> tuple[dict[str, int], dict[str, float]]:
+    """Return depth and learning-rate factor of the backbone's parameters; empty without layer-wise decay."""
+    if layer_decay is None:
+        return {}, {}
+    prefix = model.backbone_prefix
+    found = layer_depths(name for name, _ in model.named_parameters() if name.startswith(prefix))
+    if isinstance(found, str):
+        raise ConfigError(
+            f"optim.layer_decay = {layer_decay}: the depth of {found} in backbone {model.encoder_name} is not known "
+            "(ViT, DINO, Swin, ConvNeXt, PVT and SegFormer encoders have numbered blocks): use "
+            "optim.backbone_lr_factor, or optim.groups"
+        )
+    depths, end = found
+    return depths, {name: layer_decay ** (end - depth) for name, depth in depths.items()}
 
 
 def build_optimizer(section: OptimConfig, groups: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
     """Return the optimizer of an `optim` section over parameter groups."""
     if section.name == "adamw":
         return adamw(groups, section.lr, section.betas)
+    if section.name == "adam":
+        return adam(groups, section.lr, section.betas)
     return sgd(groups, section.lr, momentum=section.momentum, nesterov=section.nesterov)
 
 
 def build_schedule(section: ScheduleConfig) -> Schedule:
     """Return the learning-rate schedule of a `schedule` section."""
-    return Schedule(**{**dict(section), "step_epochs": tuple(section.step_epochs)})
+    values = {name: value for name, value in section if name != "patience"}
+    return Schedule(**{**values, "step_epochs": tuple(section.step_epochs), "step_steps": tuple(section.step_steps)})
+
+
+def build_plateau(section: ScheduleConfig, lr: float, *, larger_is_better: bool) -> Plateau | None:
+    """Return what lowers the learning rate after evaluations; None for another schedule.
+
+    Args:
+        section: the schedule.
+        lr: base learning rate, for `min_lr`.
+        larger_is_better: of the monitored result.
+    """
+    if section.name != "plateau":
+        return None
+    return Plateau(section.patience, section.gamma, section.min_lr / lr, larger_is_better=larger_is_better)

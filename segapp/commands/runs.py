@@ -38,7 +38,7 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
         summary.name,
         summary.state,
         "-" if summary.epoch is None else f"{summary.epoch}/{summary.epochs or '?'}",
-        "-" if summary.step is None else str(summary.step),
+        "-" if summary.step is None else f"{summary.step}/{summary.steps}" if summary.steps else str(summary.step),
         _number(summary.loss),
         _number(summary.miou),
         _number(summary.best_miou),

@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -62,6 +62,7 @@ class Measured:
     samples_bytes: float
     peak_mib: dict[str, float]
     resumed_step: int
+    param_groups: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class FullRunEstimate:
     tensorboard_bytes: int
     disk_bytes: int
     disk_free_bytes: int
+    epochs: int
 
 
 def run_smoke(request: TrainRequest, config_name: str, *, as_json: bool) -> int:
@@ -159,10 +161,14 @@ def _train_twice(config: RunConfig, folder: Path) -> int:
 
 
 def _shortened(config: RunConfig, epochs: int) -> RunConfig:
-    """Return the config with one evaluation and one save at its end, every step published, and no outside tracker."""
+    """Return the config with one evaluation and one save at its end, every step published, and no outside tracker.
+
+    What thaws at any epoch thaws in the second training, whose steps are timed.
+    """
     raw = config.model_dump(mode="json")
-    raw["train"] |= {"epochs": epochs, "early_stop": None}
-    raw["eval"] |= {"every_epochs": epochs}
+    raw["train"] |= {"epochs": epochs, "steps": None, "early_stop": None}
+    raw["model"] |= {"freeze_epochs": None if config.model.freeze_epochs is None else 1}
+    raw["eval"] |= {"every_epochs": epochs, "every_steps": None}
     raw["checkpoint"] |= {"every_epochs": None, "every_steps": None, "every_minutes": None, "keep": 1}
     raw["log"] |= {"every_steps": 1, "wandb": None, "mlflow": None}
     return validate_config(raw)
@@ -181,7 +187,8 @@ def measure(folder: Path, devices: Sequence[torch.device]) -> Measured:
     run = RunFolder(folder / "run")
     lines = [line for line in run.events.read_bytes().splitlines() if line]
     steps = _events(run.events, "step")
-    resumed_step = _events(run.events, "run_start")[1]["resumed_from_step"]
+    resumed = _events(run.events, "run_start")[1]
+    resumed_step = resumed["resumed_from_step"]
     timed = [step for step in steps if step["step"] > resumed_step + 1] or steps[-1:]  # the first is a warm-up
     vals, saves = _events(run.events, "val"), _events(run.events, "checkpoint")
     pictures = sum(path.stat().st_size for path in run.samples.rglob("*") if path.is_file())
@@ -200,6 +207,7 @@ def measure(folder: Path, devices: Sequence[torch.device]) -> Measured:
         samples_bytes=(2 if curves else 1) * pictures / len(vals),
         peak_mib=_peaks(devices),
         resumed_step=resumed_step,
+        param_groups=resumed["param_groups"],
     )
 
 
@@ -225,9 +233,11 @@ def estimate_full_run(
     config: RunConfig, batch_size: int, measured: Measured, num_train: int, num_val: int, free_bytes: int
 ) -> FullRunEstimate:
     """Multiply the measurements by the counts of the full config."""
-    epochs, section = config.train.epochs, config.checkpoint
+    section, every = config.checkpoint, config.eval.every_steps
     per_epoch = -(-num_batches(num_train, batch_size, drop_last=True) // config.train.accumulate)
-    steps, evaluations = epochs * per_epoch, -(-epochs // config.eval.every_epochs)
+    steps = config.train.steps or config.train.epochs * per_epoch
+    epochs = config.train.epochs if config.train.steps is None else -(-steps // max(per_epoch, 1))
+    evaluations = -(-epochs // config.eval.every_epochs) if every is None else -(-steps // every)
     train_s, eval_s = steps * measured.step_s, evaluations * num_val * measured.eval_image_s
     by_epochs = 0 if section.every_epochs is None else epochs // section.every_epochs
     by_steps = 0 if section.every_steps is None else steps // section.every_steps
@@ -261,6 +271,7 @@ def estimate_full_run(
         tensorboard_bytes=round(curves),
         disk_bytes=round(checkpoints + events + curves),
         disk_free_bytes=free_bytes,
+        epochs=epochs,
     )
 
 
@@ -272,13 +283,18 @@ def report_lines(config: RunConfig, measured: Measured, full: FullRunEstimate) -
         f"a step {measured.step_s:.3f} s ({measured.data_wait_frac:.0%} of it waiting for data), a validation image "
         f"{measured.eval_image_s:.3f} s, a save {measured.copy_s:.2f} s of waiting and {measured.save_s:.2f} s of "
         "writing",
-        f"a full run: {config.train.epochs} epochs of {full.num_train} images in batches of {full.batch_size}, "
+        f"a full run: {full.epochs} epochs of {full.num_train} images in batches of {full.batch_size}, "
         f"{full.steps} steps, {full.evaluations} evaluations of {full.num_val} images",
         f"  time    {format_duration(full.total_s)} (steps {format_duration(full.train_s)}, evaluations "
         f"{format_duration(full.eval_s)}, saves {format_duration(full.save_s)})",
         f"  memory  {peaks} at most{_more_memory(config)}",
         f"  disk    {_size(full.disk_bytes)} (checkpoints {_size(full.checkpoints_bytes)}, TensorBoard and samples "
         f"{_size(full.tensorboard_bytes)}, events {_size(full.events_bytes)}); {_size(full.disk_free_bytes)} are free",
+    ]
+    lines += [
+        f"  group   lr x {group['lr_factor']:g}, weight decay {group['weight_decay']:g}: {group['num_tensors']} "
+        f"tensors, {group['num_params'] / 1e6:.2f} M parameters from {printable(group['first'])} on"
+        for group in measured.param_groups
     ]
     if full.disk_bytes > full.disk_free_bytes:
         lines.append("  the disk is too small: lower checkpoint.keep, or choose another folder with --run")

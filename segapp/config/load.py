@@ -165,7 +165,7 @@ RESUME_MAY_CHANGE = (
     "name", "data.root", "data.list_dir", "data.mask_root",
     "data.workers", "data.cache", "data.cache_dir", "data.timeout_s", "data.val_split",
     "data.allow_outside_root", "data.allow_overlap",
-    "model.weights", "model.weights_backbone", "model.partial_weights", "train.epochs",
+    "model.weights", "model.weights_backbone", "model.partial_weights", "train.epochs", "train.steps",
     "train.max_bad_steps", "train.early_stop",
     "train.hang_timeout_s", "train.cudnn_benchmark", "train.deterministic", "train.tf32", "train.channels_last",
     "train.compile", "parallel", "eval", "checkpoint", "log", "distill.teacher",

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from segapp.config.sections import DataConfig, LossTerm, ParallelConfig, RunConfig, section_of
+from segapp.config.sections import DataConfig, LossTerm, ParallelConfig, ParamGroupConfig, RunConfig, section_of
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,10 @@ _ACCEPTED = {
 }
 
 
+_LISTS_OF_SECTIONS: Mapping[str, type[BaseModel]] = {"plus": LossTerm, "groups": ParamGroupConfig}
+"""Fields that hold a list of sections, and the class of an entry."""
+
+
 def _key_path(loc: Sequence[int | str]) -> tuple[str, ...]:
     """Return pydantic's location without the names of union members: the key path as it stands in the file."""
     path: list[str] = []
@@ -63,7 +67,7 @@ def _key_path(loc: Sequence[int | str]) -> tuple[str, ...]:
             field = model.model_fields.get(part)
             annotation = field.annotation if field else None
             model = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
-            if field is not None and model is None and part != "plus":
+            if field is not None and model is None and part not in _LISTS_OF_SECTIONS:
                 rest = [str(each) for each in loc[len(path) :] if isinstance(each, int)]
                 return (*path, *rest)
     return tuple(path)
@@ -154,7 +158,10 @@ def known_keys(model: type[BaseModel] = RunConfig, prefix: tuple[str, ...] = ())
 
 def _nearest(loc: tuple[str, ...]) -> str:
     keys = list(known_keys())
-    siblings = [path[-1] for path in keys if path[:-1] == loc[:-1]] or list(LossTerm.model_fields)
+    siblings = [path[-1] for path in keys if path[:-1] == loc[:-1]]
+    siblings = siblings or next(
+        (list(_LISTS_OF_SECTIONS[part].model_fields) for part in loc if part in _LISTS_OF_SECTIONS), []
+    )
     near = difflib.get_close_matches(loc[-1], siblings, n=1, cutoff=0.6)
     if near:
         return f": did you mean {'.'.join((*loc[:-1], near[0]))}?"
@@ -171,10 +178,9 @@ def combination_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], s
     """Yield the key path and the message of each value that is valid by itself but not together with others."""
     data, train, parallel = config.data, config.train, config.parallel
     yield from _data_problems(data)
-    if config.schedule.min_lr > config.optim.lr:
-        yield ("schedule", "min_lr"), f"{config.schedule.min_lr} is above optim.lr = {config.optim.lr}: lower it"
-    if config.schedule.name == "step" and not config.schedule.step_epochs:
-        yield ("schedule", "step_epochs"), "is empty, but schedule.name is step: list the epochs, e.g. [60, 80]"
+    yield from _schedule_problems(config)
+    if config.model.freeze_epochs is not None and not config.model.freeze:
+        yield ("model", "freeze_epochs"), "needs model.freeze: name what is frozen, e.g. [backbone], or leave it out"
     if config.model.library == "smp" and config.model.encoder is None:
         yield ("model", "encoder"), "is missing: an smp model needs one, e.g. resnet34"
     if config.model.library == "segapp":
@@ -253,6 +259,24 @@ def _mask_classification_problems(config: RunConfig) -> Iterator[tuple[tuple[str
         yield ("distill",), "needs logits per pixel, which eomt does not learn by: leave it out (it may be the teacher)"
     if config.parallel.mode == "model":
         yield ("parallel", "mode"), "model cannot place eomt's queries: use single, dp or ddp"
+
+
+def _schedule_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    section = config.schedule
+    if section.min_lr > config.optim.lr:
+        yield ("schedule", "min_lr"), f"{section.min_lr} is above optim.lr = {config.optim.lr}: lower it"
+    if section.name == "step" and not (section.step_epochs or section.step_steps):
+        yield (
+            ("schedule", "step_epochs"),
+            "is empty, and so is step_steps, but schedule.name is step: list the epochs, e.g. [60, 80]",
+        )
+    if section.name == "plateau" and section.gamma >= 1:
+        yield ("schedule", "gamma"), f"{section.gamma} is no reduction, as schedule.name = plateau needs: use e.g. 0.1"
+    if section.name == "onecycle" and section.warmup_steps:
+        yield (
+            ("schedule", "warmup_steps"),
+            "is for other schedules, onecycle itself begins with a rise: set it to 0",
+        )
 
 
 def _budget_problems(parallel: ParallelConfig) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -8,13 +8,14 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from segapp.config.sections import LossTerm, RunConfig, section_of
+from segapp.config.sections import LossTerm, ParamGroupConfig, RunConfig, section_of
 
 
 def config_reference() -> str:
     """Return every key with its default and meaning, as Markdown tables."""
     parts = [_table("", RunConfig), *_sections("", RunConfig)]
     parts.append(f"An entry of `loss.plus` has the keys of `loss` down to `{list(LossTerm.model_fields)[-1]}`.")
+    parts += ["An entry of `optim.groups` has:", _table("", ParamGroupConfig)]
     return "\n\n".join(parts)
 
 

@@ -3,13 +3,17 @@
 Shapes: N images, C classes, K feature channels, H x W of the input in pixels, h x w of the logits.
 """
 
+from __future__ import annotations
+
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from segapp.errors import ConfigError
+from segapp.models.patterns import BACKBONE, modules_matching, parameters_matching
 from segapp.models.weights import LoadReport
 
 
@@ -78,6 +82,8 @@ class SegmentationModel(nn.Module):
             per image and channel.
         logits_stride: input pixels per logit along each axis.
         load_reports: one report per loaded weights file, the backbone's first.
+        frozen_modules: names of the modules that stay in evaluation mode, by `freeze`.
+        frozen_parameters: names of the parameters that `freeze` took from the training.
     """
 
     def __init__(
@@ -104,6 +110,8 @@ class SegmentationModel(nn.Module):
         self.min_train_batch = 1
         self.logits_stride = note.stride
         self.load_reports: tuple[LoadReport, ...] = ()
+        self.frozen_modules: tuple[str, ...] = ()
+        self.frozen_parameters: tuple[str, ...] = ()
 
     @property
     @abstractmethod
@@ -179,11 +187,56 @@ class SegmentationModel(nn.Module):
         height_px, width_px = max(height_px, self.min_size_px), max(width_px, self.min_size_px)
         return -(-height_px // d) * d, -(-width_px // d) * d
 
-    def backbone_parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the backbone's parameters."""
-        yield from self.backbone_module.parameters()
+    def names_matching(self, pattern: str, key: str) -> list[str]:
+        """Return the names of the parameters that a pattern matches, of which there is at least one.
 
-    def head_parameters(self) -> Iterator[nn.Parameter]:
-        """Yield all parameters outside the backbone: decoder, classifier, auxiliary classifier."""
-        in_backbone = {id(parameter) for parameter in self.backbone_module.parameters()}
-        yield from (parameter for parameter in self.parameters() if id(parameter) not in in_backbone)
+        Args:
+            pattern: "backbone", or a glob over the names of parameters and modules; a module stands for all within it.
+            key: the config key that holds it, for the error.
+
+        Raises:
+            ConfigError: it matches none; the message has the nearest names.
+        """
+        return parameters_matching(self, self._resolved(pattern), key)
+
+    def freeze(self, patterns: Sequence[str], key: str = "model.freeze") -> None:
+        """Take parameters from the training: no gradient, so that the optimizer leaves them out.
+
+        Modules that a pattern names stay in evaluation mode from the next `train()` on: their BatchNorm normalises with
+        its running statistics and leaves them as they are, and there is no dropout within them.
+
+        Args:
+            patterns: as `names_matching` takes them.
+            key: the config key that holds them, for errors.
+
+        Raises:
+            ConfigError: a pattern matches nothing, or nothing is left to train.
+        """
+        chosen = {name for pattern in patterns for name in self.names_matching(pattern, key)}
+        frozen = [(name, p) for name, p in self.named_parameters() if name in chosen and p.requires_grad]
+        for _, parameter in frozen:
+            parameter.requires_grad_(False)
+        if not any(parameter.requires_grad for parameter in self.parameters()):
+            raise ConfigError(f"{key} = {list(patterns)} freezes every parameter of {self.name}: leave some to train")
+        self.frozen_parameters = tuple(name for name, _ in frozen)
+        self.frozen_modules = tuple(
+            dict.fromkeys(name for pattern in patterns for name in modules_matching(self, self._resolved(pattern)))
+        )
+
+    def thaw(self) -> list[str]:
+        """Train what `freeze` took from the training again, and return the names of these parameters."""
+        names = list(self.frozen_parameters)
+        for name in names:
+            self.get_parameter(name).requires_grad_(True)
+        self.frozen_parameters = self.frozen_modules = ()
+        return names
+
+    def train(self, mode: bool = True) -> SegmentationModel:
+        """Set training or evaluation mode; frozen modules stay in evaluation mode."""
+        super().train(mode)
+        for name in self.frozen_modules:
+            self.get_submodule(name).eval()
+        return self
+
+    def _resolved(self, pattern: str) -> str:
+        return self.backbone_prefix.removesuffix(".") if pattern == BACKBONE else pattern

@@ -15,12 +15,17 @@ Module = TypeVar("Module", bound=nn.Module)
 class WeightAverage(Generic[Module]):
     """Exponential moving average of weights and floating-point buffers, kept as a second module in float32.
 
-    The decay after n updates is min(decay, (1 + n) / (10 + n)), so that the initial weights are soon forgotten. A
-    non-finite step is left out (`is_bad`), decided on the device.
+    A non-finite step is left out (`is_bad`), decided on the device.
+
+    Args:
+        model: what is averaged.
+        decay: share of the average that an update keeps.
+        has_warmup: the decay after n updates is min(decay, (1 + n) / (10 + n)), so that the initial weights are soon
+            forgotten (as tf.train.ExponentialMovingAverage with num_updates); False: it is `decay` from the start.
     """
 
-    def __init__(self, model: Module, decay: float) -> None:
-        self.decay = decay
+    def __init__(self, model: Module, decay: float, *, has_warmup: bool = True) -> None:
+        self.decay, self.has_warmup = decay, has_warmup
         self.num_updates = 0
         self.module: Module = copy.deepcopy(model).eval().requires_grad_(False).float()
         pairs: dict[Any, list[tuple[Tensor, Tensor]]] = {}
@@ -37,7 +42,8 @@ class WeightAverage(Generic[Module]):
             is_bad: 0-dim float32 tensor, 0 or 1; 1 leaves the average unchanged.
         """
         self.num_updates += 1
-        rate = 1.0 - min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
+        n = self.num_updates
+        rate = 1.0 - (min(self.decay, (1 + n) / (10 + n)) if self.has_warmup else self.decay)
         for averages, sources, is_alike in self._groups:
             if not is_alike:
                 current, sources = sources, [torch.empty_like(average) for average in averages]

@@ -103,6 +103,8 @@ class RunSummary:
     epoch: int | None = None
     epochs: int | None = None
     step: int | None = None
+    steps: int | None = None
+    """Steps of the whole run, where its length is given in steps."""
     steps_per_epoch: int | None = None
     batch_size: int | None = None
     num_params: int | None = None
@@ -160,7 +162,7 @@ def list_runs(root: Path | str = "runs", now_s: float | None = None) -> list[Run
 
 _COPIED: dict[str, dict[str, str]] = {
     "run_start": {
-        name: name for name in ("epochs", "steps_per_epoch", "batch_size", "num_params", "gpu0_bsz", "split")
+        name: name for name in ("epochs", "steps", "steps_per_epoch", "batch_size", "num_params", "gpu0_bsz", "split")
     },
     "epoch_start": {name: name for name in ("epoch", "lr", "split")},
     "step": {

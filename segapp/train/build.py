@@ -15,7 +15,7 @@ from segapp.build.criterion import needs_distances
 from segapp.build.data import build_dataset, build_load_options, build_scheme, check_splits_apart, split_names
 from segapp.build.devices import DevicePlan
 from segapp.build.network import build_inference
-from segapp.build.optimizer import build_schedule
+from segapp.build.optimizer import build_plateau, build_schedule, describe_groups
 from segapp.build.sampling import build_order
 from segapp.build.trained import read_trained
 from segapp.checkpoint.training_state import CheckpointStore, LoadedCheckpoint
@@ -112,7 +112,9 @@ def build_trainer(
         controller,
         oom_policy,
         CheckpointStore(context.folder.checkpoints, keep=config.checkpoint.keep, config_hash=config_hash(config)),
+        build_plateau(config.schedule, config.optim.lr, larger_is_better=config.checkpoint.monitor != "loss"),
     )
+    groups = describe_groups(config.optim, engine.model)
     facts = RunFacts(
         classes=list(scheme.names),
         num_params=sum(p.numel() for p in engine.model.parameters()),
@@ -120,6 +122,9 @@ def build_trainer(
         num_train=len(train_set),
         num_val=len(val_set),
         config=config.model_dump(mode="json"),
+        num_trainable=sum(group.num_params for group in groups),
+        freeze_epochs=config.model.freeze_epochs,
+        param_groups=groups,
         mode=devices.mode,
         mode_reason=devices.mode_reason or None,
     )
@@ -131,13 +136,15 @@ def build_settings(config: RunConfig, num_batches: int) -> TrainerSettings:
     train, optim, checkpoint = config.train, config.optim, config.checkpoint
     steps_per_epoch = math.ceil(num_batches / train.accumulate)
     schedule = build_schedule(config.schedule)
+    epochs = train.epochs if train.steps is None else math.ceil(train.steps / max(steps_per_epoch, 1))
+    total = train.steps or epochs * steps_per_epoch
 
     def learning_rate(step: int) -> float:
-        total = train.epochs * steps_per_epoch
         return lr_at(step, schedule, lr=optim.lr, total_steps=total, steps_per_epoch=steps_per_epoch)
 
     return TrainerSettings(
-        epochs=train.epochs,
+        epochs=epochs,
+        total_steps=train.steps,
         batch_size=train.batch_size,
         accumulate=train.accumulate,
         base_lr=optim.lr,
@@ -146,6 +153,8 @@ def build_settings(config: RunConfig, num_batches: int) -> TrainerSettings:
         save_every_epochs=checkpoint.every_epochs,
         monitor=checkpoint.monitor,
         eval_every_epochs=config.eval.every_epochs,
+        eval_every_steps=config.eval.every_steps,
+        freeze_epochs=config.model.freeze_epochs,
         early_stop=train.early_stop,
         max_bad_steps=train.max_bad_steps,
         log_every_steps=config.log.every_steps,

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 from segapp.checkpoint.training_state import CheckpointStore
 from segapp.inference.evaluate import Evaluation
 from segapp.inference.normalize import NormalizedInput
+from segapp.optim import Plateau
 from segapp.run.events import Alert, EpochStart, RunStart, Step, Val
 from segapp.train.control.commands import CommandController
 from segapp.train.control.progress import TrainingProgress
 from segapp.train.recovery.policy import OomPolicy
 from segapp.train.settings import RunFacts, TrainerSettings
-from segapp.train.step.engine import StepEngine, StepResult
+from segapp.train.step.engine import StepEngine
+from segapp.train.step.modules import StepResult
 from segapp.train.telemetry.data_watch import DataWatch
 from segapp.train.telemetry.event_log import EventLog
 from segapp.train.validation import Validation
@@ -36,6 +38,7 @@ class TrainerParts:
         controller: handles commands; holds the settings in force.
         oom_policy: makes steps and evaluations with the memory there is.
         store: writes checkpoints.
+        plateau: lowers the learning rate after evaluations; None with other schedules.
     """
 
     engine: StepEngine
@@ -44,6 +47,7 @@ class TrainerParts:
     controller: CommandController
     oom_policy: OomPolicy
     store: CheckpointStore
+    plateau: Plateau | None = None
 
 
 class TrainingReporter:
@@ -71,6 +75,11 @@ class TrainingReporter:
         """Steps of an epoch; the last one may have fewer micro-batches."""
         return math.ceil(self._num_batches / self._settings.accumulate)
 
+    @property
+    def _num_steps(self) -> int:
+        """Steps of the whole run."""
+        return self._settings.total_steps or self._settings.epochs * self.steps_per_epoch
+
     def run_start(self, facts: RunFacts, resumed_from_step: int | None) -> None:
         """Emit `run_start`, and `weights` for every file of pretrained weights."""
         live = self._controller.settings
@@ -81,6 +90,7 @@ class TrainingReporter:
                 batch_size=self._settings.batch_size,
                 epochs=self._settings.epochs,
                 steps_per_epoch=self.steps_per_epoch,
+                steps=self._settings.total_steps,
                 resumed_from_step=resumed_from_step,
                 gpu0_bsz=live.gpu0_bsz,
                 is_auto=live.gpu0_bsz_auto,
@@ -92,9 +102,12 @@ class TrainingReporter:
         self._alert(self._data_watch.at_start())
 
     def epoch_start(self, lr: float) -> None:
-        """Emit `epoch_start` with the learning rate of the first step."""
-        at = self._progress.position
-        self._event_log.emit(EpochStart(epoch=at.epoch, step=at.step, lr=lr, split=self._split()))
+        """Emit `epoch_start` with the learning rate of the first step, and what it thaws."""
+        at, last_frozen = self._progress.position, self._settings.freeze_epochs
+        num_thawed = self._engine.num_frozen if last_frozen is not None and at.epoch == last_frozen + 1 else None
+        self._event_log.emit(
+            EpochStart(epoch=at.epoch, step=at.step, lr=lr, split=self._split(), num_thawed=num_thawed)
+        )
 
     def step(self, result: StepResult, lr: float) -> None:
         """Emit `step` and begin a new interval; reading the tensors is the only place that waits for the device."""
@@ -160,7 +173,10 @@ class TrainingReporter:
     def _etas(self, step_s: float) -> tuple[float, float]:
         """Return the seconds to the end of the epoch's training, and of the run with its evaluations."""
         at, settings = self._progress.position, self._settings
-        left = math.ceil((self._num_batches - at.batch) / settings.accumulate)
-        later = settings.epochs - at.epoch
-        evaluations_s = (1 + later // settings.eval_every_epochs) * self._progress.clock.evaluation_s
-        return left * step_s, (left + later * self.steps_per_epoch) * step_s + evaluations_s
+        of_run = max(0, self._num_steps - at.step)
+        of_epoch = min(of_run, math.ceil((self._num_batches - at.batch) / settings.accumulate))
+        if settings.eval_every_steps is not None:
+            evaluations = 1 + of_run // settings.eval_every_steps
+        else:
+            evaluations = 1 + (settings.epochs - at.epoch) // settings.eval_every_epochs
+        return of_epoch * step_s, of_run * step_s + evaluations * self._progress.clock.evaluation_s

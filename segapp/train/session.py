@@ -241,7 +241,8 @@ def _run_in(folder: RunFolder, request: TrainRequest, devices: DevicePlan, ranks
             if trainer.progress.is_complete:
                 if ranks.is_main:
                     trainer.end_complete()
-                    print(f"already complete: {config.train.epochs} epochs; raise train.epochs to train on")
+                    key = "train.epochs" if config.train.steps is None else "train.steps"
+                    print(f"already complete: {trainer.length}; raise {key} to train on")
                 return 0
             sampler.follow(lambda: trainer.position.step, trainer.saver.written_for_s)
             watchdog.follow(lambda: trainer.position.step, trainer.save_last_boundary)
@@ -306,7 +307,10 @@ def _restore(trainer: Trainer, context: RunContext, config: RunConfig, checkpoin
         trainer.load_state_dict(checkpoint.state)
         if event_log.writer is not None:
             at = checkpoint
-            event_log.writer.rewind(at.step, epoch=at.epoch, batch=at.position, sha256=at.sha256)
+            is_evaluated = trainer.position.is_evaluated
+            event_log.writer.rewind(
+                at.step, epoch=at.epoch, batch=at.position, sha256=at.sha256, is_evaluated=is_evaluated
+            )
         for message in checkpoint.messages:
             event_log.emit(Alert(kind="checkpoint", message=message, step=checkpoint.step))
     if context.ranks.is_main:

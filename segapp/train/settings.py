@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from segapp.run.events import ParamGroup
 from segapp.train.saving.saver import SaveRules
 
 
@@ -14,7 +15,8 @@ class TrainerSettings:
     """Fixed numbers of a training.
 
     Attributes:
-        epochs: of the whole training.
+        epochs: of the whole training; with `total_steps` the last one may be cut short.
+        total_steps: steps of the whole training; None: whole epochs.
         batch_size: images of a micro-batch, all devices and ranks together.
         accumulate: micro-batches of a step.
         base_lr: the configured learning rate, for messages.
@@ -23,12 +25,15 @@ class TrainerSettings:
         save_every_epochs: epochs from one checkpoint to the next; None: none at the end of an epoch.
         monitor: the score that decides which checkpoint is best.
         eval_every_epochs: epochs from one evaluation to the next.
+        eval_every_steps: steps from one evaluation to the next, instead; None: by epochs.
+        freeze_epochs: epochs for which `model.freeze` holds; None: the whole run.
         early_stop: evaluations without a better score that end the training; None: never.
         max_bad_steps: steps in a row without a finite loss or gradient that end the training.
         log_every_steps: steps from one `step` event to the next.
     """
 
     epochs: int
+    total_steps: int | None
     batch_size: int
     accumulate: int
     base_lr: float
@@ -37,6 +42,8 @@ class TrainerSettings:
     save_every_epochs: int | None
     monitor: str
     eval_every_epochs: int
+    eval_every_steps: int | None
+    freeze_epochs: int | None
     early_stop: int | None
     max_bad_steps: int
     log_every_steps: int
@@ -54,6 +61,9 @@ class RunFacts:
         num_val: validation images.
         config: the complete config as plain values.
         mode: how the devices work together.
+        num_trainable: parameters that are trained from the first epoch on.
+        freeze_epochs: epochs for which the others are frozen; None: the whole run, or nothing is frozen.
+        param_groups: of the optimizer in the first epoch.
         mode_reason: why `parallel.mode: auto` chose it; None where the config names it.
     """
 
@@ -63,5 +73,8 @@ class RunFacts:
     num_train: int
     num_val: int
     config: dict[str, Any]
+    num_trainable: int
+    freeze_epochs: int | None
+    param_groups: list[ParamGroup]
     mode: str | None = None
     mode_reason: str | None = None

@@ -30,7 +30,7 @@ from segapp.train.reporting import TrainerParts, TrainingReporter
 from segapp.train.saving.position import Best, Position
 from segapp.train.saving.saver import Captured, CheckpointSaver
 from segapp.train.settings import RunFacts, TrainerSettings
-from segapp.train.step.engine import StepResult
+from segapp.train.step.modules import StepResult
 from segapp.train.step.rollback import rng_fields
 from segapp.train.telemetry.clock import images_in
 from segapp.train.telemetry.device_memory import IDLE
@@ -59,7 +59,8 @@ class Trainer:
         self.engine, self.train_loader, self.validation = parts.engine, parts.train_loader, parts.validation
         self.controller, self.oom_policy = parts.controller, parts.oom_policy
         self.ranks, self.device_memory = context.ranks, context.device_memory
-        self.progress = TrainingProgress(settings.epochs)
+        self.plateau = parts.plateau
+        self.progress = TrainingProgress(settings.epochs, settings.total_steps)
         self.reporter = TrainingReporter(context.event_log, settings, parts, self.progress)
         self.saver = CheckpointSaver(parts.store, settings.save_rules, context, self._capture)
         self.safe_point = SafePoint(context, self.controller, self.saver, self.progress)
@@ -71,8 +72,14 @@ class Trainer:
         """Micro-batches and steps done."""
         return self.progress.position
 
+    @property
+    def length(self) -> str:
+        """The length of the whole training in words."""
+        steps = self.settings.total_steps
+        return f"{self.settings.epochs} epochs" if steps is None else f"{steps} steps"
+
     def fit(self) -> str:
-        """Train to the last epoch, or to an early stop.
+        """Train to the last epoch or step, or to an early stop.
 
         Returns:
             The reason why training ended.
@@ -83,16 +90,17 @@ class Trainer:
         """
         self.reporter.run_start(self.facts, self.progress.resumed_from_step)
         self.device_memory.mark(IDLE)
-        reason = f"{self.settings.epochs} epochs"
+        reason = self.length
         with self._saved_on_failure():
             while not self.progress.is_complete:
                 self.train_epoch()
-                self._finish_epoch()
+                self._finish_stretch()
                 patience = self.settings.early_stop
                 if patience is not None and self.progress.best.evaluations_since >= patience:
                     reason = f"no better {self.settings.monitor} for {patience} evaluations"
                     break
-                if self.controller.requests.stop is not None and not self.progress.is_complete:
+                is_between = self.position.batch == 0 and not self.progress.is_complete
+                if self.controller.requests.stop is not None and is_between:
                     raise StopRequest("asked to stop after the epoch")
         self.saver.finish(self.position, is_required=True)
         self._answer_commands(f"the run has finished: {reason}", is_finished=True)
@@ -132,9 +140,9 @@ class Trainer:
         self.controller.answer_at_end(self.progress.command_position(), reason, is_finished=is_finished)
 
     def train_epoch(self) -> None:
-        """Train the rest of the current epoch."""
+        """Train the rest of the current epoch, or up to an evaluation or the end of the run within it."""
         total, settings, clock = len(self.train_loader), self.settings, self.progress.clock
-        if self.position.batch >= total:
+        if self._is_stretch_over():
             return
         if self.position.batch == 0:  # a run resumed in the middle of an epoch has emitted its start already
             self._begin_epoch()
@@ -142,13 +150,14 @@ class Trainer:
         batches = iter(self.train_loader.epoch(self.position.epoch, self.position.batch))
         num_images = len(self.train_loader.dataset)
         clock.restart()
-        while self.position.batch < total:
+        is_last = False
+        while not is_last:
             group = self._next_group(batches, min(settings.accumulate, total - self.position.batch))
             result = self.train_step(group)
             clock.count_step(images_in(self.position.batch, len(group), settings.batch_size, num_images))
             self.position.batch += len(group)
             self.controller.after_step(result.split, sum(result.split), self.position.step)
-            is_last = self.position.batch >= total
+            is_last = self._is_stretch_over()
             if is_last or self.position.step % settings.log_every_steps == 0:
                 self.reporter.step(result, self._lr(self.position.step))
                 self._stop_if_diverged(group)
@@ -184,6 +193,7 @@ class Trainer:
                 failure = error
             else:
                 self.position.step += 1
+                self.position.is_evaluated = False
                 return result
             oom.handle_step_failure(failure, self.position)
 
@@ -222,6 +232,10 @@ class Trainer:
                 torch.cuda.empty_cache()  # blocks of the old sizes
         self.controller.apply(requested, self.progress.command_position())
         self.device_memory.reset_observed()
+        last_frozen = self.settings.freeze_epochs
+        if last_frozen is not None and self.position.epoch > last_frozen and self.engine.is_frozen:
+            self.engine.thaw()
+            self.oom_policy.after_thaw()
         self.progress.begin_epoch()
         self.reporter.epoch_start(self._lr(self.position.step + 1))
 
@@ -234,22 +248,46 @@ class Trainer:
         self.progress.clock.wait_s += time.perf_counter() - began
         return group
 
-    def _finish_epoch(self) -> None:
-        """Evaluate if it is due, move to the next epoch, save if it is due."""
-        settings, finished, is_best = self.settings, self.position.epoch, False
-        is_due = finished % settings.eval_every_epochs == 0 or finished >= settings.epochs
-        if is_due and not self.position.is_evaluated:
+    def _is_stretch_over(self) -> bool:
+        """Return True at the end of an epoch or of the run, and where an evaluation is due."""
+        is_end = self.position.batch >= len(self.train_loader) or self.progress.is_complete
+        return is_end or self._is_evaluation_due()
+
+    def _is_evaluation_due(self) -> bool:
+        """Return True at the end of the run, and after every so many steps or epochs; once at a position."""
+        settings, at = self.settings, self.position
+        if at.is_evaluated:
+            return False
+        is_epoch_end = at.batch >= len(self.train_loader)
+        if settings.total_steps is None:
+            is_end = is_epoch_end and at.epoch >= settings.epochs
+        else:
+            is_end = at.step >= settings.total_steps
+        if settings.eval_every_steps is not None:
+            return is_end or (at.step > 0 and at.step % settings.eval_every_steps == 0)
+        return is_end or (is_epoch_end and at.epoch % settings.eval_every_epochs == 0)
+
+    def _finish_stretch(self) -> None:
+        """Evaluate if it is due, move to the next epoch at the end of one, save if it is due."""
+        settings, epoch, is_best = self.settings, self.position.epoch, False
+        if self._is_evaluation_due():
             found = self.evaluate()
             self.position.is_evaluated = True
-            is_best = self.progress.best.note(found.monitored(settings.monitor), finished)
-        self.progress.finish_epoch()
+            value = found.monitored(settings.monitor)
+            is_best = self.progress.best.note(value, epoch)
+            if self.plateau is not None:
+                self.plateau.observe(value if value is None or self.plateau.larger_is_better else -value)
+        finished = epoch if self.position.batch >= len(self.train_loader) else None
+        if finished is not None:
+            self.progress.finish_epoch()
         every = settings.save_every_epochs
-        is_due = (every is not None and finished % every == 0) or self.saver.is_due(self.position.step)
-        if is_best or self.progress.is_complete or is_due:
+        is_due = finished is not None and every is not None and finished % every == 0
+        if is_best or self.progress.is_complete or is_due or self.saver.is_due(self.position.step):
             self.saver.begin(finished_epoch=finished, is_best=is_best)
 
     def _lr(self, step: int) -> float:
-        return self.live.lr_factor * self.settings.learning_rate(step)
+        reduced = 1.0 if self.plateau is None else self.plateau.factor
+        return self.live.lr_factor * reduced * self.settings.learning_rate(step)
 
     def _stop_if_diverged(self, group: list[Batch]) -> None:
         """Raise NonFiniteError after too many bad steps in a row, or if the loss scale fell below 1."""
@@ -291,6 +329,7 @@ class Trainer:
             **engine_state,
             "position": vars(self.position).copy(),
             "best": vars(self.progress.best).copy(),
+            "plateau": None if self.plateau is None else self.plateau.state_dict(),
             "settings": self.live.model_dump(),
             "lessons": self.oom_policy.fallbacks.to_json(),
             "memory": self.controller.batch_split.state_dict(),
@@ -308,6 +347,8 @@ class Trainer:
         """
         self.engine.load_state_dict(state)
         self.progress.restore(Position(**state["position"]), Best(**state["best"]))
+        if self.plateau is not None:
+            self.plateau.load_state_dict(state["plateau"])
         saved, present = state["config"]["parallel"], self.facts.config["parallel"]
         self.controller.restore_settings(LiveSettings(**state["settings"]), saved, present)
         self.oom_policy.restore(MemoryFallbacks.from_json(state.get("lessons", {})))

@@ -198,7 +198,7 @@ def test_architecture_and_timm_encoder_options_are_passed_on():
     assert unet.name == "Unet"
     assert unet.segmentation_head[0].in_channels == 4
     plain, small = build_small("FPN", "tu-convnext_atto"), build_small("FPN", "tu-convnext_atto", depths=(1, 1, 1, 1))
-    assert len(list(small.backbone_parameters())) < len(list(plain.backbone_parameters()))
+    assert len(list(small.encoder.parameters())) < len(list(plain.encoder.parameters()))
 
 
 def test_default_encoder_is_that_of_smp():
@@ -229,15 +229,6 @@ def test_unknown_name_is_refused_with_the_nearest(name, kwargs, message):
 def test_every_installed_smp_architecture_has_a_note():
     assert list(smp_names()) == ARCHITECTURES
     assert {f"smp/{name}" for name in ARCHITECTURES} <= set(FAMILY_NOTES)
-
-
-def test_parameters_are_split_into_backbone_and_head():
-    model = build_small("FPN")
-    names = {id(p): n for n, p in model.named_parameters()}
-    backbone, head = list(model.backbone_parameters()), list(model.head_parameters())
-    assert {names[id(p)].split(".")[0] for p in backbone} == {"encoder"}
-    assert {names[id(p)].split(".")[0] for p in head} == {"decoder", "segmentation_head"}
-    assert len(backbone) + len(head) == len(names)
 
 
 def test_initialisation_depends_only_on_the_global_generator():

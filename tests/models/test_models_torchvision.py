@@ -161,16 +161,6 @@ def test_every_listed_backbone_is_known():
     assert {"resnet18", "resnet152", "wide_resnet50_2", "mobilenet_v3_small"} <= set(_backbone_names())
 
 
-def test_parameters_are_split_into_backbone_and_head():
-    with torch.device("meta"):
-        model = build_model("torchvision", "deeplabv3", 3, **SMALL)
-    backbone, head = list(model.backbone_parameters()), list(model.head_parameters())
-    names = {id(p): n for n, p in model.named_parameters()}
-    assert {names[id(p)].split(".")[0] for p in backbone} == {"backbone"}
-    assert {names[id(p)].split(".")[0] for p in head} == {"classifier", "aux_classifier"}
-    assert len(backbone) + len(head) == len(names)
-
-
 def test_initialisation_depends_only_on_the_global_generator(monkeypatch):
     def build(seed):
         torch.manual_seed(seed)

@@ -222,7 +222,7 @@ def test_timm_backbone_file_with_deeper_names_loads(tmp_path, encoder):
     model = build_model("smp", "FPN", 3, encoder=encoder, weights_backbone=str(tmp_path / "timm.pth"))
     (report,) = model.load_reports
     assert report.keys.missing == {}
-    first = next(model.backbone_parameters())
+    first = next(model.backbone_module.parameters())
     assert any(first.equal(value) for value in published.values())
 
 

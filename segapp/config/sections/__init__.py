@@ -7,7 +7,13 @@ from segapp.config.sections.data import DataConfig
 from segapp.config.sections.model import CriticConfig, DistillConfig, LossConfig, LossTerm, ModelConfig
 from segapp.config.sections.recording import CheckpointConfig, EvalConfig, LogConfig
 from segapp.config.sections.run import LiveSettings, RunConfig
-from segapp.config.sections.training import OptimConfig, ParallelConfig, ScheduleConfig, TrainConfig
+from segapp.config.sections.training import (
+    OptimConfig,
+    ParallelConfig,
+    ParamGroupConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 from segapp.config.sections.values import section_of
 
 __all__ = [
@@ -23,6 +29,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "ParallelConfig",
+    "ParamGroupConfig",
     "RunConfig",
     "ScheduleConfig",
     "TrainConfig",

@@ -26,11 +26,15 @@ class ModelConfig(Section):
     encoder: str | None = None
     """Encoder of an smp model, e.g. resnet34, or tu- and a model of timm; for eomt a vision transformer of timm."""
     weights: str | None = None
-    """Initial weights of the whole model: name of a torchvision weights enum, or a file; null: random."""
+    """Initial weights of the whole model: name of a torchvision weights enum, a file, or a run; null: random."""
     weights_backbone: str | None = None
     """Initial weights of the backbone: IMAGENET1K_V1 (torchvision), imagenet (smp, eomt), or a file; null: random."""
     partial_weights: bool = False
     """Take the tensors of a weights file that match, also of another backbone or of a part of one."""
+    freeze: list[Annotated[str, Field(min_length=1)]] = []
+    """Parts that are not trained, BatchNorm and dropout in evaluation mode: backbone, or names or patterns of names."""
+    freeze_epochs: PositiveInt | None = None
+    """Epochs for which model.freeze holds; null: the whole run."""
     aux: bool = True
     """Build the auxiliary head, if the model has one; for eomt: also learn from the queries before each block."""
     options: dict[str, Any] = {}

@@ -13,7 +13,9 @@ class EvalConfig(Section):
     """`eval:` when and how the model is evaluated."""
 
     every_epochs: PositiveInt = 1
-    """Epochs between evaluations; the last epoch is always evaluated."""
+    """Epochs between evaluations; the end of the training is always evaluated."""
+    every_steps: PositiveInt | None = None
+    """Steps between evaluations, instead of every_epochs; null: by epochs."""
     batch_size: PositiveInt = 1
     """Images evaluated at once, if they have the same size."""
     slide: bool = False

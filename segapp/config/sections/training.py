@@ -17,25 +17,42 @@ from segapp.config.sections.values import (
 )
 
 
+class ParamGroupConfig(Section):
+    """An entry of `optim.groups`."""
+
+    pattern: Annotated[str, Field(min_length=1)]
+    """backbone, or a pattern of names of parameters and modules, e.g. "decoder.*"; the first that matches holds."""
+    lr_factor: PositiveFloat | None = None
+    """Factor on optim.lr, instead of head_lr_factor, backbone_lr_factor and layer_decay; null: as these say."""
+    weight_decay: NonNegativeFloat | None = None
+    """Weight decay; null: as optim.weight_decay and decay_norm_and_bias say."""
+
+
 class OptimConfig(Section):
     """`optim:` the optimizer."""
 
-    name: Literal["sgd", "adamw"] = "sgd"
-    """Optimizer."""
+    name: Literal["sgd", "adam", "adamw"] = "sgd"
+    """Optimizer; adam: weight decay as part of the gradient (L2), adamw: beside it."""
     lr: PositiveFloat = 0.01
-    """Learning rate of the backbone."""
+    """Learning rate, before the factors of backbone, head and groups."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Momentum (sgd)."""
     nesterov: bool = False
     """Nesterov momentum (sgd)."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    """Decay rates of the first and second moment (adamw)."""
+    """Decay rates of the first and second moment (adam, adamw)."""
     weight_decay: NonNegativeFloat = 0.0005
     """Weight decay."""
     decay_norm_and_bias: bool = True
     """Apply weight decay to normalisation layers and biases too."""
     head_lr_factor: PositiveFloat = 1.0
     """Factor on the learning rate of the head."""
+    backbone_lr_factor: PositiveFloat = 1.0
+    """Factor on the learning rate of the backbone."""
+    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Factor on the learning rate from each block of a transformer or ConvNeXt backbone to the one before; null: 1."""
+    groups: list[ParamGroupConfig] = []
+    """Learning-rate factor and weight decay of parameters by pattern, e.g. [{pattern: "decoder.*", lr_factor: 10}]."""
     clip_grad_norm: PositiveFloat | None = None
     """Largest norm of the total gradient; null: no clipping."""
 
@@ -43,20 +60,30 @@ class OptimConfig(Section):
 class ScheduleConfig(Section):
     """`schedule:` the learning rate as a function of the step."""
 
-    name: Literal["poly", "cosine", "step", "constant"] = "poly"
-    """Shape of the schedule."""
+    name: Literal["poly", "cosine", "step", "constant", "onecycle", "plateau"] = "poly"
+    """Shape of the schedule; plateau: falls when the evaluations of checkpoint.monitor stop improving."""
     power: PositiveFloat = 0.9
     """Exponent of the decay (poly)."""
     min_lr: NonNegativeFloat = 0.0
-    """Learning rate at the end (poly, cosine)."""
+    """Learning rate at the end (poly, cosine), or the lowest (plateau)."""
     warmup_steps: Count = 0
     """Number of steps of linear warm-up."""
     warmup_factor: Fraction = 0.001
     """Factor on the learning rate at the first warm-up step."""
     step_epochs: list[PositiveInt] = []
     """Epochs after which the learning rate is multiplied by gamma (step)."""
+    step_steps: list[PositiveInt] = []
+    """Steps after which the learning rate is multiplied by gamma (step)."""
     gamma: PositiveFloat = 0.1
-    """Factor at each of step_epochs (step)."""
+    """Factor at each of step_epochs and step_steps (step), or of a reduction (plateau)."""
+    patience: Count = 10
+    """Evaluations without a better result that are accepted before a reduction (plateau)."""
+    pct_start: Annotated[float, Field(gt=0, lt=1)] = 0.3
+    """Share of the steps in which the learning rate rises (onecycle)."""
+    div_factor: PositiveFloat = 25.0
+    """optim.lr divided by the first learning rate (onecycle)."""
+    final_div_factor: PositiveFloat = 1e4
+    """First learning rate divided by the last (onecycle)."""
 
 
 class TrainConfig(Section):
@@ -64,6 +91,8 @@ class TrainConfig(Section):
 
     epochs: PositiveInt = 100
     """Number of passes over the training set."""
+    steps: PositiveInt | None = None
+    """Number of steps, instead of epochs: the run ends after so many, also within an epoch; null: by epochs."""
     batch_size: BatchSize = 8
     """Images of a micro-batch over all devices; auto: the largest predicted to fit, for training and evaluation."""
     accumulate: PositiveInt = 1
@@ -74,6 +103,8 @@ class TrainConfig(Section):
     """fp16: half weights, fp32 masters; amp-*: autocast; auto: amp-bf16, or what the device of the first start has."""
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of the exponential moving average of the weights, which evaluation uses; null: no average."""
+    ema_warmup: bool = True
+    """The decay after n steps is at most (1 + n) / (10 + n): the initial weights are soon forgotten."""
     bn_momentum: Annotated[float, Field(gt=0, le=1)] | None = None
     """Momentum of all BatchNorm layers; null: the model's own, usually 0.1."""
     precise_bn: Count = 0

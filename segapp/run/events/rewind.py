@@ -21,12 +21,14 @@ class RewindPoint:
         epoch: The epoch in which training continues, from 1.
         batch: Batches of that epoch already used.
         sha256: Distinguishes two checkpoints of one step; None if unknown.
+        is_evaluated: True if the evaluation after that step is done, where the epoch does not tell.
     """
 
     step: int
     epoch: int
     batch: int
     sha256: str | None = None
+    is_evaluated: bool = False
 
 
 @dataclass
@@ -82,7 +84,8 @@ def is_repeated(raw: dict[str, Any], point: RewindPoint, *, is_after_own: bool) 
     if kind == "epoch_start":
         return isinstance(epoch, int) and epoch >= point.epoch + (point.batch > 0)
     if kind == "val":
-        return isinstance(epoch, int) and epoch >= point.epoch
+        is_later = isinstance(epoch, int) and epoch >= point.epoch
+        return is_later and not (isinstance(step, int) and step < point.step + point.is_evaluated)
     return False
 
 

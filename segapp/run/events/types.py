@@ -50,6 +50,18 @@ class Device(_Model):
     total_mib: float | None = None
 
 
+class ParamGroup(_Model):
+    """Parameters of the optimizer with one learning rate and one weight decay."""
+
+    lr_factor: float
+    """Factor on the learning rate."""
+    weight_decay: float
+    num_tensors: int
+    num_params: int
+    first: Text
+    """Name of the first parameter."""
+
+
 class RunStart(_Event):
     """A training starts, or resumes."""
 
@@ -84,6 +96,13 @@ class RunStart(_Event):
     """Parallel mode: single, dp, ddp or model."""
     mode_reason: Text | None = None
     """Why `parallel.mode: auto` chose it; None where the config names the mode."""
+    steps: int | None = None
+    """Steps of the whole run, which may end within an epoch (`train.steps`); None: whole epochs."""
+    num_trainable: int | None = None
+    """Parameters that are trained; fewer than `num_params` where `model.freeze` holds."""
+    freeze_epochs: int | None = None
+    """Epochs for which the others are frozen; None: the whole run, or nothing is frozen."""
+    param_groups: list[ParamGroup] | None = None
 
 
 class Weights(_Event):
@@ -113,6 +132,8 @@ class EpochStart(_Event):
     lr: float | None
     split: list[int] | None = None
     step: int | None = None
+    num_thawed: int | None = None
+    """Parameters that were frozen and are trained from this epoch on; None: as before."""
 
 
 class Step(_Event):

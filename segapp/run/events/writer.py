@@ -116,7 +116,9 @@ class EventWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def rewind(self, step: int, *, epoch: int, batch: int, sha256: str | None = None) -> int:
+    def rewind(
+        self, step: int, *, epoch: int, batch: int, sha256: str | None = None, is_evaluated: bool = False
+    ) -> int:
         """Remove the events that training repeats when it continues from a checkpoint.
 
         The `step`, `epoch_start`, `val` and `checkpoint` lines that the checkpoint does not contain are moved to
@@ -128,7 +130,7 @@ class EventWriter:
         with self._lock:
             self._write_pending()
             try:
-                return self._cut(split_tail(self.path, RewindPoint(step, epoch, batch, sha256)), step)
+                return self._cut(split_tail(self.path, RewindPoint(step, epoch, batch, sha256, is_evaluated)), step)
             except OSError as error:
                 reason = error.strerror or str(error)
                 message = f"the events after step {step} could not be removed from {self.path.name}: {reason}"

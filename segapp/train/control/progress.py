@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from segapp.train.control.commands import TrainingPosition
 from segapp.train.saving.position import Best, Position
 from segapp.train.telemetry.clock import Clock
@@ -12,6 +14,7 @@ class TrainingProgress:
 
     Args:
         epochs: of the whole training.
+        total_steps: steps of the whole training, which may end within an epoch; None: whole epochs.
 
     Attributes:
         position: micro-batches and steps done.
@@ -20,8 +23,8 @@ class TrainingProgress:
         resumed_from_step: steps that were done before this process began; None for a new training.
     """
 
-    def __init__(self, epochs: int) -> None:
-        self.epochs = epochs
+    def __init__(self, epochs: int, total_steps: int | None = None) -> None:
+        self.epochs, self.total_steps = epochs, total_steps
         self.position = Position()
         self.best = Best()
         self.clock = Clock()
@@ -30,8 +33,10 @@ class TrainingProgress:
 
     @property
     def is_complete(self) -> bool:
-        """True if no epoch is left."""
-        return self.position.epoch > self.epochs
+        """True if no step is left, and the last one is evaluated."""
+        if self.total_steps is None:
+            return self.position.epoch > self.epochs
+        return self.position.step >= self.total_steps and self.position.is_evaluated
 
     def begin_epoch(self) -> None:
         """Record that the settings of the present epoch are in force."""
@@ -39,7 +44,7 @@ class TrainingProgress:
 
     def finish_epoch(self) -> None:
         """Move to the beginning of the next epoch."""
-        self.position = Position(epoch=self.position.epoch + 1, batch=0, step=self.position.step)
+        self.position = replace(self.position, epoch=self.position.epoch + 1, batch=0)
 
     def restore(self, position: Position, best: Best) -> None:
         """Continue from a checkpoint."""

@@ -289,6 +289,8 @@ def _notes(config: RunConfig, planner: Planner, facts: Mapping[str, Any]) -> tup
         f"accumulate {config.train.accumulate}; evaluation of {config.eval.batch_size} x {height}x{width} "
         f"({facts['eval_px_from']})"
     ]
+    if (epochs := config.model.freeze_epochs) is not None:
+        notes.append(f"model.freeze ends after epoch {epochs}: planned for the epochs after it, which need more")
     if planner.model.mode == "ddp":
         notes.append("ddp: the reducer's buckets are modelled, the rest is the real step of one rank")
     return tuple(notes)

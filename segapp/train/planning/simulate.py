@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from segapp.build.criterion import needs_distances
 from segapp.build.data import build_scheme
+from segapp.build.network import largest_phase
 from segapp.build.trained import read_trained
 from segapp.config import RunConfig, validate_config
 from segapp.datasets.loader import Batch
@@ -199,7 +200,8 @@ class Simulator:
 
 
 def build_simulator(config: RunConfig) -> Simulator:
-    """Build the simulator of a config."""
+    """Build the simulator of a config, in the phase that needs the most memory."""
+    config = largest_phase(config)
     teacher = None if config.distill is None else read_trained(config.distill.teacher)
     return Simulator(StepAssembler(config, build_scheme(config.data), teacher))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from segapp.build.data import build_scheme
 from segapp.build.devices import DevicePlan
+from segapp.build.network import largest_phase
 from segapp.build.trained import read_trained
 from segapp.config import RunConfig
 from segapp.memory.saved_plan import SavedMemoryPlan
@@ -33,6 +34,7 @@ def build_trial_engine(
         layout: devices and split.
         tag: is told what tensors are for.
     """
+    config = largest_phase(config)
     teacher = None if config.distill is None else read_trained(config.distill.teacher)
     assembler = StepAssembler(config, build_scheme(config.data), teacher)
     num_classes = assembler.scheme.num_classes

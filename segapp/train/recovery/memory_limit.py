@@ -64,6 +64,19 @@ class MemoryLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._replica_bytes = 0
         self._charged: set[int] = set()
         self._is_enforced = True
+        self._watched: set[int] = set()
+
+    def hold_training(self, engine: StepEngine) -> None:
+        """Count what an engine holds between two steps on the first device, and the gradients of its parameters there.
+
+        To be called again when the engine trains further parameters.
+        """
+        self.hold(engine.held_tensors(), replicated_bytes=engine.replicated_bytes())
+        for parameter in engine.model.parameters():
+            if parameter.requires_grad and id(parameter) not in self._watched:
+                self._watched.add(id(parameter))
+                hook: Any = parameter.register_post_accumulate_grad_hook
+                hook(lambda p: self.place([p.grad], 0))
 
     def hold(self, tensors: Iterable[Tensor | None], *, replicated_bytes: int = 0) -> None:
         """Count what the first device holds all the time: weights, optimizer state, averages.
@@ -231,17 +244,13 @@ def build_memory_limit(
             total_mib = torch.cuda.get_device_properties(device).total_memory / MIB
             torch.cuda.set_per_process_memory_fraction(min(1.0, mib / total_mib), device)
         return None
-    network, model = engine.network, engine.model
+    network = engine.network
 
     def busy() -> Sequence[int]:
         split = network.last_split if isinstance(network, DataParallelModel) else (1,)
         return [i for i, size in enumerate(split) if size] or [0]
 
     limit = MemoryLimit(limits, [str(device) for device in devices], busy, phase=lambda: memory.phase)
-    limit.hold(engine.held_tensors(), replicated_bytes=engine.replicated_bytes())
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            hook: Any = parameter.register_post_accumulate_grad_hook
-            hook(lambda p: limit.place([p.grad], 0))
+    limit.hold_training(engine)
     memory.use_counters({first + i: LimitCounters(limit, i) for i in range(len(devices))})
     return limit

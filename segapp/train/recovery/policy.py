@@ -91,6 +91,11 @@ class OomPolicy:
         """Adopt the fallbacks of a checkpoint."""
         self.fallbacks = fallbacks
 
+    def after_thaw(self) -> None:
+        """Count the memory of the parameters that are trained from now on."""
+        if self._limit is not None:
+            self._limit.hold_training(self._engine)
+
     # --- a step ----------------------------------------------------------------------------------------------------
 
     def begin(self, position: Position) -> MemoryFallbacks:

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass
 class Position:
-    """`batch` micro-batches of epoch `epoch` (from 1) are done, and `step` updates in all."""
+    """`batch` micro-batches of epoch `epoch` (from 1) are done, and `step` updates in all.
+
+    `is_evaluated`: there was an evaluation after the last of them.
+    """
 
     epoch: int = 1
     batch: int = 0

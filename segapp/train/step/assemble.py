@@ -55,7 +55,8 @@ from segapp.train.step.build_distill import (
 )
 from segapp.train.step.deterministic import make_deterministic, refusal
 from segapp.train.step.distill import DistilledInput
-from segapp.train.step.engine import StepEngine, StepModules
+from segapp.train.step.engine import StepEngine
+from segapp.train.step.modules import StepModules, Thawing
 from segapp.train.step.participant import StepParticipant
 from segapp.train.step.update_count import UpdateCount
 from segapp.train.telemetry.device_memory import DeviceMemoryTracker
@@ -220,11 +221,13 @@ class StepAssembler:
             with_weights: load its pretrained weights; not needed where a checkpoint follows.
 
         Raises:
-            ConfigError: the crop or the batch does not suit it.
+            ConfigError: the crop, the batch or `model.freeze` does not suit it.
         """
         model = build_network(self.config.model, self.scheme.num_classes, with_weights=with_weights)
         check_sizes(self.config, model)
         set_batchnorm_momentum(model, self.config.train.bn_momentum)
+        if self.config.model.freeze:
+            model.freeze(self.config.model.freeze)
         return model
 
     def prepare(self, model: SegmentationModel, layout: StepLayout) -> SegmentationModel:
@@ -322,7 +325,8 @@ class StepAssembler:
         if config.train.compile and backend.has_values:  # after the checks, which run the network in other ways
             inner.compile_training()
         optimizer = build_optimizer(config.optim, build_parameter_groups(config.optim, model, precision))
-        average = None if config.train.ema is None else WeightAverage(model, config.train.ema)
+        ema = config.train.ema
+        average = None if ema is None else WeightAverage(model, ema, has_warmup=config.train.ema_warmup)
         participants: list[StepParticipant] = []
         criterion = parts.criterion
         if isinstance(inner, DistilledInput):
@@ -341,8 +345,15 @@ class StepAssembler:
                     f"parallel: split {list(rank_split.plan(config.train.batch_size))} leaves a rank without samples, "
                     f"and {needs_samples}: give every rank one, or use parallel.mode=dp"
                 )
+        thawing = None
+        if model.frozen_parameters:
+            thawing = Thawing(
+                sum(model.get_parameter(name).numel() for name in model.frozen_parameters),
+                lambda names: build_parameter_groups(config.optim, model, precision, names),
+                lambda: self._wrapped(inner, bare, layout, backend, rank_split) if layout.mode == "ddp" else network,
+            )
         engine = StepEngine(
-            StepModules(model, network, criterion.to(device), average, least, rank_split, needs_samples),
+            StepModules(model, network, criterion.to(device), average, least, rank_split, needs_samples, thawing),
             optimizer,
             precision,
             clip_grad_norm=config.optim.clip_grad_norm,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -17,55 +16,19 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from segapp.failpoints import failpoint
-from segapp.losses import AdditiveCriterion, Statistics, surrogate
+from segapp.losses import Statistics, surrogate
 from segapp.memory.oom_failpoint import oom_failpoint
-from segapp.optim import WeightAverage, set_lr
-from segapp.parallel import DataParallelCriterion, DataParallelModel, RankSplit
+from segapp.optim import add_groups, set_lr
+from segapp.parallel import DataParallelCriterion, DataParallelModel
 from segapp.parallel.ranks import Ranks
 from segapp.precision import Precision
+from segapp.train.step.modules import StepModules, StepResult
 from segapp.train.step.participant import StepParticipant
 from segapp.train.step.rollback import BufferGuard, TorchRng, capture_torch_rng, restore_torch_rng
 from segapp.train.telemetry.device_memory import IDLE, DeviceMemoryTracker
 
 if TYPE_CHECKING:
     from segapp.datasets.loader import Batch
-    from segapp.models import SegmentationModel
-
-
-@dataclass
-class StepResult:
-    """The result of a step, as tensors on the device: reading them waits for it."""
-
-    loss: Tensor
-    grad_norm: Tensor
-    is_bad: Tensor
-    split: list[int]
-    terms: dict[str, Tensor] = field(default_factory=dict)
-    """Parts of the loss that are shown, by name."""
-
-
-@dataclass(frozen=True)
-class StepModules:
-    """The modules of a step.
-
-    Attributes:
-        model: the bare model, on its device and cast by the step's `Precision`.
-        network: takes uint8 images (N, 3, H, W) and wraps `model`: a `DataParallelModel` (one device or several), a
-            `DistributedDataParallel` (one device per rank), or a module whose stages lie on several devices.
-        criterion: additive statistics of the network's outputs.
-        average: moving average of the weights, or None.
-        smallest_chunk: samples that every busy device needs; more than 1 where BatchNorm is not synchronised.
-        rank_split: the split of a batch over the ranks; None outside ddp.
-        needs_samples: why the network cannot run without samples, as a rank with a share of 0 does; None if it can.
-    """
-
-    model: SegmentationModel
-    network: nn.Module
-    criterion: AdditiveCriterion
-    average: WeightAverage[SegmentationModel] | None = None
-    smallest_chunk: int = 1
-    rank_split: RankSplit | None = None
-    needs_samples: str | None = None
 
 
 class StepEngine:
@@ -83,6 +46,7 @@ class StepEngine:
     Attributes:
         bad_steps: steps that left the weights as they were because a value was not finite; 0-dim, on the device.
         bad_in_row: the same, in a row up to the last step.
+        num_frozen: parameters that were frozen when the engine was made.
         is_whole: True if the state is that of a step boundary; False only where an update broke off in the middle.
     """
 
@@ -99,7 +63,7 @@ class StepEngine:
     ) -> None:
         self.model, self.network, self.criterion = modules.model, modules.network, modules.criterion
         self.average, self.smallest_chunk = modules.average, modules.smallest_chunk
-        self.rank_split, self.needs_samples = modules.rank_split, modules.needs_samples
+        self.rank_split, self.needs_samples, self._thawing = modules.rank_split, modules.needs_samples, modules.thawing
         self.optimizer, self.precision, self.clip_grad_norm = optimizer, precision, clip_grad_norm
         self.participants = tuple(participants)
         self.ranks = ranks or Ranks()
@@ -114,6 +78,7 @@ class StepEngine:
         self._summed = DataParallelCriterion(self.criterion) if is_replicated else self.criterion
         self.guard = BufferGuard(self.model)
         self.is_whole = True
+        self.num_frozen = 0 if modules.thawing is None else modules.thawing.num_params
         self._rng_before_step: TorchRng | None = None
 
     def step(
@@ -221,6 +186,25 @@ class StepEngine:
         for participant in self.participants:
             participant.set_lr(lr)
 
+    @property
+    def is_frozen(self) -> bool:
+        """True while parameters are frozen."""
+        return self._thawing is not None and bool(self.model.frozen_parameters)
+
+    def thaw(self) -> None:
+        """Train the frozen parameters from the next step on; every rank must call it at the same step boundary.
+
+        They join the optimizer as new groups with fresh state. DistributedDataParallel is made anew: its buckets have
+        place for those parameters alone that needed a gradient when it was made.
+        """
+        assert self._thawing is not None
+        names = self.model.thaw()
+        self.network.train()
+        if isinstance(self.network, DistributedDataParallel):
+            self.network = self.network.module  # frees the old buckets before new ones are made
+        self.network = self._thawing.wrap()
+        add_groups(self.optimizer, self._thawing.build_groups(names))
+
     def split_of(self, num_samples: int) -> list[int]:
         """Return the samples on each device, or on each rank, of a batch of `num_samples`."""
         if isinstance(self.network, DataParallelModel):
@@ -325,6 +309,7 @@ class StepEngine:
             "criterion": self.criterion.state_dict(),
             "bad_steps": self.bad_steps,
             "bad_in_row": self.bad_in_row,
+            "is_frozen": self.is_frozen,
             **{participant.name: participant.state_dict() for participant in self.participants},
         }
 
@@ -340,6 +325,8 @@ class StepEngine:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
+        if self.is_frozen and not state["is_frozen"]:
+            self.thaw()
         self.model.load_state_dict(state["model"])
         if self.average is not None:
             self.average.load_state_dict(state["ema"])

@@ -23,6 +23,9 @@ class BatchNormMemoryError(torch.OutOfMemoryError):
 def recompute_batchnorm(model: nn.Module, inputs: Iterable[Tensor], device: torch.device) -> None:
     """Replace BatchNorm's running statistics by those of the inputs; random states are restored afterwards.
 
+    Layers that stay in evaluation mode, as frozen ones do, keep their statistics and normalise with them, which torch's
+    `update_bn` does not support. The model is left in the mode that it had.
+
     Args:
         model: on `device`.
         inputs: normalised images (N, 3, H, W).
@@ -32,17 +35,25 @@ def recompute_batchnorm(model: nn.Module, inputs: Iterable[Tensor], device: torc
         BatchNormMemoryError: memory does not suffice; the statistics are as they were.
     """
     guard = BufferGuard(model)
-    momenta = {m: m.momentum for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
+    was_training = model.training
+    model.train()
+    momenta = {m: m.momentum for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training}
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.optim.swa_utils.update_bn(inputs, model)
+        for module in momenta:
+            module.reset_running_stats()
+            module.momentum = None  # the mean over all calls
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            for images in inputs if momenta else ():
+                model(images)
     except BaseException as error:
         guard.restore()
-        for module, momentum in momenta.items():
-            module.momentum = momentum
         if is_out_of_memory(error):
             raise BatchNormMemoryError(str(error)) from error
         raise
+    finally:
+        for module, momentum in momenta.items():
+            module.momentum = momentum
+        model.train(was_training)
 
 
 class PreciseBatchNorm:

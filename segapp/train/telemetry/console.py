@@ -65,6 +65,8 @@ class PlainReporter:
                 for line in event.message.splitlines():
                     self._line(printable(line))
             case EpochStart():
+                if event.num_thawed is not None:
+                    self._line(f"epoch {event.epoch}: {event.num_thawed / 1e6:.2f} M frozen parameters are trained now")
                 self._open_bar(event.epoch)
             case Step():
                 self._show_step(event)
@@ -108,9 +110,15 @@ class PlainReporter:
         start = f", resumed at step {resumed}" if resumed is not None else ""
         self._line(
             f"{event.num_params / 1e6:.2f} M parameters, {len(event.classes)} classes, "
-            f"batch {event.batch_size}, {event.epochs} epochs of {event.steps_per_epoch} steps "
+            f"batch {event.batch_size}, {_length(event)} of {event.steps_per_epoch} steps "
             f"on {', '.join(device.device for device in event.devices)}{start}"
         )
+        if event.num_trainable is not None and event.num_trainable < event.num_params:
+            until = "the whole run" if event.freeze_epochs is None else f"{event.freeze_epochs} epochs"
+            self._line(
+                f"{event.num_trainable / 1e6:.2f} M parameters are trained, the others frozen for {until}, their "
+                "BatchNorm and dropout in evaluation mode"
+            )
 
     def _open_bar(self, epoch: int) -> None:
         if self._start is None or not self.stream.isatty():
@@ -148,6 +156,10 @@ class PlainReporter:
             f"{event.images_per_s or 0:.1f} images/s  data wait {100 * (event.data_wait_frac or 0):.0f} %  "
             f"eta {format_duration(event.eta_epoch_s)} epoch, {format_duration(event.eta_run_s)} run{more}"
         )
+
+
+def _length(event: RunStart) -> str:
+    return f"{event.epochs} epochs" if event.steps is None else f"{event.steps} steps in {event.epochs} epochs"
 
 
 def _number(value: float | None, spec: str) -> str:

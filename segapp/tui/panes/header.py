@@ -91,6 +91,8 @@ def _epoch(view: View) -> str:
 def _steps(view: View) -> str:
     assert view.start is not None
     assert view.step is not None
+    if view.start.steps is not None:
+        return f"step {view.step.step}/{view.start.steps}"
     per_epoch = view.start.steps_per_epoch
     return f"step {view.step.step - (view.step.epoch - 1) * per_epoch}/{per_epoch}"
 
@@ -114,7 +116,7 @@ def run_fraction(view: View) -> float | None:
     """Return the fraction of the run that is done."""
     if view.start is None:
         return None
-    total = view.start.epochs * view.start.steps_per_epoch
+    total = view.start.steps or view.start.epochs * view.start.steps_per_epoch
     return min((view.step.step if view.step else 0) / total, 1.0) if total else None
 
 

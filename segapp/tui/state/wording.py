@@ -41,7 +41,8 @@ def log_line(event: Event, classes: Sequence[str], previous: Val | PastVal | Non
         return LogLine(event.t, "load", printable(event.message.partition("\n")[0]))
     if isinstance(event, EpochStart):
         split = f", split {dots(event.split)}" if event.split else ""
-        return LogLine(event.t, "epoch", f"{event.epoch} begins, lr {learning_rate(event.lr)}{split}")
+        thawed = f", {event.num_thawed / 1e6:.1f} M frozen parameters thaw" if event.num_thawed else ""
+        return LogLine(event.t, "epoch", f"{event.epoch} begins, lr {learning_rate(event.lr)}{split}{thawed}")
     if isinstance(event, Val):
         return LogLine(event.t, "val", _val(event, classes, previous))
     if isinstance(event, Checkpoint):

@@ -18,7 +18,8 @@ from segapp.inference.normalize import NormalizedInput, Normalizer
 from segapp.losses import AdditiveCriterion, CriterionCE, CriterionDice, CriterionOHEM
 from segapp.optim import WeightAverage
 from segapp.precision import Precision
-from segapp.train.step.engine import StepEngine, StepModules
+from segapp.train.step.engine import StepEngine
+from segapp.train.step.modules import StepModules
 
 CPU = torch.device("cpu")
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
