@@ -40,8 +40,8 @@ from segapp.train.planning.blank_data import blank_batch
 from segapp.train.planning.simulate import phase_peaks, watch_modules
 from segapp.train.planning.trial_step import build_trial_engine
 from segapp.train.process.numerics import numerics
-from segapp.train.step.assemble import build_layout
 from segapp.train.step.engine import StepEngine
+from segapp.train.step.layout import build_layout
 
 WAIT = "data"
 BAR_CELLS = 40

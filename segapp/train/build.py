@@ -41,8 +41,9 @@ from segapp.train.reporting import TrainerParts
 from segapp.train.request import ImageLimit
 from segapp.train.saving.saver import SaveRules
 from segapp.train.settings import RunFacts, TrainerSettings
-from segapp.train.step.assemble import StepAssembler, build_layout
+from segapp.train.step.assemble import StepAssembler
 from segapp.train.step.engine import StepEngine
+from segapp.train.step.layout import build_layout
 from segapp.train.step.precise_bn import PreciseBatchNorm
 from segapp.train.telemetry.sample_images import SamplePictures
 from segapp.train.trainer import Trainer

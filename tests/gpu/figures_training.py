@@ -21,8 +21,8 @@ from segapp.inference.evaluate import EvaluationSettings, evaluate
 from segapp.train.planning.blank_data import blank_batch
 from segapp.train.planning.trial_step import build_trial_engine
 from segapp.train.process.numerics import numerics
-from segapp.train.step.assemble import StepLayout
 from segapp.train.step.engine import StepEngine
+from segapp.train.step.layout import StepLayout
 from tests.support import ROOT
 
 Mode = Literal["single", "dp", "ddp"]

@@ -22,7 +22,7 @@ from segapp.memory.oom_errors import is_out_of_memory
 from segapp.train.planning.blank_data import blank_batch
 from segapp.train.planning.trial_step import build_trial_engine
 from segapp.train.process.numerics import numerics
-from segapp.train.step.assemble import StepLayout
+from segapp.train.step.layout import StepLayout
 from tests.gpu.figures_training import figures_config, plan_figures
 from tests.support import ROOT
 from tests.support.runs import differing, events, merged, train

@@ -17,7 +17,8 @@ from segapp.memory.simulation.jobs import SimulationJob
 from segapp.memory.simulation.recorder import Recorder
 from segapp.parallel import data_parallel
 from segapp.train.planning.simulate import build_simulator, run_step
-from segapp.train.step.assemble import StepLayout, StepParts
+from segapp.train.step.assemble import StepParts
+from segapp.train.step.layout import StepLayout
 
 MODELS = {
     "lraspp": {"library": "torchvision", "name": "lraspp_mobilenet_v3_large"},

@@ -37,8 +37,9 @@ from segapp.memory.simulation.recorder import CUDA_GRANULE_BYTES, PeakMoment, Ph
 from segapp.parallel import balance_stages, smallest_chunk
 from segapp.precision import Precision
 from segapp.train.planning.blank_data import blank_batch, evaluate_blank, evaluation_size
-from segapp.train.step.assemble import StepAssembler, StepLayout, StepParts
+from segapp.train.step.assemble import StepAssembler, StepParts
 from segapp.train.step.engine import StepEngine
+from segapp.train.step.layout import StepLayout
 
 MIB = 2**20
 

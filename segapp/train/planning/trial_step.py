@@ -17,8 +17,9 @@ from segapp.config import RunConfig
 from segapp.memory.saved_plan import SavedMemoryPlan
 from segapp.train.planning.blank_data import blank_batch, evaluate_blank, evaluation_size
 from segapp.train.recovery.memory_limit import build_memory_limit
-from segapp.train.step.assemble import RealDevices, StepAssembler, StepLayout
+from segapp.train.step.assemble import RealDevices, StepAssembler
 from segapp.train.step.engine import StepEngine
+from segapp.train.step.layout import StepLayout
 from segapp.train.telemetry.device_memory import DeviceMemoryTracker
 
 

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segapp.build.criterion import build_criterion
-from segapp.build.devices import DevicePlan, Mode
 from segapp.build.formats import uses_channels_last
 from segapp.build.network import build_network, check_sizes, num_queries, set_batchnorm_momentum
 from segapp.build.optimizer import build_optimizer, build_parameter_groups
@@ -56,46 +55,11 @@ from segapp.train.step.build_distill import (
 from segapp.train.step.deterministic import make_deterministic, refusal
 from segapp.train.step.distill import DistilledInput
 from segapp.train.step.engine import StepEngine
+from segapp.train.step.layout import StepLayout
 from segapp.train.step.modules import StepModules, Thawing
 from segapp.train.step.participant import StepParticipant
 from segapp.train.step.update_count import UpdateCount
 from segapp.train.telemetry.device_memory import DeviceMemoryTracker
-
-
-@dataclass(frozen=True)
-class StepLayout:
-    """The division of a step over devices.
-
-    Attributes:
-        mode: how the devices work together.
-        devices: of this process; the first one holds the weights.
-        gpu0_bsz: samples of a full batch on the first device or rank, in dp and ddp; None: an even split.
-        shares: samples of a full batch on each device or rank, in dp and ddp; None: as `gpu0_bsz` says.
-        loss: style of the loss; the planner compares segapp's with others.
-    """
-
-    mode: Mode
-    devices: tuple[torch.device, ...]
-    gpu0_bsz: int | None = None
-    shares: tuple[int, ...] | None = None
-    loss: LossStyle = "small"
-
-    @property
-    def is_batch_divided(self) -> bool:
-        """True if BatchNorm sees only a part of the batch on each device."""
-        return self.mode == "ddp" or (self.mode == "dp" and len(self.devices) > 1)
-
-
-def build_layout(config: RunConfig, devices: DevicePlan, gpu0_bsz: int | None) -> StepLayout:
-    """Return the layout that a config asks for on the devices of this process.
-
-    Args:
-        config: its `parallel.shares` hold before `gpu0_bsz`.
-        devices: devices and mode.
-        gpu0_bsz: samples of a full batch on the first device, `auto` resolved.
-    """
-    shares = None if config.parallel.shares is None else tuple(config.parallel.shares)
-    return StepLayout(devices.mode, devices.devices, gpu0_bsz, shares)
 
 
 @dataclass(frozen=True)

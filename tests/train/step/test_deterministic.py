@@ -76,7 +76,7 @@ def test_steps_on_the_cpu_run_under_the_switch() -> None:
     from segapp.build.data import build_scheme
     from segapp.train.planning.blank_data import blank_batch
     from segapp.train.planning.trial_step import build_trial_engine
-    from segapp.train.step.assemble import StepLayout
+    from segapp.train.step.layout import StepLayout
 
     config = config_of({**PSP}, deterministic=True)
     engine = build_trial_engine(config, StepLayout("single", (CPU,)))

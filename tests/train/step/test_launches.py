@@ -13,8 +13,8 @@ from segapp.build.data import build_scheme
 from segapp.config import RunConfig, validate_config
 from segapp.train.planning.blank_data import blank_batch
 from segapp.train.planning.trial_step import build_trial_engine
-from segapp.train.step.assemble import StepLayout
 from segapp.train.step.engine import StepEngine
+from segapp.train.step.layout import StepLayout
 from tests.support.launches import LaunchCounter, launches_of_lists
 
 CPU = torch.device("cpu")
