@@ -14,7 +14,15 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from segapp.build.class_weights import RULES, class_weights
-from segapp.build.data import build_location, build_pairs, build_scheme, overlap_problem, split_names
+from segapp.build.data import (
+    build_dataset,
+    build_location,
+    build_pairs,
+    build_scheme,
+    overlap_problem,
+    split_names,
+)
+from segapp.build.sampling import build_order
 from segapp.commands.check_findings import Group, grouped
 from segapp.commands.check_html import check_page
 from segapp.config import DataConfig, RunConfig
@@ -22,8 +30,10 @@ from segapp.datasets.doctor import Finding, SplitReport, examine
 from segapp.datasets.files import ImagePair, shown
 from segapp.datasets.layouts.formats import ClassScheme, leftovers
 from segapp.datasets.layouts.root_guard import OutsideError, PartialError
+from segapp.datasets.sampling import uniform_order
 from segapp.datasets.sums import check_sums, write_sums
 from segapp.errors import DataError, storage_errors
+from segapp.report.augmented import AugmentedSample, augmented_samples
 from segapp.run.text import printable
 
 EXIT_DATA = 3
@@ -44,6 +54,7 @@ def check_data(
         0, or 3 if there are errors.
 
     Raises:
+        ConfigError: `data.augment` or `data.sampling` does not fit the data.
         DataError: there is no data to examine, or the list of sums cannot be read.
         StorageError: a file cannot be written.
     """
@@ -62,6 +73,7 @@ def check_data(
             allow_overlap=data.allow_overlap,
             progress=lambda: bar.advance(task),
         )
+    samples = _samples(config, scheme, reports[0], with_pictures=html_file is not None)
     if sums_file is not None:
         before += check_sums(sums_file, splits, Path(data.root))
     if new_sums_file is not None:
@@ -73,7 +85,7 @@ def check_data(
     else:
         print_report(reports, groups, scheme, weights, Console(highlight=False))
     if html_file is not None:
-        _write(html_file, check_page(config.name, reports, groups, scheme, weights), "--html")
+        _write(html_file, check_page(config.name, reports, groups, scheme, weights, samples), "--html")
     return EXIT_DATA if any(group.severity == "error" for group in groups) else 0
 
 
@@ -103,6 +115,27 @@ def _collect(data: DataConfig) -> tuple[dict[str, Sequence[ImagePair]], list[Fin
     if problem is not None and not data.allow_overlap:
         findings.append(Finding("error", "leak", val, problem))
     return splits, findings
+
+
+def _samples(
+    config: RunConfig, scheme: ClassScheme, report: SplitReport, *, with_pictures: bool
+) -> list[AugmentedSample]:
+    """Check `data.augment` and `data.sampling`, and return pictures of training samples; [] where images are unusable.
+
+    Raises:
+        ConfigError: one of them does not fit the data.
+    """
+    data = config.data
+    if data.sampling == "uniform" and data.augment is None and not with_pictures:
+        return []
+    try:
+        dataset = build_dataset(data, scheme, report.split, is_training=True, seed=config.seed)
+    except DataError:  # the findings say it
+        return []
+    order = uniform_order(len(dataset), config.seed)
+    if data.sampling != "uniform" and report.num_masks == len(report.frequencies.classes_of_masks):
+        order = build_order(data, dataset, report.frequencies, config.seed)
+    return list(augmented_samples(dataset, order)) if with_pictures else []
 
 
 def _beside(data: DataConfig, split: str) -> Iterator[Finding]:

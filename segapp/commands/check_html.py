@@ -16,6 +16,7 @@ from segapp.datasets.files import open_bytes, read_bytes
 from segapp.datasets.layouts.formats import ClassScheme
 from segapp.datasets.masks import ID_MODES, read_image
 from segapp.errors import DataError
+from segapp.report.augmented import AugmentedSample
 from segapp.report.render import data_url, render
 
 _MAX_PICTURED = 6
@@ -31,8 +32,9 @@ def check_page(
     groups: Sequence[Group],
     scheme: ClassScheme,
     weights: Mapping[str, Sequence[float]],
+    samples: Sequence[AugmentedSample],
 ) -> str:
-    """Return the page as HTML."""
+    """Return the page as HTML; `samples` are training samples as pictures."""
     counts = {
         severity: sum(len(group.findings) for group in groups if group.severity == severity)
         for severity in ("error", "warning")
@@ -43,6 +45,7 @@ def check_page(
         "reports": reports,
         "scheme": scheme,
         "weights": weights,
+        "samples": samples,
         "sections": [(group, _with_pictures(group, scheme), _listed(group)) for group in groups],
         "max_listed": _MAX_LISTED,
     }
