@@ -12,6 +12,7 @@ from types import FrameType
 from typing import NoReturn
 
 from segapp.errors import SegappError
+from segapp.parts.trust import trust_parts
 
 _STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
 _NAME_ERRNOS = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM}
@@ -29,8 +30,10 @@ def main(arguments: list[str] | None = None) -> None:
         _complete(arguments[1:])
     arguments = with_resume_value(arguments)
     is_debug = "--debug" in arguments
+    if "--trust-parts" in arguments:
+        trust_parts()
     with _one_line_errors(is_debug):
-        app([argument for argument in arguments if argument != "--debug"], standalone_mode=True)
+        app([word for word in arguments if word not in ("--debug", "--trust-parts")], standalone_mode=True)
 
 
 def _complete(asked: list[str]) -> NoReturn:

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from segapp.build.own_parts import own_criterion
 from segapp.config import LossConfig, LossTerm
 from segapp.errors import ConfigError
 from segapp.losses import LOSSES, AdditiveCriterion, CriterionMaskClassification, CriterionSum, MaskLossFactors
+from segapp.parts import is_part
 
 OPTIONS: dict[str, Callable[[LossTerm, Tensor | None], dict[str, Any]]] = {
     "ce": lambda term, weight: {
@@ -96,6 +98,8 @@ def _build_term(
     if weights is not None and len(weights) != num_classes:
         raise ConfigError(f"loss.class_weights has {len(weights)} values for {num_classes} classes: give one a class")
     weight = None if weights is None else torch.tensor(weights, dtype=torch.float32)
+    if is_part(term.name):
+        return own_criterion(term, num_classes, ignore_index, weight)
     return LOSSES[term.name](
         **OPTIONS[term.name](term, weight),
         ignore_index=ignore_index,

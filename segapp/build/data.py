@@ -6,32 +6,41 @@ import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 
+from segapp.build.own_parts import own_data
 from segapp.build.sampling import build_mix
 from segapp.config import DataConfig
 from segapp.datasets.augment import EvalTransform, TrainTransform
 from segapp.datasets.augment.probe import check_transform
 from segapp.datasets.cache.pixel_cache import PixelCache
 from segapp.datasets.cache.places import CacheFiles, cache_digest, default_folder, disk_files, memory_files
-from segapp.datasets.dataset import SegmentationDataset
+from segapp.datasets.dataset import SegmentationDataset, image_sizes
 from segapp.datasets.doctor import check_masks
 from segapp.datasets.files import ImagePair, check_pairs, shared_images, shown
 from segapp.datasets.layouts.formats import ClassScheme, DataLocation, class_scheme, find_pairs
 from segapp.datasets.layouts.published_classes import CITYSCAPES_CATEGORIES, CITYSCAPES_NAMES
 from segapp.datasets.loader import LoadOptions
+from segapp.datasets.own_data import OwnDataset
 from segapp.datasets.resources import cores_of_rank, shared_bytes_of_rank
 from segapp.datasets.workers import most_workers, plan_workers, sample_seconds
 from segapp.errors import ConfigError, DataError
 from segapp.parallel.ranks import Ranks
+from segapp.parts import is_part
+
+Item = TypeVar("Item")
+
+NUM_TRIED = 4
+"""Images of own data that are read before a training: to check them, and for their sizes."""
 
 
 def build_scheme(data: DataConfig) -> ClassScheme:
     """Return classes, colours and label map of a data section."""
     return class_scheme(
-        data.format,
+        "list" if is_part(data.format) else data.format,  # the config names the classes
         classes=data.classes,
         palette=data.palette,
         label_map=data.label_map,
@@ -121,16 +130,17 @@ def build_dataset(
         ConfigError: `data.cache_dir` lies in the data set.
         DataError: a file is missing or cannot be used.
     """
-    pairs = build_pairs(data, split)
-    if most is not None:
-        pairs = pairs[:: max(1, len(pairs) // max(most, 1))][:most]
+    mix = build_mix(data, scheme.ignore_index) if is_training else None
+    if is_part(data.format):
+        source = own_data(data, split)
+        own = OwnDataset(source, scheme, seed=seed, indices=_chosen(range(len(source)), most))
+        first_sizes = own.sizes(range(min(len(own), NUM_TRIED)))  # each is read for that
+        own.transform, own.mix = _transform(data, scheme, first_sizes, is_training=is_training), mix
+        return own
+    pairs = _chosen(build_pairs(data, split), most)
     sizes = check_pairs(pairs)
     check_masks(pairs, sizes, scheme)
-    transform: TrainTransform | EvalTransform | None = None
-    if is_training:
-        transform = build_transform(data, scheme, sizes)
-    elif data.resize_px is not None:
-        transform = EvalTransform(data.resize_px)
+    transform = _transform(data, scheme, sizes, is_training=is_training)
     cache: PixelCache | None = None
     notes: list[str] = []
     if data.cache != "none" and ranks is not None:
@@ -142,8 +152,34 @@ def build_dataset(
                 "is read; name another folder in data.cache_dir, or set data.cache to none"
             )
     dataset = SegmentationDataset(pairs, scheme, transform, seed=seed, cache=cache, notes=notes)
-    dataset.mix = build_mix(data, scheme.ignore_index) if is_training else None
+    dataset.mix = mix
     return dataset
+
+
+def _transform(
+    data: DataConfig, scheme: ClassScheme, sizes_px: Iterable[tuple[int, int]], *, is_training: bool
+) -> TrainTransform | EvalTransform | None:
+    if is_training:
+        return build_transform(data, scheme, sizes_px)
+    return None if data.resize_px is None else EvalTransform(data.resize_px)
+
+
+def _chosen(items: Sequence[Item], most: int | None) -> Sequence[Item]:
+    """Return at most so many items, evenly spread."""
+    return items if most is None else items[:: max(1, len(items) // max(most, 1))][:most]
+
+
+def count_images(data: DataConfig, split: str) -> int:
+    """Return the number of images of a split."""
+    return len(own_data(data, split)) if is_part(data.format) else len(build_pairs(data, split))
+
+
+def image_sizes_of(data: DataConfig, split: str, most: int) -> list[tuple[int, int]]:
+    """Return height and width of the first images of a split; of own data at most 8, because each is read for that."""
+    if is_part(data.format):
+        dataset = build_dataset(data, build_scheme(data), split, is_training=False, seed=0)
+        return dataset.sizes(range(min(len(dataset), most, 8)))
+    return image_sizes(build_pairs(data, split)[:most])
 
 
 def _cache_files(data: DataConfig, split: str, scheme: ClassScheme, ranks: Ranks) -> CacheFiles:

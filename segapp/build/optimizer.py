@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from segapp.build.own_parts import own_optimizer
 from segapp.config import OptimConfig, ScheduleConfig
 from segapp.errors import ConfigError
 from segapp.models import SegmentationModel
@@ -22,6 +23,7 @@ from segapp.optim import (
     parameter_groups,
     sgd,
 )
+from segapp.parts import is_part
 from segapp.precision import Precision
 from segapp.run.events import ParamGroup
 
@@ -106,6 +108,8 @@ def _layer_factors(layer_decay: float | None, model: SegmentationModel) -> tuple
 
 def build_optimizer(section: OptimConfig, groups: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
     """Return the optimizer of an `optim` section over parameter groups."""
+    if is_part(section.name):
+        return own_optimizer(section, groups)
     if section.name == "adamw":
         return adamw(groups, section.lr, section.betas)
     if section.name == "adam":
@@ -115,7 +119,7 @@ def build_optimizer(section: OptimConfig, groups: Sequence[Mapping[str, Any]]) -
 
 def build_schedule(section: ScheduleConfig) -> Schedule:
     """Return the learning-rate schedule of a `schedule` section."""
-    values = {name: value for name, value in section if name != "patience"}
+    values = {name: value for name, value in section if name not in ("patience", "options")}
     return Schedule(**{**values, "step_epochs": tuple(section.step_epochs), "step_steps": tuple(section.step_steps)})
 
 

@@ -14,13 +14,15 @@ import torch
 from segapp.build.data import build_scheme
 from segapp.build.devices import choose_devices
 from segapp.build.network import build_inference, build_network
+from segapp.build.own_parts import changed_parts
 from segapp.checkpoint.training_state import LoadedCheckpoint, load_checkpoint
-from segapp.config import RunConfig, load_config, validate_config
+from segapp.config import RunConfig, load_config, part_names, validate_config
 from segapp.datasets.layouts.formats import ClassScheme
 from segapp.errors import CheckpointError, ConfigError
 from segapp.inference.sliding import Inference
 from segapp.models import SegmentationModel
 from segapp.models.weights import load_weights, read_metadata, read_weights_file, sha256_of
+from segapp.parts.trust import check_trusted
 from segapp.precision import Precision
 from segapp.run.folder import find_run
 from segapp.run.text import printable
@@ -103,6 +105,7 @@ def read_trained(target: str, config: str | None = None) -> TrainedState:
         saved = validate_config(state["config"])
     except ConfigError as error:
         raise CheckpointError(f"{checkpoint.path} holds a config that this version cannot read: {error}") from None
+    check_trusted(part_names(saved), str(checkpoint.path))
     scheme = build_scheme(saved.data)
     if list(scheme.names) != list(state["classes"]):
         raise CheckpointError(
@@ -123,7 +126,7 @@ def read_trained(target: str, config: str | None = None) -> TrainedState:
         checkpoint.epoch,
         checkpoint.step,
         state.get("criterion"),
-        tuple(checkpoint.messages),
+        (*checkpoint.messages, *changed_parts(state.get("parts"), saved)),
     )
 
 
@@ -171,8 +174,10 @@ def _config_of(path: Path) -> RunConfig:
         raw = json.loads(text)
         if not isinstance(raw, dict):
             raise ValueError("not a mapping")
-        return validate_config(raw)
+        config = validate_config(raw)
     except (ValueError, RecursionError, ConfigError) as error:
         raise CheckpointError(
             f"{path} holds a config that this version cannot read ({error}): give one with --config"
         ) from None
+    check_trusted(part_names(config), str(path))
+    return config

@@ -9,7 +9,8 @@ import typer
 
 app = typer.Typer(
     name="segapp",
-    help="Train, evaluate and use semantic-segmentation networks.",
+    help="Train, evaluate and use semantic-segmentation networks.\n\nWith any command: --debug prints the traceback of "
+    "an error; --trust-parts imports the own code that a run or a checkpoint names.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,

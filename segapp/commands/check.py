@@ -22,6 +22,7 @@ from segapp.build.data import (
     overlap_problem,
     split_names,
 )
+from segapp.build.own_parts import own_data
 from segapp.build.sampling import build_order
 from segapp.commands.check_findings import Group, grouped
 from segapp.commands.check_html import check_page
@@ -32,7 +33,8 @@ from segapp.datasets.layouts.formats import ClassScheme, leftovers
 from segapp.datasets.layouts.root_guard import OutsideError, PartialError
 from segapp.datasets.sampling import uniform_order
 from segapp.datasets.sums import check_sums, write_sums
-from segapp.errors import DataError, storage_errors
+from segapp.errors import ConfigError, DataError, storage_errors
+from segapp.parts import is_part
 from segapp.report.augmented import AugmentedSample, augmented_samples
 from segapp.run.text import printable
 
@@ -57,8 +59,11 @@ def check_data(
         ConfigError: `data.augment` or `data.sampling` does not fit the data.
         DataError: there is no data to examine, or the list of sums cannot be read.
         StorageError: a file cannot be written.
+        ConfigError: the data are own code, and sums of files are asked for.
     """
     data, scheme = config.data, build_scheme(config.data)
+    if is_part(data.format) and (sums_file is not None or new_sums_file is not None):
+        raise ConfigError(f"--sums and --write-sums are for files, and {data.format} gives images: leave them out")
     splits, before = _collect(data)
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     console = Console(stderr=True)
@@ -95,6 +100,8 @@ def _collect(data: DataConfig) -> tuple[dict[str, Sequence[ImagePair]], list[Fin
     Raises:
         DataError: neither split has a pair.
     """
+    if is_part(data.format):
+        return {name: own_data(data, name).pairs() for name in dict.fromkeys(split_names(data))}, []
     splits: dict[str, Sequence[ImagePair]] = {}
     findings: list[Finding] = []
     errors: list[DataError] = []

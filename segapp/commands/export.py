@@ -9,10 +9,12 @@ from numpy.typing import NDArray
 
 from segapp import __version__
 from segapp.build.data import build_pairs, split_names
+from segapp.build.own_parts import own_data
 from segapp.build.trained import CONFIG_KEY, TrainedModel, load_trained
 from segapp.datasets.masks import read_image
 from segapp.errors import ConfigError, SegappError
 from segapp.export import CheckResult, ExportInfo, Format, write_export, write_weights
+from segapp.parts import is_part
 from segapp.run.text import printable
 
 NUM_PICTURES = 3
@@ -88,8 +90,12 @@ def _info(trained: TrainedModel, *, half: bool, argmax: bool) -> ExportInfo:
 def _pictures(trained: TrainedModel) -> list[NDArray[Any]]:
     """Return some validation images; none if the data set is not available."""
     data = trained.config.data
+    split = split_names(data)[1]
     try:
-        pairs = build_pairs(data, split_names(data)[1])
+        if is_part(data.format):
+            own = own_data(data, split)
+            return [own.read(index, trained.scheme)[0] for index in range(min(len(own), NUM_PICTURES))]
+        pairs = build_pairs(data, split)
         chosen = pairs[:: max(1, len(pairs) // NUM_PICTURES)][:NUM_PICTURES]
         return [read_image(pair.image) for pair in chosen]
     except (SegappError, OSError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from segapp.config import RunConfig, load_config
+from segapp.config import RunConfig, load_config, part_names
 from segapp.errors import ConfigError
 from segapp.memory.calibration import Measurement, read_measurement
 from segapp.memory.gpu_specs import GpuSpec, parse_gpus
@@ -13,6 +13,7 @@ from segapp.memory.planner import (
     plan_as_json,
 )
 from segapp.memory.report import error_lines, plan_lines
+from segapp.parts.trust import check_trusted
 from segapp.run.folder import find_run
 from segapp.train.planning.plan import plan_memory
 
@@ -46,8 +47,11 @@ def _config_and_measurement(
             raise ConfigError("--config FILE is missing: name a config, e.g. --config cityscapes.yaml, or a --run")
         return load_config(config_name, overrides), None
     folder = find_run(run)
-    source = folder.config_yaml.resolve() if config_name is None else config_name
-    return load_config(source, overrides), read_measurement(folder)
+    if config_name is not None:
+        return load_config(config_name, overrides), read_measurement(folder)
+    config = load_config(folder.config_yaml.resolve(), overrides)
+    check_trusted(part_names(config), str(folder.config_yaml))
+    return config, read_measurement(folder)
 
 
 def _gpu_specs(gpus: str | None, measurement: Measurement | None) -> tuple[GpuSpec, ...]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from segapp.build.data import build_pairs, split_names
+from segapp.build.data import count_images, split_names
 from segapp.build.devices import plan_devices
 from segapp.config import RunConfig, validate_config
 from segapp.datasets.sampling import num_batches
@@ -102,7 +102,7 @@ def run_smoke(request: TrainRequest, config_name: str, *, as_json: bool) -> int:
         raise ConfigError("parallel.mode = ddp: --smoke runs in one process: add parallel.mode=dp, or single")
     try:
         splits = split_names(request.config.data)
-        num_train, num_val = (len(build_pairs(request.config.data, split)) for split in splits)
+        num_train, num_val = (count_images(request.config.data, split) for split in splits)
         home = _existing_parent(Path("runs") if request.run is None else request.run)
         with _folder_in(home) as folder:
             # A mode that this process can run: `auto` would start ranks on several GPUs.

@@ -13,6 +13,7 @@ from segapp.config.load import (
     resume_differences,
     validate_config,
 )
+from segapp.config.parts import part_names
 from segapp.config.sections import (
     CheckpointConfig,
     CriticConfig,
@@ -58,6 +59,7 @@ __all__ = [
     "kept_on_resume",
     "load_config",
     "parse_overrides",
+    "part_names",
     "resume_differences",
     "validate_config",
 ]

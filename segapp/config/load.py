@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from segapp.config.parts import parts_beside
 from segapp.config.problems import KeyLocations, combination_problems, describe_problem
 from segapp.config.sections import RunConfig
 from segapp.config.yaml_reader import parse_yaml
@@ -100,6 +101,7 @@ def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(
             f"config {path} must be a mapping of sections (name, data, model, ...), not a {type(raw).__name__}"
         )
+    raw = parts_beside(raw, path.parent)
     extra = parse_overrides(overrides)
     _merge(raw, extra)
     return validate_config(raw, KeyLocations(path, lines, frozenset(extra)))

@@ -12,7 +12,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from segapp.config.parts import part_names, part_sections
 from segapp.config.sections import DataConfig, LossTerm, ParallelConfig, ParamGroupConfig, RunConfig, section_of
+from segapp.parts import PART_PATTERN, is_part
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def describe_problem(item: Any, locations: KeyLocations) -> str:
         return f"{locations.place(loc)}: unknown key {key}{_nearest(loc)}"
     if kind == "missing":
         return f"{locations.place(loc)}: {key} is missing{_describe(loc)}"
-    if kind == "literal_error":
+    if kind == "literal_error" or (kind == "string_pattern_mismatch" and item["ctx"]["pattern"] == PART_PATTERN):
         text = f"accepted: {_options(loc) or item['ctx']['expected']}"
     else:
         text = _ACCEPTED.get(kind, str(item["msg"])).removeprefix("Value error, ")
@@ -127,6 +129,8 @@ def _options(loc: Sequence[str]) -> str:
             words += [str(value) for value in member["enum"]]
         elif "const" in member:
             words.append(str(member["const"]))
+        elif member.get("pattern") == PART_PATTERN:
+            words.append("package.module:factory")
         elif member.get("type") == "null":
             words.append("null")
         elif member.get("type") == "integer":
@@ -178,6 +182,7 @@ def combination_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], s
     """Yield the key path and the message of each value that is valid by itself but not together with others."""
     data, train, parallel = config.data, config.train, config.parallel
     yield from _data_problems(data)
+    yield from _part_problems(config)
     yield from _schedule_problems(config)
     if config.model.freeze_epochs is not None and not config.model.freeze:
         yield ("model", "freeze_epochs"), "needs model.freeze: name what is frozen, e.g. [backbone], or leave it out"
@@ -276,6 +281,29 @@ def _schedule_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str
         yield (
             ("schedule", "warmup_steps"),
             "is for other schedules, onecycle itself begins with a rise: set it to 0",
+        )
+
+
+def _part_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    named = part_names(config)
+    for key, options in part_sections(config).items():
+        section = key.rpartition(".")[0]
+        if options and key not in named and key != "model.name":
+            yield (*section.split("."), "options"), f"is for an own part, and {key} names none: leave it out"
+    if config.model.library == "python" and "model.name" not in named:
+        yield (
+            ("model", "name"),
+            f"{config.model.name!r} names no own code: write package.module:factory or ./file.py:factory, or set "
+            "model.library to torchvision or smp",
+        )
+    if config.model.library != "python" and is_part(config.model.name):
+        yield ("model", "library"), f"is {config.model.library}, but model.name names own code: set it to python"
+    if "data.format" in named and not config.data.classes:
+        yield ("data", "classes"), "is missing: an own data format does not fix the classes; list their names by id"
+    if "data.format" in named and config.data.cache != "none":
+        yield (
+            ("data", "cache"),
+            f"{config.data.cache} keeps files, which an own data format need not have: set it to none",
         )
 
 

@@ -144,6 +144,10 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
             self.cache.put(index, image, mask)
         return image, mask
 
+    def sizes(self, indices: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the upright (height, width) of images in pixels, from the headers."""
+        return image_sizes([self.pairs[index] for index in indices])
+
     def read_mask(self, index: int, size_px: tuple[int, ...]) -> Pixels:
         """Return the mask (H, W) of train ids; without a file, all `ignore_index`, of size `size_px`."""
         mask = self.pairs[index].mask

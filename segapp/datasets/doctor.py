@@ -22,6 +22,7 @@ from segapp.datasets.files import ImagePair, check_same_size, read_header, shown
 from segapp.datasets.frequencies import ClassFrequencies, classes_in
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import UnknownIdsError, likely_cause, name_ids, read_image, read_mask
+from segapp.datasets.own_data import OwnPair
 from segapp.errors import DataError
 
 RARE_FRAC = 1e-4
@@ -200,6 +201,9 @@ def check_masks(pairs: Sequence[ImagePair], sizes: Sequence[tuple[int, int]], sc
 
 def _examine_pair(pair: ImagePair, scheme: ClassScheme) -> _Examined:
     found = _Examined(pair)
+    if isinstance(pair, OwnPair):
+        _examine_own(found, pair, scheme)
+        return found
     try:
         header = read_header(pair.image)
         is_large = header.height_px * header.width_px > _LARGE_PX
@@ -216,19 +220,14 @@ def _examine_pair(pair: ImagePair, scheme: ClassScheme) -> _Examined:
 def _examine_files(found: _Examined, scheme: ClassScheme) -> None:
     pair = found.pair
     try:
-        image = read_image(pair.image)
-        found.size = (image.shape[0], image.shape[1])
-        found.digest = hashlib.sha256(repr(image.shape).encode() + image.tobytes()).hexdigest()
-        found.difference_hash = _difference_hash(image)
+        _note_image(found, read_image(pair.image))
     except DataError as error:
         found.problems.append(("unreadable", str(error), 0))
     if pair.mask is None:
         return
     try:
         mask = read_mask(pair.mask, scheme)
-        is_valid = mask != scheme.ignore_index
-        found.counts = np.bincount(mask[is_valid], minlength=scheme.num_classes)
-        found.ignored_px = int(mask.size - is_valid.sum())
+        _note_mask(found, mask, scheme)
         if found.size is not None:
             check_same_size(pair, found.size, mask.shape)
     except UnknownIdsError as error:
@@ -236,6 +235,31 @@ def _examine_files(found: _Examined, scheme: ClassScheme) -> None:
         found.problems.append(("ids", str(error), sum(error.unknown.values())))
     except DataError as error:
         found.problems.append(("size" if found.counts is not None else "mask", str(error), 0))
+
+
+def _examine_own(found: _Examined, pair: OwnPair, scheme: ClassScheme) -> None:
+    try:
+        image, mask = pair.data.read(pair.index, scheme)
+    except UnknownIdsError as error:
+        found.ids = error
+        found.problems.append(("ids", str(error), sum(error.unknown.values())))
+    except DataError as error:
+        found.problems.append(("unreadable", str(error), 0))
+    else:
+        _note_image(found, image)
+        _note_mask(found, mask, scheme)
+
+
+def _note_image(found: _Examined, image: NDArray[Any]) -> None:
+    found.size = (image.shape[0], image.shape[1])
+    found.digest = hashlib.sha256(repr(image.shape).encode() + image.tobytes()).hexdigest()
+    found.difference_hash = _difference_hash(image)
+
+
+def _note_mask(found: _Examined, mask: NDArray[Any], scheme: ClassScheme) -> None:
+    is_valid = mask != scheme.ignore_index
+    found.counts = np.bincount(mask[is_valid], minlength=scheme.num_classes)
+    found.ignored_px = int(mask.size - is_valid.sum())
 
 
 def _all_unknown(errors: Sequence[UnknownIdsError], scheme: ClassScheme) -> UnknownIds | None:

@@ -7,7 +7,7 @@ run was interrupted.
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
-from segapp.datasets.dataset import Sample, SegmentationDataset, image_sizes
+from segapp.datasets.dataset import Sample, SegmentationDataset
 from segapp.datasets.pool import Batch, BatchPool, LoadOptions
 from segapp.datasets.sampling import (
     Order,
@@ -152,6 +152,6 @@ def _equal_size_batches(dataset: SegmentationDataset, indices: list[int], batch_
     """Return the indices in order, cut into batches of consecutive images of one size."""
     if batch_size == 1:
         return [[index] for index in indices]
-    sizes = dict(zip(indices, image_sizes([dataset.pairs[index] for index in indices]), strict=True))
+    sizes = dict(zip(indices, dataset.sizes(indices), strict=True))
     groups = (list(group) for _, group in groupby(indices, key=sizes.__getitem__))
     return [group[at : at + batch_size] for group in groups for at in range(0, len(group), batch_size)]

@@ -117,7 +117,7 @@ def read_mask(path: Path, scheme: ClassScheme) -> Ids:
     if _is_plain_grey(image, data) and not scheme.rgb:
         pixels = _decode(data, cv2.IMREAD_UNCHANGED)
         if pixels is not None and pixels.ndim == 2 and pixels.dtype == np.uint8:
-            return _train_ids(pixels, path, scheme)
+            return train_ids(pixels, path, scheme)
     try:
         image = open_bytes(data, path)
         ImageOps.exif_transpose(image, in_place=True)
@@ -126,7 +126,7 @@ def read_mask(path: Path, scheme: ClassScheme) -> Ids:
         raise damaged(path, error) from error
     if scheme.rgb:
         return _ids_of_colors(ids, path, scheme)
-    return _train_ids(_unscaled(ids, image, data), path, scheme)
+    return train_ids(_unscaled(ids, image, data), path, scheme)
 
 
 def _check_one_frame(image: Image.Image, path: Path) -> None:
@@ -162,7 +162,7 @@ def _unscaled(ids: NDArray[Any], image: Image.Image, data: bytes) -> NDArray[Any
     return ids
 
 
-def _train_ids(ids: NDArray[Any], path: Path, scheme: ClassScheme) -> Ids:
+def train_ids(ids: NDArray[Any], path: Path, scheme: ClassScheme) -> Ids:
     """Return the train ids (H, W) of file ids (H, W); raise UnknownIdsError for an id without one."""
     is_mapped = scheme.train_id_suffix is None or not path.name.endswith(scheme.train_id_suffix)
     table = scheme.table if is_mapped else scheme.train_id_table

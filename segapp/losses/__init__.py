@@ -15,6 +15,7 @@ from segapp.losses.lovasz import CriterionLovasz
 from segapp.losses.mask_classification import CriterionMaskClassification, MaskLossFactors
 from segapp.losses.ohem import CriterionOHEM
 from segapp.losses.overlap import CriterionDice, CriterionTversky
+from segapp.losses.plain import PlainCriterion
 
 LOSSES: dict[str, type[AdditiveCriterion]] = {
     "ce": CriterionCE,
@@ -44,6 +45,7 @@ __all__ = [
     "CriterionTversky",
     "MaskLossFactors",
     "Outputs",
+    "PlainCriterion",
     "Scores",
     "Statistics",
     "Tile",

@@ -7,6 +7,7 @@ from typing import Any
 
 from segapp.errors import CheckpointError, ConfigError
 from segapp.models.eomt import build_eomt
+from segapp.models.from_python import build_python
 from segapp.models.from_smp import build_smp
 from segapp.models.from_torchvision import build_torchvision
 from segapp.models.inspection import inspect_model
@@ -20,7 +21,7 @@ from segapp.models.weights import (
     read_weights_file,
 )
 
-LIBRARIES = ("torchvision", "smp", "segapp")
+LIBRARIES = ("torchvision", "smp", "segapp", "python")
 
 
 def build_model(
@@ -41,8 +42,8 @@ def build_model(
     `model` section and `num_classes`.
 
     Args:
-        library: `torchvision`, `smp`, or `segapp` for `eomt`.
-        name: the model's name in that library.
+        library: `torchvision`, `smp`, `segapp` for `eomt`, or `python` for own code.
+        name: the model's name in that library; of own code `package.module:factory`.
         num_classes: C, at least 1.
         weights: for the whole network: a name of torchvision (`COCO_WITH_VOC_LABELS_V1`, `DEFAULT`) or a local file.
             Tensors of another shape, as a head for other classes has, stay at their initialisation.
@@ -77,6 +78,8 @@ def build_model(
         model = build_smp(name, num_classes, encoder, options or {})
     elif library == "segapp":
         model = build_eomt(name, num_classes, aux, encoder, options or {})
+    elif library == "python":
+        model = build_python(name, num_classes, options or {})
     else:
         raise unknown_name("model.library", library, "a library of models", LIBRARIES)
     inspect_model(model)

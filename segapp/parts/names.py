@@ -14,7 +14,8 @@ import sysconfig
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-PART_PATTERN = r"^[^:\s]+:[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$"
+_WORDS = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*"
+PART_PATTERN = rf"^([^:\s]+\.py|{_WORDS}):{_WORDS}$"
 """Regular expression of the name of an own part."""
 
 

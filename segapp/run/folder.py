@@ -104,6 +104,11 @@ class RunFolder:
         return self.path / "memory_plan.json"
 
     @property
+    def parts(self) -> Path:
+        """Folder with copies of the source files of own parts."""
+        return self.path / "parts"
+
+    @property
     def tensorboard(self) -> Path:
         """TensorBoard event files."""
         return self.path / "tensorboard"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from segapp.build.data import build_dataset, build_load_options, build_scheme, c
 from segapp.build.devices import DevicePlan
 from segapp.build.network import build_inference
 from segapp.build.optimizer import build_plateau, build_schedule, describe_groups
+from segapp.build.own_parts import own_schedule, part_hashes
 from segapp.build.sampling import build_order
 from segapp.build.trained import read_trained
 from segapp.checkpoint.training_state import CheckpointStore, LoadedCheckpoint
@@ -24,10 +26,12 @@ from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.frequencies import ClassFrequencies, compute_class_frequencies
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import EvalLoader, TrainLoader
+from segapp.datasets.own_data import OwnDataset
 from segapp.errors import ConfigError
 from segapp.memory.saved_plan import SavedMemoryPlan
 from segapp.optim import lr_at
 from segapp.parallel.ranks import Ranks
+from segapp.parts import is_part
 from segapp.train.control.batch_split import BatchSplitController
 from segapp.train.control.commands import CommandController
 from segapp.train.planning.auto_settings import planned_advice
@@ -128,6 +132,7 @@ def build_trainer(
         param_groups=groups,
         mode=devices.mode,
         mode_reason=devices.mode_reason or None,
+        parts=part_hashes(config),
     )
     return Trainer(context, build_settings(config, len(train_loader)), parts, facts)
 
@@ -139,8 +144,13 @@ def build_settings(config: RunConfig, num_batches: int) -> TrainerSettings:
     schedule = build_schedule(config.schedule)
     epochs = train.epochs if train.steps is None else math.ceil(train.steps / max(steps_per_epoch, 1))
     total = train.steps or epochs * steps_per_epoch
+    own: Callable[[int], float] | None = None
+    if is_part(config.schedule.name):
+        own = own_schedule(config.schedule, total_steps=total, steps_per_epoch=steps_per_epoch)
 
     def learning_rate(step: int) -> float:
+        if own is not None:
+            return optim.lr * own(step)
         return lr_at(step, schedule, lr=optim.lr, total_steps=total, steps_per_epoch=steps_per_epoch)
 
     return TrainerSettings(
@@ -265,5 +275,7 @@ def _device_facts(context: RunContext, devices: DevicePlan) -> list[Any]:
 
 
 def _frequencies(dataset: SegmentationDataset, scheme: ClassScheme) -> ClassFrequencies:
+    if isinstance(dataset, OwnDataset):
+        return compute_class_frequencies(dataset)
     masks = [pair.mask for pair in dataset.pairs if pair.mask is not None]
     return cached_frequencies(masks, repr(dataclasses.astuple(scheme)), lambda: compute_class_frequencies(dataset))

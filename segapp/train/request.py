@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from segapp.config import RunConfig, changed_keys, kept_on_resume, load_config
+from segapp.config import RunConfig, changed_keys, kept_on_resume, load_config, part_names
 from segapp.errors import ConfigError, SegappError
+from segapp.parts.trust import check_trusted
 from segapp.run.folder import RunFolder, find_run, is_run, run_folders
 
 
@@ -101,7 +102,10 @@ def _resumed(
         return TrainRequest(load_config(config, overrides), folder, checkpoint=checkpoint)
     before, own = load_config(own_file), load_config(own_file, overrides)
     notes = [f"changed: {line}" for line in changed_keys(before, own)]
-    if config is not None:
+    if config is None:
+        named = {key: name for key, name in part_names(own).items() if f"{key}={name}" not in overrides}
+        check_trusted(named, str(folder.config_yaml))
+    else:
         own, kept = kept_on_resume(own, load_config(config, overrides))
         notes += [f"kept from the run: {line}; name the key on the command line to change it" for line in kept]
     return TrainRequest(own, folder, checkpoint=checkpoint, note="\n".join(notes) or None)

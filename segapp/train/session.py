@@ -17,8 +17,9 @@ import torch
 
 from segapp import __version__
 from segapp.build.devices import DevicePlan, plan_devices
+from segapp.build.own_parts import changed_parts, check_parts, plain_loss_note
 from segapp.checkpoint.training_state import LoadedCheckpoint
-from segapp.config import RunConfig, dump_config
+from segapp.config import RunConfig, dump_config, part_names
 from segapp.errors import CheckpointError, CommandError, ConfigError, DataError, DistributedError, OutOfMemoryError
 from segapp.memory.saved_plan import SavedMemoryPlan
 from segapp.parallel import (
@@ -31,6 +32,8 @@ from segapp.parallel import (
     shutdown,
 )
 from segapp.parallel.ranks import Ranks
+from segapp.parts.copies import keep_parts
+from segapp.parts.trust import TRUST_VARIABLE, remember_parts
 from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.commands import CheckpointCommand, send_command
 from segapp.run.events import Alert, EventWriter, RunEnd
@@ -96,6 +99,8 @@ def run_session(request: TrainRequest, arguments: Sequence[str] = ()) -> int:
 
 
 def _check_before_start(request: TrainRequest) -> None:
+    check_parts(request.config)
+    remember_parts(part_names(request.config).values())
     is_limited = request.limit is not None
     check_before_start(request.config, request.folder, request.checkpoint, is_limited=is_limited)
 
@@ -111,9 +116,10 @@ def _launch_ranks(request: TrainRequest, devices: DevicePlan, arguments: Sequenc
     signals.forward_checkpoint_requests(lambda: _ask_for_checkpoint(folder))
     command = ["-m", "segapp", *arguments, *([] if request.folder is not None else ["--run", str(folder.path)])]
     words = {"devices": [str(each) for each in devices.devices], "reasons": [devices.reason, devices.mode_reason]}
+    environment = {_DEVICES: json.dumps(words), TRUST_VARIABLE: "1"}  # this process has checked the parts
     while True:
         adopted = fallbacks_after(folder, 0)
-        code = launch_local(command, len(devices.devices), env={_DEVICES: json.dumps(words)})
+        code = launch_local(command, len(devices.devices), env=environment)
         if code != OutOfMemoryError.exit_code or signals.is_set or fallbacks_after(folder, 0) == adopted:
             return code
         if request.checkpoint is not None and CheckpointFolder(folder.checkpoints).is_untouched():
@@ -313,7 +319,13 @@ def _restore(trainer: Trainer, context: RunContext, config: RunConfig, checkpoin
             )
         for message in checkpoint.messages:
             event_log.emit(Alert(kind="checkpoint", message=message, step=checkpoint.step))
+        for message in changed_parts(checkpoint.state.get("parts"), config):
+            event_log.emit(Alert(kind="parts", message=message, step=checkpoint.step))
+    is_divided = context.ranks.world_size > 1 or len(trainer.facts.devices) > 1 or config.train.accumulate > 1
+    if is_divided and (note := plain_loss_note(config, trainer.engine.criterion)):
+        event_log.emit(Alert(kind="parts", message=note))
     if context.ranks.is_main:
+        keep_parts(part_names(config).values(), context.folder.parts)
         at_step = None if checkpoint is None else checkpoint.step
         event_log.add_listeners(make_trackers(config, context.folder, trainer.facts.classes, at_step))
 

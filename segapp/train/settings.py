@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from segapp.run.events import ParamGroup
@@ -65,6 +65,7 @@ class RunFacts:
         freeze_epochs: epochs for which the others are frozen; None: the whole run, or nothing is frozen.
         param_groups: of the optimizer in the first epoch.
         mode_reason: why `parallel.mode: auto` chose it; None where the config names it.
+        parts: name -> SHA-256 of the source file of each own part.
     """
 
     classes: list[str]
@@ -78,3 +79,4 @@ class RunFacts:
     param_groups: list[ParamGroup]
     mode: str | None = None
     mode_reason: str | None = None
+    parts: dict[str, str] = field(default_factory=dict)

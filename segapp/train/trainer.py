@@ -337,6 +337,7 @@ class Trainer:
             "config": self.facts.config,
             "data": {"num_train": len(self.train_loader.dataset), "batches_per_epoch": len(self.train_loader)},
             "classes": list(self.facts.classes),
+            "parts": dict(self.facts.parts),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from segapp.config.sections.values import (
     HeightWidth,
     NonNegativeFloat,
     Number,
+    PartName,
     PositiveFloat,
     Section,
     Workers,
@@ -38,8 +39,10 @@ class MixConfig(Section):
 class DataConfig(Section):
     """`data:` the data set, its augmentation and its loading."""
 
-    format: Literal["cityscapes", "camvid", "voc", "ade20k", "folder", "list"]
-    """Layout of the files on disk."""
+    format: Literal["cityscapes", "camvid", "voc", "ade20k", "folder", "list"] | PartName
+    """Layout of the files on disk, or an own part: a class with `__len__` and `image_and_mask(index)`."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of an own part."""
     root: str
     """Folder of the data set, relative to the current folder."""
     train_split: str | None = None

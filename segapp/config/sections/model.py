@@ -10,6 +10,7 @@ from segapp.config.sections.values import (
     Count,
     HeightWidth,
     NonNegativeFloat,
+    PartName,
     PositiveFloat,
     PositiveInt,
     Section,
@@ -19,10 +20,10 @@ from segapp.config.sections.values import (
 class ModelConfig(Section):
     """`model:` the network."""
 
-    library: Literal["torchvision", "smp", "segapp"] = "torchvision"
-    """torchvision.models.segmentation, segmentation_models_pytorch, or segapp's own eomt (mask classification)."""
+    library: Literal["torchvision", "smp", "segapp", "python"] = "torchvision"
+    """torchvision.models.segmentation, segmentation_models_pytorch, segapp (eomt), or python: own code."""
     name: str = "deeplabv3_resnet50"
-    """Name of the model in its library."""
+    """Name of the model in its library; with library python an own part: package.module:factory, ./file.py:factory."""
     encoder: str | None = None
     """Encoder of an smp model, e.g. resnet34, or tu- and a model of timm; for eomt a vision transformer of timm."""
     weights: str | None = None
@@ -44,8 +45,12 @@ class ModelConfig(Section):
 class LossTerm(Section):
     """A criterion with its weight in the sum of the terms."""
 
-    name: Literal["ce", "ohem", "bce", "dice", "tversky", "focal", "lovasz", "boundary", "mask_classification"] = "ce"
-    """Criterion: (binary) cross-entropy, that of hard pixels (ohem), an overlap, a boundary, or eomt's (mask_*)."""
+    name: (
+        Literal["ce", "ohem", "bce", "dice", "tversky", "focal", "lovasz", "boundary", "mask_classification"] | PartName
+    ) = "ce"
+    """Criterion: (binary) cross-entropy, hard pixels (ohem), overlap, boundary, eomt's (mask_*), or an own part."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of an own part."""
     weight: NonNegativeFloat = 1.0
     """Weight of this term in the sum."""
     align_corners: bool = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -11,6 +11,7 @@ from segapp.config.sections.values import (
     Count,
     Fraction,
     NonNegativeFloat,
+    PartName,
     PositiveFloat,
     PositiveInt,
     Section,
@@ -31,8 +32,10 @@ class ParamGroupConfig(Section):
 class OptimConfig(Section):
     """`optim:` the optimizer."""
 
-    name: Literal["sgd", "adam", "adamw"] = "sgd"
-    """Optimizer; adam: weight decay as part of the gradient (L2), adamw: beside it."""
+    name: Literal["sgd", "adam", "adamw"] | PartName = "sgd"
+    """Optimizer; adam: weight decay as part of the gradient (L2), adamw: beside it; or an own part."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of an own part."""
     lr: PositiveFloat = 0.01
     """Learning rate, before the factors of backbone, head and groups."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -60,8 +63,10 @@ class OptimConfig(Section):
 class ScheduleConfig(Section):
     """`schedule:` the learning rate as a function of the step."""
 
-    name: Literal["poly", "cosine", "step", "constant", "onecycle", "plateau"] = "poly"
-    """Shape of the schedule; plateau: falls when the evaluations of checkpoint.monitor stop improving."""
+    name: Literal["poly", "cosine", "step", "constant", "onecycle", "plateau"] | PartName = "poly"
+    """Shape, or an own part; plateau: falls when the evaluations of checkpoint.monitor stop improving."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of an own part."""
     power: PositiveFloat = 0.9
     """Exponent of the decay (poly)."""
     min_lr: NonNegativeFloat = 0.0

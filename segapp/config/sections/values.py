@@ -7,6 +7,8 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
+from segapp.parts import PART_PATTERN
+
 
 class Section(BaseModel):
     """A frozen section of the config that refuses unknown keys."""
@@ -38,6 +40,8 @@ PositiveFloat = Annotated[float, BeforeValidator(no_bool), Field(gt=0, allow_inf
 NonNegativeFloat = Annotated[float, BeforeValidator(no_bool), Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=1)]
 Byte = Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=255)]
+PartName = Annotated[str, Field(pattern=PART_PATTERN)]
+"""Name of an own part: package.module:factory, or file.py:factory."""
 HeightWidth = tuple[PositiveInt, PositiveInt]
 
 AUTO_BATCH = 0

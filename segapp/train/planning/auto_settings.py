@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from segapp.build.data import build_pairs, split_names
+from segapp.build.data import build_pairs, count_images, split_names
 from segapp.build.devices import DevicePlan
 from segapp.build.formats import auto_precision
 from segapp.config import RunConfig, load_config, validate_config
@@ -23,6 +23,7 @@ from segapp.memory.oom_errors import is_out_of_memory
 from segapp.memory.planner import OverheadEstimate, context_mib
 from segapp.memory.saved_plan import SavedMemoryPlan, advice_text, read_saved_plan
 from segapp.parallel.ranks import Ranks
+from segapp.parts import is_part
 from segapp.run.folder import RunFolder
 from segapp.train.planning.plan import plan_largest, plan_memory
 from segapp.train.planning.trial_step import trial_step
@@ -190,6 +191,8 @@ def allowed_batches(effective_batch_size: int | None, num_images: int) -> list[i
 
 
 def _num_training_images(config: RunConfig) -> int:
+    if is_part(config.data.format):
+        return count_images(config.data, split_names(config.data)[0])
     pairs = build_pairs(config.data, split_names(config.data)[0])
     check_pairs(pairs)
     return len(pairs)

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from segapp.build.data import build_pairs, split_names
+from segapp.build.data import image_sizes_of, split_names
 from segapp.build.network import build_inference
 from segapp.config import RunConfig
-from segapp.datasets.dataset import image_sizes
 from segapp.datasets.distances import target_layout
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import Batch
@@ -84,7 +83,7 @@ def evaluation_size(config: RunConfig) -> tuple[tuple[int, int], str]:
     if data.resize_px is not None:
         return data.resize_px, "data.resize_px"
     try:
-        sizes = image_sizes(build_pairs(data, split_names(data)[1])[:MAX_HEADERS])
+        sizes = image_sizes_of(data, split_names(data)[1], MAX_HEADERS)
     except (DataError, OSError):
         sizes = []
     if sizes:

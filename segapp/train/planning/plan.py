@@ -293,4 +293,6 @@ def _notes(config: RunConfig, planner: Planner, facts: Mapping[str, Any]) -> tup
         notes.append(f"model.freeze ends after epoch {epochs}: planned for the epochs after it, which need more")
     if planner.model.mode == "ddp":
         notes.append("ddp: the reducer's buckets are modelled, the rest is the real step of one rank")
+    if facts["loss_note"]:
+        notes.append(facts["loss_note"])
     return tuple(notes)

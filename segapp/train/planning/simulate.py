@@ -16,7 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from inspect import signature
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from segapp.build.criterion import needs_distances
 from segapp.build.data import build_scheme
 from segapp.build.network import largest_phase
+from segapp.build.own_parts import plain_loss_note
 from segapp.build.trained import read_trained
 from segapp.config import RunConfig, validate_config
 from segapp.datasets.loader import Batch
@@ -35,6 +36,7 @@ from segapp.memory.simulation.buckets import Buckets
 from segapp.memory.simulation.jobs import EVAL, PHASES, PhasePeak, SimulationJob, SimulationResult
 from segapp.memory.simulation.recorder import CUDA_GRANULE_BYTES, PeakMoment, PhaseMarks, Recorder
 from segapp.parallel import balance_stages, smallest_chunk
+from segapp.parts import is_part
 from segapp.precision import Precision
 from segapp.train.planning.blank_data import blank_batch, evaluate_blank, evaluation_size
 from segapp.train.step.assemble import StepAssembler, StepParts
@@ -142,6 +144,10 @@ class Simulator:
                     self.batch(sum(job.split), device="cpu" if is_host_batch else devices[0])
                     for _ in range(min(job.accumulate, 2))
                 ]
+                if is_part(self.assembler.config.optim.name):  # its first step allocates its state
+                    run_step(engine, batches, recorder)
+                    backend.end_backward()
+                    recorder.mark("idle")
                 first_mark = recorder.num_marks
                 run_step(engine, batches, recorder)
                 backend.end_backward()
@@ -275,7 +281,13 @@ def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
 
 
 def main() -> None:
-    """Read a config and then jobs, one JSON object a line; answer each with one line."""
+    """Read a config and then jobs, one JSON object a line; answer each with one line, and print nothing else."""
+    answers = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):  # own parts may print
+        _answer(answers)
+
+
+def _answer(answers: TextIO) -> None:
     config = validate_config(json.loads(sys.stdin.readline()))
     simulators: dict[str, Simulator] = {}
     for line in sys.stdin:
@@ -292,7 +304,7 @@ def main() -> None:
         except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
             first = str(error).partition("\n")[0]
             reply = {"error": f"{type(error).__name__}: {first}", "code": 1, "trace": traceback.format_exc()}
-        print(json.dumps(reply), flush=True)
+        print(json.dumps(reply), file=answers, flush=True)
 
 
 def _simulator(config: RunConfig, changes: Mapping[str, Any], simulators: dict[str, Simulator]) -> Simulator:
@@ -305,6 +317,7 @@ def _simulator(config: RunConfig, changes: Mapping[str, Any], simulators: dict[s
 def _facts(config: RunConfig, simulators: dict[str, Simulator]) -> dict[str, Any]:
     simulator = _simulator(config, {}, simulators)
     size, how = evaluation_size(config)
+    criterion = simulator.assembler.build_criterion(lambda _: [1.0] * simulator.assembler.scheme.num_classes)
     return {
         "num_params": simulator.num_params,
         "smallest_chunk": simulator.smallest_chunk,
@@ -312,6 +325,7 @@ def _facts(config: RunConfig, simulators: dict[str, Simulator]) -> dict[str, Any
         "smaller_crop_px": simulator.smaller_crop_px,
         "eval_px": size,
         "eval_px_from": how,
+        "loss_note": plain_loss_note(config, criterion),
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from segapp.build.data import build_pairs, build_scheme, split_names
+from segapp.build.data import build_scheme, count_images, split_names
 from segapp.checkpoint.training_state import LoadedCheckpoint, load_checkpoint, newest_file, peek_state
 from segapp.config import RunConfig, resume_differences
 from segapp.errors import CheckpointError
@@ -62,8 +62,8 @@ def check_before_start(
         kept = {key: saved["config"]["train"][key] for key in ("batch_size", "accumulate")}
         config = config.model_copy(update={"train": config.train.model_copy(update=kept)})
     classes = list(build_scheme(config.data).names)
-    pairs = build_pairs(config.data, split_names(config.data)[0])
-    _check_state(saved, path, config, saved["data"]["num_train"] if is_limited else len(pairs), classes)
+    num_train = saved["data"]["num_train"] if is_limited else count_images(config.data, split_names(config.data)[0])
+    _check_state(saved, path, config, num_train, classes)
 
 
 def check_resumable(checkpoint: LoadedCheckpoint, config: RunConfig, num_train: int, classes: list[str]) -> None:

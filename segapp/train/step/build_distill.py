@@ -60,6 +60,12 @@ def check_teacher(config: RunConfig, trained: TrainedState, scheme: ClassScheme)
             f"distill.teacher: {found} knows other classes ({trained.scheme.num_classes} of them, {other}) than this "
             f"data ({scheme.num_classes}): use a teacher of the same classes in the same order"
         )
+    for key, library in (("model", config.model.library), ("distill.teacher", trained.config.model.library)):
+        if library == "python":
+            raise ConfigError(
+                f"{key} is own code (library python), of which distill does not know the features before the last "
+                "layer: use a network of torchvision or smp, or leave distill out"
+            )
     crop = config.data.crop_px
     wanted = trained.model.suitable_size(*crop)
     if wanted != crop:

@@ -25,6 +25,7 @@ from segapp.precision import Precision
 from segapp.train.step.modules import StepModules, StepResult
 from segapp.train.step.participant import StepParticipant
 from segapp.train.step.rollback import BufferGuard, TorchRng, capture_torch_rng, restore_torch_rng
+from segapp.train.step.update import may_update
 from segapp.train.telemetry.device_memory import IDLE, DeviceMemoryTracker
 
 if TYPE_CHECKING:
@@ -390,9 +391,8 @@ class StepEngine:
     def _apply(self, is_bad: Tensor) -> None:
         """Update weights, average, participants and counters in place, with next to no memory."""
         self.is_whole = False
-        # torch's fused optimizers leave everything as it is when found_inf is set, without asking the host.
-        self.optimizer.found_inf = is_bad  # type: ignore[attr-defined]
-        self.optimizer.step()
+        if may_update(self.optimizer, is_bad):
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.precision.masters_to_model()
         self.precision.update(is_bad)

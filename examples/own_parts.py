@@ -1,0 +1,74 @@
+"""Own parts for segapp: a network, a loss, a learning-rate schedule. Used by `own_parts.yaml` beside this file."""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from segapp.losses import AdditiveCriterion, Outputs, Statistics
+
+
+class SmallNet(nn.Module):
+    """A network of four convolutions with logits at a quarter of the resolution.
+
+    Args:
+        num_classes: given by segapp, from `data.classes`.
+        width: channels, from `model.options`.
+    """
+
+    def __init__(self, num_classes: int, width: int = 16) -> None:
+        super().__init__()
+        self.backbone = (
+            nn.Sequential(  # a submodule of this name takes optim.lr, the rest optim.head_lr_factor times it
+                nn.Conv2d(3, width, 3, stride=2, padding=1, bias=False),
+                nn.BatchNorm2d(width),
+                nn.ReLU(),
+                nn.Conv2d(width, 2 * width, 3, stride=2, padding=1, bias=False),
+                nn.BatchNorm2d(2 * width),
+                nn.ReLU(),
+                nn.Conv2d(2 * width, 2 * width, 3, padding=1),
+                nn.ReLU(),
+            )
+        )
+        self.classifier = nn.Conv2d(2 * width, num_classes, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits (N, C, H/4, W/4) of normalised images (N, 3, H, W)."""
+        return self.classifier(self.backbone(images))
+
+
+class BrierLoss(AdditiveCriterion):
+    """Squared distance of the probabilities from the target (Brier 1950), the mean over valid pixels.
+
+    Its statistics are sums, so it is exact however a step is divided over devices and micro-batches.
+
+    Args:
+        ignore_index: given by segapp.
+    """
+
+    num_statistics = 2
+
+    def __init__(self, ignore_index: int) -> None:
+        super().__init__()
+        self.ignore_index = ignore_index
+
+    def statistics(self, outputs: Outputs, target: Tensor) -> Statistics:
+        """Return (sum of squares, number of valid pixels)."""
+        logits = outputs[0].float()
+        logits = F.interpolate(logits, target.shape[-2:], mode="bilinear", align_corners=True)
+        valid = target != self.ignore_index
+        classes = F.one_hot(torch.where(valid, target, 0).long(), logits.shape[1]).movedim(-1, 1)
+        squares = (logits.softmax(1) - classes).square().sum(1)
+        return torch.where(valid, squares, 0.0).sum(), valid.sum(dtype=torch.float64)
+
+    def finalize(self, totals: Statistics) -> Tensor:
+        """Return the mean; 0 without a valid pixel."""
+        total, count = totals
+        return total / count.clamp(min=1).to(total.dtype)
+
+
+def half_cosine(total_steps: int, end: float = 0.0) -> Callable[[int], float]:
+    """Return the factor on the learning rate at a step, from 1; segapp gives `total_steps`."""
+    return lambda step: end + (1 - end) * (1 + math.cos(math.pi * (step - 1) / total_steps)) / 2

@@ -1,0 +1,171 @@
+"""Make the own parts that a config names, and check all of them before a training."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from segapp.config import DataConfig, LossTerm, OptimConfig, RunConfig, ScheduleConfig, part_names
+from segapp.config.parts import part_sections
+from segapp.datasets.own_data import OwnData
+from segapp.errors import ConfigError
+from segapp.losses import AdditiveCriterion, PlainCriterion
+from segapp.parts import build_part, find_source, is_part, load_part, option_problems, sha256_of_source
+from segapp.parts.loading import takes
+
+OFFERED = {
+    "model": ("num_classes",),
+    "loss": ("num_classes", "ignore_index", "align_corners", "aux_weight", "weight"),
+    "data": ("root", "split"),
+    "optim": ("lr",),
+    "schedule": ("total_steps", "steps_per_epoch"),
+}
+"""Arguments that segapp gives to a factory that takes them, by section; an optimizer gets its groups by position."""
+
+
+def check_parts(config: RunConfig) -> None:
+    """Import the own parts of a config and check their options.
+
+    Raises:
+        ConfigError: lists every problem of all parts.
+    """
+    problems: list[str] = []
+    options = part_sections(config)
+    for key, name in part_names(config).items():
+        section = key.partition(".")[0]
+        try:
+            part = load_part(name, key)
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        if key not in options:  # a transform, whose options are checked where it is made
+            continue
+        where = f"{key.rpartition('.')[0]}.options"
+        problems += option_problems(part, where, options[key], OFFERED[section], int(section == "optim"))
+    if problems:
+        listed = "".join(f"\n  {problem}" for problem in problems)
+        raise ConfigError(problems[0] if len(problems) == 1 else f"{len(problems)} problems in own parts:{listed}")
+
+
+def part_hashes(config: RunConfig) -> dict[str, str]:
+    """Return name -> SHA-256 of the source file of each own part that has one."""
+    hashes = {name: sha256_of_source(find_source(name)) for name in part_names(config).values()}
+    return {name: value for name, value in hashes.items() if value is not None}
+
+
+def changed_parts(saved: Any, config: RunConfig) -> list[str]:
+    """Return one sentence for each own part whose source file is not the one that a checkpoint was made with.
+
+    Args:
+        saved: name -> SHA-256, from the checkpoint; anything else says nothing.
+        config: names the parts.
+    """
+    if not isinstance(saved, Mapping):
+        return []
+    return [
+        f"{name}: its file has changed since the checkpoint was saved; RUN/parts keeps the former one"
+        for name, value in part_hashes(config).items()
+        if saved.get(name, value) != value
+    ]
+
+
+def own_data(data: DataConfig, split: str) -> OwnData:
+    """Return the own data of a split, checked.
+
+    Raises:
+        ConfigError: the part cannot be made or is no data set.
+    """
+    made = build_part(data.format, "data.format", data.options, offered={"root": data.root, "split": split})
+    return OwnData(made, data.format, split)
+
+
+def own_criterion(term: LossTerm, num_classes: int, ignore_index: int, weight: Tensor | None) -> AdditiveCriterion:
+    """Return the criterion that an own part makes; a loss that is no `AdditiveCriterion` becomes a plain one.
+
+    Raises:
+        ConfigError: the part cannot be made, is no loss, or takes no class weights where some are given.
+    """
+    offered: dict[str, Any] = {
+        "num_classes": num_classes,
+        "ignore_index": ignore_index,
+        "align_corners": term.align_corners,
+        "aux_weight": term.aux_weight,
+    }
+    if weight is not None:
+        if not takes(load_part(term.name, "loss.name").factory, "weight"):
+            raise ConfigError(f"loss.class_weights: {term.name} takes no argument `weight`: leave them out")
+        offered["weight"] = weight
+    made = build_part(term.name, "loss.name", term.options, offered=offered)
+    if isinstance(made, AdditiveCriterion):
+        return made
+    if not callable(made):
+        raise ConfigError(
+            f"loss.name = {term.name} made a {type(made).__name__}: return a function of (logits, target), or an "
+            "AdditiveCriterion"
+        )
+    return PlainCriterion(made, ignore_index=ignore_index, align_corners=term.align_corners, aux_weight=term.aux_weight)
+
+
+def plain_loss_note(config: RunConfig, criterion: AdditiveCriterion) -> str | None:
+    """Return how exact the plain losses of a criterion are; None if it has none."""
+    if not any(isinstance(part, PlainCriterion) for part in criterion.modules()):
+        return None
+    names = ", ".join(term.name for term in (config.loss, *config.loss.plus) if is_part(term.name))
+    return (
+        f"{names}: a plain loss, computed at full resolution; it is exact on one device without train.accumulate. "
+        "Divided over devices or micro-batches, the step takes the mean of the parts weighted by valid pixels, which "
+        "equals the whole only for a mean over valid pixels (segapp check-part tells)"
+    )
+
+
+def own_optimizer(section: OptimConfig, groups: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
+    """Return the optimizer that an own part makes from parameter groups and, if it takes it, `lr`.
+
+    Raises:
+        ConfigError: the part cannot be made, is no optimizer, or needs a closure.
+    """
+    own = [dict(group) for group in groups]
+    optimizer = build_part(section.name, "optim.name", section.options, own, offered={"lr": section.lr})
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optim.name = {section.name} made a {type(optimizer).__name__}: return a torch.optim.Optimizer over the "
+            "parameter groups that it is given"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigError(f"optim.name = {section.name}: step() needs a closure, which no training has: use another")
+    return optimizer
+
+
+def own_schedule(section: ScheduleConfig, *, total_steps: int, steps_per_epoch: int) -> Callable[[int], float]:
+    """Return the factor on the learning rate at each step, from 1, of an own part.
+
+    Args:
+        section: names the part; its factory gets the two numbers below if it takes them.
+        total_steps: of the run.
+        steps_per_epoch: of an epoch.
+
+    Raises:
+        ConfigError: the part cannot be made, or gives something else than a number from 0 on.
+    """
+    offered = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch}
+    made = build_part(section.name, "schedule.name", section.options, offered=offered)
+    if not callable(made):
+        raise ConfigError(
+            f"schedule.name = {section.name} made a {type(made).__name__}: return a function of the step, from 1, that "
+            "gives a factor on optim.lr"
+        )
+
+    def factor(step: int) -> float:
+        value = made(step)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise ConfigError(f"schedule.name = {section.name} gave {value!r} at step {step}: give a number from 0 on")
+        return float(value)
+
+    factor(1)
+    return factor

@@ -1,0 +1,111 @@
+"""Data sets of the user's own code: images and masks from `image_and_mask(index)` in place of files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from segapp.datasets.dataset import SegmentationDataset
+from segapp.datasets.files import ImagePair
+from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.datasets.masks import train_ids
+from segapp.errors import ConfigError, DataError
+
+Pixels = NDArray[Any]
+
+
+class OwnData:
+    """A checked reader around an object of the user's code.
+
+    Args:
+        source: has `__len__` and `image_and_mask(index)`, and perhaps `name(index)`.
+        part: name of the part, for messages.
+        split: name of the split.
+
+    Raises:
+        ConfigError: the object has not these methods.
+    """
+
+    def __init__(self, source: Any, part: str, split: str) -> None:
+        for method in ("__len__", "image_and_mask"):
+            if not callable(getattr(source, method, None)):
+                raise ConfigError(f"data.format = {part}: {type(source).__name__} has no method {method}: add it")
+        self.source, self.part, self.split = source, part, split
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def name(self, index: int) -> str:
+        """Return the name of an image: the source's own, else split and index."""
+        return str(self.source.name(index)) if hasattr(self.source, "name") else f"{self.split}[{index}]"
+
+    def pairs(self, indices: Sequence[int] | None = None) -> list[OwnPair]:
+        """Return images by their indices, by default all."""
+        chosen = range(len(self)) if indices is None else indices
+        named = ((index, self.name(index)) for index in chosen)
+        return [OwnPair(Path(name), Path(name), name, self, index) for index, name in named]
+
+    def read(self, index: int, scheme: ClassScheme) -> tuple[Pixels, Pixels]:
+        """Return the image, uint8 RGB (H, W, 3), and the mask (H, W) of train ids.
+
+        Raises:
+            DataError: the source fails, or gives something else.
+        """
+        what = f"{self.part} {self.name(index)}"
+        try:
+            image, mask = self.source.image_and_mask(index)
+        except Exception as error:
+            raise DataError(f"{what}: image_and_mask({index}) fails ({type(error).__name__}: {error})") from error
+        image, mask = np.asarray(image), np.asarray(mask)
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+            raise DataError(
+                f"{what}: the image is {image.dtype} of shape {image.shape}: return uint8 RGB of shape (H, W, 3)"
+            )
+        if mask.dtype.kind not in "iu" or mask.shape != image.shape[:2]:
+            raise DataError(
+                f"{what}: the mask is {mask.dtype} of shape {mask.shape}: return class ids, integers of shape "
+                f"{image.shape[:2]}, the image's"
+            )
+        return image, train_ids(mask, Path(what), scheme)
+
+
+@dataclass(frozen=True)
+class OwnPair(ImagePair):
+    """One image and mask of own data; the paths are its name."""
+
+    data: OwnData
+    index: int
+
+
+class OwnDataset(SegmentationDataset):
+    """Samples of own data; `transform` is set afterwards, because it is checked with the sizes of some images.
+
+    Args:
+        data: of a split.
+        scheme: of the classes; `label_map` applies to the masks.
+        seed: of the augmentation.
+        indices: the images to use.
+    """
+
+    def __init__(self, data: OwnData, scheme: ClassScheme, *, seed: int, indices: Sequence[int]) -> None:
+        self._own = data.pairs(indices)
+        super().__init__(self._own, scheme, seed=seed)
+
+    def read(self, index: int) -> tuple[Pixels, Pixels]:
+        """Return the image (H, W, 3) and mask (H, W) of train ids, before the transform."""
+        pair = self._own[index]
+        return pair.data.read(pair.index, self.scheme)
+
+    def read_mask(self, index: int, size_px: tuple[int, ...]) -> Pixels:
+        """Return the mask (H, W) of train ids."""
+        return self.read(index)[1]
+
+    def sizes(self, indices: Sequence[int]) -> list[tuple[int, int]]:
+        """Return height and width of images in pixels; each is read for that."""
+        shapes = (self.read(index)[0].shape for index in indices)
+        return [(shape[0], shape[1]) for shape in shapes]

@@ -1,0 +1,83 @@
+"""Networks of the user's own code (`model.library: python`)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from segapp.errors import ConfigError
+from segapp.losses.additive import heads_of
+from segapp.models.network import FamilyNote, SegmentationModel
+from segapp.parts import build_part
+
+_BACKBONES = ("backbone", "encoder")
+"""Names of the submodule that counts as the backbone; the first that the network has."""
+
+
+class PythonModel(SegmentationModel):
+    """A network of the user's own code; tensor names are its own behind `network.`."""
+
+    def __init__(self, network: nn.Module, *, name: str, num_classes: int) -> None:
+        super().__init__(
+            library="python",
+            name=name,
+            encoder_name=type(network).__name__,
+            num_classes=num_classes,
+            note=FamilyNote(1, True, "nothing"),
+            size_divisor=int(getattr(network, "size_divisor", 1)),
+            min_size_px=int(getattr(network, "min_size_px", 1)),
+        )
+        self.network = network
+
+    def _backbone(self) -> str | None:
+        return next((name for name in _BACKBONES if isinstance(getattr(self.network, name, None), nn.Module)), None)
+
+    @property
+    def backbone_module(self) -> nn.Module:
+        """The network's submodule `backbone` or `encoder`; without one the whole network."""
+        name = self._backbone()
+        return self.network if name is None else self.network.get_submodule(name)
+
+    @property
+    def backbone_prefix(self) -> str:
+        """Prefix of the names of the backbone's tensors, with the dot."""
+        name = self._backbone()
+        return "network." if name is None else f"network.{name}."
+
+    @property
+    def has_aux(self) -> bool:
+        """False: what the network returns beside the main logits in training counts as auxiliary logits."""
+        return False
+
+    def compute_logits(self, images_NCHW: Tensor) -> tuple[Tensor, ...]:
+        """Return the network's logits, the main ones first; in evaluation the main ones alone.
+
+        Raises:
+            ValueError: the main logits are not (N, C, h, w).
+        """
+        heads = heads_of(self.network(images_NCHW))
+        shape, wanted = tuple(heads[0].shape), (images_NCHW.shape[0], self.num_classes)
+        if len(shape) != 4 or shape[:2] != wanted:
+            raise ValueError(f"the logits have the shape {shape}: return ({wanted[0]}, {wanted[1]}, h, w)")
+        return heads if self.training else heads[:1]
+
+    def compute_with_features(self, images_NCHW: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Raise TypeError: features before the last layer are not known of a user's network."""
+        raise TypeError(f"{self.name} has no features for distillation")
+
+
+def build_python(name: str, num_classes: int, options: Mapping[str, Any]) -> PythonModel:
+    """Return the network that an own part makes.
+
+    Args:
+        name: `package.module:factory`; the factory gets `num_classes` if it takes that.
+        num_classes: C.
+        options: further keyword arguments of the factory.
+
+    Raises:
+        ConfigError: the part cannot be made, or is no module.
+    """
+    network = build_part(name, "model.name", options, offered={"num_classes": num_classes})
+    if not isinstance(network, nn.Module):
+        raise ConfigError(f"model.name = {name} made a {type(network).__name__}: return a torch.nn.Module")
+    return PythonModel(network, name=name, num_classes=num_classes)

@@ -1,0 +1,102 @@
+"""Own parts that tests name as `tests.support.own_parts:...`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from segapp.losses import CriterionCE
+
+
+class FolderData:
+    """The files of a `folder` data set, read with OpenCV."""
+
+    def __init__(self, root: str, split: str) -> None:
+        self.images = sorted(Path(root, "images", split).iterdir())
+        self.masks = Path(root, "masks", split)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def image_and_mask(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        path = self.images[index]
+        image = cv2.cvtColor(cv2.imread(str(path)), cv2.COLOR_BGR2RGB)
+        return image, cv2.imread(str(self.masks / path.name), cv2.IMREAD_UNCHANGED)
+
+    def name(self, index: int) -> str:
+        return str(self.images[index])
+
+
+class BadData(FolderData):
+    """Data whose images are float."""
+
+    def image_and_mask(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        image, mask = super().image_and_mask(index)
+        return image.astype(np.float32), mask
+
+
+class Net(nn.Module):
+    """Two convolutions."""
+
+    def __init__(self, num_classes: int, width: int = 8) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Conv2d(3, width, 3, 2, 1), nn.BatchNorm2d(width), nn.ReLU())
+        self.head = nn.Conv2d(width, num_classes, 1)
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.backbone(images))
+        return {"out": logits}
+
+
+class WrongChannels(Net):
+    """A network with logits of one class too many."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes + 1)
+
+
+def ce() -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a plain loss that is a mean over valid pixels."""
+    return lambda logits, target: F.cross_entropy(logits, target, ignore_index=255)
+
+
+def largest_pixel() -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a plain loss that is no mean: the largest loss of a pixel."""
+    return lambda logits, target: F.cross_entropy(logits, target, ignore_index=255, reduction="none").max()
+
+
+def additive_ce(ignore_index: int, align_corners: bool, aux_weight: float) -> CriterionCE:
+    """Return segapp's cross-entropy."""
+    return CriterionCE(ignore_index=ignore_index, align_corners=align_corners, aux_weight=aux_weight)
+
+
+class PixelOfChunk(CriterionCE):
+    """A wrong additive criterion: its count is the number of images, not of pixels."""
+
+    def statistics(self, outputs: Any, target: Tensor) -> tuple[Tensor, ...]:
+        loss, count = super().statistics(outputs, target)
+        return loss / count.float(), torch.ones_like(count) * len(target) ** 2
+
+
+def falling(total_steps: int, end: float = 0.5) -> Callable[[int], float]:
+    """Return a line from 1 at the first step towards `end`."""
+    return lambda step: 1 - (1 - end) * (step - 1) / total_steps
+
+
+def negative() -> Callable[[int], float]:
+    """Return a schedule that is not allowed."""
+    return lambda step: -1.0
+
+
+def attack(path: str, **_: Any) -> nn.Module:
+    """Leave a trace that the code ran."""
+    Path(path).write_text(str(os.getpid()))
+    return Net(3)
