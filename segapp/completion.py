@@ -202,7 +202,7 @@ def _config_names() -> list[str]:
 def _run_names() -> list[str]:
     from segapp.run.folder import run_folders
 
-    return [folder.path.name for folder in run_folders(Path("runs"))]
+    return [folder.name for folder in run_folders(Path("runs"), with_sweeps=True)]
 
 
 def _keys(incomplete: str) -> Iterator[Candidate]:

@@ -66,6 +66,7 @@ def test_libraries_load_nothing_beyond_torch(package: str) -> None:
         "segapp.commands.control",
         "segapp.commands.spawn",
         "segapp.commands.plan",
+        "segapp.commands.sweep",
         "segapp.memory.planner",
         "segapp.cli",
     ],

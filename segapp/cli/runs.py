@@ -48,12 +48,12 @@ def compare(
 
 @app.command("ls")
 def list_runs(
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Folder of the runs.", show_default=False)] = Path(
-        "runs"
-    ),
+    folder: Annotated[
+        Path, typer.Argument(metavar="[DIR|SWEEP]", help="Folder of the runs, or a sweep.", show_default=False)
+    ] = Path("runs"),
     json_out: JsonFlag = False,
 ) -> None:
-    """List the runs under runs/, or under another folder, with the reasons of those that failed."""
+    """List the runs and sweeps under runs/, or under another folder, or of a sweep, with the reasons of failures."""
     from segapp.commands import runs as overview
 
     overview.print_runs(folder, as_json=json_out)
@@ -61,7 +61,7 @@ def list_runs(
 
 @app.command()
 def status(run: RunArgument, json_out: JsonFlag = False) -> None:
-    """Show the state and progress of a run."""
+    """Show the state and progress of a run or a sweep."""
     from segapp.commands import runs as overview
 
     overview.print_status(run, as_json=json_out)

@@ -1,4 +1,4 @@
-"""Commands of a training: train, attach, ctl."""
+"""Commands of a training: train, sweep, attach, ctl."""
 
 from __future__ import annotations
 
@@ -103,6 +103,34 @@ def _ignore_early_signals() -> None:
     """Ignore SIGHUP, SIGUSR1 and SIGUSR2 until the trainer handles them: their default ends the process."""
     for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+
+
+@app.command()
+def sweep(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SWEEP] [KEY=VALUES]...", help="Values: A,B,C or a range of whole numbers 0..4."),
+    ] = None,
+    config: Annotated[
+        list[str] | None, option("--config", "A path, the name of a config, or a glob; again for several (folds).")
+    ] = None,
+    devices: Annotated[
+        str | None, option("--devices", "One training on each: 0,1 or 0+1,2+3 or cpu,cpu.", "LIST")
+    ] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Train failed runs again.")] = False,
+    report: Annotated[bool, typer.Option("--report", help="Train nothing; write the page.")] = False,
+    json_out: Annotated[bool, typer.Option("--json", help="Print the results as JSON at the end.")] = False,
+) -> None:
+    """Train every combination of settings, each a run runs/SWEEP/RUN, and compare them on one page, sweep.html.
+
+    The same command again, or segapp sweep SWEEP, continues what was stopped; further values or keys add runs. Ctrl-C
+    stops at the next safe point with a checkpoint and exits with code 75. A failed run does not stop the others: exit
+    code 1.
+    """
+    _ignore_early_signals()
+    from segapp.commands.sweep import SweepOptions, run_sweep
+
+    sys.exit(run_sweep(overrides or [], SweepOptions(config or [], devices, retry, report, json_out)))
 
 
 @app.command()

@@ -112,7 +112,7 @@ def run_to_attach(run: str | None) -> RunFolder:
         ConfigError: There is no such run.
     """
     if run is None:
-        live = next((folder for folder in run_folders() if folder.is_locked()), None)
+        live = next((folder for folder in run_folders(with_sweeps=True) if folder.is_locked()), None)
         if live is not None:
             return live
     return find_run(run)

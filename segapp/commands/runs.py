@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from segapp.run.checkpoints import CheckpointFolder, CheckpointStatus
-from segapp.run.folder import find_run
+from segapp.run.folder import find_run, last_start_s
 from segapp.run.state import RunSummary, list_runs, summarize
+from segapp.run.sweep import find_sweep, summarize_runs, summarize_sweep, sweep_folders
 from segapp.run.text import printable
 from segapp.train.telemetry.console import format_duration
 
@@ -21,8 +22,12 @@ MAX_REASON_CHARS = 100
 
 
 def print_runs(root: Path, *, as_json: bool) -> None:
-    """Print one line per run, the latest first."""
-    summaries = list_runs(root)
+    """Print one line per run and sweep below a folder, the latest first; or one per run of a sweep."""
+    if (sweep := find_sweep(root)) is None:
+        found = [*list_runs(root), *map(summarize_sweep, sweep_folders(root))]
+        summaries = sorted(found, key=lambda each: -last_start_s(Path(each.path)))
+    else:
+        summaries = summarize_runs(sweep)
     if as_json:
         print(json.dumps([asdict(summary) for summary in summaries], indent=2))
         return
@@ -37,7 +42,7 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
     return (
         summary.name,
         summary.state,
-        "-" if summary.epoch is None else f"{summary.epoch}/{summary.epochs or '?'}",
+        _progress(summary),
         "-" if summary.step is None else f"{summary.step}/{summary.steps}" if summary.steps else str(summary.step),
         _number(summary.loss),
         _number(summary.miou),
@@ -53,9 +58,16 @@ def _failure(summary: RunSummary) -> str:
     return reason if len(reason) <= MAX_REASON_CHARS else f"{reason[: MAX_REASON_CHARS - 3]}..."
 
 
+def _progress(summary: RunSummary) -> str:
+    if summary.sweep is not None:
+        return f"{summary.sweep['finished']}/{summary.sweep['runs']} runs"
+    return "-" if summary.epoch is None else f"{summary.epoch}/{summary.epochs or '?'}"
+
+
 def print_status(run: str, *, as_json: bool) -> None:
-    """Print the state and progress of a run."""
-    facts = asdict(summarize(find_run(run).path))
+    """Print the state and progress of a run or a sweep."""
+    sweep = find_sweep(run)
+    facts = asdict(summarize(find_run(run).path) if sweep is None else summarize_sweep(sweep))
     if as_json:
         print(json.dumps(facts, indent=2))
         return

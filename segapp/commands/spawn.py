@@ -7,12 +7,14 @@ terminal, a killed tmux and Ctrl-C in the viewer do not reach it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TextIO
 
 from segapp.run.events import EventReader
@@ -29,6 +31,7 @@ DETACH_AFTER_S = 120.0
 """Longest wait of `--detach` for the start of the training."""
 
 _POLL_S = 0.05
+_PR_SET_PDEATHSIG = 1
 _EXIT_S = 30.0
 """Longest wait for a trainer that has written `run_end` to exit."""
 
@@ -93,14 +96,20 @@ class TrainerProcess:
         """Print the trainer's error on stderr, or its last line, and return its exit code."""
         code = self.exit_code or 0
         lines = self._lines()
-        first = next((i for i, line in enumerate(lines) if line.startswith("error: ")), None)
-        if first is not None and code not in (0, EXIT_STOPPED_AND_SAVED):  # ranks that started again had failed before
-            print("\n".join(map(printable, lines[first:])), file=sys.stderr, flush=True)
+        error = self.error_lines()
+        if error and code not in (0, EXIT_STOPPED_AND_SAVED):  # ranks that started again had failed before
+            print("\n".join(map(printable, error)), file=sys.stderr, flush=True)
         elif lines and code in (0, EXIT_STOPPED_AND_SAVED):
             print(printable(lines[-1]), flush=True)
         elif code:
             print(f"error: the trainer ended with exit code {code}: see {self.folder.log}", file=sys.stderr, flush=True)
         return code
+
+    def error_lines(self) -> list[str]:
+        """Return what the trainer has printed from its error on; empty without one."""
+        lines = self._lines()
+        first = next((i for i, line in enumerate(lines) if line.startswith("error: ")), len(lines))
+        return lines[first:]
 
     def _lines(self) -> list[str]:
         try:
@@ -111,8 +120,26 @@ class TrainerProcess:
             return []
 
 
+@dataclass(frozen=True)
+class SpawnOptions:
+    """How a trainer process is started.
+
+    Attributes:
+        environ: variables set in its environment.
+        ends_with_parent: it gets SIGTERM, and so saves and ends, when the process that started it is gone (on Linux).
+    """
+
+    environ: Mapping[str, str] = field(default_factory=dict)
+    ends_with_parent: bool = False
+
+
 def spawn_trainer(
-    request: TrainRequest, *, config: str | None, resume: str | None, overrides: Sequence[str]
+    request: TrainRequest,
+    *,
+    config: str | None,
+    resume: str | None,
+    overrides: Sequence[str],
+    options: SpawnOptions | None = None,
 ) -> TrainerProcess:
     """Start the requested training as a separate process.
 
@@ -121,6 +148,7 @@ def spawn_trainer(
         RunBusyError: another trainer holds the folder.
         StorageError: the folder cannot be created.
     """
+    options = options or SpawnOptions()
     folder = request.folder or RunFolder.create(request.config.name, path=request.run)
     folder.acquire()  # raises if another process holds it; the trainer locks it itself
     folder.release()
@@ -138,9 +166,25 @@ def spawn_trainer(
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **options.environ},
+            preexec_fn=_end_with(os.getpid()) if options.ends_with_parent else None,
         )
     return TrainerProcess(folder, process, log_start, events)
+
+
+def _end_with(parent_pid: int) -> Callable[[], None] | None:
+    """Return a function that makes a new child get SIGTERM at the death of its parent; None where that is unknown."""
+    try:
+        prctl = ctypes.CDLL(None).prctl
+    except (OSError, AttributeError):
+        return None
+
+    def ask_for_signal() -> None:
+        prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+        if os.getppid() != parent_pid:  # it died before the call
+            os._exit(128 + signal.SIGTERM)
+
+    return ask_for_signal
 
 
 def wait_for_start(trainer: TrainerProcess, *, is_detached: bool) -> int | None:

@@ -55,8 +55,9 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """Name of the folder."""
-        return self.path.resolve().name
+        """Name of the folder; SWEEP/RUN for a run of a sweep."""
+        path = self.path.resolve()
+        return f"{path.parent.name}/{path.name}" if is_sweep(path.parent) else path.name
 
     @property
     def argument(self) -> str:
@@ -229,7 +230,7 @@ class RunFolder:
         if (info := self.read_info()) is not None:
             return info
         info = RunInfo(
-            id=f"{self.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}",
+            id=f"{self.name.replace('/', '-')}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}",
             name=self.name,
             created_s=round(time.time(), 3),
             process=this_process(),
@@ -329,6 +330,11 @@ def is_run(path: Path) -> bool:
     return (path / "run.json").is_file()
 
 
+def is_sweep(path: Path) -> bool:
+    """Return True if a folder is that of a sweep, which holds the folders of its runs."""
+    return (path / "sweep.json").is_file()
+
+
 def find_run(what: str | Path | None = None, root: Path | str = "runs") -> RunFolder:
     """Return the folder of the run that the user names.
 
@@ -339,7 +345,7 @@ def find_run(what: str | Path | None = None, root: Path | str = "runs") -> RunFo
     Raises:
         ConfigError: There is no such run; the message names the most similar ones.
     """
-    runs = run_folders(root)
+    runs = run_folders(root, with_sweeps=True)
     if what is None:
         if not runs:
             raise ConfigError(f"no run in {root}: start one with `segapp train`, or name a folder")
@@ -350,26 +356,36 @@ def find_run(what: str | Path | None = None, root: Path | str = "runs") -> RunFo
     if str(what) == "." and is_run(Path(what)):
         return RunFolder(what)
     names = [run.name for run in runs]
+    for path in (Path(root) / what, Path(what)):
+        if is_sweep(path):
+            inside = [name for name in names if name.startswith(f"{path.name}/")]
+            example = f", such as {inside[0]}" if inside else ""
+            raise ConfigError(f"{what} is a sweep: name one of its runs{example} (`segapp ls {what}` lists them)")
     close = difflib.get_close_matches(str(what), names, 3, 0.4) or names[:3]
     known = f": there are {', '.join(close)}" if close else f": there are no runs in {root}"
     raise ConfigError(f"{what}: no such run{known} (`segapp ls` lists all)")
 
 
-def run_folders(root: Path | str = "runs") -> list[RunFolder]:
-    """Return every run below a folder, the last one to begin or resume first."""
+def run_folders(root: Path | str = "runs", *, with_sweeps: bool = False) -> list[RunFolder]:
+    """Return every run below a folder, the last one to begin or resume first; with the runs of its sweeps, or not."""
     try:
-        paths = [path for path in Path(root).iterdir() if is_run(path)]
+        inside = list(Path(root).iterdir())
+        paths = [path for path in inside if is_run(path)]
+        if with_sweeps:
+            paths += [run for path in inside if is_sweep(path) for run in path.iterdir() if is_run(run)]
     except OSError:
         return []
 
-    def began_s(path: Path) -> float:
-        times = []
-        for name in ("run.json", "lock"):
-            with contextlib.suppress(OSError):
-                times.append((path / name).stat().st_mtime)
-        return max(times, default=0.0)
+    return [RunFolder(path) for path in sorted(paths, key=lambda path: (-last_start_s(path), path.name))]
 
-    return [RunFolder(path) for path in sorted(paths, key=lambda path: (-began_s(path), path.name))]
+
+def last_start_s(path: Path) -> float:
+    """Return when a run or sweep began or was resumed last, Unix seconds; 0 if unknown."""
+    times = []
+    for name in ("run.json", "sweep.json", "lock"):
+        with contextlib.suppress(OSError):
+            times.append((path / name).stat().st_mtime)
+    return max(times, default=0.0)
 
 
 def _new_directory(root: Path, name: str) -> Path:

@@ -136,6 +136,8 @@ class RunSummary:
     reason: str | None = None
     """Why the training ended."""
     exit_code: int | None = None
+    sweep: dict[str, int] | None = None
+    """Of a sweep, in place of a run: its number of runs, and of those that have finished, failed, or are running."""
 
 
 def summarize(path: Path | str, now_s: float | None = None) -> RunSummary:

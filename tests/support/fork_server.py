@@ -2,7 +2,9 @@
 
 Commands come as JSON lines on standard input, `{"argv", "cwd", "env", "out", "err"}`; the answer to each is `{"pid"}`,
 and once that process has ended `{"pid", "status"}`. With `"is_stopped"` the process waits for SIGCONT before it begins,
-so that a tracer can be attached. Nothing is computed before a fork, so torch has no threads that a child would miss.
+so that a tracer can be attached. With SEGAPP_TEST_FORK in its environment, a command forks its trainers too.
+
+Nothing is computed before a fork, so torch has no threads that a child would miss.
 """
 
 from __future__ import annotations
@@ -13,8 +15,12 @@ import json
 import os
 import select
 import signal
+import subprocess
 import sys
+import time
 import traceback
+import types
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -34,10 +40,21 @@ def run(command: dict[str, Any]) -> int:
     if command.get("is_stopped"):
         os.kill(os.getpid(), signal.SIGSTOP)
     from segapp import failpoints
-    from segapp.__main__ import main
 
+    if "SEGAPP_TEST_FORK" in os.environ:
+        import segapp.commands.spawn
+
+        forking = types.SimpleNamespace(**{**vars(subprocess), "Popen": ForkedTrainer})
+        segapp.commands.spawn.subprocess = forking  # type: ignore[attr-defined]
     failpoints.arm(os.environ.get(failpoints.VARIABLE, ""))
     sys.argv = ["segapp", *command["argv"]]
+    return run_main()
+
+
+def run_main() -> int:
+    """Runs the program with `sys.argv` and returns its exit code."""
+    from segapp.__main__ import main
+
     try:
         main()
         return 0
@@ -50,6 +67,62 @@ def run(command: dict[str, Any]) -> int:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
+
+
+class ForkedTrainer:
+    """Stands for `subprocess.Popen([python, "-m", "segapp", ...])`: a fork of this process, which has the imports."""
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        *,
+        stdin: int,
+        stdout: Any,
+        stderr: int,
+        start_new_session: bool,
+        env: dict[str, str],
+        preexec_fn: Callable[[], None] | None = None,
+    ) -> None:
+        assert (list(words[1:3]), start_new_session) == (["-m", "segapp"], True)
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            os._exit(self._train(words[3:], stdout.fileno(), env, preexec_fn))
+
+    @staticmethod
+    def _train(words: Sequence[str], out: int, env: dict[str, str], preexec_fn: Callable[[], None] | None) -> int:
+        os.setsid()
+        if preexec_fn is not None:
+            preexec_fn()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        os.environ.clear()
+        os.environ.update(env)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        sys.argv = ["segapp", *words]
+        return run_main()
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        deadline_s = time.monotonic() + (60 if timeout_s is None else timeout_s)
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline_s:
+                raise subprocess.TimeoutExpired("segapp", 0)
+            time.sleep(0.02)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
 
 def serve() -> None:

@@ -1,0 +1,159 @@
+"""`segapp sweep`: train a grid of settings, each a run of its own, and compare them on one page.
+
+`grid` reads the words of the command line, `plan` makes runs of them, `slots` are the devices, `runner` trains, and
+`segapp.report.sweep` has the results.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from segapp.commands.runs import aligned
+from segapp.commands.sweep.overview import Overview
+from segapp.commands.sweep.plan import SweepPlan, plan_sweep
+from segapp.commands.sweep.runner import SweepRunner
+from segapp.commands.sweep.slots import parse_slots
+from segapp.errors import ConfigError
+from segapp.run.sweep import SweepFolder, SweepRun
+from segapp.run.text import printable
+from segapp.train.process.signals import EXIT_STOPPED_AND_SAVED
+
+if TYPE_CHECKING:
+    from segapp.report.sweep_results import Spread, SweepResults
+
+FAILED = 1
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """Options of `segapp sweep`.
+
+    Attributes:
+        configs: config files, names or globs.
+        devices: devices for trainings at the same time; None: one training after another.
+        retry: train failed runs again.
+        only_report: train nothing, write the page.
+        as_json: print the results as JSON on stdout, and all other lines on stderr.
+    """
+
+    configs: Sequence[str] = ()
+    devices: str | None = None
+    retry: bool = False
+    only_report: bool = False
+    as_json: bool = False
+
+
+def run_sweep(words: Sequence[str], options: SweepOptions) -> int:
+    """Carry a sweep out, or what is left of it, and write its page.
+
+    Args:
+        words: KEY=VALUES, config files, and the name or folder of the sweep.
+        options: see there.
+
+    Returns:
+        The exit code: 0: every run of the command has finished; 1: some have failed; 75: stopped, and the same command
+        continues.
+
+    Raises:
+        ConfigError: the runs cannot be planned; nothing is written then.
+        RunBusyError: another process carries the sweep out.
+        StorageError: a file cannot be written.
+    """
+    plan = plan_sweep(words, options.configs)
+    if options.only_report:
+        if plan.configs:
+            raise ConfigError("--report trains nothing: name a sweep that exists, e.g. segapp sweep NAME --report")
+        _finish(plan.folder, as_json=options.as_json)
+        return 0
+    slots = parse_slots(options.devices, os.environ)
+    if options.devices is not None:
+        _check_devices(plan)
+    plan.folder.acquire()
+    try:
+        plan.save()
+        runs = [run for run in plan.info.runs if run.name in plan.names]
+        states = {run.name: plan.folder.state_of(run) for run in runs}
+        failed = [] if options.retry else [run for run in runs if states[run.name] == "failed"]
+        todo = [run for run in runs if states[run.name] != "finished" and run not in failed]
+        stream = sys.stderr if options.as_json else sys.stdout
+        overview = Overview(stream, len(runs), len(runs) - len(todo), len(slots))
+        overview.line(f"sweep {plan.folder.name}: {len(runs)} runs, {len(todo)} to train; folder {plan.folder.path}")
+        for run in failed:
+            overview.line(f"{run.name}: failed before ({_failure(plan.folder, run)}); --retry trains it again")
+        is_whole = not todo or SweepRunner(plan.folder, plan.info, slots, overview).carry_out(todo)
+    finally:
+        plan.folder.release()
+    _finish(plan.folder, as_json=options.as_json)
+    if not is_whole:
+        return EXIT_STOPPED_AND_SAVED
+    last = {run.name: run for run in plan.folder.read().runs}
+    final = [plan.folder.state_of(last[run.name]) for run in runs]
+    if failed or overview.num_failed or "failed" in final:
+        return FAILED
+    return 0 if set(final) <= {"finished"} else EXIT_STOPPED_AND_SAVED
+
+
+def _check_devices(plan: SweepPlan) -> None:
+    """Check that the configs leave the choice of devices to --devices.
+
+    Raises:
+        ConfigError: one of them names devices.
+    """
+    from segapp.config import load_config
+
+    for run in plan.info.runs:
+        config = plan.configs.get(run.name) or load_config(plan.folder.config_of(run.name))
+        if run.name in plan.names and config.parallel.devices != "auto":
+            raise ConfigError(
+                f"parallel.devices = {config.parallel.devices} of run {run.name}: --devices gives each run its own: "
+                "set the key to auto, or leave --devices out"
+            )
+
+
+def _failure(sweep: SweepFolder, run: SweepRun) -> str:
+    if run.reason is not None:
+        return run.reason
+    from segapp.run.state import summarize
+
+    return summarize(sweep.folder_of(run.name).path).reason or "without a reason"
+
+
+def _finish(sweep: SweepFolder, *, as_json: bool) -> None:
+    """Write the page, and print the results."""
+    from segapp.report.sweep import write_sweep_page
+    from segapp.report.sweep_results import read_results
+
+    results = read_results(sweep)
+    page = write_sweep_page(sweep, results)
+    if as_json:
+        print(json.dumps({**results.as_json(), "page": str(page)}, indent=2))
+        return
+    print("\n".join(result_lines(results)))
+    print(f"written: {printable(str(page))}")
+
+
+def result_lines(results: SweepResults) -> list[str]:
+    """Return the table of the settings, the best first."""
+    from segapp.report.sweep_results import shown_value
+
+    header = [*(results.varying or ["setting"]), "RUNS", "BEST MIOU", "LAST MIOU", "VAL LOSS"]
+    rows = [
+        [
+            *([shown_value(row.settings[key]) for key in results.varying] or ["all runs"]),
+            f"{row.num_finished} of {len(row.runs)}",
+            *(_text(spread) for spread in (row.best_miou, row.last_miou, row.val_loss)),
+        ]
+        for row in results.settings
+    ]
+    return aligned([header, *rows])
+
+
+def _text(spread: Spread | None) -> str:
+    if spread is None:
+        return "-"
+    return f"{spread.mean:.4f}" + ("" if spread.deviation is None else f" ± {spread.deviation:.4f}")

@@ -1,0 +1,124 @@
+"""The grid of a sweep: `KEY=VALUES` words as axes, and their combinations. Pure.
+
+Values are separated by commas, or a range of whole numbers `a..b`, both ends included. A comma within brackets, braces
+or quotes belongs to the value: `data.crop_px=[96,192],[128,256]` has two values.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from segapp.errors import ConfigError
+
+MAX_RUNS = 10_000
+"""Upper limit of the runs of a sweep."""
+_RANGE = re.compile(r"([-+]?\d+)\.\.([-+]?\d+)")
+_OTHER_RANGE = re.compile(r"[-+]?[\d.]+(?:[eE][-+]?\d+)?\.\.[-+]?[\d.]+(?:[eE][-+]?\d+)?")
+_CLOSING = {"[": "]", "{": "}"}
+
+
+def parse_axes(words: Sequence[str]) -> dict[str, list[str]]:
+    """Return the values of each key as YAML texts, in the order given.
+
+    Raises:
+        ConfigError: lists every word that is not KEY=VALUES.
+
+    >>> parse_axes(["optim.lr=0.001,0.003", "seed=0..2"])
+    {'optim.lr': ['0.001', '0.003'], 'seed': ['0', '1', '2']}
+    """
+    axes: dict[str, list[str]] = {}
+    problems = []
+    for word in words:
+        key, equals, text = word.partition("=")
+        key = ".".join(part.strip() for part in key.split("."))
+        try:
+            if not equals or not all(key.split(".")):
+                raise ConfigError(f"{word!r} is not KEY=VALUES, e.g. optim.lr=0.001,0.003 or seed=0..4")
+            if key == "name":
+                raise ConfigError(f"{word!r}: the runs of a sweep are named by their settings: leave it out")
+            if key in axes:
+                raise ConfigError(f"{key} is given twice: write all of its values into one word, {key}=A,B")
+            axes[key] = parse_values(text, key)
+        except ConfigError as error:
+            problems.append(str(error))
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    if problems:
+        raise ConfigError("\n  ".join([f"{len(problems)} words of the grid cannot be used:", *problems]))
+    return axes
+
+
+def parse_values(text: str, key: str) -> list[str]:
+    """Return the values of one key as YAML texts, without repetitions.
+
+    Raises:
+        ConfigError: a value is missing, a bracket or quote is open, or a range is not one of whole numbers.
+
+    >>> parse_values("[96, 192],[128, 256]", "data.crop_px")
+    ['[96, 192]', '[128, 256]']
+    """
+    values: list[str] = []
+    for piece in _split(text, key):
+        if not piece:
+            raise ConfigError(f"{key}={text}: a value is missing; write null for none, '' for an empty text")
+        if (found := _RANGE.fullmatch(piece)) is not None:
+            first, last = int(found[1]), int(found[2])
+            if not 0 <= last - first < MAX_RUNS:
+                raise ConfigError(f"{key}={piece}: a range goes up from a to b, with at most {MAX_RUNS} values")
+            values += [str(value) for value in range(first, last + 1)]
+        elif _OTHER_RANGE.fullmatch(piece):
+            raise ConfigError(f"{key}={piece}: a range has whole numbers, such as 0..4: list the values with commas")
+        else:
+            values.append(piece)
+    return list(dict.fromkeys(values))
+
+
+def _split(text: str, key: str) -> Iterator[str]:
+    """Yield the pieces between the commas that are outside brackets, braces and quotes."""
+    start = at = 0
+    open_marks: list[str] = []
+    while at < len(text):
+        mark = text[at]
+        before = text[:at].rstrip()[-1:]
+        if mark in "'\"" and (at == start or not before or before in ",[{:"):
+            at = _quote_end(text, at, key)
+        elif mark in _CLOSING:
+            open_marks.append(_CLOSING[mark])
+        elif mark in _CLOSING.values() and (not open_marks or open_marks.pop() != mark):
+            raise ConfigError(f"{key}={text}: a {mark} has no opening bracket: quote the value, or remove it")
+        elif mark == "," and not open_marks:
+            yield text[start:at].strip()
+            start = at + 1
+        at += 1
+    if open_marks:
+        raise ConfigError(f"{key}={text}: a {open_marks[-1]} is missing: close the bracket")
+    yield text[start:].strip()
+
+
+def _quote_end(text: str, at: int, key: str) -> int:
+    """Return the position of the mark that closes the quote at `at`; one that is doubled or escaped does not."""
+    quote, at = text[at], at + 1
+    while at < len(text):
+        if quote == '"' and text[at] == "\\":
+            at += 1
+        elif text[at] == quote:
+            if quote == '"' or text[at + 1 : at + 2] != "'":
+                return at
+            at += 1
+        at += 1
+    raise ConfigError(f"{key}={text}: a quote is not closed: add {quote}")
+
+
+def combinations(axes: Mapping[str, Sequence[str]], num_configs: int = 1) -> list[dict[str, str]]:
+    """Return the combinations of the values, the last key changing fastest; one empty one without axes.
+
+    Raises:
+        ConfigError: with that number of configs there are too many.
+    """
+    num_runs = num_configs * math.prod(len(values) for values in axes.values())
+    if num_runs > MAX_RUNS:
+        raise ConfigError(f"the grid has {num_runs} runs, and at most {MAX_RUNS} are possible: name fewer values")
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]

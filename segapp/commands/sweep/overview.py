@@ -1,0 +1,98 @@
+"""The lines that a sweep prints while it runs."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, TextIO
+
+from segapp.run.sweep import SweepRun
+from segapp.run.text import printable
+from segapp.train.process.signals import EXIT_STOPPED_AND_SAVED
+from segapp.train.telemetry.console import format_duration
+
+INTERVAL_S = 10.0
+"""Time between two lines of one training."""
+
+
+class Overview:
+    """Prints one line for each start and end of a training, and one every ten seconds while it runs.
+
+    Args:
+        stream: of the lines.
+        num_runs: of the command.
+        num_done: of them that had ended before.
+        num_slots: trainings at the same time.
+    """
+
+    def __init__(self, stream: TextIO, num_runs: int, num_done: int, num_slots: int) -> None:
+        self._stream = stream
+        self._num_runs, self._num_done, self._num_slots = num_runs, num_done, num_slots
+        self._next_line_s: dict[str, float] = {}
+        self._epochs: dict[str, int] = {}
+        self._miou: dict[str, float | None] = {}
+        self._seconds: list[float] = []
+        self._held: set[str] = set()
+        self.num_failed = 0
+
+    def line(self, text: str) -> None:
+        """Print a line; a closed pipe or terminal does not end a sweep."""
+        try:
+            print(printable(text), file=self._stream, flush=True)
+        except (OSError, ValueError):
+            return
+
+    def started(self, run: SweepRun, devices: str, *, is_resumed: bool) -> None:
+        """Print that a training begins."""
+        self._next_line_s[run.name] = time.monotonic() + INTERVAL_S
+        self.line(f"{run.name}: {'resumed' if is_resumed else 'started'}{f' on {devices}' if devices else ''}")
+
+    def held(self, run: SweepRun) -> None:
+        """Print once that another trainer holds a run."""
+        if run.name not in self._held:
+            self._held.add(run.name)
+            self.line(f"{run.name}: another trainer holds it; waiting for its end")
+
+    def event(self, run: SweepRun, raw: dict[str, Any]) -> None:
+        """Take up an event of a training, and print its progress if it is time."""
+        kind = raw["type"]
+        if kind == "run_start":
+            self._epochs[run.name] = raw.get("epochs") or 0
+        elif kind == "val":
+            self._miou[run.name] = raw.get("miou")
+        elif kind == "step" and time.monotonic() >= self._next_line_s.get(run.name, 0.0):
+            self._next_line_s[run.name] = time.monotonic() + INTERVAL_S
+            eta = format_duration(raw.get("eta_run_s"))
+            self.line(
+                f"{run.name}: epoch {raw.get('epoch')}/{self._epochs.get(run.name) or '?'}  step {raw.get('step')}  "
+                f"loss {_number(raw.get('loss'))}  mIoU {_number(self._miou.get(run.name))}  eta {eta}"
+            )
+
+    def ended(self, run: SweepRun, seconds: float, code: int) -> None:
+        """Print that a training has finished or was stopped."""
+        if code == 0:
+            self._num_done += 1
+            self._seconds += [seconds] if seconds else []
+            self.line(
+                f"{run.name}: ended after {format_duration(seconds)}, mIoU {_number(self._miou.get(run.name))}; "
+                f"{self._rest()}"
+            )
+        else:
+            saved = "a checkpoint was saved" if code == EXIT_STOPPED_AND_SAVED else "there was nothing to save yet"
+            self.line(f"{run.name}: stopped; {saved}")
+
+    def failed(self, run: SweepRun, code: int, reason: str) -> None:
+        """Print that a training has failed."""
+        self._num_done += 1
+        self.num_failed += 1
+        self.line(f"{run.name}: failed with exit code {code}: {reason}; {self._rest()}")
+
+    def _rest(self) -> str:
+        left = self._num_runs - self._num_done
+        if not left or not self._seconds:
+            return f"{self._num_done} of {self._num_runs} done"
+        rest_s = sum(self._seconds) / len(self._seconds) * left / self._num_slots
+        return f"{self._num_done} of {self._num_runs} done, about {format_duration(rest_s)} left"
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else "n/a"

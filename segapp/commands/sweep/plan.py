@@ -1,0 +1,313 @@
+"""The runs of a sweep: configs and grid to a validated list, joined with the runs that the sweep has already."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import itertools
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from segapp.commands.sweep.grid import combinations, parse_axes
+from segapp.config import RunConfig, dump_config, find_config, load_config
+from segapp.errors import ConfigError, storage_errors
+from segapp.run.files import write_atomic
+from segapp.run.sweep import SweepFolder, SweepInfo, SweepRun, find_sweep, new_info
+from segapp.run.text import printable
+
+_MAX_NAME_CHARS = 80
+_MAX_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """A sweep to carry out.
+
+    Attributes:
+        folder: of the sweep.
+        info: all its runs: those of this command first, then those of earlier ones.
+        names: the runs that this command names.
+        configs: complete configs of the runs that are new, by name.
+    """
+
+    folder: SweepFolder
+    info: SweepInfo
+    names: frozenset[str]
+    configs: Mapping[str, RunConfig]
+
+    def save(self) -> None:
+        """Write the configs of the new runs, then `sweep.json`, and remove the configs of dropped runs.
+
+        Raises:
+            StorageError: a file cannot be written.
+        """
+        with storage_errors(self.folder.path, "free space or choose another folder"):
+            for name, config in self.configs.items():
+                path = self.folder.config_of(name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(path, dump_config(config))
+            self.folder.write(self.info)
+            names = {run.name for run in self.info.runs}
+            for path in self.folder.config_of("any").parent.glob("*.yaml"):
+                if path.stem not in names:
+                    path.unlink()
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    label: str
+    settings: dict[str, str]
+    config: RunConfig
+
+
+def plan_sweep(words: Sequence[str], configs: Sequence[str]) -> SweepPlan:
+    """Return the plan of a `segapp sweep` command; nothing is written.
+
+    Args:
+        words: KEY=VALUES, config files, and at most one name or folder of a sweep.
+        configs: --config, each a path, a name, or a glob.
+
+    Raises:
+        ConfigError: lists every problem of every run; or the sweep began with another config.
+    """
+    name, files, axis_words = _sorted_words(words)
+    files = [file for pattern in [*configs, *files] for file in _expanded(pattern)]
+    axes = parse_axes(axis_words)
+    existing = find_sweep(name) if name is not None else None
+    if not files:
+        if existing is None:
+            raise ConfigError(
+                f"{name}: no such sweep: `segapp ls` lists them; a new one needs --config FILE"
+                if name is not None
+                else "--config FILE is missing: name a config, or a sweep to resume"
+            )
+        info = existing.read()
+        if not axes:
+            return SweepPlan(existing, info, frozenset(run.name for run in info.runs), {})
+        labels = list(dict.fromkeys(run.config for run in info.runs))
+        first = {label: next(run.name for run in info.runs if run.config == label) for label in labels}
+        bases = {label: str(existing.config_of(run)) for label, run in first.items()}
+        axes = {**info.axes, **axes}
+    else:
+        bases = _labelled(files)
+        existing = existing or find_sweep(_default_name(bases))
+    candidates = _validated(bases, axes)
+    folder = existing or SweepFolder(_new_path(name or _default_name(bases)))
+    info = existing.read() if existing is not None else new_info()
+    return _joined(folder, info, axes, candidates)
+
+
+def _sorted_words(words: Sequence[str]) -> tuple[str | None, list[str], list[str]]:
+    """Return the sweep's name, the config files and the KEY=VALUES words of a command line."""
+    plain = [word for word in words if "=" not in word]
+    files = [word for word in plain if word.endswith((".yaml", ".yml"))]
+    names = [word for word in plain if word not in files]
+    if len(names) > 1:
+        raise ConfigError(f"{', '.join(names)}: only one sweep can be named; values are KEY=A,B")
+    return (names[0] if names else None), files, [word for word in words if "=" in word]
+
+
+def _expanded(pattern: str) -> list[str]:
+    """Return the files of a glob in their order; a name or path stands for itself."""
+    if not glob.has_magic(pattern) or os.path.isfile(pattern):
+        return [pattern]
+    found = sorted(glob.glob(pattern) or glob.glob(os.path.join("configs", pattern)))
+    if not found:
+        raise ConfigError(f"--config {pattern} matches no file: check the pattern")
+    return found
+
+
+def _labelled(files: Sequence[str]) -> dict[str, str]:
+    """Return the config files by their names without folder and ending."""
+    labels = [find_config(file).stem for file in files]
+    repeated = [label for label, count in Counter(labels).items() if count > 1]
+    if repeated:
+        raise ConfigError(f"two configs are named {repeated[0]}: rename one of them")
+    return dict(zip(labels, files, strict=True))
+
+
+def _default_name(bases: Mapping[str, str]) -> str:
+    """Return the name of a sweep: that of its config, or what several have in common, and `-sweep`."""
+    common = "".join(chars[0] for chars in itertools.takewhile(lambda c: len(set(c)) == 1, zip(*bases, strict=False)))
+    if len(bases) > 1:
+        common = re.sub(r"[-_.]*(fold)?[-_.]*\d*$", "", common)
+    return f"{common or 'configs'}-sweep"
+
+
+def _new_path(name: str) -> Path:
+    if re.fullmatch(r"[^/\\\x00-\x1f.-][^/\\\x00-\x1f]*", name) is None and os.sep not in name:
+        raise ConfigError(f"{name!r} is no name for a sweep: use letters, digits, dots and hyphens, or a folder")
+    path = Path(name) if os.sep in name else Path("runs") / name
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"{path} exists and is no sweep: name the sweep, e.g. segapp sweep NAME --config FILE")
+    return path
+
+
+def _validated(bases: Mapping[str, str], axes: Mapping[str, Sequence[str]]) -> list[_Candidate]:
+    """Return the runs of the grid with their configs.
+
+    Raises:
+        ConfigError: lists the problems of all runs, each once with the settings that have it.
+    """
+    found: list[_Candidate] = []
+    problems: dict[str, list[str]] = {}
+    for label, base in bases.items():
+        for settings in combinations(axes, len(bases)):
+            words = [f"{key}={text}" for key, text in settings.items()]
+            try:
+                found.append(_Candidate(label, settings, load_config(base, words)))
+            except ConfigError as error:
+                where = " ".join([label, *words] if len(bases) > 1 else words)
+                for line in _problem_lines(error):
+                    problems.setdefault(line, []).append(where)
+    if problems:
+        raise ConfigError(_problem_text(problems, len(bases) * len(combinations(axes))))
+    return found
+
+
+def _problem_lines(error: ConfigError) -> list[str]:
+    first, *rest = str(error).splitlines()
+    return [line.strip() for line in rest] or [first]
+
+
+def _problem_text(problems: Mapping[str, Sequence[str]], num_runs: int) -> str:
+    lines = []
+    for line, where in list(problems.items())[:_MAX_SHOWN]:
+        more = f" and {len(where) - 1} more" if len(where) > 1 else ""
+        lines.append(f"  {line}" if len(where) == num_runs else f"  {line} (run {where[0]}{more})")
+    if len(problems) > _MAX_SHOWN:
+        lines.append(f"  and {len(problems) - _MAX_SHOWN} more")
+    count = len({each for where in problems.values() for each in where})
+    return f"{count} of the {num_runs} runs have a problem, and none was started:\n" + "\n".join(lines)
+
+
+def _joined(
+    folder: SweepFolder, info: SweepInfo, axes: Mapping[str, list[str]], candidates: Sequence[_Candidate]
+) -> SweepPlan:
+    """Return the plan of the candidates and the earlier runs; equal settings are one run."""
+    keys = list(dict.fromkeys([*info.axes, *axes]))
+    earlier = {run.name: _plain(load_config(folder.config_of(run.name))) for run in info.runs}
+    _check_base(info, earlier, candidates, keys)
+    known = {
+        _identity(run.config, _settings(earlier[run.name], keys)): run.model_copy(
+            update={"settings": _settings(earlier[run.name], keys)}
+        )
+        for run in info.runs
+    }
+    all_settings = {identity: dict(run.settings) for identity, run in known.items()}
+    new: dict[str, _Candidate] = {}
+    for candidate in candidates:
+        settings = _settings(_plain(candidate.config), keys)
+        identity = _identity(candidate.label, settings)
+        all_settings[identity] = settings
+        if identity not in known:
+            new.setdefault(identity, candidate)
+    labels = list(dict.fromkeys([*(run.config for run in info.runs), *(each.label for each in candidates)]))
+    varying = [key for key in keys if len({json.dumps(each[key]) for each in all_settings.values()}) > 1]
+    taken = {run.name for run in info.runs}
+    configs: dict[str, RunConfig] = {}
+    runs: dict[str, SweepRun] = {}
+    for candidate in candidates:
+        settings = _settings(_plain(candidate.config), keys)
+        identity = _identity(candidate.label, settings)
+        if identity in known:
+            runs[identity] = known[identity]
+        elif identity not in runs:
+            label = candidate.label if len(labels) > 1 else ""
+            name = run_name(label, {key: candidate.settings.get(key, settings[key]) for key in varying}, taken)
+            taken.add(name)
+            runs[identity] = SweepRun(name=name, config=candidate.label, settings=settings)
+            configs[name] = candidate.config
+    names = frozenset(run.name for run in runs.values())
+    # A run of an earlier command that never began is dropped: its values may have been a mistake.
+    kept = [run for at, run in known.items() if at not in runs and folder.folder_of(run.name).path.exists()]
+    merged = {key: list(dict.fromkeys([*info.axes.get(key, []), *axes.get(key, [])])) for key in keys}
+    info = info.model_copy(update={"axes": merged, "runs": [*runs.values(), *kept]})
+    return SweepPlan(folder, info, names, configs)
+
+
+def _check_base(
+    info: SweepInfo, earlier: Mapping[str, Any], candidates: Sequence[_Candidate], keys: Sequence[str]
+) -> None:
+    """Check that keys outside the grid have the values with which the sweep began.
+
+    Raises:
+        ConfigError: names those that have not.
+    """
+    changed: dict[str, None] = {}
+    for label in dict.fromkeys(candidate.label for candidate in candidates):
+        old = next((earlier[run.name] for run in info.runs if run.config == label), None)
+        new = next(_plain(each.config) for each in candidates if each.label == label)
+        if old is not None:
+            changed |= dict.fromkeys(_differences(old, new, keys))
+    if changed:
+        lines = "\n".join(f"  {line}" for line in changed)
+        raise ConfigError(
+            f"the config has changed since the sweep began, and its runs could not be compared:\n{lines}\n"
+            "name a new sweep (segapp sweep NAME --config FILE ...), put these keys into the grid, or resume this one "
+            "with the config that it began with (segapp sweep NAME)"
+        )
+
+
+def _differences(old: Any, new: Any, skipped: Sequence[str], key: str = "") -> list[str]:
+    """Return a line for each key whose values differ, those in `skipped` left out."""
+    if key in skipped:
+        return []
+    if isinstance(old, dict) and isinstance(new, dict):
+        names = dict.fromkeys([*old, *new])
+        return [
+            line
+            for name in names
+            for line in _differences(old.get(name), new.get(name), skipped, f"{key}.{name}" if key else str(name))
+        ]
+    return [] if old == new else [f"{key}: {old!r} -> {new!r}"]
+
+
+def _plain(config: RunConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json")
+
+
+def _settings(config: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """Return the values of keys in a complete config."""
+    found = {}
+    for key in keys:
+        value: Any = config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        found[key] = value
+    return found
+
+
+def _identity(label: str, settings: Mapping[str, Any]) -> str:
+    return json.dumps([label, settings], sort_keys=True)
+
+
+def run_name(label: str, settings: Mapping[str, Any], taken: set[str]) -> str:
+    """Return the folder's name of a run, from the values that vary in its sweep.
+
+    Args:
+        label: the config's name; empty if there is one config.
+        settings: the varying keys with their values, or the texts of these.
+        taken: names in use.
+
+    >>> run_name("", {"optim.lr": "0.001", "data.crop_px": [96, 192], "seed": 0}, set())
+    'lr0.001-crop_px_96_192-seed0'
+    """
+    last = Counter(key.rpartition(".")[2] for key in settings)
+    short = {key: key if last[key.rpartition(".")[2]] > 1 else key.rpartition(".")[2] for key in settings}
+    words = [label] if label else []
+    for key, value in settings.items():
+        text = value.rstrip("/").rpartition("/")[2] if isinstance(value, str) else json.dumps(value)
+        words.append(f"{short[key]}{'_' if text[:1].isalpha() else ''}{text}")
+    cleaned = [re.sub(r"[^A-Za-z0-9.+-]+", "_", word).strip("_") for word in words]
+    name = "-".join(cleaned) or "run"
+    if name in taken or len(name) > _MAX_NAME_CHARS or not name[0].isalnum() or name == "configs":
+        digest = hashlib.sha256(_identity(label, settings).encode()).hexdigest()[:8]
+        name = f"{name[:_MAX_NAME_CHARS].lstrip('.-+_') or 'run'}-{digest}"
+    return printable(name)

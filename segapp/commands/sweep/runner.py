@@ -1,0 +1,169 @@
+"""Carrying a sweep out: trainers as processes in slots, each followed to its end. No torch here.
+
+A trainer is a normal `segapp train` into the run's folder. It gets SIGTERM if this process is killed, so that it saves
+and ends; the next `segapp sweep` resumes it from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from segapp.commands.spawn import SpawnOptions, TrainerProcess, spawn_trainer
+from segapp.commands.sweep.overview import Overview
+from segapp.commands.sweep.slots import Slot
+from segapp.errors import RunBusyError, SegappError
+from segapp.run.events import EventReader
+from segapp.run.folder import is_run
+from segapp.run.sweep import SweepFolder, SweepInfo, SweepRun
+from segapp.train.process.signals import EXIT_STOPPED_AND_SAVED, StopSignals
+from segapp.train.request import plan_request
+
+_POLL_S = 0.1
+_LOOK_S = 1.0
+"""Interval at which events of the running trainers are read, and locks of others are looked at."""
+_SIGNALLED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+
+
+@dataclass
+class _Running:
+    run: SweepRun
+    slot: Slot
+    trainer: TrainerProcess
+    events: EventReader
+    began_s: float
+    has_started: bool = False
+    is_told: bool = False
+
+
+class SweepRunner:
+    """Trains the runs of a sweep until all have ended, or a signal asks to stop.
+
+    Args:
+        sweep: its folder, locked by this process.
+        info: its runs.
+        slots: places for trainings at the same time.
+        overview: prints what happens.
+    """
+
+    def __init__(self, sweep: SweepFolder, info: SweepInfo, slots: Sequence[Slot], overview: Overview) -> None:
+        self.sweep, self.info, self.overview = sweep, info, overview
+        self._free = list(slots)
+        self._running: list[_Running] = []
+        self._next_look_s = 0.0
+
+    def carry_out(self, runs: Sequence[SweepRun]) -> bool:
+        """Train runs in their order; those that another trainer holds are left until it has ended.
+
+        Returns:
+            False: a signal has stopped the sweep.
+        """
+        waiting = list(runs)
+        with StopSignals() as signals:
+            signals.forward_checkpoint_requests(lambda: self._signal_all(signal.SIGUSR1))
+            while self._running or (waiting and not signals.is_set):
+                if not signals.is_set:
+                    self._start_from(waiting)
+                else:
+                    self._stop_all()
+                is_time = time.monotonic() >= self._next_look_s
+                for each in list(self._running):
+                    self._follow(each, is_time=is_time)
+                if is_time:
+                    self._next_look_s = time.monotonic() + _LOOK_S
+                time.sleep(_POLL_S)
+            return not signals.is_set
+
+    def _start_from(self, waiting: list[SweepRun]) -> None:
+        """Start the next runs in the free slots."""
+        for run in list(waiting):
+            if not self._free:
+                return
+            if self.sweep.folder_of(run.name).is_locked():
+                self.overview.held(run)
+                continue
+            waiting.remove(run)
+            if self.sweep.state_of(run) == "finished":  # by the trainer that held it
+                self.overview.ended(run, 0.0, 0)
+                continue
+            self._start(run, self._free.pop(0))
+
+    def _start(self, run: SweepRun, slot: Slot) -> None:
+        folder = self.sweep.folder_of(run.name)
+        is_new = not is_run(folder.path) or folder.is_failed_start()
+        # One that was killed before it wrote its config begins from the sweep's too.
+        has_config = not is_new and folder.config_yaml.is_file()
+        config = None if has_config else str(self.sweep.config_of(run.name))
+        resume = None if is_new else str(folder.path)
+        try:
+            request = plan_request(config, [], folder.path if is_new else None, resume)
+            trainer = spawn_trainer(
+                request,
+                config=config,
+                resume=resume,
+                overrides=[],
+                options=SpawnOptions(slot.environ, ends_with_parent=True),
+            )
+        except RunBusyError:  # by a trainer that has just begun
+            self._free.append(slot)
+            return
+        except SegappError as error:
+            self._free.append(slot)
+            reason = str(error).partition("\n")[0]
+            self._note(run, error.exit_code, reason)
+            self.overview.failed(run, error.exit_code, reason)
+            return
+        self.overview.started(run, slot.name, is_resumed=not is_new)
+        events = EventReader(folder.events, from_end=not is_new)
+        self._running.append(_Running(run, slot, trainer, events, time.monotonic()))
+
+    def _follow(self, each: _Running, *, is_time: bool) -> None:
+        """Print a trainer's progress; where it has ended, note how and free its slot."""
+        code = each.trainer.exit_code
+        if is_time or code is not None:
+            for raw in each.events.read_raw():
+                each.has_started |= raw["type"] == "run_start"
+                self.overview.event(each.run, raw)
+        if code is None:
+            return
+        self._running.remove(each)
+        self._free.append(each.slot)
+        each.events.close()
+        seconds = time.monotonic() - each.began_s
+        if code in (0, EXIT_STOPPED_AND_SAVED) or (each.is_told and code in _SIGNALLED):
+            if each.run.exit_code is not None:
+                self._note(each.run, None, None)
+            self.overview.ended(each.run, seconds, code)
+        else:
+            lines = each.trainer.error_lines()
+            reason = lines[0].removeprefix("error: ") if lines else f"see {each.trainer.folder.log}"
+            if code < 128:  # else it was killed, which the next command tries again
+                self._note(each.run, code, reason)
+            self.overview.failed(each.run, code, reason)
+
+    def _stop_all(self) -> None:
+        for each in self._running:
+            if not each.is_told:
+                each.is_told = True
+                self._signal(each, signal.SIGINT)
+
+    def _signal_all(self, number: int) -> None:
+        for each in self._running:
+            if each.has_started:  # before, the signal would end the process
+                self._signal(each, number)
+
+    @staticmethod
+    def _signal(each: _Running, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each.trainer.process.pid, number)
+
+    def _note(self, run: SweepRun, exit_code: int | None, reason: str | None) -> None:
+        """Write into `sweep.json` how a run failed, or that it no longer has."""
+        changed = run.model_copy(update={"exit_code": exit_code, "reason": reason})
+        runs = [changed if each.name == run.name else each for each in self.info.runs]
+        self.info = self.info.model_copy(update={"runs": runs})
+        self.sweep.write(self.info)

@@ -1,0 +1,222 @@
+"""The results of a sweep: each setting with mean and standard deviation over its repetitions.
+
+Repetitions are runs that differ only in the seed or in the division of the data (folds). Runs that have not finished
+are counted and take no part in the means.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from segapp.config import load_config
+from segapp.errors import ConfigError
+from segapp.run.state import summarize
+from segapp.run.sweep import SweepFolder, SweepInfo, SweepRun, SweepRunState
+from segapp.train.telemetry.trackers import flat_settings
+
+FOLD_KEYS = ("data.train_split", "data.val_split", "data.list_dir")
+"""Keys that divide the data; configs that differ in nothing else but the name are folds."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and sample standard deviation (divided by count - 1; None for fewer than two values)."""
+
+    mean: float
+    deviation: float | None
+    count: int
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> Spread | None:
+        """Return the spread of the known values; None without any."""
+        known = [value for value in values if value is not None]
+        if not known:
+            return None
+        return cls(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None, len(known))
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """One run; None where a value is not known."""
+
+    name: str
+    config: str
+    settings: dict[str, Any]
+    state: SweepRunState
+    reason: str | None = None
+    best_miou: float | None = None
+    """Of the evaluation with the highest."""
+    best_epoch: int | None = None
+    last_miou: float | None = None
+    val_loss: float | None = None
+    """Of the last evaluation."""
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class SettingResult:
+    """One setting; the spreads are over its finished runs.
+
+    Attributes:
+        settings: keys that vary between settings; `config` is the name of the config where several are compared.
+        runs: names of its runs.
+        num_finished: of them that have finished.
+        best_miou: the highest mIoU of each run.
+        last_miou: mIoU of the last evaluation.
+        val_loss: loss of the last evaluation.
+        over_seeds: standard deviation of `best_miou` over the seeds, each averaged over the folds; None unless every
+            fold has the same two or more seeds, and there are two folds or more.
+        over_folds: likewise over the folds, each averaged over the seeds.
+    """
+
+    settings: dict[str, Any]
+    runs: list[str]
+    num_finished: int
+    best_miou: Spread | None
+    last_miou: Spread | None
+    val_loss: Spread | None
+    over_seeds: float | None = None
+    over_folds: float | None = None
+
+
+@dataclass(frozen=True)
+class SweepResults:
+    """All settings, the best first, and all runs.
+
+    Attributes:
+        varying: keys of the settings' columns.
+        repeated: what the repetitions differ in: seed, fold.
+    """
+
+    name: str
+    path: str
+    state: str
+    varying: list[str]
+    repeated: list[str]
+    settings: list[SettingResult]
+    runs: list[RunResult]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the results as plain values."""
+        return asdict(self)
+
+
+def read_results(sweep: SweepFolder) -> SweepResults:
+    """Read the results of a sweep from the events of its runs.
+
+    Raises:
+        ConfigError: the folder holds no sweep.
+    """
+    info = sweep.read()
+    runs = [_result_of(sweep, run) for run in info.runs]
+    is_folds = _are_folds(sweep, info)
+    varying = [key for key in info.axes if len({json.dumps(run.settings.get(key)) for run in runs}) > 1]
+    fold_keys = [key for key in varying if key in FOLD_KEYS]
+    compared = [key for key in varying if key != "seed" and key not in FOLD_KEYS]
+    has_configs = len({run.config for run in runs}) > 1
+    if has_configs and not is_folds:
+        compared = ["config", *compared]
+    groups: dict[str, list[RunResult]] = {}
+    for run in runs:
+        groups.setdefault(json.dumps(_columns(run, compared)), []).append(run)
+
+    def fold(run: RunResult) -> str:
+        return json.dumps([run.config if is_folds else None, [run.settings.get(key) for key in fold_keys]])
+
+    settings = [summarize_setting(_columns(group[0], compared), group, fold) for group in groups.values()]
+    has_folds = bool(fold_keys) or (has_configs and is_folds)
+    repeated = [word for word, is_there in (("seed", "seed" in varying), ("fold", has_folds)) if is_there]
+    state = sweep.progress().state
+    return SweepResults(sweep.name, str(sweep.path), state, compared, repeated, sorted(settings, key=_rank), runs)
+
+
+def summarize_setting(
+    settings: dict[str, Any], runs: Sequence[RunResult], fold: Callable[[RunResult], str]
+) -> SettingResult:
+    """Return the spreads of one setting.
+
+    Args:
+        settings: its columns.
+        runs: its runs.
+        fold: names the fold of a run.
+    """
+    finished = [run for run in runs if run.state == "finished"]
+    cells = {(fold(run), json.dumps(run.settings.get("seed"))): run.best_miou for run in finished}
+    folds, seeds = (list(dict.fromkeys(cell[axis] for cell in cells)) for axis in (0, 1))
+    over_seeds = over_folds = None
+    values = [[cells.get((fold_, seed)) for seed in seeds] for fold_ in folds]
+    is_complete = len(cells) == len(finished) and all(value is not None for row in values for value in row)
+    if is_complete and len(folds) > 1 and len(seeds) > 1:
+        table = [[float(value or 0.0) for value in row] for row in values]
+        over_folds = statistics.stdev([statistics.fmean(row) for row in table])
+        over_seeds = statistics.stdev([statistics.fmean(column) for column in zip(*table, strict=True)])
+    return SettingResult(
+        settings,
+        [run.name for run in runs],
+        len(finished),
+        Spread.of(run.best_miou for run in finished),
+        Spread.of(run.last_miou for run in finished),
+        Spread.of(run.val_loss for run in finished),
+        over_seeds,
+        over_folds,
+    )
+
+
+def _rank(row: SettingResult) -> tuple[bool, float, bool, float]:
+    """Return the sort key: highest mean mIoU first, then lowest loss, settings without results last."""
+    return (
+        row.best_miou is None,
+        -row.best_miou.mean if row.best_miou else 0.0,
+        row.val_loss is None,
+        row.val_loss.mean if row.val_loss else 0.0,
+    )
+
+
+def _columns(run: RunResult, compared: Sequence[str]) -> dict[str, Any]:
+    return {key: run.config if key == "config" else run.settings.get(key) for key in compared}
+
+
+def _result_of(sweep: SweepFolder, run: SweepRun) -> RunResult:
+    state = sweep.state_of(run)
+    result = RunResult(run.name, run.config, run.settings, state, run.reason)
+    if state == "waiting":
+        return result
+    found = summarize(sweep.folder_of(run.name).path)
+    return RunResult(
+        run.name,
+        run.config,
+        run.settings,
+        state,
+        run.reason or (found.reason if state == "failed" else None),
+        found.best_miou,
+        found.best_epoch,
+        found.miou,
+        found.val_loss,
+        found.step,
+    )
+
+
+def _are_folds(sweep: SweepFolder, info: SweepInfo) -> bool:
+    """Return True if the configs of a sweep differ only in how they divide the data."""
+    first = {run.config: run.name for run in reversed(info.runs)}
+    try:
+        flat = [flat_settings(load_config(sweep.config_of(name)).model_dump(mode="json")) for name in first.values()]
+    except ConfigError:
+        return False
+    same = {key: {json.dumps(values.get(key), default=str) for values in flat} for values in flat for key in values}
+    differing = {key for key, found in same.items() if len(found) > 1}
+    return differing <= {"name", *FOLD_KEYS, *info.axes}
+
+
+def shown_value(value: Any) -> str:
+    """Return a setting as text: as in YAML, without quotes."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def shown_settings(settings: Mapping[str, Any]) -> str:
+    """Return a setting's columns as one line; `all runs` where nothing varies."""
+    return ", ".join(f"{key} {shown_value(value)}" for key, value in settings.items()) or "all runs"

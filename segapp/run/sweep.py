@@ -1,0 +1,235 @@
+"""The folder of a sweep: what its runs are, where they lie, and how far they are. No torch here."""
+
+import contextlib
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from segapp.errors import ConfigError, RunBusyError, storage_errors
+from segapp.run.files import write_atomic
+from segapp.run.folder import RunFolder, is_run, is_sweep
+from segapp.run.lock import is_write_locked, take_lock
+from segapp.run.state import RunSummary, State, run_state, summarize
+
+SCHEMA = 1
+"""Version of `sweep.json` and of the folder's layout."""
+
+SweepRunState = Literal["waiting", State]
+"""`waiting`: not started yet; else the state of its run."""
+
+
+class SweepRun(BaseModel):
+    """One run of a sweep."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    name: str
+    """Name of its folder in the folder of the sweep."""
+    config: str
+    """Name of the config file that it belongs to, without folder and ending."""
+    settings: dict[str, Any]
+    """Value of each config key that the sweep varies or sets."""
+    exit_code: int | None = None
+    """Of the trainer that failed last; None: none has."""
+    reason: str | None = None
+    """First line of its error."""
+
+
+class SweepInfo(BaseModel):
+    """Content of `sweep.json`."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    schema_version: int = SCHEMA
+    created_s: float
+    """Unix seconds."""
+    axes: dict[str, list[str]]
+    """Config key -> its values as YAML, of all commands so far."""
+    runs: list[SweepRun]
+
+
+@dataclass(frozen=True)
+class SweepProgress:
+    """Number of runs of a sweep by what has become of them."""
+
+    num_runs: int
+    num_finished: int
+    num_failed: int
+    num_running: int
+    is_active: bool
+    """A process carries the sweep out."""
+
+    @property
+    def state(self) -> State:
+        """State of the sweep as that of a run: `stopped` if runs are left that nothing carries out."""
+        if self.is_active:
+            return "live"
+        if self.num_finished == self.num_runs:
+            return "finished"
+        return "failed" if self.num_finished + self.num_failed == self.num_runs else "stopped"
+
+
+class SweepFolder:
+    """The files of one sweep: `sweep.json`, `sweep.html`, `configs/RUN.yaml`, and a run folder for each run."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._lock_fd = -1
+
+    @property
+    def name(self) -> str:
+        """Name of the folder."""
+        return self.path.resolve().name
+
+    @property
+    def page(self) -> Path:
+        """The page with the results."""
+        return self.path / "sweep.html"
+
+    def config_of(self, run: str) -> Path:
+        """Return the file with the complete config of a run."""
+        return self.path / "configs" / f"{run}.yaml"
+
+    def folder_of(self, run: str) -> RunFolder:
+        """Return the folder of a run, which may not exist yet."""
+        return RunFolder(self.path / run)
+
+    def state_of(self, run: SweepRun) -> SweepRunState:
+        """Return the state of a run; `failed` also if its trainer failed before it wrote an event."""
+        folder = self.folder_of(run.name)
+        state = run_state(folder.path) if is_run(folder.path) else "waiting"
+        is_over_or_unknown = state in ("waiting", "crashed", "stopped", "failed")
+        return "failed" if is_over_or_unknown and run.exit_code is not None else state
+
+    def read(self) -> SweepInfo:
+        """Return the content of `sweep.json`.
+
+        Raises:
+            ConfigError: the folder holds no sweep, or the file is damaged.
+        """
+        try:
+            return SweepInfo.model_validate_json((self.path / "sweep.json").read_bytes())
+        except (OSError, ValidationError) as error:
+            reason = "it has no sweep.json" if isinstance(error, OSError) else "its sweep.json is damaged"
+            raise ConfigError(f"{self.path}: not a sweep ({reason}): `segapp ls` lists sweeps and runs") from None
+
+    def write(self, info: SweepInfo) -> None:
+        """Write `sweep.json`.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        path = self.path / "sweep.json"
+        with storage_errors(path, "free space or choose another folder"):
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, info.model_dump_json(indent=1) + "\n")
+
+    def acquire(self) -> None:
+        """Lock the sweep for this process until its end, or `release`.
+
+        Raises:
+            RunBusyError: another process carries the sweep out.
+            StorageError: the lock file cannot be written.
+        """
+        path = self.path / "lock"
+        with storage_errors(path, "choose another folder"):
+            self.path.mkdir(parents=True, exist_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        try:
+            take_lock(fd)
+        except OSError:
+            os.close(fd)
+            raise RunBusyError(
+                f"{self.path} is carried out by another process: `segapp ls {self.name}` shows how far it is"
+            ) from None
+        self._lock_fd = fd
+
+    def release(self) -> None:
+        """Release the lock."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def is_locked(self) -> bool:
+        """Return True if a process carries the sweep out."""
+        try:
+            fd = os.open(self.path / "lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            return False
+        try:
+            return bool(is_write_locked(fd))
+        finally:
+            os.close(fd)
+
+    def progress(self) -> SweepProgress:
+        """Return how far the sweep is.
+
+        Raises:
+            ConfigError: the folder holds no sweep.
+        """
+        states = [self.state_of(run) for run in self.read().runs]
+        return SweepProgress(
+            num_runs=len(states),
+            num_finished=states.count("finished"),
+            num_failed=states.count("failed"),
+            num_running=sum(state in ("live", "busy", "stale", "lost") for state in states),
+            is_active=self.is_locked(),
+        )
+
+
+def summarize_sweep(sweep: SweepFolder) -> RunSummary:
+    """Return the summary of a sweep: its progress, and of its runs the highest mIoU and the newest event."""
+    progress = sweep.progress()
+    runs = summarize_runs(sweep)
+    return RunSummary(
+        sweep.name,
+        str(sweep.path),
+        progress.state,
+        began_s=sweep.read().created_s,
+        age_s=min((run.age_s for run in runs if run.age_s is not None), default=None),
+        best_miou=max((run.best_miou for run in runs if run.best_miou is not None), default=None),
+        sweep={
+            "runs": progress.num_runs,
+            "finished": progress.num_finished,
+            "failed": progress.num_failed,
+            "running": progress.num_running,
+        },
+    )
+
+
+def summarize_runs(sweep: SweepFolder) -> list[RunSummary]:
+    """Return the summary of each run of a sweep that has begun, in the sweep's order.
+
+    Raises:
+        ConfigError: the folder holds no sweep.
+    """
+    folders = [sweep.folder_of(run.name).path for run in sweep.read().runs]
+    return [summarize(path) for path in folders if is_run(path)]
+
+
+def find_sweep(what: str | Path, root: Path | str = "runs") -> SweepFolder | None:
+    """Return the sweep that the user names, by its name or folder; None if there is none."""
+    for path in (Path(root) / what, Path(what)):
+        if is_sweep(path):
+            return SweepFolder(path)
+    return None
+
+
+def sweep_folders(root: Path | str = "runs") -> list[SweepFolder]:
+    """Return every sweep below a folder; a damaged one is left out."""
+    found = []
+    with contextlib.suppress(OSError):
+        for path in sorted(Path(root).iterdir()):
+            with contextlib.suppress(ConfigError):
+                if is_sweep(path) and SweepFolder(path).read():
+                    found.append(SweepFolder(path))
+    return found
+
+
+def new_info() -> SweepInfo:
+    """Return the content of `sweep.json` before the first run is planned."""
+    return SweepInfo(created_s=round(time.time(), 3), axes={}, runs=[])

@@ -1,0 +1,127 @@
+"""Means and deviations of a sweep against numpy, for drawn results; its page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from segapp.config import dump_config, validate_config
+from segapp.report.sweep import mean_curve, write_sweep_page
+from segapp.report.sweep_results import RunResult, read_results, summarize_setting
+from segapp.run.events import EventWriter, RunEnd, RunStart, Step, Val
+from segapp.run.sweep import SweepFolder, SweepRun, new_info
+
+RNG = np.random.default_rng(0)
+
+
+def recorded(sweep: SweepFolder, name: str, config: dict[str, Any], mious: list[float], status: Any) -> None:
+    """Writes a run with an evaluation after each two steps."""
+    sweep.config_of(name).parent.mkdir(parents=True, exist_ok=True)
+    sweep.config_of(name).write_text(dump_config(validate_config(config)))
+    folder = sweep.folder_of(name)
+    folder.path.mkdir(parents=True)
+    with folder, EventWriter(folder.events) as writer:
+        folder.write_info()
+        writer.write(RunStart(classes=["a", "b"], num_params=1, batch_size=1, epochs=2, steps_per_epoch=2, devices=[]))
+        for step in range(1, 2 * len(mious) + 1):
+            writer.write(Step(epoch=(step + 1) // 2, step=step, loss=1.0 / step, lr=0.1))
+            if step % 2 == 0:
+                miou = mious[step // 2 - 1]
+                writer.write(Val(epoch=step // 2, step=step, loss=1 - miou, miou=miou, iou=[miou, None]))
+        writer.write(RunEnd(status=status, reason="enough", exit_code=0))
+
+
+@pytest.fixture
+def swept(tiny: dict[str, Any], tmp_path: Path) -> tuple[SweepFolder, np.ndarray]:
+    """Two rates, two folds, three seeds, two evaluations each; one run of the second rate has not finished."""
+    sweep = SweepFolder(tmp_path / "lr-sweep")
+    mious = RNG.uniform(0.3, 0.6, (2, 2, 3, 2))
+    mious[1] += 0.2
+    runs = []
+    for r, f, s in np.ndindex(2, 2, 3):
+        lr = [0.001, 0.003][r]
+        name = f"fold{f}-lr{lr}-seed{s}"
+        config = {**tiny, "name": f"fold{f}", "seed": int(s), "optim": {"name": "adamw", "lr": lr}}
+        config["data"] = {**tiny["data"], "train_split": f"fold{f}-train", "val_split": f"fold{f}-val"}
+        status = "stopped" if (r, f, s) == (1, 1, 2) else "finished"
+        recorded(sweep, name, config, mious[r, f, s].tolist(), status)
+        runs.append(SweepRun(name=name, config=f"fold{f}", settings={"optim.lr": lr, "seed": int(s)}))
+    axes = {"optim.lr": ["0.001", "0.003"], "seed": ["0", "1", "2"]}
+    sweep.write(new_info().model_copy(update={"axes": axes, "runs": runs}))
+    return sweep, mious
+
+
+def test_means_and_deviations_are_those_of_numpy(swept: tuple[SweepFolder, np.ndarray]) -> None:
+    sweep, mious = swept
+    results = read_results(sweep)
+    assert (results.varying, results.repeated, results.state) == (["optim.lr"], ["seed", "fold"], "stopped")
+    first, second = results.settings
+    assert [row.settings for row in results.settings] == [{"optim.lr": 0.003}, {"optim.lr": 0.001}]
+    best = mious.max(-1)
+    assert second.best_miou is not None
+    assert second.best_miou.mean == pytest.approx(best[0].mean(), abs=1e-12)
+    assert second.best_miou.deviation == pytest.approx(best[0].std(ddof=1), abs=1e-12)
+    assert second.over_seeds == pytest.approx(best[0].mean(0).std(ddof=1), abs=1e-12)
+    assert second.over_folds == pytest.approx(best[0].mean(1).std(ddof=1), abs=1e-12)
+    finished = mious[1].reshape(6, 2)[:5]
+    assert (first.num_finished, len(first.runs)) == (5, 6)
+    assert first.best_miou is not None
+    assert first.last_miou is not None
+    assert first.val_loss is not None
+    assert first.best_miou.mean == pytest.approx(finished.max(1).mean(), abs=1e-12)
+    assert first.last_miou.mean == pytest.approx(finished[:, 1].mean(), abs=1e-12)
+    assert first.last_miou.deviation == pytest.approx(finished[:, 1].std(ddof=1), abs=1e-12)
+    assert first.val_loss.mean == pytest.approx((1 - finished[:, 1]).mean(), abs=1e-12)
+    assert first.over_seeds is None  # a fold lacks a seed
+
+
+def test_one_run_has_no_deviation_and_none_no_mean() -> None:
+    done = RunResult("a", "c", {"seed": 0}, "finished", best_miou=0.5)
+    row = summarize_setting({}, [done], lambda run: run.config)
+    assert row.best_miou is not None
+    assert (row.best_miou.mean, row.best_miou.deviation, row.best_miou.count) == (0.5, None, 1)
+    assert row.val_loss is None
+    waiting = summarize_setting({}, [RunResult("a", "c", {}, "waiting")], lambda run: run.config)
+    assert (waiting.best_miou, waiting.num_finished) == (None, 0)
+
+
+def test_configs_that_differ_beyond_the_division_are_compared(tiny: dict[str, Any], tmp_path: Path) -> None:
+    sweep = SweepFolder(tmp_path / "s")
+    for name, lr in (("slow", 0.001), ("fast", 0.01)):
+        recorded(sweep, name, {**tiny, "name": name, "optim": {"lr": lr}}, [0.5], "finished")
+    runs = [SweepRun(name=name, config=name, settings={}) for name in ("slow", "fast")]
+    sweep.write(new_info().model_copy(update={"runs": runs}))
+    results = read_results(sweep)
+    assert results.varying == ["config"]
+    assert [row.settings["config"] for row in results.settings] == ["slow", "fast"]
+    assert results.state == "finished"
+
+
+def test_mean_curve_is_numpy_interpolation_where_all_have_values() -> None:
+    a = (np.array([1.0, 3.0, 5.0]), np.array([0.0, 1.0, 2.0]))
+    b = (np.array([2.0, 4.0, 8.0]), np.array([4.0, np.nan, 10.0]))
+    found = mean_curve([a, b])
+    assert found is not None
+    x, mean, low, high = found
+    assert (x[0], x[-1]) == (2.0, 5.0)
+    expected = np.stack([np.interp(x, *a), np.interp(x, [2.0, 8.0], [4.0, 10.0])])
+    assert np.allclose(mean, expected.mean(0))
+    assert np.allclose(low, expected.min(0))
+    assert np.allclose(high, expected.max(0))
+    assert mean_curve([(np.array([1.0]), np.array([2.0])), (np.array([3.0]), np.array([2.0]))]) is None
+    assert mean_curve([]) is None
+
+
+def test_page_names_settings_best_first_and_every_run(swept: tuple[SweepFolder, np.ndarray]) -> None:
+    sweep, mious = swept
+    page = write_sweep_page(sweep).read_text()
+    assert page.index(">0.003<") < page.index(">0.001<")
+    best = 100 * mious[0].max(-1)
+    assert f"{best.mean():.1f} % ± {best.std(ddof=1):.1f}" in page
+    assert "over seed and fold" in page
+    assert page.count("<svg") == 2
+    assert all(f"lr-sweep/fold{f}-lr{lr}-seed{s}" in page for f in (0, 1) for s in (0, 1, 2) for lr in (0.001, 0.003))
+    assert "<script" not in page
