@@ -96,7 +96,7 @@ def build_trainer(
     controller.schedule_replay(ranks.from_main(applied_after(context.folder.events, step) if ranks.is_main else None))
     inference = build_inference(config.data, config.eval, engine.model, engine.precision, config.loss.align_corners)
     torch.manual_seed(config.seed + ranks.rank)  # every rank drops out other pixels
-    train_loader, val_loader = _build_loaders(config, ranks, train_set, val_set, engine.device)
+    train_loader, val_loader = _build_loaders(config, ranks, (train_set, val_set), engine.device, limit)
     if engine.rank_split is not None:
         train_loader.divide = engine.rank_split.plan
     samples = SamplePictures(context.folder.samples, val_set, inference, engine.device) if ranks.is_main else None
@@ -240,8 +240,13 @@ def _build_engine(
 
 
 def _build_loaders(
-    config: RunConfig, ranks: Ranks, train_set: SegmentationDataset, val_set: SegmentationDataset, device: torch.device
+    config: RunConfig,
+    ranks: Ranks,
+    datasets: tuple[SegmentationDataset, SegmentationDataset],
+    device: torch.device,
+    limit: ImageLimit | None,
 ) -> tuple[TrainLoader, EvalLoader]:
+    train_set, val_set = datasets
     rank, world_size = ranks.rank, ranks.world_size
     options = build_load_options(config.data, train_set, device, -(-config.train.batch_size // world_size))
     train_loader = TrainLoader(
@@ -252,7 +257,7 @@ def _build_loaders(
         rank=rank,
         world_size=world_size,
     )
-    if config.data.sampling != "uniform":
+    if config.data.sampling != "uniform" and limit is None:  # a few images need not have the classes to aim at
         counts = _frequencies(train_set, train_set.scheme)
         train_loader.order = build_order(config.data, train_set, counts, config.seed)
     val_loader = EvalLoader(

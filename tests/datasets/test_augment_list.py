@@ -152,6 +152,8 @@ def test_file_of_albumentations_gives_its_transforms(form: str, tmp_path: Path) 
         ("{}", "holds neither a list of transforms nor what A.save writes"),
         ("[1", "not valid YAML"),
         ('{"transform": {"__class_fullname__": "my.module.Own", "p": 1}}', "name a factory"),
+        ('{"transform": {"__class_fullname__": "Compose"}}', "without a list of transforms"),
+        ('{"transform": {"__class_fullname__": "OneOf", "transforms": [3]}}', "without __class_fullname__"),
         ('{"transform": {"__class_fullname__": "Compose", "transforms": [], "bbox_params": {"a": 1}}}', "bbox_params"),
     ],
 )
@@ -159,8 +161,11 @@ def test_other_files_are_refused(text: str, message: str, tmp_path: Path) -> Non
     (tmp_path / "list.json").write_text(text)
     with pytest.raises(ConfigError, match=message):
         config(str(tmp_path / "list.json"))
-    with pytest.raises(ConfigError, match="cannot be read"):
-        config(str(tmp_path / "missing.json"))
+    for name in ("missing.json", "", "a\0b"):
+        with pytest.raises(ConfigError, match="there is no file"):
+            config(f"{tmp_path}/{name}")
+    with pytest.raises(ConfigError, match="there is no file /dev/zero"):
+        config("/dev/zero")
 
 
 @pytest.fixture
@@ -216,10 +221,11 @@ def test_all_problems_are_named_at_once() -> None:
             {"Affine": {"mask_interpolation": 1}},
             "Normalize",
             {"OneOf": []},
+            {"SomeOf": {"transforms": ["Blur"], "p": "often"}},
         ]
     )
     assert found.splitlines() == [
-        "8 problems in data.augment:",
+        "9 problems in data.augment:",
         "  data.augment[1]: GausNoise is no transform of albumentations 2.0.8: did you mean GaussNoise or ISONoise?",
         "  data.augment[2]: Rotate.limits is no argument: did you mean limit?",
         "  data.augment[3]: OneOf[1]: GaussNoise.p = 2: input should be less than or equal to 1",
@@ -230,6 +236,7 @@ def test_all_problems_are_named_at_once() -> None:
         "  data.augment[6]: Normalize cannot be used: images are normalised on the device with data.mean and data.std: "
         "leave it out",
         "  data.augment[7]: OneOf.transforms: a list of at least one transform is expected",
+        "  data.augment[8]: SomeOf.p = 'often': a probability is expected, 0 to 1",
     ]  # fmt: skip
 
 

@@ -62,11 +62,13 @@ def _entry(value: object, place: str) -> dict[str, dict[str, Any]]:
 def _read_transforms(path: Path) -> list[dict[str, dict[str, Any]]]:
     """Return the transforms in a file of `A.save` or `A.to_dict` (JSON or YAML), or in a file with such a list."""
     try:
+        if not path.is_file():
+            raise ValueError(f"there is no file {path}: give a list, a file of A.save, or package.module:factory")
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ValueError(f"{path} is larger than {MAX_FILE_BYTES} bytes: is it a list of transforms?")
         content, _ = parse_yaml(path.read_text(encoding="utf-8"), os.fspath(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the file cannot be read ({error}): give a list, a file, or package.module:factory") from None
+        raise ValueError(f"the file cannot be read: {error}") from None
     except ConfigError as error:
         raise ValueError(str(error)) from None
     if isinstance(content, list):
@@ -76,7 +78,7 @@ def _read_transforms(path: Path) -> list[dict[str, dict[str, Any]]]:
         raise ValueError(f"{path} holds neither a list of transforms nor what A.save writes: save it with A.save")
     if root[_CLASS] == "Compose" and root.get("p", 1) == 1:
         _check_compose(root)
-        return [_from_file(each) for each in root.get("transforms", ())]
+        return _all_from_file(root)
     return [_from_file(root)]
 
 
@@ -89,15 +91,23 @@ def _from_file(saved: object) -> dict[str, dict[str, Any]]:
         raise ValueError(f"{name} is no transform of albumentations: name a factory that makes it, package.module:name")
     if name == "Compose":
         _check_compose(saved)
-        return {"Sequential": {"transforms": [_from_file(t) for t in saved["transforms"]], "p": saved.get("p", 1.0)}}
+        return {"Sequential": {"transforms": _all_from_file(saved), "p": saved.get("p", 1.0)}}
     arguments = {
         key: value
         for key, value in saved.items()
         if key != _CLASS and not (key in _DEFAULTS_IN_FILES and value == _DEFAULTS_IN_FILES[key])
     }
-    if isinstance(arguments.get("transforms"), list):
-        arguments["transforms"] = [_from_file(each) for each in arguments["transforms"]]
+    if "transforms" in arguments:
+        arguments["transforms"] = _all_from_file(arguments)
     return {name: arguments}
+
+
+def _all_from_file(saved: Mapping[str, Any]) -> list[dict[str, dict[str, Any]]]:
+    """Return the transforms inside one of such a file as entries."""
+    inner = saved.get("transforms")
+    if not isinstance(inner, list):
+        raise ValueError("a composition without a list of transforms: save the file with A.save")
+    return [_from_file(each) for each in inner]
 
 
 def _check_compose(saved: Mapping[str, Any]) -> None:

@@ -96,6 +96,8 @@ class TransformBuilder:
             arguments["transforms"] = children
         before = len(self.problems)
         self._check_names(kind, arguments, place)
+        if name in COMPOSITIONS and not _is_probability(arguments.get("p", 1)):
+            self.problems.append(f"{place}.p = {arguments['p']!r}: a probability is expected, 0 to 1")
         if len(self.problems) > before:
             return None
         return self._made(kind, {**self._defaults(kind, resize_px), **arguments}, place)
@@ -186,6 +188,10 @@ _GIVEN = ("ignore_index", "resize_px", "strict")
 _NEAREST = (cv2.INTER_NEAREST, cv2.INTER_NEAREST_EXACT)
 
 
+def _is_probability(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
+
+
 def find_transform(name: str) -> type | str:
     """Return the class of a name, or what is wrong with the name."""
     if name in OWN_TRANSFORMS:
@@ -195,8 +201,8 @@ def find_transform(name: str) -> type | str:
     names = known_transforms()
     if name in names:
         return getattr(A, name)  # type: ignore[no-any-return]
-    near = difflib.get_close_matches(name.lower(), {each.lower(): each for each in names}, n=2)
     by_lower = {each.lower(): each for each in names}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=2)
     hint = f"did you mean {' or '.join(by_lower[each] for each in near)}?" if near else "see its documentation"
     return f"{name} is no transform of albumentations {A.__version__}: {hint}"
 
