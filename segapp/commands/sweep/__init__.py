@@ -70,6 +70,7 @@ def run_sweep(words: Sequence[str], options: SweepOptions) -> int:
             raise ConfigError("--report trains nothing: name a sweep that exists, e.g. segapp sweep NAME --report")
         _finish(plan.folder, as_json=options.as_json)
         return 0
+    plan.check_parts()
     slots = parse_slots(options.devices, os.environ)
     if options.devices is not None:
         _check_devices(plan)

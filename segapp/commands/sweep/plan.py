@@ -10,13 +10,15 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from segapp.commands.sweep.grid import combinations, parse_axes
 from segapp.config import RunConfig, dump_config, find_config, load_config
+from segapp.config.parts import part_names
 from segapp.errors import ConfigError, storage_errors
+from segapp.parts.trust import check_trusted, remember_parts
 from segapp.run.files import write_atomic
 from segapp.run.sweep import SweepFolder, SweepInfo, SweepRun, find_sweep, new_info
 from segapp.run.text import printable
@@ -34,12 +36,26 @@ class SweepPlan:
         info: all its runs: those of this command first, then those of earlier ones.
         names: the runs that this command names.
         configs: complete configs of the runs that are new, by name.
+        own_parts: own code (`module:factory`) that the user's configs and words name; not that of stored configs.
     """
 
     folder: SweepFolder
     info: SweepInfo
     names: frozenset[str]
     configs: Mapping[str, RunConfig]
+    own_parts: frozenset[str] = frozenset()
+
+    def check_parts(self) -> None:
+        """Remember the code that the user has named, and check that of the runs' stored configs against it.
+
+        Raises:
+            ConfigError: a stored config names code that was never named on this machine.
+        """
+        remember_parts(self.own_parts)
+        for name in sorted(self.names):
+            path = self.folder.config_of(name)
+            config = self.configs.get(name) or load_config(path)
+            check_trusted(part_names(config), str(path))
 
     def save(self) -> None:
         """Write the configs of the new runs, then `sweep.json`, and remove the configs of dropped runs.
@@ -100,7 +116,9 @@ def plan_sweep(words: Sequence[str], configs: Sequence[str]) -> SweepPlan:
     candidates = _validated(bases, axes)
     folder = existing or SweepFolder(_new_path(name or _default_name(bases)))
     info = existing.read() if existing is not None else new_info()
-    return _joined(folder, info, axes, candidates)
+    named = frozenset(part for each in candidates for part in part_names(each.config).values())
+    given = {value for values in parse_axes(axis_words).values() for value in values}
+    return replace(_joined(folder, info, axes, candidates), own_parts=named if files else named & given)
 
 
 def _sorted_words(words: Sequence[str]) -> tuple[str | None, list[str], list[str]]:
