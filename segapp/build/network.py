@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from segapp.build.run_weights import load_run_weights, names_run
 from segapp.config import DataConfig, EvalConfig, ModelConfig, RunConfig
 from segapp.errors import ConfigError
 from segapp.inference.normalize import Normalizer
@@ -14,18 +15,28 @@ from segapp.precision import Precision
 
 
 def build_network(section: ModelConfig, num_classes: int, *, with_weights: bool = True) -> SegmentationModel:
-    """Return the network of a `model` section; `with_weights=False` skips its pretrained weights."""
-    return build_model(
+    """Return the network of a `model` section; `with_weights=False` skips its pretrained weights.
+
+    Raises:
+        ConfigError: the network cannot be built, or there is no such run.
+        CheckpointError: its weights cannot be used.
+    """
+    weights = section.weights if with_weights else None
+    run = weights if weights is not None and names_run(weights) else None
+    model = build_model(
         section.library,
         section.name,
         num_classes,
-        weights=section.weights if with_weights else None,
+        weights=weights if run is None else None,
         weights_backbone=section.weights_backbone if with_weights else None,
         partial_weights=section.partial_weights,
         aux=section.aux,
         encoder=section.encoder,
         options=section.options,
     )
+    if run is not None:
+        load_run_weights(model, run, is_partial=section.partial_weights)
+    return model
 
 
 def num_queries(section: ModelConfig) -> int:

@@ -15,7 +15,7 @@ from segapp.build.data import build_scheme
 from segapp.build.devices import choose_devices
 from segapp.build.network import build_inference, build_network
 from segapp.build.own_parts import changed_parts
-from segapp.checkpoint.training_state import LoadedCheckpoint, load_checkpoint
+from segapp.build.run_weights import find_checkpoint, network_state
 from segapp.config import RunConfig, load_config, part_names, validate_config
 from segapp.datasets.layouts.formats import ClassScheme
 from segapp.errors import CheckpointError, ConfigError
@@ -24,7 +24,6 @@ from segapp.models import SegmentationModel
 from segapp.models.weights import load_weights, read_metadata, read_weights_file, sha256_of
 from segapp.parts.trust import check_trusted
 from segapp.precision import Precision
-from segapp.run.folder import find_run
 from segapp.run.text import printable
 
 CONFIG_KEY = "config"
@@ -97,7 +96,7 @@ def read_trained(target: str, config: str | None = None) -> TrainedState:
     if config is not None or Path(target).suffix.lower() == ".safetensors":
         path = Path(target)
         return _from_weights(path, _config_of(path) if config is None else load_config(config))
-    checkpoint = _find_checkpoint(target)
+    checkpoint = find_checkpoint(target)
     state = checkpoint.state
     if not isinstance(state.get("config"), dict):
         raise CheckpointError(f"{checkpoint.path} holds no config: it was not written by segapp train")
@@ -112,9 +111,8 @@ def read_trained(target: str, config: str | None = None) -> TrainedState:
             f"{checkpoint.path} was trained on other classes than its config names: restore the original file"
         )
     model = build_network(saved.model, scheme.num_classes, with_weights=False)
-    average = state.get("ema")
     try:
-        model.load_state_dict(average["module"] if average is not None else state["model"])
+        model.load_state_dict(network_state(state))
     except (RuntimeError, KeyError) as error:
         raise CheckpointError(f"{checkpoint.path} does not fit {saved.model.name}: {error}") from None
     return TrainedState(
@@ -128,17 +126,6 @@ def read_trained(target: str, config: str | None = None) -> TrainedState:
         state.get("criterion"),
         (*checkpoint.messages, *changed_parts(state.get("parts"), saved)),
     )
-
-
-def _find_checkpoint(target: str) -> LoadedCheckpoint:
-    path = Path(target)
-    if path.is_file():
-        return load_checkpoint(path)
-    folder = find_run(target)
-    try:
-        return load_checkpoint(folder.path, "best")
-    except CheckpointError:
-        return load_checkpoint(folder.path)
 
 
 def _from_weights(path: Path, config: RunConfig) -> TrainedState:

@@ -53,6 +53,21 @@ def plan(
 
 
 @app.command()
+def models(
+    pattern: Annotated[
+        str | None, typer.Argument(metavar="[PATTERN]", help="A part of a name or a glob, e.g. 'smp/Unet/*convnext*'.")
+    ] = None,
+    size: Annotated[str, option("--size", "Size of the images, HEIGHTxWIDTH in pixels.", "HxW")] = "512x512",
+    memory: Annotated[bool, typer.Option("--memory", help="Simulate training steps: memory per image.")] = False,
+    json_out: JsonFlag = False,
+) -> None:
+    """List the networks that a config can name: parameters, GFLOPs, stride, memory, weights in the local caches."""
+    from segapp.commands.models import print_models
+
+    print_models(pattern, size, with_memory=memory, as_json=json_out)
+
+
+@app.command()
 def profile(
     overrides: Overrides = None,
     config: ConfigOption = None,

@@ -14,6 +14,8 @@ from segapp.models.inspection import inspect_model
 from segapp.models.names import unknown_name
 from segapp.models.network import SegmentationModel
 from segapp.models.weights import (
+    cached_hub_file,
+    cached_url,
     fetch_hub_file,
     fetch_url,
     load_weights,
@@ -122,6 +124,22 @@ def _locate(weights: str, named: Mapping[str, Callable[[], Path]], what: str, ke
     raise ConfigError(f"{error}; or give the path of a file")
 
 
+def weights_in_cache(model: SegmentationModel) -> list[str]:
+    """Return the named weights of a network and its backbone whose files are on this machine; nothing is downloaded."""
+    from torchvision.models import get_model_weights, list_models
+
+    found = []
+    family = model.name.partition("_")[0]
+    for key, name in (("weights", f"{family}_{model.encoder_name}"), ("weights_backbone", model.encoder_name)):
+        if model.library == "torchvision" and name in list_models():
+            found += [f"{key}={each.name}" for each in get_model_weights(name) if cached_url(each.url)]
+    if model.library != "torchvision":
+        for name, (repo_id, revision) in _hub_files(model.encoder_name).items():
+            if cached_hub_file(repo_id, revision):
+                found.append(f"weights_backbone={name}")
+    return found
+
+
 def _torchvision_weights(name: str, key: str) -> dict[str, Callable[[], Path]]:
     """Return torchvision's named weights for a model, each with the function that fetches its file."""
     from torchvision.models import get_model_weights, list_models
@@ -133,14 +151,20 @@ def _torchvision_weights(name: str, key: str) -> dict[str, Callable[[], Path]]:
 
 
 def _smp_weights(encoder: str, key: str) -> dict[str, Callable[[], Path]]:
-    """Return the named weights of an encoder; for a timm model its own, as `imagenet` and `DEFAULT`."""
+    """Return the named weights of an encoder, each with the function that fetches its file."""
+    files = _hub_files(encoder)
+    return {name: partial(fetch_hub_file, repo_id, revision, name, key) for name, (repo_id, revision) in files.items()}
+
+
+def _hub_files(encoder: str) -> dict[str, tuple[str, str | None]]:
+    """Return repository and revision of an encoder's named weights; a timm model's are `imagenet` and `DEFAULT`."""
     import timm
     from segmentation_models_pytorch.encoders import encoders
 
     if encoder in encoders:
         settings = encoders[encoder]["pretrained_settings"]
-        return {name: partial(fetch_hub_file, s["repo_id"], s["revision"], name, key) for name, s in settings.items()}
+        return {name: (each["repo_id"], each["revision"]) for name, each in settings.items()}
     config = timm.get_pretrained_cfg(encoder.removeprefix("tu-")) if encoder.startswith("tu-") else None
     if config is None or not config.hf_hub_id:
         return {}
-    return {name: partial(fetch_hub_file, config.hf_hub_id, None, name, key) for name in ("imagenet", "DEFAULT")}
+    return dict.fromkeys(("imagenet", "DEFAULT"), (config.hf_hub_id, None))

@@ -128,7 +128,8 @@ def build_torchvision(
     )
 
 
-def _backbone_names() -> list[str]:
+def torchvision_backbones() -> list[str]:
+    """Return the names of the backbones that the bare families take: ResNets and MobileNetV3."""
     from torchvision.models import get_model_builder, list_models
 
     modules = ("torchvision.models.resnet", "torchvision.models.mobilenetv3")
@@ -138,18 +139,18 @@ def _backbone_names() -> list[str]:
 def _split_name(name: str, encoder: str | None) -> tuple[str, str]:
     """Return family and backbone of a model's name."""
     family, _, backbone_name = name.partition("_")
-    if name not in torchvision_names() and (family not in FAMILIES or backbone_name not in _backbone_names()):
+    if name not in torchvision_names() and (family not in FAMILIES or backbone_name not in torchvision_backbones()):
         raise unknown_name("model.name", name, "a model of torchvision", torchvision_names())
     if not backbone_name and encoder is None:
         raise ConfigError(
-            f"model.encoder: {name} needs a backbone; set one of {', '.join(_backbone_names())}, or a whole name such "
-            f"as {name}_mobilenet_v3_large"
+            f"model.encoder: {name} needs a backbone; set one of {', '.join(torchvision_backbones())}, or a whole name "
+            f"such as {name}_mobilenet_v3_large"
         )
     if backbone_name and encoder not in (None, backbone_name):
         raise ConfigError(f"model.encoder: {name} already names its backbone; drop {encoder!r}, or set name: {family}")
     backbone_name = backbone_name or str(encoder)
-    if backbone_name not in _backbone_names():
-        raise unknown_name("model.encoder", backbone_name, "a backbone of torchvision here", _backbone_names())
+    if backbone_name not in torchvision_backbones():
+        raise unknown_name("model.encoder", backbone_name, "a backbone of torchvision here", torchvision_backbones())
     return family, backbone_name
 
 

@@ -136,6 +136,18 @@ def fetch_hub_file(repo_id: str, revision: str | None, name: str, key: str) -> P
         ) from error
 
 
+def cached_url(url: str) -> bool:
+    """Return True if the file of a torchvision weights URL lies in torch's hub folder."""
+    return (Path(torch.hub.get_dir()) / "checkpoints" / url.rsplit("/", 1)[-1]).is_file()
+
+
+def cached_hub_file(repo_id: str, revision: str | None) -> bool:
+    """Return True if encoder weights lie in the Hugging Face cache."""
+    import huggingface_hub
+
+    return isinstance(huggingface_hub.try_to_load_from_cache(repo_id, "model.safetensors", revision=revision), str)
+
+
 def _reason(error: Exception) -> str:
     """Return an error's reason, without URLs."""
     reason = getattr(error, "reason", None)

@@ -6,7 +6,7 @@ from torch.nn.functional import interpolate
 from segapp.errors import ConfigError
 from segapp.models import FAMILY_NOTES, build_model
 from segapp.models import inspection as inspection_module
-from segapp.models.from_torchvision import _backbone_names, torchvision_names
+from segapp.models.from_torchvision import torchvision_backbones, torchvision_names
 
 REGISTERED = torchvision.models.list_models(module=torchvision.models.segmentation)
 SMALL = {"encoder": "mobilenet_v3_small"}
@@ -149,7 +149,7 @@ def test_every_registered_model_is_known():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("encoder", _backbone_names())
+@pytest.mark.parametrize("encoder", torchvision_backbones())
 @pytest.mark.parametrize("family", ["fcn", "lraspp"])
 def test_every_known_backbone_builds_into_a_family(family, encoder):
     with torch.device("meta"):  # the largest take seconds to initialise
@@ -158,7 +158,7 @@ def test_every_known_backbone_builds_into_a_family(family, encoder):
 
 
 def test_every_listed_backbone_is_known():
-    assert {"resnet18", "resnet152", "wide_resnet50_2", "mobilenet_v3_small"} <= set(_backbone_names())
+    assert {"resnet18", "resnet152", "wide_resnet50_2", "mobilenet_v3_small"} <= set(torchvision_backbones())
 
 
 def test_initialisation_depends_only_on_the_global_generator(monkeypatch):

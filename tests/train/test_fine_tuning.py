@@ -120,6 +120,7 @@ def test_dp_thaws_as_one_device(base: dict[str, Any], tmp_path: Path, precision:
     assert losses[1] == pytest.approx(losses[0], rel=1e-6 if precision == "fp32" else 2e-3)
 
 
+@pytest.mark.slow
 def test_ranks_thaw_as_one_device_and_resume_there(frozen: tuple[RunConfig, Path], tmp_path: Path) -> None:
     config, whole = frozen
     ranks = merged(

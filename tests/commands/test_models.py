@@ -1,0 +1,75 @@
+"""`segapp models`: names, and the figures of a network against counts by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from segapp.commands.models import print_models
+from segapp.commands.models.measure import measure_model
+from segapp.commands.models.names import ModelName, all_names, matching_names
+from segapp.errors import ConfigError
+from segapp.models import build_model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder of its own."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        patch.setenv("HF_HUB_CACHE", str(folder))
+        yield folder
+
+
+def test_names_are_collected_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = all_names()
+    assert ModelName("smp", "Unet", "tu-convnext_atto") in names
+    assert ModelName("torchvision", "deeplabv3_resnet50") in names
+    monkeypatch.setattr("segapp.commands.models.names._collect", lambda: pytest.fail("collected again"))
+    assert all_names() == names
+    assert len(list((cache / "segapp").iterdir())) == 1
+
+
+def test_pattern_is_a_part_or_a_glob() -> None:
+    assert [name.label for name in matching_names("smp/unet/resnet18")] == ["smp/Unet/resnet18"]
+    assert {name.encoder for name in matching_names("smp/*/tu-convnext_att*")} >= {"tu-convnext_atto"}
+    with pytest.raises(ConfigError, match=r"'resnet188' matches no network; nearest: .*resnet18"):
+        matching_names("resnet188")
+
+
+def test_figures_are_those_of_the_network() -> None:
+    facts = measure_model(ModelName("torchvision", "fcn", "resnet18"), (64, 96), with_memory=True)
+    model = build_model("torchvision", "fcn", 19, encoder="resnet18")
+    assert facts.problem is None
+    assert facts.num_params == sum(parameter.numel() for parameter in model.parameters())
+    assert (facts.size_px, facts.stride) == ((64, 96), model.logits_stride)
+    num_operations = 0.0
+
+    def count(layer: object, inputs: object, output: object) -> None:
+        nonlocal num_operations
+        num_operations += 2 * output[0].numel() * layer.weight[0].numel()  # type: ignore[index,attr-defined]
+
+    import torch
+
+    for layer in model.eval().modules():
+        if isinstance(layer, torch.nn.Conv2d):
+            layer.register_forward_hook(count)
+    with torch.no_grad():
+        model(torch.zeros(1, 3, 64, 96))
+    assert facts.gflops == pytest.approx(num_operations / 1e9, rel=1e-9)
+    assert facts.image_mib is not None
+    assert 0.5 < facts.image_mib < 100
+
+
+def test_table_and_json_show_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    print_models("torchvision/lraspp/mobilenet_v3_small", "64x64", with_memory=False, as_json=True)
+    (facts,) = json.loads(capsys.readouterr().out)
+    print_models("torchvision/lraspp/mobilenet_v3_small", "64x64", with_memory=False, as_json=False)
+    header, row = capsys.readouterr().out.splitlines()
+    assert header.split()[:3] == ["NETWORK", "PARAMETERS", "GFLOPS"]
+    assert row.split()[:2] == [facts["label"], f"{facts['num_params'] / 1e6:.1f}"]
+    with pytest.raises(ConfigError, match="--size 64: HEIGHTxWIDTH"):
+        print_models(None, "64", with_memory=False, as_json=False)
