@@ -9,6 +9,8 @@ import contextlib
 import itertools
 import json
 import logging
+import math
+import operator
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -187,7 +189,31 @@ def _trace(network: ExportNetwork) -> torch.export.ExportedProgram:
     # Otherwise the example's size becomes a constraint of the file, such as "batch >= 2" or "height >= 33".
     patch = symbolic_config.patch  # type: ignore[attr-defined]
     with patch(backed_size_oblivious=True), torch.no_grad():
-        return torch.export.export(network, (images,), dynamic_shapes=(shapes,), strict=False)
+        program = torch.export.export(network, (images,), dynamic_shapes=(shapes,), strict=False)
+    _divide_in_integers(program.graph)
+    return program
+
+
+def _divide_in_integers(graph: torch.fx.Graph) -> None:
+    """Replace `math.ceil(a / b)` of sizes, as in timm's "same" padding, by `-(-a // b)`.
+
+    `torch.export.save` has no format for `math.ceil` ("Failed serializing node ceil").
+    """
+
+    def inserted(function: Callable[..., Any], *args: Any) -> torch.fx.Node:
+        node = graph.call_function(function, args)
+        node.meta["val"] = function(*(arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in args))
+        return node
+
+    for node in list(graph.nodes):
+        quotient = node.args[0] if node.target is math.ceil else None
+        if isinstance(quotient, torch.fx.Node) and quotient.target is operator.truediv:
+            with graph.inserting_before(node):
+                rounded = inserted(operator.floordiv, inserted(operator.neg, quotient.args[0]), quotient.args[1])
+                node.replace_all_uses_with(inserted(operator.neg, rounded))
+            graph.erase_node(node)
+            if not quotient.users:
+                graph.erase_node(quotient)
 
 
 def _write_pt2(network: ExportNetwork, info: ExportInfo, path: Path) -> Compute:

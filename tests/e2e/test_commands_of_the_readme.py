@@ -33,6 +33,7 @@ NOT_RUN = {
 
 SLOW = {
     "segapp export demo --format onnx": "tests/export/test_export.py",
+    "segapp export demo --format pt2": "tests/export/test_export.py",
     "segapp predict demo.onnx": "tests/export/test_export.py",
     "segapp predict fold0 fold1": "tests/inference/test_ensemble.py",
     "segapp plan": "tests/commands/test_plan.py",
@@ -133,13 +134,7 @@ def test_commands_of_the_readme_and_docs_succeed(folder: Path, with_slow: bool) 
         prepare(command, folder)
         done = segapp(*shlex.split(command)[1:], cwd=folder)
         assert done.returncode == 0, f"{place}: {command}\n{done.stdout[-2000:]}\n{done.stderr}"
-    for made in (
-        *["demo.onnx"][: int(with_slow)],
-        "demo.pt2",
-        "runs/demo/report.html",
-        "compare.html",
-        "check.html",
-        "result.json",
-    ):
+    slow = ["demo.onnx", "demo.pt2"] if with_slow else []
+    for made in (*slow, "runs/demo/report.html", "compare.html", "check.html", "result.json", "demo.safetensors"):
         assert (folder / made).stat().st_size > 0, made
     assert (folder / "out" / "overlay" / "drive.mp4").exists()

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from timm.layers.padding import pad_same
 from torch import nn
 
 from segapp.commands.predict import PredictOptions, predict_target
@@ -129,6 +130,24 @@ def test_pt2_file_gives_labels_and_metadata(tmp_path: Path) -> None:
     assert (labels == expected.numpy()).mean() > 0.999
     assert [path.name for path in tmp_path.iterdir()] == ["x.pt2"]
     assert check_export(compute, info, SmallNet(seed=1), [(1, 41, 67)]).agreement < 0.99
+
+
+class SamePaddedNet(SmallNet):
+    """A network with timm's "same" padding, which takes the ceiling of a side over a stride."""
+
+    def compute_logits(self, images_NCHW: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return super().compute_logits(F.max_pool2d(pad_same(images_NCHW, (3, 3), (2, 2)), 3, 2))
+
+
+def test_pt2_of_same_padding_computes_odd_sizes(tmp_path: Path) -> None:
+    model = SamePaddedNet()
+    info = info_of(model)
+    write_export(model, info, tmp_path / "x.pt2", "pt2")
+    compute = run_pt2(tmp_path / "x.pt2")[0]
+    for size in ((1, 41, 67), (2, 40, 66), (1, 33, 90)):
+        images = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
+        expected = ExportNetwork(model, info.mean, info.std)(torch.from_numpy(images)).numpy()
+        np.testing.assert_allclose(compute(images), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("format", ["onnx", "pt2"])
