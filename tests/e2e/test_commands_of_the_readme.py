@@ -27,6 +27,9 @@ NOT_RUN = {
     "segapp train --config cityscapes.yaml --detach": "leaves a process behind: tests/tui/test_terminal.py",
     "segapp attach": "needs a terminal: tests/tui/test_terminal.py",
     "segapp ctl ": "needs a live training: tests/commands/test_control.py",
+    "segapp sweep ": "trains many networks: tests/report/test_sweep_results.py",
+    "segapp init photos/ --folds": "trains ten networks: tests/report/test_sweep_results.py",
+    "segapp ls demo-sweep": "needs a sweep and a terminal: tests/report/test_sweep_results.py",
     "uv run --group fuzz": "needs atheris and minutes: tests/fuzz/test_fuzz_targets.py",
 }
 """Beginnings of commands that are not run, and why."""
@@ -126,9 +129,8 @@ def test_every_command_is_run_or_has_a_reason() -> None:
     assert [place for place in SLOW.values() if not (ROOT / place).exists()] == []
 
 
-@pytest.mark.parametrize(
-    "with_slow", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])], ids=["quick", "all"]
-)
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("with_slow", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["quick", "all"])
 def test_commands_of_the_readme_and_docs_succeed(folder: Path, with_slow: bool) -> None:
     for command, place in runnable(with_slow=with_slow).items():
         prepare(command, folder)
