@@ -169,6 +169,64 @@ class ConfusionMatrix:
         return _all_scores(scores, in_target, num_valid_px, _ratio(sum(hits), num_valid_px))
 
 
+class LabelCounts:
+    """Counts of targets and predictions of classes that do not exclude each other, over any number of batches.
+
+    Its methods are those of `ConfusionMatrix`. The mean IoU is the mean over the classes; the pixel accuracy is the
+    share of right decisions over all valid pixels and classes.
+
+    Args:
+        num_classes: C, at least 1.
+        device: of the counts.
+
+    Attributes:
+        counts: int64 (C * 4,), the matrices one after the other.
+    """
+
+    def __init__(self, num_classes: int, device: torch.device | str = "cpu") -> None:
+        self.num_classes = num_classes
+        with torch.inference_mode(False):  # as above
+            self.counts = torch.zeros(num_classes * 4, dtype=torch.int64, device=device)
+
+    @property
+    def matrix(self) -> Tensor:
+        """int64 (C, 2, 2), a view of `counts`: row 1 the pixels of the class, column 1 those predicted as it."""
+        return self.counts.view(self.num_classes, 2, 2)
+
+    def merge(self, other: "LabelCounts") -> None:
+        """Add the counts of as many classes."""
+        self.counts += other.counts.to(self.counts.device)
+
+    def add(self, matrix: Tensor) -> None:
+        """Add counts (C, 2, 2)."""
+        self.matrix.add_(matrix)
+
+    def update(self, prediction_NHW: Tensor, target_NHW: Tensor, ignore_index: int = -1) -> None:
+        """Count one batch of sets of classes (N, H, W), bit c for class c."""
+        valid = target_NHW != ignore_index
+        for number, matrix in enumerate(self.matrix):
+            own, found = (target_NHW[valid] >> number) & 1, (prediction_NHW[valid] >> number) & 1
+            matrix.add_(_count(own.long() * 2 + found.long(), 4).view(2, 2))
+
+    def scores(self) -> SegmentationScores:
+        """Return the scores of all counts, computed in float64 on the host."""
+        matrix = self.matrix.cpu()
+        hits, in_target, in_prediction = matrix[:, 1, 1], matrix[:, 1].sum(1), matrix[:, :, 1].sum(1)
+        targets: list[int] = in_target.tolist()
+        right, decisions = int(matrix[:, 0, 0].sum() + hits.sum()), int(matrix.sum())
+        scores = _class_scores(hits.tolist(), targets, in_prediction.tolist(), [True] * self.num_classes)
+        return _all_scores(scores, targets, decisions // self.num_classes, _ratio(right, decisions))
+
+
+Counts = ConfusionMatrix | LabelCounts
+"""Counts of an evaluation, of one class per pixel or of several."""
+
+
+def counts_for(num_classes: int, ignore_index: int, *, multilabel: bool, device: torch.device | str = "cpu") -> Counts:
+    """Return empty counts for targets with one class per pixel, or with sets of classes."""
+    return LabelCounts(num_classes, device) if multilabel else ConfusionMatrix(num_classes, ignore_index, device)
+
+
 def group_matrix(matrix: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:
     """Return the confusion matrix of groups of classes; a confusion within a group counts as correct.
 

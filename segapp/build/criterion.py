@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -45,6 +45,8 @@ def build_criterion(
     ignore_index: int,
     weights_of: Callable[[str], list[float]],
     num_queries: int = 1,
+    *,
+    multilabel: bool = False,
 ) -> AdditiveCriterion:
     """Return the criterion of a `loss` section.
 
@@ -54,6 +56,7 @@ def build_criterion(
         ignore_index: target id that counts nowhere.
         weights_of: returns the class weights of a rule by its name.
         num_queries: of the network, for mask classification.
+        multilabel: targets are sets of classes.
 
     Raises:
         ConfigError: the number of class weights is not the number of classes.
@@ -61,7 +64,8 @@ def build_criterion(
     terms = [section, *section.plus]
     if section.name == "mask_classification":
         return _mask_classification(section, num_classes, ignore_index, num_queries)
-    criteria = [(term.weight, _build_term(term, num_classes, ignore_index, weights_of)) for term in terms]
+    common = {"ignore_index": ignore_index} | ({"multilabel": True} if multilabel else {})
+    criteria = [(term.weight, _build_term(term, num_classes, weights_of, common)) for term in terms]
     return criteria[0][1] if len(criteria) == 1 and criteria[0][0] == 1.0 else CriterionSum(criteria)
 
 
@@ -90,7 +94,7 @@ def _mask_classification(
 
 
 def _build_term(
-    term: LossTerm, num_classes: int, ignore_index: int, weights_of: Callable[[str], list[float]]
+    term: LossTerm, num_classes: int, weights_of: Callable[[str], list[float]], common: Mapping[str, Any]
 ) -> AdditiveCriterion:
     weights = term.class_weights
     if isinstance(weights, str):
@@ -99,10 +103,10 @@ def _build_term(
         raise ConfigError(f"loss.class_weights has {len(weights)} values for {num_classes} classes: give one a class")
     weight = None if weights is None else torch.tensor(weights, dtype=torch.float32)
     if is_part(term.name):
-        return own_criterion(term, num_classes, ignore_index, weight)
+        return own_criterion(term, num_classes, common["ignore_index"], weight)
     return LOSSES[term.name](
         **OPTIONS[term.name](term, weight),
-        ignore_index=ignore_index,
+        **common,
         align_corners=term.align_corners,
         aux_weight=term.aux_weight,
     )

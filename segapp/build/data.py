@@ -46,6 +46,7 @@ def build_scheme(data: DataConfig) -> ClassScheme:
         label_map=data.label_map,
         ignore_index=data.ignore_index,
         rgb=data.rgb_masks,
+        multilabel=data.multilabel,
     )
 
 
@@ -61,6 +62,7 @@ def build_location(data: DataConfig) -> DataLocation:
         list_dir=data.list_dir,
         mask_root=data.mask_root,
         allow_outside_root=data.allow_outside_root,
+        mask_classes=tuple(data.classes or ()) if data.multilabel == "files" else (),
     )
 
 

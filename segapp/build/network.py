@@ -59,6 +59,7 @@ def build_inference(
         weighting=section.slide_weighting,
         scales=tuple(section.scales) if section.tta else (1.0,),
         flip=section.tta,
+        threshold=None if data.multilabel is None else section.threshold,
         autocast=precision.autocast,
     )
 

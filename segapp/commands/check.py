@@ -84,7 +84,7 @@ def check_data(
     if new_sums_file is not None:
         _write(new_sums_file, write_sums(splits, Path(data.root)), "--write-sums")
     groups = grouped(reports, before)
-    weights = suggested_weights(reports[0])
+    weights = suggested_weights(reports[0], scheme)
     if as_json:
         print(json.dumps(as_dict(reports, groups, scheme), indent=2))
     else:
@@ -162,9 +162,9 @@ def _some(paths: Sequence[Path]) -> str:
     return ", ".join(shown(path) for path in paths[:_MAX_SHOWN]) + more
 
 
-def suggested_weights(report: SplitReport) -> dict[str, list[float]]:
-    """Return the class weights of every rule, from the masks of a split; empty if no pixel is valid."""
-    if not any(report.frequencies.pixels):
+def suggested_weights(report: SplitReport, scheme: ClassScheme) -> dict[str, list[float]]:
+    """Return the class weights of every rule, from the masks of a split; empty if there are none."""
+    if scheme.multilabel is not None or not any(report.frequencies.pixels):
         return {}
     return {rule: class_weights(rule, report.frequencies) for rule in RULES}
 
@@ -176,7 +176,7 @@ def as_dict(reports: Sequence[SplitReport], groups: Sequence[Group], scheme: Cla
         "errors": sum(f.severity == "error" for f in findings),
         "warnings": sum(f.severity == "warning" for f in findings),
         "classes": list(scheme.names),
-        "class_weights": suggested_weights(reports[0]),
+        "class_weights": suggested_weights(reports[0], scheme),
         "splits": {report.split: _split_as_dict(report) for report in reports},
         "findings": [
             {
@@ -225,7 +225,7 @@ def print_report(
     for report in reports:
         sizes = [f"{height} x {width} ({n})" for (height, width), n in _by_count(report)]
         shown_sizes = ", ".join(sizes[:3]) + (f" and {len(sizes) - 3} more" if len(sizes) > 3 else "")
-        total = sum(report.frequencies.pixels) + report.frequencies.ignored_px
+        total = report.valid_px + report.frequencies.ignored_px
         ignored = f"{report.frequencies.ignored_px / total:.1%}" if total else "-"
         name = Text(printable(report.split))
         overview.add_row(name, str(report.num_pairs), str(report.num_masks), shown_sizes or "-", ignored)
@@ -260,7 +260,7 @@ def _class_table(reports: Sequence[SplitReport], scheme: ClassScheme, weights: d
     for index, name in enumerate(scheme.names):
         cells = []
         for report in reports:
-            total = sum(report.frequencies.pixels)
+            total = report.valid_px
             share = f"{report.frequencies.pixels[index] / total:.2%}" if total else "-"
             cells.append(f"{share} / {report.frequencies.images[index]}")
         table.add_row(Text(printable(name)), *cells, *(f"{column[index]:.3g}" for column in weights.values()))

@@ -14,8 +14,9 @@ from segapp.commands.check_findings import Group
 from segapp.datasets.doctor import Finding, SplitReport
 from segapp.datasets.files import open_bytes, read_bytes
 from segapp.datasets.layouts.formats import ClassScheme
-from segapp.datasets.masks import ID_MODES, read_image
+from segapp.datasets.masks import ID_MODES, read_image, read_masks
 from segapp.errors import DataError
+from segapp.inference.predict.outputs import colorize
 from segapp.report.augmented import AugmentedSample
 from segapp.report.render import data_url, render
 
@@ -60,6 +61,8 @@ def _with_pictures(group: Group, scheme: ClassScheme) -> list[tuple[Finding, lis
             pictures = [_image_thumbnail(finding.pair.image)]
             if finding.other is not None:
                 pictures.append(_image_thumbnail(finding.other.image))
+            elif scheme.multilabel is not None:
+                pictures.append(_sets_thumbnail(finding.pair.masks, scheme))
             elif finding.pair.mask is not None:
                 pictures.append(_mask_thumbnail(finding.pair.mask, scheme))
             found.append((finding, [picture for picture in pictures if picture is not None]))
@@ -97,6 +100,17 @@ def _mask_thumbnail(path: Path, scheme: ClassScheme) -> str | None:
     colors[train_ids == scheme.ignore_index] = 128
     for train_id, color in enumerate(scheme.palette):
         colors[train_ids == train_id] = color
+    return _thumbnail(colors, cv2.INTER_NEAREST)
+
+
+def _sets_thumbnail(masks: Sequence[Path], scheme: ClassScheme) -> str | None:
+    """Return a mask of several classes per pixel in their colours, ignored pixels grey; None if unreadable."""
+    try:
+        sets = read_masks(masks, scheme)
+    except DataError:
+        return None
+    colors = colorize(np.maximum(sets, 0), scheme)
+    colors[sets == scheme.ignore_index] = 128
     return _thumbnail(colors, cv2.INTER_NEAREST)
 
 

@@ -24,7 +24,7 @@ from segapp.inference.evaluate import EvaluationSettings
 from segapp.inference.evaluator import EvaluationResult, Evaluator, evaluate_on_devices
 from segapp.inference.progress_bar import progress_bar
 from segapp.inference.workspace import HostLimit
-from segapp.metrics import ConfusionMatrix, SegmentationScores, group_iou, mean_of_known
+from segapp.metrics import SegmentationScores, counts_for, group_iou, mean_of_known
 from segapp.report.confusion import PICTURE_SUFFIXES, confusion_file
 from segapp.run.files import write_atomic, write_json
 from segapp.run.text import printable
@@ -60,6 +60,9 @@ def evaluate_target(target: str, options: EvalOptions) -> None:
         )
     trained = load_trained(target, options.config, slide=options.slide, tta=options.tta)
     config, scheme = trained.config, trained.scheme
+    if scheme.multilabel is not None and (options.confusion is not None or options.boundary):
+        option = "--boundary" if options.boundary else "--confusion"
+        raise ConfigError(f"{option} needs one class per pixel, and {printable(target)} knows several: leave it out")
     data = config.data.model_copy(update={} if options.data_root is None else {"root": options.data_root})
     groups = build_groups(data, scheme)
     split = options.split or split_names(data)[1]
@@ -94,6 +97,7 @@ def _build_evaluators(trained: TrainedModel, options: EvalOptions) -> list[Evalu
         scheme.ignore_index,
         lambda _: [1.0] * len(scheme.names),
         num_queries(config.model),
+        multilabel=scheme.multilabel is not None,
     )
     if trained.criterion is not None:
         criterion.load_state_dict(trained.criterion)  # includes the class weights of the training
@@ -210,7 +214,7 @@ def per_image_csv(found: EvaluationResult, dataset: SegmentationDataset, trained
 
 
 def _scores(counts: torch.Tensor, ignore_index: int) -> SegmentationScores:
-    matrix = ConfusionMatrix(len(counts), ignore_index)
+    matrix = counts_for(len(counts), ignore_index, multilabel=counts.dim() == 3)
     matrix.add(counts)
     return matrix.scores()
 

@@ -38,6 +38,8 @@ def export_target(
     if chosen == WEIGHTS and argmax:
         raise ConfigError("--argmax: a safetensors file holds weights only: leave it out")
     trained = load_trained(target, config)
+    if argmax and trained.scheme.multilabel is not None:
+        raise ConfigError(f"--argmax: {printable(target)} knows several classes per pixel: leave it out")
     info = _info(trained, half=half, argmax=argmax)
     if chosen == WEIGHTS:
         text = trained.config.model_dump_json()
@@ -82,6 +84,8 @@ def _info(trained: TrainedModel, *, half: bool, argmax: bool) -> ExportInfo:
         std=config.data.std,
         align_corners=config.loss.align_corners,
         output="labels" if argmax else "logits",
+        multilabel=scheme.multilabel is not None,
+        threshold=trained.inference.threshold,
         precision="fp16" if half else "fp32",
         fixed_size_px=model.fixed_size_px,
     )

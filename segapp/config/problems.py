@@ -13,7 +13,16 @@ from typing import Any
 from pydantic import BaseModel
 
 from segapp.config.parts import part_names, part_sections
-from segapp.config.sections import DataConfig, LossTerm, ParallelConfig, ParamGroupConfig, RunConfig, section_of
+from segapp.config.sections import (
+    DataConfig,
+    LossConfig,
+    LossTerm,
+    ParallelConfig,
+    ParamGroupConfig,
+    RunConfig,
+    section_of,
+)
+from segapp.config.sections.data import MAX_LABELS
 from segapp.parts import PART_PATTERN, is_part
 
 
@@ -182,6 +191,7 @@ def combination_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], s
     """Yield the key path and the message of each value that is valid by itself but not together with others."""
     data, train, parallel = config.data, config.train, config.parallel
     yield from _data_problems(data)
+    yield from _multilabel_problems(config) if data.multilabel is not None else _sigmoid_problems(config.loss)
     yield from _part_problems(config)
     yield from _schedule_problems(config)
     if config.model.freeze_epochs is not None and not config.model.freeze:
@@ -307,6 +317,45 @@ def _part_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
         )
 
 
+MULTILABEL_LOSSES = ("bce", "dice", "tversky", "focal", "boundary")
+"""The losses of classes that do not exclude each other."""
+
+
+def _multilabel_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    data = config.data
+    if data.format not in ("folder", "list"):
+        yield ("data", "multilabel"), f"is for the formats folder and list, not {data.format}: set it to null"
+    names_class = any("{class}" in (part or "") for part in (data.mask_dir, data.mask_suffix))
+    if data.multilabel == "files" and data.format == "folder" and not names_class:
+        yield ("data", "multilabel"), "files needs {class} in data.mask_dir or data.mask_suffix, e.g. masks/{class}"
+    if data.classes is not None and len(data.classes) > MAX_LABELS:
+        yield ("data", "classes"), f"has {len(data.classes)} names: at most {MAX_LABELS} with data.multilabel"
+    for key in ("groups", "label_map", "foreground_classes"):
+        if getattr(data, key) is not None:
+            yield ("data", key), "cannot be combined with data.multilabel: leave it out"
+    if data.rgb_masks:
+        yield ("data", "rgb_masks"), "cannot be combined with data.multilabel: set it to false"
+    if data.sampling != "uniform":
+        yield ("data", "sampling"), f"{data.sampling} aims at one class per pixel: use uniform with data.multilabel"
+    for index, term in enumerate([config.loss, *config.loss.plus]):
+        path = ("loss",) if index == 0 else ("loss", "plus", str(index - 1))
+        if term.name not in MULTILABEL_LOSSES:
+            yield (
+                (*path, "name"),
+                f"{term.name} is for one class per pixel: with data.multilabel use {', '.join(MULTILABEL_LOSSES)}",
+            )
+        if isinstance(term.class_weights, str):
+            yield (*path, "class_weights"), f"{term.class_weights} is for one class per pixel: give a list, or null"
+    if config.distill is not None:
+        yield ("distill",), "needs one class per pixel: leave it out with data.multilabel"
+
+
+def _sigmoid_problems(loss: LossConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    names = [term.name for term in (loss, *loss.plus)]
+    if "bce" in names and set(names) != {"bce"}:
+        yield ("loss", "plus"), "adds losses of sigmoids (bce) and softmax: use ce, or data.multilabel"
+
+
 def _budget_problems(parallel: ParallelConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     path, budgets = ("parallel", "memory_budget_mib"), parallel.memory_budget_mib or []
     if parallel.mode == "model":
@@ -336,8 +385,8 @@ def _data_problems(data: DataConfig) -> Iterator[tuple[tuple[str, ...], str]]:
             ("data", "classes"),
             f"is missing: format {data.format} does not fix the classes; list their names in id order",
         )
-    if data.classes is not None and len(data.classes) == 1:
-        yield ("data", "classes"), f"{data.classes} is one class: add the background, at least two classes are needed"
+    if data.classes is not None and len(data.classes) == 1 and data.multilabel is None:
+        yield ("data", "classes"), f"{data.classes} is one class: add the background, or set data.multilabel: channels"
     if data.rgb_masks and not data.palette:
         yield ("data", "palette"), "is missing: rgb_masks needs one colour a class"
     num_colors, num_classes = len(data.palette or ()), len(data.classes or ())

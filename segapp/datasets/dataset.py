@@ -20,7 +20,7 @@ from segapp.datasets.cache.pixel_cache import PixelCache
 from segapp.datasets.distances import with_distances
 from segapp.datasets.files import ImagePair, check_same_size, read_header, shown
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.datasets.masks import read_image, read_mask
+from segapp.datasets.masks import read_image, read_masks
 from segapp.datasets.sampling import SampleKey, mix_seed
 from segapp.errors import DataError
 
@@ -109,7 +109,8 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
                 other = self._augmented(partner, mix_seed("partner", seed))
                 image, mask = self.mix((image, mask), other, seed)
         if self.has_distances:
-            target = with_distances(mask, self.scheme.num_classes, self.scheme.ignore_index)
+            is_sets = self.scheme.multilabel is not None
+            target = with_distances(mask, self.scheme.num_classes, self.scheme.ignore_index, multilabel=is_sets)
         else:
             target = mask if mask.flags.owndata and mask.flags.writeable else mask.copy()
         return Sample(to_planes(image), torch.from_numpy(np.ascontiguousarray(target)), index)
@@ -150,10 +151,10 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
 
     def read_mask(self, index: int, size_px: tuple[int, ...]) -> Pixels:
         """Return the mask (H, W) of train ids; without a file, all `ignore_index`, of size `size_px`."""
-        mask = self.pairs[index].mask
-        if mask is None:
+        masks = self.pairs[index].masks
+        if not masks:
             return np.full(size_px, self.scheme.ignore_index, self.scheme.dtype)
-        return read_mask(mask, self.scheme)
+        return read_masks(masks, self.scheme)
 
 
 def to_planes(image: Pixels) -> Tensor:

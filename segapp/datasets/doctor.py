@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from segapp.datasets.files import ImagePair, check_same_size, read_header, shown
 from segapp.datasets.frequencies import ClassFrequencies, classes_in
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.datasets.masks import UnknownIdsError, likely_cause, name_ids, read_image, read_mask
+from segapp.datasets.masks import UnknownIdsError, likely_cause, name_ids, read_image, read_masks
 from segapp.datasets.own_data import OwnPair
 from segapp.errors import DataError
 
@@ -88,6 +88,7 @@ class SplitReport:
         frequencies: counts over the readable masks.
         findings: in the order of the pairs.
         unknown_ids: None if every id is known.
+        valid_px: pixels of the readable masks that are not ignored.
     """
 
     split: str
@@ -97,6 +98,7 @@ class SplitReport:
     frequencies: ClassFrequencies
     findings: tuple[Finding, ...]
     unknown_ids: UnknownIds | None = None
+    valid_px: int = 0
 
 
 @dataclass
@@ -109,6 +111,7 @@ class _Examined:
     difference_hash: bytes | None = None  # similar for a resized or re-saved copy
     counts: NDArray[Any] | None = None
     ignored_px: int = 0
+    valid_px: int | None = None
     ids: UnknownIdsError | None = None
     problems: list[tuple[str, str, int]] = field(default_factory=list)  # kind, message, pixels
 
@@ -151,14 +154,16 @@ def examine(
     for number, (name, pairs) in enumerate(examined.items()):
         is_training = number == 0
         frequencies = _frequencies(pairs, scheme.num_classes)
-        findings = [*_of_pairs(name, pairs), *twice[name], *_of_classes(name, frequencies, scheme, is_training)]
+        valid_px = sum(each.valid_px or 0 for each in pairs)
+        classes = _of_classes(name, frequencies, scheme, valid_px if is_training else 0)
+        findings = [*_of_pairs(name, pairs), *twice[name], *classes]
         if is_training:
             findings += _of_crop(name, pairs, crop_px, resize_px)
         sizes = Counter(pair.size for pair in pairs if pair.size is not None)
         num_masks = sum(pair.pair.mask is not None for pair in pairs)
         unknown = _all_unknown([each.ids for each in pairs if each.ids is not None], scheme)
         reports.append(
-            SplitReport(name, len(pairs), num_masks, dict(sizes), frequencies, tuple(findings), unknown_ids=unknown)
+            SplitReport(name, len(pairs), num_masks, dict(sizes), frequencies, tuple(findings), unknown, valid_px)
         )
     return reports
 
@@ -183,7 +188,7 @@ def check_masks(pairs: Sequence[ImagePair], sizes: Sequence[tuple[int, int]], sc
         if pair.mask is None:
             return
         try:
-            mask = read_mask(pair.mask, scheme)
+            mask = read_masks(pair.masks, scheme)
         except UnknownIdsError as error:
             unknown.append(error)
         else:
@@ -226,7 +231,7 @@ def _examine_files(found: _Examined, scheme: ClassScheme) -> None:
     if pair.mask is None:
         return
     try:
-        mask = read_mask(pair.mask, scheme)
+        mask = read_masks(pair.masks, scheme)
         _note_mask(found, mask, scheme)
         if found.size is not None:
             check_same_size(pair, found.size, mask.shape)
@@ -257,9 +262,8 @@ def _note_image(found: _Examined, image: NDArray[Any]) -> None:
 
 
 def _note_mask(found: _Examined, mask: NDArray[Any], scheme: ClassScheme) -> None:
-    is_valid = mask != scheme.ignore_index
-    found.counts = np.bincount(mask[is_valid], minlength=scheme.num_classes)
-    found.ignored_px = int(mask.size - is_valid.sum())
+    found.counts, found.ignored_px = scheme.count(mask)
+    found.valid_px = mask.size - found.ignored_px
 
 
 def _all_unknown(errors: Sequence[UnknownIdsError], scheme: ClassScheme) -> UnknownIds | None:
@@ -303,7 +307,7 @@ def _of_pairs(split: str, pairs: Iterable[_Examined]) -> list[Finding]:
         findings += [
             Finding("error", kind, split, message, each.pair, num_px=num_px) for kind, message, num_px in each.problems
         ]
-        if each.counts is not None and not each.counts.any():
+        if each.valid_px == 0:
             findings.append(
                 Finding(
                     "warning",
@@ -377,10 +381,10 @@ def _frequencies(pairs: Sequence[_Examined], num_classes: int) -> ClassFrequenci
     )
 
 
-def _of_classes(split: str, frequencies: ClassFrequencies, scheme: ClassScheme, is_training: bool) -> list[Finding]:
-    total = sum(frequencies.pixels)
+def _of_classes(split: str, frequencies: ClassFrequencies, scheme: ClassScheme, total: int) -> list[Finding]:
+    """Return warnings about classes without pixels, and about rare ones among `total` pixels of a training set."""
     messages = frequencies.warnings(scheme.names)
-    if is_training and total:
+    if total:
         rare = [
             f"{name} ({count / total:.1e})"
             for name, count in zip(scheme.names, frequencies.pixels, strict=True)

@@ -43,11 +43,23 @@ class ImagePair:
         image: The image file.
         mask: The mask file; None where the split has no ground truth.
         name: The image's path below the image folder without its extension; outputs are named after it.
+        others: With a mask of its own for each class, those of the classes after the first.
     """
 
     image: Path
     mask: Path | None
     name: str
+    others: tuple[Path, ...] = ()
+
+    @property
+    def masks(self) -> tuple[Path, ...]:
+        """All mask files."""
+        return () if self.mask is None else (self.mask, *self.others)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The image and all mask files."""
+        return (self.image, *self.masks)
 
 
 @dataclass(frozen=True)
@@ -289,9 +301,9 @@ def _check_pair(pair: ImagePair) -> tuple[int, int]:
     """Check the headers of a pair, and return its (height, width)."""
     image = read_header(pair.image)
     size = (image.height_px, image.width_px)
-    if pair.mask is not None:
-        mask = read_header(pair.mask)
-        check_mask_format(pair.mask, mask.format)
+    for path in pair.masks:
+        mask = read_header(path)
+        check_mask_format(path, mask.format)
         check_same_size(pair, size, (mask.height_px, mask.width_px))
     return size
 

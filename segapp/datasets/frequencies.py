@@ -86,5 +86,4 @@ def classes_in(counts: NDArray[Any]) -> tuple[int, ...]:
 def _count(dataset: SegmentationDataset, index: int) -> tuple[NDArray[Any], int]:
     """Return the pixels of each class in one mask, (C,), and the number of ignored pixels."""
     mask = dataset.read_mask(index, (0, 0))
-    is_valid = mask != dataset.scheme.ignore_index
-    return np.bincount(mask[is_valid], minlength=dataset.scheme.num_classes), int(mask.size - is_valid.sum())
+    return dataset.scheme.count(mask)

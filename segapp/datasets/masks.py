@@ -6,7 +6,8 @@ Pillow, which keeps palette indices and 16-bit ids. PNGs are verified first: a d
 Shapes: H, W the upright height and width in pixels.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -15,14 +16,14 @@ from typing import Any
 import cv2
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, ImageSequence
 
 from segapp.datasets.files import MAX_PIXELS, check_mask_format, damaged, is_complete, open_bytes, read_bytes, shown
 from segapp.datasets.layouts.published_classes import Color
 from segapp.datasets.layouts.schemes import UNKNOWN_ID, ClassScheme
 from segapp.errors import DataError
 
-Ids = NDArray[np.uint8] | NDArray[np.int16]
+Ids = NDArray[np.uint8] | NDArray[np.int16] | NDArray[np.int32]
 
 # OpenCV's messages about damaged files would mix with our output; such files raise DataError.
 cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
@@ -107,6 +108,8 @@ def read_mask(path: Path, scheme: ClassScheme) -> Ids:
         DataError: The file cannot be read or is damaged; its format changes ids; or it holds ids or colours that the
             scheme does not have: the message names them with their number of pixels and the likely cause.
     """
+    if scheme.multilabel is not None:
+        return _label_sets(path, scheme)
     data = read_bytes(path)
     image = open_bytes(data, path)
     check_mask_format(path, str(image.format))
@@ -127,6 +130,79 @@ def read_mask(path: Path, scheme: ClassScheme) -> Ids:
     if scheme.rgb:
         return _ids_of_colors(ids, path, scheme)
     return train_ids(_unscaled(ids, image, data), path, scheme)
+
+
+def read_masks(paths: Sequence[Path], scheme: ClassScheme) -> Ids:
+    """Return the mask (H, W) of train ids of an image; with `multilabel: files` from the mask of each class.
+
+    Raises:
+        DataError: As `read_mask`, or the masks differ in size.
+    """
+    if scheme.multilabel != "files":
+        return read_mask(paths[0], scheme)
+    one = replace(scheme, names=("one",), multilabel="channels")
+    sets: NDArray[np.int32] | None = None
+    ignored: NDArray[np.bool_] | bool = False
+    for number, path in enumerate(paths):
+        own = _label_sets(path, one)
+        if sets is not None and own.shape != sets.shape:
+            raise DataError(
+                f"{shown(path)}: the mask has {own.shape[1]}x{own.shape[0]} pixels, that of the first class "
+                f"{sets.shape[1]}x{sets.shape[0]}: make all the same size"
+            )
+        present = np.where(own > 0, np.int32(1 << number), np.int32(0))
+        sets = present if sets is None else sets | present
+        ignored = ignored | (own < 0)
+    return np.where(ignored, np.int32(scheme.ignore_index), np.int32(0) if sets is None else sets)
+
+
+def _label_sets(path: Path, scheme: ClassScheme) -> NDArray[np.int32]:
+    """Return the set of classes of each pixel, (H, W): bit c for class c, `ignore_index` for ignored pixels.
+
+    Raises:
+        DataError: The file cannot be used, or does not hold what `data.multilabel` says.
+    """
+    data = read_bytes(path)
+    image = open_bytes(data, path)
+    check_mask_format(path, str(image.format))
+    _check_complete(data, image, path)
+    try:
+        frames = ImageSequence.Iterator(open_bytes(data, path))
+        planes = np.dstack([np.asarray(ImageOps.exif_transpose(frame)) for frame in frames]).astype(np.int64)
+    except Exception as error:  # as above
+        raise damaged(path, error) from error
+    ignored = np.zeros(planes.shape[:2], bool)
+    if scheme.ignored_value is not None:
+        ignored = (planes == scheme.ignored_value).any(2)
+        planes = np.where(ignored[..., None], 0, planes)
+    read = _sets_of_bits if scheme.multilabel == "bits" else _sets_of_channels
+    return np.where(ignored, scheme.ignore_index, read(planes, path, scheme)).astype(np.int32)
+
+
+def _sets_of_channels(planes: NDArray[np.int64], path: Path, scheme: ClassScheme) -> NDArray[np.int64]:
+    """Return the sets of classes of (H, W, C) values, where all but 0 stand for the class."""
+    if scheme.num_classes == 1 and planes.shape[2] == 3 and (planes == planes[..., :1]).all():
+        planes = planes[..., :1]  # black and white, saved as RGB
+    if planes.shape[2] != scheme.num_classes:
+        raise DataError(
+            f"{shown(path)}: the mask has {planes.shape[2]} channels for {scheme.num_classes} classes: "
+            "save one channel (or page of a TIFF) for each of data.classes"
+        )
+    return np.asarray(((planes != 0) << np.arange(scheme.num_classes)).sum(2))
+
+
+def _sets_of_bits(planes: NDArray[np.int64], path: Path, scheme: ClassScheme) -> NDArray[np.int64]:
+    """Return (H, W, 1) values, checked to be sets of classes."""
+    if planes.shape[2] != 1:
+        raise DataError(f"{shown(path)}: the mask has {planes.shape[2]} channels: set data.multilabel: channels")
+    sets = planes[..., 0]
+    outside = np.unique(sets[(sets < 0) | (sets >= 1 << scheme.num_classes)])[:_MAX_NAMED].tolist()
+    if outside:
+        raise DataError(
+            f"{shown(path)}: the values {', '.join(map(str, outside))} have bits beyond the {scheme.num_classes} "
+            "classes: add classes, or set data.ignore_index to the value of ignored pixels"
+        )
+    return sets
 
 
 def _check_one_frame(image: Image.Image, path: Path) -> None:

@@ -48,7 +48,7 @@ class OwnData:
         """Return images by their indices, by default all."""
         chosen = range(len(self)) if indices is None else indices
         named = ((index, self.name(index)) for index in chosen)
-        return [OwnPair(Path(name), Path(name), name, self, index) for index, name in named]
+        return [OwnPair(Path(name), Path(name), name, data=self, index=index) for index, name in named]
 
     def read(self, index: int, scheme: ClassScheme) -> tuple[Pixels, Pixels]:
         """Return the image, uint8 RGB (H, W, 3), and the mask (H, W) of train ids.
@@ -74,7 +74,7 @@ class OwnData:
         return image, train_ids(mask, Path(what), scheme)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OwnPair(ImagePair):
     """One image and mask of own data; the paths are its name."""
 

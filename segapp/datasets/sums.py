@@ -54,7 +54,7 @@ def _digest(path: Path) -> str | None:
 
 
 def _files(pairs: Iterable[ImagePair]) -> list[Path]:
-    return [path for pair in pairs for path in (pair.image, pair.mask) if path is not None]
+    return [path for pair in pairs for path in pair.files]
 
 
 def _name(path: Path, root: Path) -> str:

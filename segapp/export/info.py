@@ -50,6 +50,10 @@ class ExportInfo(BaseModel):
     """Name, type and shape of the input."""
     output: Literal["logits", "labels"]
     """Name of the output: logits, float32 (batch, classes, height, width), or labels, (batch, height, width)."""
+    multilabel: bool = False
+    """The logits are those of sigmoids: a pixel may have several classes, or none."""
+    threshold: float | None = None
+    """A class is predicted where its probability is above this (multilabel)."""
     precision: Literal["fp32", "fp16"]
     """Of weights and arithmetic; the types of input and output stay the same."""
     fixed_size_px: tuple[int, int] | None = None
@@ -62,6 +66,8 @@ class ExportInfo(BaseModel):
         """Classes, colours and ids of the data set."""
         label_map = {file_id: class_id for class_id, file_id in enumerate(self.file_ids)}
         is_plain = all(file_id == class_id for file_id, class_id in label_map.items())
+        if self.multilabel:
+            return ClassScheme(self.classes, self.palette, ignore_index=self.ignore_index, multilabel="bits")
         return ClassScheme(self.classes, self.palette, None if is_plain else label_map, self.ignore_index)
 
     def as_properties(self) -> dict[str, str]:

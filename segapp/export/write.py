@@ -149,12 +149,19 @@ def check_export(
         if info.output == "logits":
             # NaN becomes infinity: the check must fail on logits that are not finite.
             difference = max(difference, float(np.nan_to_num(np.abs(found - expected), nan=np.inf).max()))
-            found = found.argmax(1)
+        is_equal = _decisions(found, info) == _decisions(expected, info)
         largest = max(largest, float(np.abs(expected).max()))
-        num_equal += int((found == expected.argmax(1)).sum())
-        num_px += found.size
+        num_equal += int(is_equal.sum())
+        num_px += is_equal.size
     agreement = num_equal / num_px if np.isfinite(difference) else 0.0
     return CheckResult(tuple(sizes), difference if info.output == "logits" else None, largest, agreement)
+
+
+def _decisions(outputs: NDArray[Any], info: ExportInfo) -> NDArray[Any]:
+    """Return the class of each pixel, or with several of them whether it has each; labels are returned as they are."""
+    if info.multilabel:
+        return np.asarray(outputs > 0)
+    return np.asarray(outputs.argmax(1)) if outputs.ndim == 4 else outputs
 
 
 def _center_crop(picture: NDArray[Any], height: int, width: int) -> NDArray[Any]:

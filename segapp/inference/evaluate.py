@@ -18,10 +18,10 @@ from segapp.failpoints import failpoint
 from segapp.inference.sliding import Inference
 from segapp.inference.spread import SpreadCounters, copy_to
 from segapp.inference.workspace import HostLimit, Tile
-from segapp.losses import CriterionCE, View, labels_of, upsample_confusion, upsample_logits
+from segapp.losses import CriterionCE, View, labels_of, upsample_confusion, upsample_label_counts, upsample_logits
 from segapp.memory.oom_errors import is_out_of_memory
 from segapp.memory.oom_failpoint import oom_failpoint
-from segapp.metrics import ConfusionMatrix, SegmentationScores
+from segapp.metrics import Counts, SegmentationScores, counts_for
 from segapp.parallel.ranks import PeerOutOfMemoryError, Ranks
 
 if TYPE_CHECKING:
@@ -64,6 +64,11 @@ class EvaluationSettings:
         """Return True if images (N, 3, H, W) can be evaluated together and whole."""
         num_px = images.shape[0] * images.shape[-2] * images.shape[-1]
         return self.host is None or self.host.fits(num_px, model, self.inference, self.device)
+
+    def no_counts(self) -> Counts:
+        """Return the counts of no image."""
+        multilabel = self.inference.multilabel
+        return counts_for(self.num_classes, self.ignore_index, multilabel=multilabel, device=self.device)
 
     def no_statistics(self) -> tuple[Tensor, ...]:
         """Return the criterion's statistics of no image: float64 zeros of the right shapes; () without a criterion.
@@ -177,7 +182,7 @@ class _DeviceCounter:
 
     def __init__(self, model: SegmentationModel, settings: EvaluationSettings) -> None:
         self.device = settings.device
-        self.matrix = ConfusionMatrix(settings.num_classes, settings.ignore_index, settings.device)
+        self.matrix = settings.no_counts()
         self.totals = settings.no_statistics()
         self._model, self._settings = model, settings
 
@@ -191,7 +196,7 @@ class _DeviceCounter:
 
     def merge(self, other: _DeviceCounter) -> None:
         """Add the counts of another device."""
-        self.matrix.merge(other.matrix)
+        self.matrix.counts += other.matrix.counts.to(self.matrix.counts.device)
         self.totals = tuple(a + b.to(a.device) for a, b in zip(self.totals, other.totals, strict=True))
 
 
@@ -259,11 +264,21 @@ def count_views(
         settings: how the logits were computed, and the criterion.
 
     Returns:
-        (C, C) int64, row: target's class, column: predicted class; and the criterion's statistics, () without one.
+        (C, C) int64, row: target's class, column: predicted class, or with a threshold (C, 2, 2) for each class by
+        itself; and the criterion's statistics, () without one.
     """
     align_corners, criterion = settings.inference.align_corners, settings.criterion
     padding = (0, size[1] - target.shape[-1], 0, size[0] - target.shape[-2])
     target = F.pad(target, padding, value=settings.ignore_index)
+    if settings.inference.threshold is not None:
+        counts = upsample_label_counts(
+            views,
+            labels_of(target),
+            settings.inference.threshold,
+            align_corners=align_corners,
+            ignore_index=settings.ignore_index,
+        )
+        return counts, () if criterion is None else _statistics(criterion, views, target, align_corners)
     is_cross_entropy = isinstance(criterion, CriterionCE)
     counted = upsample_confusion(
         views,
@@ -278,6 +293,13 @@ def count_views(
         return counted.confusion, (counted.loss_sum, counted.weight_sum)
     if criterion is None:
         return counted.confusion, ()
+    return counted.confusion, _statistics(criterion, views, target, align_corners)
+
+
+def _statistics(
+    criterion: AdditiveCriterion, views: Tensor | list[View], target: Tensor, align_corners: bool
+) -> tuple[Tensor, ...]:
     if not isinstance(views, Tensor):
-        views = upsample_logits(views, (target.shape[-2], target.shape[-1]), align_corners=align_corners)
-    return counted.confusion, criterion.statistics((views,), target)
+        size = (target.shape[-2], target.shape[-1])
+        views = upsample_logits(views, size, align_corners=align_corners, is_sigmoid=criterion.is_sigmoid)
+    return criterion.statistics((views,), target)

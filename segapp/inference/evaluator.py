@@ -20,9 +20,8 @@ from segapp.inference.boundary_iou import BoundaryIoU
 from segapp.inference.evaluate import Evaluation, EvaluationSettings, evaluate_parts
 from segapp.inference.sliding import Inference
 from segapp.inference.spread import SpreadCounters, copy_to
-from segapp.losses import labels_of, upsample_argmax
+from segapp.losses import labels_of
 from segapp.memory.oom_errors import is_out_of_memory
-from segapp.metrics import ConfusionMatrix
 from segapp.models import SegmentationModel
 
 MIN_WINDOW_PX = 64
@@ -34,8 +33,9 @@ class EvaluationResult:
 
     Attributes:
         evaluation: scores, loss and number of images.
-        matrix: int64 (C, C) on the CPU, row: target's class, column: predicted class.
-        per_image: index in the data set -> (C, C) counts, if requested.
+        matrix: int64 (C, C) on the CPU, row: target's class, column: predicted class; with several classes per pixel
+            (C, 2, 2), for each class by itself.
+        per_image: index in the data set -> such counts, if requested.
         boundary_iou: per class, if requested.
         notes: messages for the user, such as the use of windows.
     """
@@ -67,7 +67,7 @@ class Evaluator:
     ) -> None:
         self.model, self.settings = model, settings
         self.device = settings.device
-        self.matrix = ConfusionMatrix(settings.num_classes, settings.ignore_index, settings.device)
+        self.matrix = settings.no_counts()
         self.totals = settings.no_statistics()
         self.with_images = with_images
         self.per_image: dict[int, Tensor] = {}
@@ -143,7 +143,7 @@ class Evaluator:
             counts += part.counts
             totals = tuple(a + b for a, b in zip(totals, part.statistics, strict=True))
             if self.boundary is not None:
-                found = upsample_argmax(*part.views, align_corners=inference.align_corners)[0]
+                found = inference.labels(*part.views)[0]
                 if part.tile is None:
                     labels = found[: labels.shape[0], : labels.shape[1]].cpu().numpy()
                 else:
@@ -166,7 +166,7 @@ def evaluate_on_devices(
         spread.finish()
     progress(sum(evaluator.num_images for evaluator in evaluators))
     for other in evaluators[1:]:
-        first.matrix.merge(other.matrix)
+        first.matrix.counts += other.matrix.counts.to(first.matrix.counts.device)
         first.totals = tuple(a + b.to(a.device) for a, b in zip(first.totals, other.totals, strict=True))
         first.per_image |= other.per_image
         first.num_images += other.num_images

@@ -17,7 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segapp.inference.normalize import Normalizer
-from segapp.losses import Tile, View, upsample_logits
+from segapp.losses import (
+    Tile,
+    View,
+    upsample_argmax,
+    upsample_logits,
+    upsample_probabilities,
+    upsample_sets,
+)
 
 if TYPE_CHECKING:
     from segapp.models import SegmentationModel
@@ -66,6 +73,7 @@ class Inference:
         weighting: of overlapping windows: uniform, or gaussian (largest in the middle of a window).
         scales: scales of the image whose predictions are averaged.
         flip: also average over the horizontally flipped image.
+        threshold: a class is predicted where its probability (sigmoid) is above this; None: one class per pixel.
         autocast: returns the context manager of the forward pass.
     """
 
@@ -76,7 +84,25 @@ class Inference:
     weighting: Literal["uniform", "gaussian"] = "uniform"
     scales: tuple[float, ...] = (1.0,)
     flip: bool = False
+    threshold: float | None = None
     autocast: Callable[[], Any] = torch.no_grad
+
+    @property
+    def multilabel(self) -> bool:
+        """True if a pixel may have several classes."""
+        return self.threshold is not None
+
+    def labels(self, views: Tensor | list[View], size: tuple[int, int]) -> Tensor:
+        """Return the classes (N, H, W) of `views`: ids, or sets of classes as int32 (bit c for class c)."""
+        if self.threshold is not None:
+            return upsample_sets(views, size, self.threshold, align_corners=self.align_corners)
+        return upsample_argmax(views, size, align_corners=self.align_corners)
+
+    def probabilities(self, views: Tensor | list[View], size: tuple[int, int]) -> Tensor:
+        """Return the class probabilities (N, C, H, W) of `views`."""
+        return upsample_probabilities(
+            views, size, align_corners=self.align_corners, is_sigmoid=self.threshold is not None
+        )
 
     @property
     def is_plain(self) -> bool:
@@ -135,7 +161,7 @@ class Inference:
 
     def _joined(self, tiles: list[Tile], size: tuple[int, int], flip: bool) -> Tensor:
         """Return the tiles of a scaled image as one tensor of its size; their borders lie between output pixels."""
-        logits = upsample_logits([tiles], size, align_corners=self.align_corners)
+        logits = upsample_logits([tiles], size, align_corners=self.align_corners, is_sigmoid=self.multilabel)
         return logits.flip(-1) if flip else logits
 
     def _logits(self, model: SegmentationModel, images: Tensor) -> Tensor:

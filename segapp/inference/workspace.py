@@ -19,7 +19,6 @@ import torch
 from segapp.datasets.resources import available_bytes
 from segapp.errors import OutOfMemoryError
 from segapp.inference.sliding import Inference
-from segapp.losses import upsample_argmax
 from segapp.memory.simulation.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ def measure_bytes_per_px(model: SegmentationModel, inference: Inference, device:
     with Recorder() as recorder:
         images = torch.zeros(1, 3, height, width, dtype=torch.uint8, device=device)
         views, size = plain.views(model, plain.normalizer(images))
-        upsample_argmax(views, size, align_corners=plain.align_corners)
+        plain.labels(views, size)
     peaks = recorder.peaks().get(str(device), {})
     peak = max((moment.num_bytes for moment in peaks.values()), default=0)
     return KERNEL_FACTOR * max(1.0, *inference.scales) ** 2 * peak / (height * width)

@@ -10,7 +10,15 @@ from segapp.losses.cross_entropy import CriterionCE, plain_reason, upsample_cros
 from segapp.losses.distillation import CriterionDistilled, node_features, pair_wise_difference, pixel_wise_divergence
 from segapp.losses.focal import CriterionFocal
 from segapp.losses.fused.views import Tile, View
-from segapp.losses.inference import Scores, upsample_argmax, upsample_confusion, upsample_logits, upsample_probabilities
+from segapp.losses.inference import (
+    Scores,
+    upsample_argmax,
+    upsample_confusion,
+    upsample_label_counts,
+    upsample_logits,
+    upsample_probabilities,
+    upsample_sets,
+)
 from segapp.losses.lovasz import CriterionLovasz
 from segapp.losses.mask_classification import CriterionMaskClassification, MaskLossFactors
 from segapp.losses.ohem import CriterionOHEM
@@ -59,6 +67,8 @@ __all__ = [
     "upsample_argmax",
     "upsample_confusion",
     "upsample_cross_entropy",
+    "upsample_label_counts",
     "upsample_logits",
     "upsample_probabilities",
+    "upsample_sets",
 ]

@@ -8,7 +8,9 @@ Shapes: N images, C classes, h x w of the logits, H x W of the output, R rows of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from segapp.losses.fused.bands import Band, sweep_bands
 from segapp.losses.fused.bands_cross_entropy import CrossEntropyOptions, CrossEntropyTerms
-from segapp.losses.fused.checks import check_inputs, check_label_smoothing, check_target_range, class_ids
+from segapp.losses.fused.checks import check_inputs, check_label_smoothing, check_target_range, class_ids, own_classes
 from segapp.losses.fused.pixel_sums import CrossEntropySums
 from segapp.losses.fused.reference import compute_dtype
 from segapp.losses.fused.views import View, check_views, first_logits, logit_bands, probability_bands
@@ -61,8 +63,80 @@ def upsample_argmax(logits: Tensor | Sequence[View], size: tuple[int, int], *, a
 
 
 @torch.no_grad()
+def upsample_sets(
+    logits: Tensor | Sequence[View], size: tuple[int, int], threshold: float, *, align_corners: bool = True
+) -> Tensor:
+    """Return the set of classes whose probability (sigmoid) is above a threshold.
+
+    Args:
+        logits: (N, C, h, w), or views; at most 31 classes.
+        size: (H, W).
+        threshold: probability, 0 to 1.
+        align_corners: as in `F.interpolate`.
+
+    Returns:
+        (N, H, W) int32, bit c for class c.
+    """
+    views = check_views(logits)
+    like, least = first_logits(views), logit_of(threshold)
+    result = torch.empty(like.shape[0], *size, dtype=torch.int32, device=like.device)
+    bits = 1 << torch.arange(like.shape[1], dtype=torch.int32, device=like.device).view(1, -1, 1, 1)
+    for images, rows, values in logit_bands(views, size, align_corners, is_sigmoid=True):
+        result[images, rows] = ((values > least) * bits).sum(1, dtype=torch.int32)
+    return result
+
+
+def logit_of(probability: float) -> float:
+    """Return the logit whose sigmoid is a probability between 0 and 1."""
+    return math.log(probability) - math.log1p(-probability)
+
+
+@torch.no_grad()
+def upsample_label_counts(
+    logits: Tensor | Sequence[View],
+    target: Tensor,
+    threshold: float,
+    *,
+    align_corners: bool = True,
+    ignore_index: int = -1,
+) -> Tensor:
+    """Return the confusion matrix of each class by itself, of predictions above a threshold.
+
+    Args:
+        logits: (N, C, h, w), or views.
+        target: (N, H, W) sets of classes: bit c for class c.
+        threshold: probability (sigmoid), 0 to 1.
+        align_corners: as in `F.interpolate`.
+        ignore_index: value of pixels that count nowhere.
+
+    Returns:
+        (C, 2, 2) int64 pixel counts: row 1 the pixels of the class, column 1 those predicted as it.
+
+    Raises:
+        TypeError: wrong dtypes.
+        ValueError: shapes that do not fit.
+    """
+    views = check_views(logits)
+    like, least = first_logits(views), logit_of(threshold)
+    check_inputs(like, target)
+    C = like.shape[1]
+    counts = torch.zeros(3, C, dtype=torch.int64, device=like.device)
+    num_valid = torch.zeros((), dtype=torch.int64, device=like.device)
+    for images, rows, values in logit_bands(
+        views, (target.shape[-2], target.shape[-1]), align_corners, is_sigmoid=True
+    ):
+        ids, valid = class_ids(target[images, None, rows], 1 << C, ignore_index)
+        own, found = own_classes(ids, C, multilabel=True) & valid, (values > least) & valid
+        counts += torch.stack([(own & found).sum((0, 2, 3)), own.sum((0, 2, 3)), found.sum((0, 2, 3))])
+        num_valid += valid.sum()
+    both, in_target, in_prediction = counts
+    rest = num_valid - in_target - in_prediction + both
+    return torch.stack([rest, in_prediction - both, in_target - both, both], 1).view(C, 2, 2)
+
+
+@torch.no_grad()
 def upsample_probabilities(
-    logits: Tensor | Sequence[View], size: tuple[int, int], *, align_corners: bool = True
+    logits: Tensor | Sequence[View], size: tuple[int, int], *, align_corners: bool = True, is_sigmoid: bool = False
 ) -> Tensor:
     """Return the softmax of the upsampled logits, (N, C, H, W) in float32 (float64 for float64 logits).
 
@@ -72,22 +146,26 @@ def upsample_probabilities(
         logits: (N, C, h, w), or views.
         size: (H, W).
         align_corners: as in `F.interpolate`.
+        is_sigmoid: of each logit by itself the sigmoid.
     """
-    return _join_bands(probability_bands, check_views(logits), size, align_corners)
+    return _join_bands(partial(probability_bands, is_sigmoid=is_sigmoid), check_views(logits), size, align_corners)
 
 
 @torch.no_grad()
-def upsample_logits(logits: Tensor | Sequence[View], size: tuple[int, int], *, align_corners: bool = True) -> Tensor:
+def upsample_logits(
+    logits: Tensor | Sequence[View], size: tuple[int, int], *, align_corners: bool = True, is_sigmoid: bool = False
+) -> Tensor:
     """Return upsampled logits (N, C, H, W), up to an additive constant per pixel, to which softmax is invariant.
 
-    For several views, log-probabilities. For criteria that need all pixels at once.
+    For several views, those of the mean probability. For criteria that need all pixels at once.
 
     Args:
         logits: (N, C, h, w), or views.
         size: (H, W).
         align_corners: as in `F.interpolate`.
+        is_sigmoid: the logits are those of sigmoids, without such a constant.
     """
-    return _join_bands(logit_bands, check_views(logits), size, align_corners)
+    return _join_bands(partial(logit_bands, is_sigmoid=is_sigmoid), check_views(logits), size, align_corners)
 
 
 def _join_bands(

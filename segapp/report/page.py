@@ -100,7 +100,7 @@ def template_values(report: RunReport, evaluation: SplitEvaluation | None, why_n
         "evaluation": evaluation,
         "why_not": why_not,
         "confusion": _confusion(evaluation, names),
-        "top": top_confusions(evaluation.matrix, names) if evaluation else [],
+        "top": top_confusions(evaluation.matrix, names) if evaluation and evaluation.matrix is not None else [],
         "memory": _memory_rows(report),
         "made_s": time.time(),
         "printable": printable,
@@ -197,7 +197,7 @@ def _of_class(val: object, field: str, number: int) -> float | None:
 
 def _confusion(evaluation: SplitEvaluation | None, names: list[str]) -> Markup | None:
     """Return the confusion matrix of the classes that occur; None if there are too many for a picture."""
-    if evaluation is None:
+    if evaluation is None or evaluation.matrix is None:
         return None
     occurs = np.flatnonzero(evaluation.matrix.sum(0) + evaluation.matrix.sum(1))
     if not 0 < len(occurs) <= MAX_PICTURED_CLASSES:

@@ -22,7 +22,7 @@ from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.layouts.formats import ClassScheme
 from segapp.inference.predict import colorize, predict_image
 from segapp.inference.workspace import HostLimit
-from segapp.metrics import ConfusionMatrix, SegmentationScores
+from segapp.metrics import SegmentationScores, counts_for
 from segapp.report.render import data_url
 
 PICTURE_PX = 480
@@ -47,8 +47,8 @@ class SplitEvaluation:
 
     split: str
     scores: SegmentationScores
-    matrix: NDArray[np.int64]
-    """(C, C) counts of (target, prediction)."""
+    matrix: NDArray[np.int64] | None
+    """(C, C) counts of (target, prediction); None with several classes per pixel."""
     worst: list[EvaluatedImage]
     num_images: int
 
@@ -62,16 +62,17 @@ def evaluate_split(
 ) -> SplitEvaluation:
     """Predict every image of a data set, and keep pictures of those with the lowest mIoU."""
     scheme = trained.scheme
-    total = ConfusionMatrix(scheme.num_classes, scheme.ignore_index)
+    multilabel = scheme.multilabel is not None
+    total = counts_for(scheme.num_classes, scheme.ignore_index, multilabel=multilabel)
     worst: list[tuple[float, int, EvaluatedImage]] = []
     order = itertools.count()
     host = HostLimit()
     for index in range(len(dataset)):
         image, target = dataset.read(index)
         labels = predict_image(trained.model, trained.inference, image, trained.device, host)
-        own = ConfusionMatrix(scheme.num_classes, scheme.ignore_index)
+        own = counts_for(scheme.num_classes, scheme.ignore_index, multilabel=multilabel)
         own.update(torch.from_numpy(labels.astype(np.int64)), torch.from_numpy(target.astype(np.int64)))
-        total.merge(own)
+        total.counts += own.counts
         scores = own.scores()
         badness = math.inf if scores.miou is None else -scores.miou
         if num_worst > 0 and scores.miou is not None and (len(worst) < num_worst or badness > worst[0][0]):
@@ -84,7 +85,8 @@ def evaluate_split(
             (heapq.heappush if len(worst) < num_worst else heapq.heapreplace)(worst, (badness, next(order), evaluated))
         progress(index + 1)
     found = [evaluated for _, _, evaluated in sorted(worst, key=lambda entry: -entry[0])]
-    return SplitEvaluation(split, total.scores(), total.matrix.numpy(), found, len(dataset))
+    matrix = None if multilabel else total.matrix.numpy()
+    return SplitEvaluation(split, total.scores(), matrix, found, len(dataset))
 
 
 def pictures_of(image: NDArray[Any], target: NDArray[Any], labels: NDArray[Any], scheme: ClassScheme) -> dict[str, str]:

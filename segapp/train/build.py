@@ -282,5 +282,5 @@ def _device_facts(context: RunContext, devices: DevicePlan) -> list[Any]:
 def _frequencies(dataset: SegmentationDataset, scheme: ClassScheme) -> ClassFrequencies:
     if isinstance(dataset, OwnDataset):
         return compute_class_frequencies(dataset)
-    masks = [pair.mask for pair in dataset.pairs if pair.mask is not None]
+    masks = [path for pair in dataset.pairs for path in pair.masks]
     return cached_frequencies(masks, repr(dataclasses.astuple(scheme)), lambda: compute_class_frequencies(dataset))

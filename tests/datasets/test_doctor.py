@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from segapp.datasets.doctor import check_masks, examine
 from segapp.datasets.files import ImagePair, check_pairs
 from segapp.datasets.layouts.formats import ClassScheme, DataLocation, class_scheme, find_pairs
-from segapp.datasets.masks import read_mask
+from segapp.datasets.masks import read_masks
 from segapp.datasets.sums import check_sums, write_sums
 from segapp.errors import DataError
 from tests.support.runs import draw_scene, segapp
@@ -320,11 +321,11 @@ def test_training_checks_a_sample_of_a_large_data_set(root: Path, monkeypatch: p
     pairs = find_pairs(DataLocation("folder", str(root)), "train")
     read_names: list[str] = []
 
-    def count(path: Path, scheme: ClassScheme) -> Any:
-        read_names.append(path.name)
-        return read_mask(path, scheme)
+    def count(paths: Sequence[Path], scheme: ClassScheme) -> Any:
+        read_names.append(paths[0].name)
+        return read_masks(paths, scheme)
 
-    monkeypatch.setattr("segapp.datasets.doctor.read_mask", count)
+    monkeypatch.setattr("segapp.datasets.doctor.read_masks", count)
     check_masks(pairs, [(8192, 8192)] * len(pairs), SCHEME)
     assert read_names == ["00.png"]
     read_names.clear()

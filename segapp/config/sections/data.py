@@ -20,6 +20,9 @@ from segapp.config.sections.values import (
     no_bool,
 )
 
+MAX_LABELS = 31
+"""Most classes of `data.multilabel`: a target holds them as the bits of an int32."""
+
 
 class MixConfig(Section):
     """`data.mix:` training samples mixed with the sample of another image; at most one of the three ways at once."""
@@ -82,6 +85,9 @@ class DataConfig(Section):
     """RGB colour of each class, for pictures and for RGB masks; further colours of RGB masks are ignored pixels."""
     rgb_masks: bool = False
     """Masks are RGB images with the colours of data.palette."""
+    multilabel: Literal["files", "channels", "bits"] | None = None
+    """A pixel may have several of the classes, or none. Of each class: a mask file ({class} in mask_dir or mask_suffix,
+    or a column of a list), a channel (or page of a TIFF), or a bit of the value. One class: binary with one logit."""
     groups: dict[str, list[str]] | None = None
     """Group name -> classes, for which evaluation reports an IoU of the group too; null: as the format defines them."""
     label_map: dict[int, int] | None = None

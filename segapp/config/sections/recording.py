@@ -26,6 +26,8 @@ class EvalConfig(Section):
     """Overlap of neighbouring windows, as a share of the window."""
     slide_weighting: Literal["uniform", "gaussian"] = "uniform"
     """Weight of a window where windows overlap: uniform, or largest at its centre (gaussian)."""
+    threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """A class is predicted where its probability is above this (data.multilabel)."""
     tta: bool = False
     """Test-time augmentation: average over a horizontal flip and eval.scales."""
     scales: list[PositiveFloat] = [0.75, 1.0, 1.25]

@@ -187,13 +187,13 @@ def _shared(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 def _key(pair: ImagePair) -> int:
     """Return 64 bits of the names of the files."""
-    return _number(os.path.abspath(path) for path in (pair.image, pair.mask) if path is not None)
+    return _number(os.path.abspath(path) for path in pair.files)
 
 
 def _stamp(pair: ImagePair) -> int:
     """Return 64 bits of the names, sizes and modification times of the files; 0 if one of them is gone."""
     try:
-        stats = [os.stat(path) for path in (pair.image, pair.mask) if path is not None]
+        stats = [os.stat(path) for path in pair.files]
     except OSError:
         return _NO_STAMP
     return _number([str(_key(pair)), *(f"{stat.st_size} {stat.st_mtime_ns}" for stat in stats)])

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from segapp.datasets.files import ImagePair, shown
 from segapp.datasets.layouts import published_classes as published
@@ -51,6 +52,8 @@ class DataLocation:
         mask_suffix: Ending of mask names, in place of the format's.
         list_dir: Folder of the split lists of format `list`; None: root.
         mask_root: Folder that the masks of format `list` are relative to; None: root.
+        mask_classes: Classes with a mask file of their own: `{class}` in mask_dir or mask_suffix stands for the name,
+            and a line of a list names the masks in this order. Empty: one mask for all.
         allow_outside_root: Accept files outside root too: linked from it, or named by a `list` file.
     """
 
@@ -63,6 +66,7 @@ class DataLocation:
     list_dir: str | None = None
     mask_root: str | None = None
     allow_outside_root: bool = False
+    mask_classes: tuple[str, ...] = ()
 
     @property
     def overrides(self) -> FolderLayout:
@@ -184,6 +188,7 @@ def class_scheme(
     label_map: Mapping[int, int] | None = None,
     ignore_index: int | None = None,
     rgb: bool = False,
+    multilabel: Literal["files", "channels", "bits"] | None = None,
 ) -> ClassScheme:
     """Return the classes of a format; the user's replace the published ones.
 
@@ -195,6 +200,8 @@ def class_scheme(
         label_map: Id in the mask file (with `rgb`: position in the palette) -> train id or `ignore_index`.
         ignore_index: Target value of pixels that count nowhere; None: 255, or -1 with more than 255 classes.
         rgb: Masks are RGB images with the colours of the palette.
+        multilabel: How masks hold several classes of a pixel; None: one class per pixel. `ignore_index` is then the
+            value of ignored pixels in the masks; None: there are none.
 
     Raises:
         ConfigError: The names, colours, map and ignore_index do not fit together.
@@ -202,6 +209,10 @@ def class_scheme(
     known = _format(format)
     names = tuple(classes) if classes is not None else known.names
     check_names(format, names)
+    if multilabel is not None:
+        colors = parse_palette(palette) if palette is not None else bit_palette(len(names), first=1)
+        check_colors(colors, len(names), rgb=False, declared=palette is not None)
+        return ClassScheme(names, colors, ignore_index=-1, multilabel=multilabel, ignored_value=ignore_index)
     ignored = int(ignore_index) if ignore_index is not None else 255 if len(names) <= 255 else -1
     if not -32_767 <= ignored <= 32_767 or 0 <= ignored < len(names):
         raise ConfigError(
@@ -265,10 +276,15 @@ def find_pairs(location: DataLocation, split: str) -> tuple[ImagePair, ...]:
         if location.list_dir is None:
             guard.check(list_dir / f"{split}.txt")
         lists = ListedFolders(folder, guard, mask_root, mask_guard)
-        return listed_pairs(list_dir / f"{split}.txt", lists, how_to_get)
+        return listed_pairs(list_dir / f"{split}.txt", lists, how_to_get, num_masks=max(1, len(location.mask_classes)))
     base, layout = _choose_layout(known, folder, split, location.overrides)
     images = find_images(base, layout, guard, how_to_get)
-    pairs = match_masks(base, layout, images, guard, how_to_get)
+    names = location.mask_classes or ("",)
+    found = [match_masks(base, _for_class(layout, name), images, guard, how_to_get) for name in names]
+    pairs = [
+        replace(first, others=tuple(pair.mask for pair in rest if pair.mask is not None))
+        for first, *rest in zip(*found, strict=True)
+    ]
     guard.check_all(pairs)
     return tuple(sorted(pairs, key=lambda pair: os.fsencode(pair.name)))
 
@@ -276,7 +292,7 @@ def find_pairs(location: DataLocation, split: str) -> tuple[ImagePair, ...]:
 def leftovers(location: DataLocation, split: str) -> Leftovers:
     """Return the files in a split's folders that belong to no pair."""
     known = _format(location.format)
-    if not known.layouts:
+    if not known.layouts or location.mask_classes:
         return Leftovers()
     split = known.splits.get(split, split)
     base, layout = _choose_layout(known, Path(location.root), split, location.overrides)
@@ -292,6 +308,12 @@ def _choose_layout(known: DatasetFormat, folder: Path, split: str, given: Folder
     ]
     existing = (c for c in candidates if (c[0] / (c[1].split_file or c[1].image_dir)).exists())
     return next(existing, candidates[0])
+
+
+def _for_class(layout: FolderLayout, name: str) -> FolderLayout:
+    """Return the layout of a class's own masks: its name in place of `{class}`."""
+    suffixes = tuple(suffix.replace("{class}", name) for suffix in layout.mask_suffixes)
+    return replace(layout, mask_dir=layout.mask_dir.replace("{class}", name), mask_suffixes=suffixes)
 
 
 def _fill_in(layout: FolderLayout, given: FolderLayout, base: Path, split: str) -> FolderLayout:

@@ -283,8 +283,13 @@ class ListedFolders:
     mask_guard: RootGuard
 
 
-def listed_pairs(list_file: Path, folders: ListedFolders, how_to_get: str) -> tuple[ImagePair, ...]:
-    """Return the pairs that a text file lists, one a line; their names are the images' paths below root."""
+def listed_pairs(
+    list_file: Path, folders: ListedFolders, how_to_get: str, *, num_masks: int = 1
+) -> tuple[ImagePair, ...]:
+    """Return the pairs that a text file lists, one a line; their names are the images' paths below root.
+
+    A line names an image and `num_masks` masks.
+    """
     pairs: dict[str, ImagePair] = {}
     images = _ListedPaths(folders.root, folders.guard, list_file, "data.root")
     masks = _ListedPaths(folders.mask_root, folders.mask_guard, list_file, "data.mask_root")
@@ -292,16 +297,17 @@ def listed_pairs(list_file: Path, folders: ListedFolders, how_to_get: str) -> tu
         masks = images
     for line in _lines(list_file, how_to_get):
         parts = [part.strip() for part in line.split("\t")] if "\t" in line else line.split()
-        if len(parts) != 2:
+        if len(parts) != 1 + num_masks:
+            what = "a mask: write both" if num_masks == 1 else f"{num_masks} masks, one for each class: write all"
             raise DataError(
-                f"{shown(list_file)}: {shown(line[:200])} is not an image and a mask: write both on one line, "
+                f"{shown(list_file)}: {shown(line[:200])} is not an image and {what} on one line, "
                 "with a tab between them if a name holds spaces"
             )
-        image, mask = images.file(parts[0]), masks.file(parts[1])
+        image, mask, *others = images.file(parts[0]), *map(masks.file, parts[1:])
         name = images.name_of(image)
         if name in pairs:
             raise DataError(f"{shown(list_file)}: {shown(name)} is listed twice: take one line out")
-        pairs[name] = ImagePair(image, mask, name)
+        pairs[name] = ImagePair(image, mask, name, tuple(others))
     if not pairs:
         raise DataError(f"{shown(list_file)} lists no pair: {how_to_get}")
     return tuple(sorted(pairs.values(), key=lambda pair: os.fsencode(pair.name)))

@@ -66,7 +66,7 @@ class RootGuard:
         inside: list[ImagePair] = []
         outside: list[Path] = []
         for pair in pairs:
-            rejected = [path for path in (pair.image, pair.mask) if path is not None and not self.holds(path)]
+            rejected = [path for path in pair.files if not self.holds(path)]
             outside += rejected
             if not rejected:
                 inside.append(pair)

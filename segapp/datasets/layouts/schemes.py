@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,9 @@ class ClassScheme:
         mask_colors: Colours of RGB masks; empty: the palette. Positions beyond the classes need a `label_map` entry,
             otherwise they are ignored.
         train_id_suffix: Ending of mask names whose files hold train ids.
+        multilabel: How masks hold several classes of a pixel (see `data.multilabel`): a target is then a set of
+            classes, bit c for class c, and -1 (`ignore_index`) for ignored pixels. None: one class per pixel.
+        ignored_value: Value of ignored pixels in masks of several classes; None: there are none.
     """
 
     names: tuple[str, ...]
@@ -38,6 +42,8 @@ class ClassScheme:
     rgb: bool = False
     mask_colors: tuple[Color, ...] = ()
     train_id_suffix: str | None = None
+    multilabel: Literal["files", "channels", "bits"] | None = None
+    ignored_value: int | None = None
 
     @property
     def num_classes(self) -> int:
@@ -45,8 +51,10 @@ class ClassScheme:
         return len(self.names)
 
     @property
-    def dtype(self) -> np.dtype[np.uint8] | np.dtype[np.int16]:
-        """Dtype of a target: uint8 if all ids, `ignore_index` and one unused value fit, else int16."""
+    def dtype(self) -> np.dtype[np.uint8] | np.dtype[np.int16] | np.dtype[np.int32]:
+        """Dtype of a target: uint8 if all ids, `ignore_index` and one unused value fit, else int16; int32 for sets."""
+        if self.multilabel is not None:
+            return np.dtype(np.int32)
         fits = self.num_classes <= 254 and 0 <= self.ignore_index <= 255
         return np.dtype(np.uint8) if fits else np.dtype(np.int16)
 
@@ -56,6 +64,15 @@ class ClassScheme:
         if self.dtype == np.int16:
             return UNKNOWN_ID
         return self.num_classes + (self.ignore_index == self.num_classes)
+
+    def count(self, mask: NDArray[Any]) -> tuple[NDArray[np.int64], int]:
+        """Return the number of pixels of each class in a mask of train ids, (C,), and the number of ignored pixels."""
+        valid = mask[mask != self.ignore_index]
+        if self.multilabel is None:
+            counts = np.bincount(valid, minlength=self.num_classes)
+        else:
+            counts = np.array([np.count_nonzero(valid & (1 << number)) for number in range(self.num_classes)])
+        return counts, int(mask.size - valid.size)
 
     @cached_property
     def file_ids(self) -> tuple[int, ...]:

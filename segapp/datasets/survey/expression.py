@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from segapp.datasets.layouts.formats import DataLocation, find_pairs
 from segapp.datasets.survey.families import common_beginning
@@ -58,7 +59,7 @@ def _constant_endings(pairs: tuple[Pair, ...]) -> tuple[str, str] | None:
     return endings.pop() if len(endings) == 1 else None
 
 
-def _found(root: Path, keys: Mapping[str, str], split: str) -> set[tuple[str, str]] | None:
+def _found(root: Path, keys: Mapping[str, Any], split: str) -> set[tuple[str, str]] | None:
     location = DataLocation("folder", root, **keys, allow_outside_root=True)
     try:
         pairs = find_pairs(location, split)

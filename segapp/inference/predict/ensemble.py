@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segapp.errors import ConfigError
-from segapp.inference.predict.predictor import ExportedPredictor, TrainedPredictor
+from segapp.inference.predict.predictor import ExportedPredictor, TrainedPredictor, likeliest
 
 WEIGHTS_SHARE = 0.5
 """Share of the free memory of a GPU that the weights of all networks may take; above it they wait on the CPU."""
@@ -52,7 +52,13 @@ class EnsemblePredictor:
         for name, member in members:
             if not self.members:
                 first_name, self.scheme, self.device = name, member.scheme, member.device
+                self.threshold = member.threshold
                 budget_bytes = _budget_bytes(member) if budget_bytes is None else budget_bytes
+            if (member.threshold is None) != (self.threshold is None):
+                raise ConfigError(
+                    f"one of {first_name} and {name} knows several classes per pixel, the other one: they cannot be "
+                    "averaged"
+                )
             check_same_classes(first_name, self.scheme.names, name, member.scheme.names)
             if member.frame_px is not None and self.frame_px not in (None, member.frame_px):
                 raise ConfigError(
@@ -66,9 +72,11 @@ class EnsemblePredictor:
 
     def labels(self, images: NDArray[Any]) -> NDArray[Any]:
         """See `Predictor`."""
-        found = self._mean(images).argmax(1).cpu().numpy()
-        labels: NDArray[Any] = found.astype(np.uint8 if self.scheme.num_classes <= 256 else np.uint16)
-        return labels
+        found = self._mean(images)
+        if self.threshold is not None:
+            return likeliest(found.cpu().numpy(), self.threshold)
+        labels: NDArray[Any] = found.argmax(1).cpu().numpy()
+        return labels.astype(np.uint8 if self.scheme.num_classes <= 256 else np.uint16)
 
     def probabilities(self, images: NDArray[Any]) -> NDArray[Any]:
         """See `Predictor`."""

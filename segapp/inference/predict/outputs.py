@@ -6,6 +6,7 @@ Shapes: C classes, H x W pixels of an image, R rows of a strip.
 from __future__ import annotations
 
 import os
+import re
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,14 +66,19 @@ def color_table(scheme: ClassScheme) -> NDArray[np.uint8]:
 
 
 def colorize(labels: NDArray[Any], scheme: ClassScheme) -> NDArray[Any]:
-    """Return class ids (H, W) as uint8 RGB colours (H, W, 3)."""
-    colors: NDArray[np.uint8] = color_table(scheme)[labels]
-    return colors
+    """Return class ids (H, W) as uint8 RGB colours (H, W, 3); of several classes the mean, of none black."""
+    table = color_table(scheme)
+    if scheme.multilabel is None:
+        colors: NDArray[np.uint8] = table[labels]
+        return colors
+    own = (labels[..., None] >> np.arange(scheme.num_classes)) & 1
+    return np.asarray((own @ table.astype(np.int64) // np.maximum(own.sum(-1, keepdims=True), 1)).astype(np.uint8))
 
 
 def blend(image: NDArray[Any], labels: NDArray[Any], scheme: ClassScheme) -> NDArray[Any]:
-    """Return an image (H, W, 3) blended with the colours of its class ids (H, W)."""
-    return np.asarray(cv2.addWeighted(image, 1 - OVERLAY_ALPHA, colorize(labels, scheme), OVERLAY_ALPHA, 0.0))
+    """Return an image (H, W, 3) blended with the colours of its class ids (H, W); unchanged where there is no class."""
+    mixed = np.asarray(cv2.addWeighted(image, 1 - OVERLAY_ALPHA, colorize(labels, scheme), OVERLAY_ALPHA, 0.0))
+    return mixed if scheme.multilabel is None else np.where(labels[..., None] == 0, image, mixed)
 
 
 class ImageOutputs:
@@ -91,7 +97,11 @@ class ImageOutputs:
     def __enter__(self) -> ImageOutputs:
         try:
             for kind in self._plan.kinds:
-                self._writers.append(_WRITERS[kind](self._plan, self._picture))
+                if kind == "labels" and self._plan.scheme.multilabel is not None:
+                    classes = range(self._plan.scheme.num_classes)
+                    self._writers += [_ClassMask(self._plan, self._picture, number) for number in classes]
+                else:
+                    self._writers.append(_WRITERS[kind](self._plan, self._picture))
         except BaseException:
             self.__exit__(RuntimeError)
             raise
@@ -187,14 +197,30 @@ class _Labels(_PngFile):
         self.rows(strip.labels if self._table is None else self._table[strip.labels])
 
 
+class _ClassMask(_PngFile):
+    """Mask of one class of several per pixel: 255 where it is predicted, in a folder named after the class."""
+
+    def __init__(self, plan: OutputPlan, picture: Picture, number: int) -> None:
+        self._bit = 1 << number
+        name = re.sub(r"[^\w.-]", "_", plan.scheme.names[number]).lstrip(".")
+        self.folder = f"labels/{name or number}"
+        super().__init__(plan, picture)
+
+    def begin(self) -> None:
+        self.start(dtype=np.uint8)
+
+    def write(self, strip: Strip) -> None:
+        self.rows(np.where(strip.labels & self._bit, 255, 0).astype(np.uint8))
+
+
 class _Color(_PngFile):
-    """PNG with a palette for up to 256 classes, else RGB."""
+    """PNG with a palette for up to 256 classes, else RGB; RGB for several classes per pixel."""
 
     folder = "color"
 
     def begin(self) -> None:
         scheme = self.plan.scheme
-        self._has_palette = scheme.num_classes <= 256
+        self._has_palette = scheme.num_classes <= 256 and scheme.multilabel is None
         if self._has_palette:
             self.start(palette=scheme.palette[: scheme.num_classes])
         else:

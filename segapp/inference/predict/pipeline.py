@@ -24,7 +24,7 @@ from PIL import Image
 from segapp.datasets.files import read_header
 from segapp.errors import DataError
 from segapp.inference.predict.outputs import ImageOutputs, OutputPlan
-from segapp.inference.predict.predictor import Predictor
+from segapp.inference.predict.predictor import Predictor, likeliest
 from segapp.inference.predict.reading import MAX_PREDICTED_PX, Picture, read_picture
 from segapp.inference.predict.sources import ImageFile
 from segapp.inference.predict.tiles import Strip, plan_workspace, predict_strips
@@ -186,8 +186,8 @@ class _Job:
         if not self.plan.with_probabilities:
             return [[Strip(rows, labels)] for labels in self.predictor.labels(images)]
         found = self.predictor.probabilities(images)
-        dtype = np.uint8 if found.shape[1] <= 256 else np.uint16
-        return [[Strip(rows, each.argmax(0).astype(dtype), each)] for each in found]
+        labels = likeliest(found, self.predictor.threshold)
+        return [[Strip(rows, *each)] for each in zip(labels, found, strict=True)]
 
     def _note_tiles(self, picture: Picture) -> None:
         height, width = picture.pixels.shape[:2]

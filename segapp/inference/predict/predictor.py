@@ -16,7 +16,7 @@ from segapp.datasets.layouts.formats import ClassScheme
 from segapp.errors import ConfigError
 from segapp.inference.sliding import Inference
 from segapp.inference.workspace import HostLimit
-from segapp.losses import View, upsample_argmax, upsample_probabilities
+from segapp.losses import View
 
 if TYPE_CHECKING:
     from segapp.export import ExportedModel
@@ -30,19 +30,38 @@ class Predictor(Protocol):
         scheme: classes and colours.
         device: where it computes.
         frame_px: the only accepted height and width; None: any size.
+        threshold: a class is predicted where its probability is above this; None: one class per pixel.
     """
 
     scheme: ClassScheme
     device: torch.device
     frame_px: tuple[int, int] | None
+    threshold: float | None
 
     def labels(self, images: NDArray[Any]) -> NDArray[Any]:
-        """Return class ids (N, H, W), uint8 (uint16 for more than 256 classes), of uint8 images (N, H, W, 3) RGB."""
+        """Return class ids (N, H, W), uint8 (uint16 for more than 256 classes), of uint8 images (N, H, W, 3) RGB.
+
+        With several classes per pixel, sets of classes as int32: bit c for class c.
+        """
         ...
 
     def probabilities(self, images: NDArray[Any]) -> NDArray[Any]:
-        """Return float32 (N, C, H, W), with sum 1 over C, of uint8 images (N, H, W, 3) RGB."""
+        """Return float32 (N, C, H, W) of uint8 images (N, H, W, 3) RGB; their sum over C is 1 without a threshold."""
         ...
+
+
+def likeliest(probabilities: NDArray[Any], threshold: float | None) -> NDArray[Any]:
+    """Return the classes (N, H, W) of probabilities (N, C, H, W), as `Predictor.labels` does.
+
+    Args:
+        probabilities: of every class.
+        threshold: a class is in the set of a pixel where its probability is above this; None: the likeliest class.
+    """
+    num_classes = probabilities.shape[1]
+    if threshold is None:
+        return np.asarray(probabilities.argmax(1).astype(np.uint8 if num_classes <= 256 else np.uint16))
+    bits = 1 << np.arange(num_classes, dtype=np.int32).reshape(1, -1, 1, 1)
+    return np.asarray(((probabilities > threshold) * bits).sum(1, dtype=np.int32))
 
 
 class TrainedPredictor:
@@ -54,6 +73,7 @@ class TrainedPredictor:
         self, model: SegmentationModel, inference: Inference, scheme: ClassScheme, device: torch.device
     ) -> None:
         self.model, self.inference, self.scheme, self.device = model, inference, scheme, device
+        self.threshold = inference.threshold
 
     def labels(self, images: NDArray[Any]) -> NDArray[Any]:
         """See `Predictor`."""
@@ -68,7 +88,7 @@ class TrainedPredictor:
     def probability_tensor(self, images: NDArray[Any]) -> Tensor:
         """Return `probabilities` on the device, a tensor of its own."""
         views, size = _views(self.model, self.inference, images, self.device)
-        found = upsample_probabilities(views, size, align_corners=self.inference.align_corners)
+        found = self.inference.probabilities(views, size)
         return found[..., : images.shape[1], : images.shape[2]].float()
 
 
@@ -85,12 +105,11 @@ def infer_labels(
         device: where the model is.
 
     Returns:
-        uint8 (N, H, W), or uint16 for more than 256 classes.
+        uint8 (N, H, W), or uint16 for more than 256 classes; int32 for sets of classes.
     """
     views, size = _views(model, inference, images, device)
-    found = upsample_argmax(views, size, align_corners=inference.align_corners)
-    labels: NDArray[Any] = found[:, : images.shape[1], : images.shape[2]].cpu().numpy()
-    return labels if labels.dtype == np.uint8 else labels.astype(np.uint16)
+    labels: NDArray[Any] = inference.labels(views, size)[:, : images.shape[1], : images.shape[2]].cpu().numpy()
+    return labels if labels.dtype != np.int64 else labels.astype(np.uint16)
 
 
 def predict_image(
@@ -108,7 +127,7 @@ def predict_image(
     if host is None or host.fits(height * width, model, inference, device):
         labels: NDArray[Any] = infer_labels(model, inference, image[None], device)[0]
         return labels
-    labels = np.empty((height, width), np.uint16)
+    labels = np.empty((height, width), np.int32 if inference.multilabel else np.uint16)
     for tile in host.tiles((height, width)):
         labels[tile.place] = infer_labels(model, inference, image[tile.whole][None], device)[0][tile.core]
     return labels
@@ -128,9 +147,12 @@ class ExportedPredictor:
         self.exported, self.device = exported, device
         self.scheme = exported.info.scheme
         self.frame_px = exported.info.fixed_size_px
+        self.threshold = exported.info.threshold
 
     def labels(self, images: NDArray[Any]) -> NDArray[Any]:
         """See `Predictor`."""
+        if self.threshold is not None:
+            return likeliest(self.probabilities(images), self.threshold)
         found = self.exported(images)
         if self.exported.info.output == "logits":
             found = found.argmax(1)
@@ -156,4 +178,5 @@ class ExportedPredictor:
                 f"{self.exported.path} gives class ids and no probabilities: export without --argmax, or leave out "
                 "--save probabilities"
             )
-        return torch.from_numpy(self.exported(images)).softmax(1)
+        logits = torch.from_numpy(self.exported(images))
+        return logits.softmax(1) if self.threshold is None else logits.sigmoid()

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from segapp.inference.predict.ensemble import EnsemblePredictor
-from segapp.inference.predict.predictor import Predictor, TrainedPredictor
+from segapp.inference.predict.predictor import Predictor, TrainedPredictor, likeliest
 from segapp.inference.workspace import (
     Workspace,
     host_budget,
@@ -121,7 +121,7 @@ def _strip(
         if with_probabilities:
             values = predictor.probabilities(_pad_to(tile, predictor.frame_px)[None])[0][:, *inner]
             probabilities.append(values)
-            labels.append(values.argmax(0).astype(np.uint8 if len(values) <= 256 else np.uint16))
+            labels.append(likeliest(values[None], predictor.threshold)[0])
         else:
             labels.append(predictor.labels(_pad_to(tile, predictor.frame_px)[None])[0][inner])
     return Strip(slice(first, last), _joined(labels), _joined(probabilities) if with_probabilities else None)

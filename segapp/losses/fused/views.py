@@ -71,41 +71,49 @@ def _tensors(view: View) -> list[Tensor]:
 
 
 def probability_bands(
-    views: Sequence[View], size: tuple[int, int], align_corners: bool
+    views: Sequence[View], size: tuple[int, int], align_corners: bool, *, is_sigmoid: bool = False
 ) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield (images, rows, mean probability (m, C, R, W) of the views), band by band."""
-    for images, rows, values in _bands(views, size, align_corners):
-        mean = torch.softmax(next(values), 1)
+    """Yield (images, rows, mean probability (m, C, R, W) of the views), band by band; by softmax or sigmoid."""
+    for images, rows, values in _bands(views, size, align_corners, is_shifted=not is_sigmoid):
+        mean = _probability(next(values), is_sigmoid)
         for value in values:
-            mean += torch.softmax(value, 1)
+            mean += _probability(value, is_sigmoid)
         yield images, rows, mean.div_(len(views))
 
 
-def logit_bands(
-    views: Sequence[View], size: tuple[int, int], align_corners: bool
-) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield (images, rows, logits (m, C, R, W) up to an additive constant per pixel), band by band.
+def _probability(values: Tensor, is_sigmoid: bool) -> Tensor:
+    return torch.sigmoid(values) if is_sigmoid else torch.softmax(values, 1)
 
-    For several views, log-probabilities.
+
+def logit_bands(
+    views: Sequence[View], size: tuple[int, int], align_corners: bool, *, is_sigmoid: bool = False
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Yield (images, rows, logits (m, C, R, W)), band by band; for a softmax up to an additive constant per pixel.
+
+    For several views, those of the mean probability: for a softmax its logarithm.
     """
     if len(views) > 1:
-        for images, rows, mean in probability_bands(views, size, align_corners):
-            yield images, rows, mean.clamp_min_(torch.finfo(mean.dtype).tiny).log_()
+        for images, rows, mean in probability_bands(views, size, align_corners, is_sigmoid=is_sigmoid):
+            info = torch.finfo(mean.dtype)
+            if is_sigmoid:
+                yield images, rows, mean.clamp_(info.tiny, 1 - info.eps).logit_()
+            else:
+                yield images, rows, mean.clamp_min_(info.tiny).log_()
         return
-    for images, rows, values in _bands(views, size, align_corners):
+    for images, rows, values in _bands(views, size, align_corners, is_shifted=not is_sigmoid):
         yield images, rows, next(values)
 
 
 def _bands(
-    views: Sequence[View], size: tuple[int, int], align_corners: bool
+    views: Sequence[View], size: tuple[int, int], align_corners: bool, *, is_shifted: bool
 ) -> Iterator[tuple[slice, slice, Iterator[Tensor]]]:
     """Yield images, rows, and an iterator over the views' values (m, C, R, W)."""
     logits = first_logits(views)
     budget = CPU_BAND_BYTES if logits.device.type == "cpu" else DEVICE_BAND_BYTES
     sources = [
-        _Tile(Tile(view, 0, 0, size, size), align_corners, budget)
+        _Tile(Tile(view, 0, 0, size, size), align_corners, budget, is_shifted)
         if isinstance(view, Tensor)
-        else _Tiles(view, size, align_corners, budget)
+        else _Tiles(view, size, align_corners, budget, is_shifted)
         for view in views
     ]
     N, C = logits.shape[:2]
@@ -122,12 +130,12 @@ def _bands(
 class _Tile:
     """One tensor of logits as a source of bands."""
 
-    def __init__(self, tile: Tile, align_corners: bool, budget: int) -> None:
+    def __init__(self, tile: Tile, align_corners: bool, budget: int, is_shifted: bool) -> None:
         self.tile = tile
         logits = tile.logits.detach()
         low = (logits.shape[2], logits.shape[3])
         grid = grid_of(low, tile.frame, align_corners, compute_dtype(logits), logits.device)
-        self.sweep = BlockSweep(logits, grid, slice(0, tile.frame[0]), None, budget)
+        self.sweep = BlockSweep(logits, grid, slice(0, tile.frame[0]), None, budget, is_shifted)
 
     def values(self, images: slice, rows: slice) -> Tensor:
         """Return logits (m, C, R, width); `rows` are relative to the tile."""
@@ -205,12 +213,14 @@ class _Row:
 class _Tiles:
     """Overlapping tiles as a source of bands: the mean of their logits, weighted by their `weights`."""
 
-    def __init__(self, tiles: Sequence[Tile], size: tuple[int, int], align_corners: bool, budget: int) -> None:
+    def __init__(
+        self, tiles: Sequence[Tile], size: tuple[int, int], align_corners: bool, budget: int, is_shifted: bool
+    ) -> None:
         self._width = size[1]
         rows: dict[tuple[int, ...], list[_Tile]] = {}
         for tile in tiles:
             key = (tile.top, tile.size[0], tile.frame[0], tile.logits.shape[2], id(tile.weights and tile.weights[0]))
-            rows.setdefault(key, []).append(_Tile(tile, align_corners, budget))
+            rows.setdefault(key, []).append(_Tile(tile, align_corners, budget, is_shifted))
         self._rows = [_Row(sources, size[1]) for sources in rows.values()]
 
     def values(self, images: slice, rows: slice) -> Tensor:

@@ -220,7 +220,14 @@ class StepAssembler:
         """
         scheme, section = self.scheme, self.config.loss
         queries = num_queries(self.config.model)
-        criterion = build_criterion(section, scheme.num_classes, scheme.ignore_index, class_weights, queries)
+        criterion = build_criterion(
+            section,
+            scheme.num_classes,
+            scheme.ignore_index,
+            class_weights,
+            queries,
+            multilabel=scheme.multilabel is not None,
+        )
         if style != "small":
             for part in criterion.modules():
                 if hasattr(part, "implementation"):
