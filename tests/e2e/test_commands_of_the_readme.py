@@ -27,9 +27,9 @@ NOT_RUN = {
     "segapp train --config cityscapes.yaml --detach": "leaves a process behind: tests/tui/test_terminal.py",
     "segapp attach": "needs a terminal: tests/tui/test_terminal.py",
     "segapp ctl ": "needs a live training: tests/commands/test_control.py",
-    "segapp sweep ": "trains many networks: tests/report/test_sweep_results.py",
-    "segapp init photos/ --folds": "trains ten networks: tests/report/test_sweep_results.py",
-    "segapp ls demo-sweep": "needs a sweep and a terminal: tests/report/test_sweep_results.py",
+    "segapp sweep ": "trains many networks: tests/commands/sweep/test_sweep_runs.py",
+    "segapp init photos/ --folds": "trains ten networks: tests/commands/sweep/test_sweep_runs.py",
+    "segapp ls demo-sweep": "needs a sweep and a terminal: tests/commands/sweep/test_sweep_runs.py",
     "uv run --group fuzz": "needs atheris and minutes: tests/fuzz/test_fuzz_targets.py",
 }
 """Beginnings of commands that are not run, and why."""
