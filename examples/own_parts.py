@@ -1,8 +1,9 @@
-"""Own parts for segapp: a network, a loss, a learning-rate schedule. Used by `own_parts.yaml` beside this file."""
+"""Own parts for segapp: network, loss, transform, learning-rate schedule. Used by `own_parts.yaml` beside this file."""
 
 import math
 from collections.abc import Callable
 
+import albumentations as A
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -67,6 +68,11 @@ class BrierLoss(AdditiveCriterion):
         """Return the mean; 0 without a valid pixel."""
         total, count = totals
         return total / count.clamp(min=1).to(total.dtype)
+
+
+def evening(p: float = 0.5, darkest: float = 0.4) -> A.BasicTransform:
+    """Return a transform that darkens images; segapp seeds it for each sample."""
+    return A.RandomBrightnessContrast(brightness_limit=(-darkest, 0.0), contrast_limit=0.0, p=p)
 
 
 def half_cosine(total_steps: int, end: float = 0.0) -> Callable[[int], float]:

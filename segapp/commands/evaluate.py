@@ -47,6 +47,17 @@ class EvalOptions:
     config: str | None = None
 
 
+@dataclass(frozen=True)
+class ScoredSplit:
+    """Scores of a network on a split, and what they were computed from."""
+
+    found: EvaluationResult
+    trained: TrainedModel
+    groups: dict[str, tuple[int, ...]]
+    split: str
+    dataset: SegmentationDataset
+
+
 def evaluate_target(target: str, options: EvalOptions) -> None:
     """Evaluate a run or checkpoint, print the per-class table, and write the requested files.
 
@@ -58,6 +69,25 @@ def evaluate_target(target: str, options: EvalOptions) -> None:
         raise ConfigError(
             f"--confusion {options.confusion} has none of the suffixes {' '.join(PICTURE_SUFFIXES)}: change it"
         )
+    scored = score_target(target, options)
+    found, trained, groups, split = scored.found, scored.trained, scored.groups, scored.split
+    _print_scores(found, trained, groups, split)
+    if options.json_file is not None:
+        _write(options.json_file, lambda path: write_json(path, as_json(found, trained, groups, split)))
+    if options.per_image is not None:
+        text = per_image_csv(found, scored.dataset, trained)
+        _write(options.per_image, lambda path: write_atomic(path, text))
+    if options.confusion is not None:
+        picture = confusion_file(found.matrix.numpy(), trained.scheme.names, options.confusion.suffix.lower())
+        _write(options.confusion, lambda path: write_atomic(path, picture))
+
+
+def score_target(target: str, options: EvalOptions) -> ScoredSplit:
+    """Evaluate a run or checkpoint, and print its notes on stderr.
+
+    Raises:
+        ConfigError: an option has an invalid value.
+    """
     trained = load_trained(target, options.config, slide=options.slide, tta=options.tta)
     config, scheme = trained.config, trained.scheme
     if scheme.multilabel is not None and (options.confusion is not None or options.boundary):
@@ -78,15 +108,7 @@ def evaluate_target(target: str, options: EvalOptions) -> None:
         found = evaluate_on_devices(evaluators, loader, progress)
     for note in found.notes:
         print(f"note: {printable(note)}", file=sys.stderr)
-    _print_scores(found, trained, groups, split)
-    if options.json_file is not None:
-        _write(options.json_file, lambda path: write_json(path, as_json(found, trained, groups, split)))
-    if options.per_image is not None:
-        text = per_image_csv(found, dataset, trained)
-        _write(options.per_image, lambda path: write_atomic(path, text))
-    if options.confusion is not None:
-        picture = confusion_file(found.matrix.numpy(), scheme.names, options.confusion.suffix.lower())
-        _write(options.confusion, lambda path: write_atomic(path, picture))
+    return ScoredSplit(found, trained, groups, split, dataset)
 
 
 def _build_evaluators(trained: TrainedModel, options: EvalOptions) -> list[Evaluator]:

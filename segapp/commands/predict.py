@@ -91,7 +91,7 @@ def predict_target(networks: Sequence[str], paths: Sequence[Path], out: Path, op
         DataError: at the end, if files could not be read; the others are written.
     """
     files = find_images(paths)
-    predictor = _predictor(networks, options)
+    predictor = build_predictor(networks, options)
     plan = OutputPlan(out, predictor.scheme, label_ids=options.label_ids)
     if options.save:
         plan = replace(plan, kinds=options.save, video_kinds=options.save)
@@ -132,7 +132,7 @@ def parse_batch(text: str) -> int | None:
     return int(text)
 
 
-def _predictor(networks: Sequence[str], options: PredictOptions) -> Predictor:
+def build_predictor(networks: Sequence[str], options: PredictOptions) -> Predictor:
     """Return the predictor of one network, or of the mean of several."""
     if len(networks) == 1:
         return _member(networks[0], options)

@@ -107,6 +107,16 @@ def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return validate_config(raw, KeyLocations(path, lines, frozenset(extra)))
 
 
+def config_of(raw: dict[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+    """Return nested plain values, which are changed, with `dotted.key=value` words as a config.
+
+    Raises:
+        ConfigError: lists every problem.
+    """
+    _merge(raw, parse_overrides(overrides))
+    return validate_config(raw)
+
+
 def validate_config(raw: Mapping[str, Any], locations: KeyLocations | None = None) -> RunConfig:
     """Return a nested mapping as a config; raise one ConfigError that lists every problem."""
     locations = locations or KeyLocations(None, {}, frozenset())

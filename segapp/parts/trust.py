@@ -39,18 +39,17 @@ def remember_parts(names: Iterable[str]) -> None:
             file.write("".join(f"{line}\n" for line in new))
 
 
-def check_trusted(named: Mapping[str, str], origin: str, *, is_trusted: bool = False) -> None:
+def check_trusted(named: Mapping[str, str], origin: str) -> None:
     """Check that code named by a config that is not the user's own may be imported.
 
     Args:
         named: config key -> name of the part.
         origin: where the config comes from, for the message.
-        is_trusted: the caller accepts the parts; they are remembered.
 
     Raises:
         ConfigError: a part was never named on this machine.
     """
-    if is_trusted or os.environ.get(TRUST_VARIABLE) == "1":
+    if os.environ.get(TRUST_VARIABLE) == "1":
         remember_parts(named.values())
         return
     known = _remembered()

@@ -53,7 +53,7 @@ from segapp.train.request import TrainRequest
 from segapp.train.saving.resume import check_before_start, check_resumable, checkpoint_to_resume
 from segapp.train.telemetry.console import PlainReporter
 from segapp.train.telemetry.device_memory import DeviceInfo, DeviceMemoryTracker, device_info_of
-from segapp.train.telemetry.event_log import EventLog
+from segapp.train.telemetry.event_log import EventListener, EventLog
 from segapp.train.telemetry.sampler import MemorySampler
 from segapp.train.telemetry.trackers import make_trackers
 from segapp.train.telemetry.watchdog import HangLimits, Watchdog
@@ -65,12 +65,20 @@ _DEVICES = "SEGAPP_RANK_DEVICES"
 logger = logging.getLogger("segapp")
 
 
-def run_session(request: TrainRequest, arguments: Sequence[str] = ()) -> int:
+def run_session(
+    request: TrainRequest,
+    arguments: Sequence[str] = (),
+    *,
+    listener: EventListener | None = None,
+    handle_signals: bool = True,
+) -> int:
     """Train as requested.
 
     Args:
         request: what to train and where.
         arguments: the words of the command line, for the ranks that `parallel.mode: ddp` starts.
+        listener: gets the events in place of the console.
+        handle_signals: take SIGINT, SIGTERM, SIGHUP and SIGUSR1 over; only the main thread can.
 
     Returns:
         The exit code.
@@ -80,7 +88,7 @@ def run_session(request: TrainRequest, arguments: Sequence[str] = ()) -> int:
     """
     train = request.config.train
     switches = numerics(deterministic=train.deterministic, tf32=train.tf32, cudnn_benchmark=train.cudnn_benchmark)
-    with StopSignals() as signals, switches:
+    with StopSignals(is_active=handle_signals) as signals, switches:
         devices = _devices_of_launcher() or plan_devices(
             request.config.parallel, batch_size=request.config.train.batch_size
         )
@@ -91,7 +99,7 @@ def run_session(request: TrainRequest, arguments: Sequence[str] = ()) -> int:
             try:
                 _check_before_start(request)
                 with _opened_folder(request, own_devices, ranks) as folder:
-                    return _run_in(folder, request, own_devices, ranks, signals)
+                    return _run_in(folder, request, own_devices, ranks, signals, listener)
             except (ConfigError, DataError, CheckpointError) as error:
                 if ranks.is_main:
                     raise
@@ -222,9 +230,16 @@ def _logging_to(folder: RunFolder, rank: int = 0) -> Iterator[None]:
         handler.close()
 
 
-def _run_in(folder: RunFolder, request: TrainRequest, devices: DevicePlan, ranks: Ranks, signals: StopSignals) -> int:
+def _run_in(
+    folder: RunFolder,
+    request: TrainRequest,
+    devices: DevicePlan,
+    ranks: Ranks,
+    signals: StopSignals,
+    listener: EventListener | None,
+) -> int:
     console = PlainReporter()
-    event_log = EventLog(EventWriter(folder.events), [console]) if ranks.is_main else EventLog(None)
+    event_log = EventLog(EventWriter(folder.events), [listener or console]) if ranks.is_main else EventLog(None)
     memory = DeviceMemoryTracker(_device_infos(devices, ranks, request.config.parallel.memory_budget_mib))
     sampler = MemorySampler(event_log, memory, blocked_s=request.config.checkpoint.grace_s)
     rank_pids = ranks.gather((socket.gethostname(), os.getpid()))

@@ -27,9 +27,11 @@ class StopSignals:
 
     Args:
         write_line: prints one line for the user; must be safe inside a signal handler. Default: to stderr.
+        is_active: take the signals over; False leaves the process's handlers as they are.
     """
 
-    def __init__(self, write_line: Callable[[str], None] | None = None) -> None:
+    def __init__(self, write_line: Callable[[str], None] | None = None, *, is_active: bool = True) -> None:
+        self._is_active = is_active
         self.count = 0
         self.number = 0
         self.signal_name: str | None = None
@@ -44,6 +46,8 @@ class StopSignals:
         return self.count > 0
 
     def __enter__(self) -> StopSignals:
+        if not self._is_active:
+            return self
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._handle)
         self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._request_checkpoint)
