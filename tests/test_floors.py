@@ -28,6 +28,7 @@ MANY_PARAMETERS = {
     "segapp/parallel/penalties.py:gradient_penalty": "public: every parameter is a term of the formula",
     "segapp/parallel/data_parallel.py:__init__": "public: torch.nn.DataParallel's parameters and the split",
     "segapp/models/build.py:build_model": "the keys of the config's `model` section",
+    "segapp/datasets/doctor.py:examine": "the keys of the config that decide about findings, and how to read",
     "segapp/models/network.py:__init__": "one argument for each attribute of a network",
     "segapp/cli/training.py:train": COMMAND,
     "segapp/cli/networks.py:evaluate": COMMAND,

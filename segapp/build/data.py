@@ -8,19 +8,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
 import torch
 
 from segapp.build.own_parts import own_data
 from segapp.build.sampling import build_mix
 from segapp.config import DataConfig
-from segapp.datasets.augment import EvalTransform, TrainTransform
+from segapp.datasets.augment import BandValues, EvalTransform, TrainTransform
 from segapp.datasets.augment.probe import check_transform
 from segapp.datasets.cache.pixel_cache import PixelCache
 from segapp.datasets.cache.places import CacheFiles, cache_digest, default_folder, disk_files, memory_files
 from segapp.datasets.dataset import SegmentationDataset, image_sizes
 from segapp.datasets.doctor import check_masks
 from segapp.datasets.files import ImagePair, check_pairs, shared_images, shown
+from segapp.datasets.images.pixel_format import PixelFormat, per_band
 from segapp.datasets.layouts.formats import ClassScheme, DataLocation, class_scheme, find_pairs
 from segapp.datasets.layouts.published_classes import CITYSCAPES_CATEGORIES, CITYSCAPES_NAMES
 from segapp.datasets.loader import LoadOptions
@@ -48,6 +48,28 @@ def build_scheme(data: DataConfig) -> ClassScheme:
         rgb=data.rgb_masks,
         multilabel=data.multilabel,
     )
+
+
+def build_pixels(data: DataConfig) -> PixelFormat:
+    """Return bands, type and range of the images of a data section.
+
+    Raises:
+        ConfigError: the range of another type than uint8 is missing.
+    """
+    if data.dtype != "uint8" and data.value_range is None:
+        raise ConfigError(
+            f"data.value_range is missing: data.dtype = {data.dtype} has no usual range; segapp check --config FILE "
+            "measures it and prints the line"
+        )
+    num_bands = 3 if data.bands is None else len(data.bands)
+    ranges = data.value_range
+    return PixelFormat(data.bands, data.dtype, ranges * num_bands if ranges and len(ranges) == 1 else ranges)
+
+
+def band_statistics(data: DataConfig) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return `data.mean` and `data.std` for each band."""
+    num_bands = 3 if data.bands is None else len(data.bands)
+    return per_band(data.mean, num_bands), per_band(data.std, num_bands)
 
 
 def build_location(data: DataConfig) -> DataLocation:
@@ -88,22 +110,26 @@ def build_groups(data: DataConfig, scheme: ClassScheme) -> dict[str, tuple[int, 
     return {group: tuple(ids[name] for name in names) for group, names in groups.items()}
 
 
-def build_transform(data: DataConfig, scheme: ClassScheme, sizes_px: Iterable[tuple[int, int]]) -> TrainTransform:
+def build_transform(
+    data: DataConfig, scheme: ClassScheme, sizes_px: Iterable[tuple[int, int]], pixels: PixelFormat
+) -> TrainTransform:
     """Return the transform of training images, tried before the training if the config lists its own.
 
     Args:
         data: the section of the config.
         scheme: of the classes.
         sizes_px: height and width of the images.
+        pixels: bands and type of the images.
 
     Raises:
         ConfigError: `data.augment` cannot be used.
     """
+    bands = None if pixels.is_rgb8 else BandValues(pixels.ranges, pixels.fill_values(band_statistics(data)[0]))
     transform = TrainTransform(
-        data.crop_px, data.transforms, ignore_index=scheme.ignore_index, resize_px=data.resize_px
+        data.crop_px, data.transforms, ignore_index=scheme.ignore_index, resize_px=data.resize_px, bands=bands
     )
     if data.augment is not None:
-        check_transform(transform, sizes_px, (3, np.uint8), scheme.dtype)
+        check_transform(transform, sizes_px, (pixels.num_bands, pixels.numpy_dtype), scheme.dtype)
     return transform
 
 
@@ -132,37 +158,44 @@ def build_dataset(
         ConfigError: `data.cache_dir` lies in the data set.
         DataError: a file is missing or cannot be used.
     """
+    pixels = build_pixels(data)
     mix = build_mix(data, scheme.ignore_index) if is_training else None
     if is_part(data.format):
         source = own_data(data, split)
-        own = OwnDataset(source, scheme, seed=seed, indices=_chosen(range(len(source)), most))
+        own = OwnDataset(source, scheme, pixels, seed=seed, indices=_chosen(range(len(source)), most))
         first_sizes = own.sizes(range(min(len(own), NUM_TRIED)))  # each is read for that
-        own.transform, own.mix = _transform(data, scheme, first_sizes, is_training=is_training), mix
+        own.transform, own.mix = _transform(data, scheme, first_sizes, pixels, is_training=is_training), mix
         return own
     pairs = _chosen(build_pairs(data, split), most)
-    sizes = check_pairs(pairs)
+    sizes = check_pairs(pairs, pixels)
     check_masks(pairs, sizes, scheme)
-    transform = _transform(data, scheme, sizes, is_training=is_training)
+    transform = _transform(data, scheme, sizes, pixels, is_training=is_training)
     cache: PixelCache | None = None
     notes: list[str] = []
     if data.cache != "none" and ranks is not None:
         try:
-            cache = PixelCache(_cache_files(data, split, scheme, ranks), pairs, sizes, scheme.dtype)
+            files = _cache_files(data, split, scheme, ranks)
+            cache = PixelCache(files, pairs, sizes, scheme.dtype, pixels)
         except OSError as error:
             notes.append(
                 f"data.cache = {data.cache} cannot be used for {split} ({error}): every image is decoded each time it "
                 "is read; name another folder in data.cache_dir, or set data.cache to none"
             )
-    dataset = SegmentationDataset(pairs, scheme, transform, seed=seed, cache=cache, notes=notes)
+    dataset = SegmentationDataset(pairs, scheme, transform, pixels=pixels, seed=seed, cache=cache, notes=notes)
     dataset.mix = mix
     return dataset
 
 
 def _transform(
-    data: DataConfig, scheme: ClassScheme, sizes_px: Iterable[tuple[int, int]], *, is_training: bool
+    data: DataConfig,
+    scheme: ClassScheme,
+    sizes_px: Iterable[tuple[int, int]],
+    pixels: PixelFormat,
+    *,
+    is_training: bool,
 ) -> TrainTransform | EvalTransform | None:
     if is_training:
-        return build_transform(data, scheme, sizes_px)
+        return build_transform(data, scheme, sizes_px, pixels)
     return None if data.resize_px is None else EvalTransform(data.resize_px)
 
 
@@ -191,13 +224,14 @@ def _cache_files(data: DataConfig, split: str, scheme: ClassScheme, ranks: Ranks
         ConfigError: `data.cache_dir` lies in the data set.
         OSError: they cannot be made.
     """
-    digest = cache_digest(data.root, split, scheme)
+    pixels = build_pixels(data)
+    digest = cache_digest(data.root, split, scheme, pixels)
     if data.cache == "disk":
         folder = Path(data.cache_dir).expanduser() if data.cache_dir is not None else default_folder()
         root = Path(os.path.realpath(data.root))
         if Path(os.path.realpath(folder)).is_relative_to(root):
             raise ConfigError(f"data.cache_dir = {folder} lies in data.root = {data.root}: name a folder outside it")
-        return disk_files(folder, split, digest, scheme.dtype)
+        return disk_files(folder, split, digest, scheme.dtype, pixels)
     hosts = ranks.gather(socket.gethostname())
     first_here = hosts.index(hosts[ranks.rank])
     own: CacheFiles | OSError | None = None
@@ -226,7 +260,8 @@ def build_load_options(
     """
     workers = data.workers
     if workers == "auto":
-        batch_bytes = batch_size * data.crop_px[0] * data.crop_px[1] * (3 + dataset.scheme.dtype.itemsize)
+        px_bytes = dataset.pixels.num_bands * dataset.pixels.numpy_dtype.itemsize + dataset.scheme.dtype.itemsize
+        batch_bytes = batch_size * data.crop_px[0] * data.crop_px[1] * px_bytes
         most = most_workers(cores_of_rank(), batch_bytes, shared_bytes_of_rank())
         workers = plan_workers(sample_seconds(dataset), data.crop_px, most, device.type)
     return LoadOptions(workers, data.timeout_s, pin_memory=device.type == "cuda")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
+from segapp.build.data import band_statistics, build_pixels
 from segapp.build.run_weights import load_run_weights, names_run
 from segapp.config import DataConfig, EvalConfig, ModelConfig, RunConfig
 from segapp.errors import ConfigError
@@ -14,8 +16,12 @@ from segapp.models.eomt import NUM_QUERIES
 from segapp.precision import Precision
 
 
-def build_network(section: ModelConfig, num_classes: int, *, with_weights: bool = True) -> SegmentationModel:
-    """Return the network of a `model` section; `with_weights=False` skips its pretrained weights.
+def build_network(
+    section: ModelConfig, num_classes: int, *, num_bands: int = 3, with_weights: bool = True
+) -> SegmentationModel:
+    """Return the network of a `model` section for images of so many bands.
+
+    `with_weights=False` skips its pretrained weights.
 
     Raises:
         ConfigError: the network cannot be built, or there is no such run.
@@ -27,6 +33,7 @@ def build_network(section: ModelConfig, num_classes: int, *, with_weights: bool 
         section.library,
         section.name,
         num_classes,
+        in_channels=num_bands,
         weights=weights if run is None else None,
         weights_backbone=section.weights_backbone if with_weights else None,
         partial_weights=section.partial_weights,
@@ -44,6 +51,11 @@ def num_queries(section: ModelConfig) -> int:
     return int(section.options.get("num_queries", NUM_QUERIES))
 
 
+def build_normalizer(data: DataConfig, dtype: torch.dtype) -> Normalizer:
+    """Return the normalisation of the images of a data section, whose result has this dtype."""
+    return Normalizer(*band_statistics(data), dtype, build_pixels(data).value_range)
+
+
 def build_inference(
     data: DataConfig, section: EvalConfig, model: SegmentationModel, precision: Precision, align_corners: bool
 ) -> Inference:
@@ -52,7 +64,7 @@ def build_inference(
     if model.fixed_size_px is not None:
         window = model.fixed_size_px
     return Inference(
-        Normalizer(data.mean, data.std, precision.input_dtype).to(precision.device),
+        build_normalizer(data, precision.input_dtype).to(precision.device),
         align_corners=align_corners,
         window_px=window,
         overlap=section.slide_overlap,

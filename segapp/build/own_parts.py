@@ -19,7 +19,7 @@ from segapp.parts import build_part, find_source, is_part, load_part, option_pro
 from segapp.parts.loading import takes
 
 OFFERED = {
-    "model": ("num_classes",),
+    "model": ("num_classes", "in_channels"),
     "loss": ("num_classes", "ignore_index", "align_corners", "aux_weight", "weight"),
     "data": ("root", "split"),
     "optim": ("lr",),

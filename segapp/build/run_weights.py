@@ -69,7 +69,9 @@ def load_run_weights(model: SegmentationModel, run: str, *, is_partial: bool) ->
         raise CheckpointError(
             f"{key}: {checkpoint.path} holds no network: it was not written by segapp train"
         ) from None
-    report = load_weights(model, state, run, key, model.backbone_prefix, is_partial=is_partial)
+    report = load_weights(
+        model, state, run, key, model.backbone_prefix, is_partial=is_partial, in_channels=model.in_channels
+    )
     wanted = {name for name, _ in model.named_parameters()}
     missing = {name: reason for name, reason in report.keys.missing.items() if name in wanted}
     if missing and not is_partial:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from segapp.build.data import build_scheme
+from segapp.build.data import build_pixels, build_scheme
 from segapp.build.devices import choose_devices
 from segapp.build.network import build_inference, build_network
 from segapp.build.own_parts import changed_parts
@@ -110,7 +110,9 @@ def read_trained(target: str, config: str | None = None) -> TrainedState:
         raise CheckpointError(
             f"{checkpoint.path} was trained on other classes than its config names: restore the original file"
         )
-    model = build_network(saved.model, scheme.num_classes, with_weights=False)
+    model = build_network(
+        saved.model, scheme.num_classes, num_bands=build_pixels(saved.data).num_bands, with_weights=False
+    )
     try:
         model.load_state_dict(network_state(state))
     except (RuntimeError, KeyError) as error:
@@ -130,7 +132,9 @@ def read_trained(target: str, config: str | None = None) -> TrainedState:
 
 def _from_weights(path: Path, config: RunConfig) -> TrainedState:
     scheme = build_scheme(config.data)
-    model = build_network(config.model, scheme.num_classes, with_weights=False)
+    model = build_network(
+        config.model, scheme.num_classes, num_bands=build_pixels(config.data).num_bands, with_weights=False
+    )
     state = read_weights_file(path, "weights")
     keys = load_weights(model, state, str(path), "weights", model.backbone_prefix).keys
     # A BatchNorm without statistics would use those of the initialisation; the auxiliary head is not used.

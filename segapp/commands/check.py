@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ from segapp.commands.check_findings import Group, grouped
 from segapp.commands.check_html import check_page
 from segapp.config import DataConfig, RunConfig
 from segapp.datasets.doctor import Finding, SplitReport, examine
-from segapp.datasets.files import ImagePair, shown
+from segapp.datasets.files import ImagePair, read_header, shown
+from segapp.datasets.images.measure import PERCENTILES, config_values, measure_ranges, stored_pixels
+from segapp.datasets.images.pixel_format import DTYPES, RGB8, PixelFormat
 from segapp.datasets.layouts.formats import ClassScheme, leftovers
 from segapp.datasets.layouts.root_guard import OutsideError, PartialError
 from segapp.datasets.sampling import uniform_order
@@ -65,6 +68,9 @@ def check_data(
     if is_part(data.format) and (sums_file is not None or new_sums_file is not None):
         raise ConfigError(f"--sums and --write-sums are for files, and {data.format} gives images: leave them out")
     splits, before = _collect(data)
+    measured, problem = _measure(data, next(name for name in splits if splits[name]), splits)
+    if problem is not None:
+        before.append(problem)
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -74,11 +80,14 @@ def check_data(
             scheme,
             crop_px=data.crop_px,
             resize_px=data.resize_px,
+            pixels=measured or RGB8,
             threads=threads,
             allow_overlap=data.allow_overlap,
             progress=lambda: bar.advance(task),
         )
-    samples = _samples(config, scheme, reports[0], with_pictures=html_file is not None)
+    samples: list[AugmentedSample] = []
+    if problem is None:
+        samples = _samples(config, scheme, reports[0], with_pictures=html_file is not None)
     if sums_file is not None:
         before += check_sums(sums_file, splits, Path(data.root))
     if new_sums_file is not None:
@@ -86,11 +95,15 @@ def check_data(
     groups = grouped(reports, before)
     weights = suggested_weights(reports[0], scheme)
     if as_json:
-        print(json.dumps(as_dict(reports, groups, scheme), indent=2))
+        print(json.dumps(as_dict(reports, groups, scheme, measured), indent=2))
     else:
         print_report(reports, groups, scheme, weights, Console(highlight=False))
+        for line in _pixel_lines(measured):
+            print(line)
     if html_file is not None:
-        _write(html_file, check_page(config.name, reports, groups, scheme, weights, samples), "--html")
+        _write(
+            html_file, check_page(config.name, reports, groups, scheme, weights, samples, measured or RGB8), "--html"
+        )
     return EXIT_DATA if any(group.severity == "error" for group in groups) else 0
 
 
@@ -145,6 +158,45 @@ def _samples(
     return list(augmented_samples(dataset, order)) if with_pictures else []
 
 
+def _measure(
+    data: DataConfig, split: str, splits: Mapping[str, Sequence[ImagePair]]
+) -> tuple[PixelFormat | None, Finding | None]:
+    """Return the pixels of a split with the measured range of each band, and an error if the config does not say them.
+
+    None for 8-bit RGB, whose range is known.
+    """
+    paths = [pair.image for pair in splits[split]]
+    found = stored_pixels(paths) if data.bands is None else None
+    if data.bands is None and (found is None or found.dtype not in DTYPES):
+        return None, None
+    bands = tuple(range(1, found.bands + 1)) if found is not None else data.bands
+    pixels = PixelFormat(bands, data.dtype if found is None else found.dtype)
+    try:
+        measured = replace(pixels, value_range=measure_ranges(paths, pixels))
+    except DataError:
+        return pixels, None  # each image is reported when it is read
+    if found is not None:
+        first = next(path for path in paths if read_header(path).stored == found)
+        message = f"{shown(first)}: {RGB8.problem(found)}; the measured lines are below"
+    elif data.dtype != "uint8" and data.value_range is None:
+        message = f"data.value_range is missing: {data.dtype} has no usual range; the measured line is below"
+    else:
+        return measured, None
+    lines = "".join(f"\n  {key}: {value}" for key, value in config_values(measured).items())
+    return measured, Finding("error", "pixels", split, message + lines)
+
+
+def _pixel_lines(measured: PixelFormat | None) -> list[str]:
+    """Return the measured pixels as lines of a config's `data` section."""
+    if measured is None:
+        return []
+    low, high = PERCENTILES
+    return [
+        f"\npixels: {measured.layout}; value_range holds the middle {high - low:g} % of each band's values:",
+        *(f"  {key}: {value}" for key, value in config_values(measured).items()),
+    ]
+
+
 def _beside(data: DataConfig, split: str) -> Iterator[Finding]:
     """Yield warnings about files that belong to no pair."""
     left = leftovers(build_location(data), split)
@@ -169,7 +221,9 @@ def suggested_weights(report: SplitReport, scheme: ClassScheme) -> dict[str, lis
     return {rule: class_weights(rule, report.frequencies) for rule in RULES}
 
 
-def as_dict(reports: Sequence[SplitReport], groups: Sequence[Group], scheme: ClassScheme) -> dict[str, Any]:
+def as_dict(
+    reports: Sequence[SplitReport], groups: Sequence[Group], scheme: ClassScheme, measured: PixelFormat | None = None
+) -> dict[str, Any]:
     """Return the findings as plain values for `--json`."""
     findings = [finding for group in groups for finding in group.findings]
     return {
@@ -177,6 +231,7 @@ def as_dict(reports: Sequence[SplitReport], groups: Sequence[Group], scheme: Cla
         "warnings": sum(f.severity == "warning" for f in findings),
         "classes": list(scheme.names),
         "class_weights": suggested_weights(reports[0], scheme),
+        "pixels": None if measured is None else asdict(measured),
         "splits": {report.split: _split_as_dict(report) for report in reports},
         "findings": [
             {

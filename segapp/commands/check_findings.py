@@ -9,6 +9,7 @@ from segapp.datasets.doctor import Finding, SplitReport, summary_of_ids
 
 KINDS = {
     "pairs": "images without a mask",
+    "pixels": "images of pixels that the config does not say",
     "ids": "masks with ids outside the classes",
     "unreadable": "images that cannot be read",
     "mask": "masks that cannot be read",

@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 from segapp.commands.check_findings import Group
 from segapp.datasets.doctor import Finding, SplitReport
 from segapp.datasets.files import open_bytes, read_bytes
+from segapp.datasets.images.pixel_format import RGB8, PixelFormat
+from segapp.datasets.images.reading import read_image
 from segapp.datasets.layouts.formats import ClassScheme
-from segapp.datasets.masks import ID_MODES, read_image, read_masks
+from segapp.datasets.masks import ID_MODES, read_masks
 from segapp.errors import DataError
 from segapp.inference.predict.outputs import colorize
 from segapp.report.augmented import AugmentedSample
@@ -34,6 +36,7 @@ def check_page(
     scheme: ClassScheme,
     weights: Mapping[str, Sequence[float]],
     samples: Sequence[AugmentedSample],
+    pixels: PixelFormat = RGB8,
 ) -> str:
     """Return the page as HTML; `samples` are training samples as pictures."""
     counts = {
@@ -47,20 +50,20 @@ def check_page(
         "scheme": scheme,
         "weights": weights,
         "samples": samples,
-        "sections": [(group, _with_pictures(group, scheme), _listed(group)) for group in groups],
+        "sections": [(group, _with_pictures(group, scheme, pixels), _listed(group)) for group in groups],
         "max_listed": _MAX_LISTED,
     }
     return render("check.html.j2", values)
 
 
-def _with_pictures(group: Group, scheme: ClassScheme) -> list[tuple[Finding, list[str]]]:
+def _with_pictures(group: Group, scheme: ClassScheme, pixels: PixelFormat) -> list[tuple[Finding, list[str]]]:
     """Return the first findings about a pair, each with its image and its mask, or with both images of a duplicate."""
     found = []
     for finding in group.findings[:_MAX_PICTURED]:
         if finding.pair is not None:
-            pictures = [_image_thumbnail(finding.pair.image)]
+            pictures = [_image_thumbnail(finding.pair.image, pixels)]
             if finding.other is not None:
-                pictures.append(_image_thumbnail(finding.other.image))
+                pictures.append(_image_thumbnail(finding.other.image, pixels))
             elif scheme.multilabel is not None:
                 pictures.append(_sets_thumbnail(finding.pair.masks, scheme))
             elif finding.pair.mask is not None:
@@ -77,9 +80,9 @@ def _listed(group: Group) -> list[Finding]:
     return [*first, *group.findings[_MAX_PICTURED:]]
 
 
-def _image_thumbnail(path: Path) -> str | None:
+def _image_thumbnail(path: Path, pixels: PixelFormat) -> str | None:
     try:
-        return _thumbnail(read_image(path), cv2.INTER_AREA)
+        return _thumbnail(pixels.as_rgb(read_image(path, pixels)), cv2.INTER_AREA)
     except DataError:
         return None
 

@@ -8,10 +8,10 @@ from typing import Any, Final, Literal, get_args
 from numpy.typing import NDArray
 
 from segapp import __version__
-from segapp.build.data import build_pairs, split_names
+from segapp.build.data import band_statistics, build_pairs, build_pixels, split_names
 from segapp.build.own_parts import own_data
 from segapp.build.trained import CONFIG_KEY, TrainedModel, load_trained
-from segapp.datasets.masks import read_image
+from segapp.datasets.images.reading import read_image
 from segapp.errors import ConfigError, SegappError
 from segapp.export import CheckResult, ExportInfo, Format, write_export, write_weights
 from segapp.parts import is_part
@@ -69,6 +69,8 @@ def _format(out: Path, format: str | None) -> Format | Literal["safetensors"]:
 
 def _info(trained: TrainedModel, *, half: bool, argmax: bool) -> ExportInfo:
     model, config, scheme = trained.model, trained.config, trained.scheme
+    pixels, (mean, std) = build_pixels(config.data), band_statistics(config.data)
+    is_rgb = pixels.bands is None
     return ExportInfo(
         segapp_version=__version__,
         run=config.name,
@@ -80,8 +82,12 @@ def _info(trained: TrainedModel, *, half: bool, argmax: bool) -> ExportInfo:
         palette=scheme.palette[: scheme.num_classes],
         file_ids=scheme.file_ids,
         ignore_index=scheme.ignore_index,
-        mean=config.data.mean,
-        std=config.data.std,
+        mean=mean,
+        std=std,
+        bands=pixels.bands,
+        dtype=pixels.dtype,
+        value_range=pixels.value_range,
+        input=f"images: {pixels.dtype} (batch, height, width, {pixels.num_bands})" + (", RGB" if is_rgb else ""),
         align_corners=config.loss.align_corners,
         output="labels" if argmax else "logits",
         multilabel=scheme.multilabel is not None,
@@ -98,10 +104,12 @@ def _pictures(trained: TrainedModel) -> list[NDArray[Any]]:
     try:
         if is_part(data.format):
             own = own_data(data, split)
-            return [own.read(index, trained.scheme)[0] for index in range(min(len(own), NUM_PICTURES))]
+            return [
+                own.read(index, trained.scheme, build_pixels(data))[0] for index in range(min(len(own), NUM_PICTURES))
+            ]
         pairs = build_pairs(data, split)
         chosen = pairs[:: max(1, len(pairs) // NUM_PICTURES)][:NUM_PICTURES]
-        return [read_image(pair.image) for pair in chosen]
+        return [read_image(pair.image, build_pixels(data)) for pair in chosen]
     except (SegappError, OSError):
         return []
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from segapp.build.data import build_pixels
 from segapp.build.devices import choose_devices
 from segapp.build.trained import load_trained
 from segapp.errors import ConfigError, DataError
@@ -92,7 +93,7 @@ def predict_target(networks: Sequence[str], paths: Sequence[Path], out: Path, op
     """
     files = find_images(paths)
     predictor = build_predictor(networks, options)
-    plan = OutputPlan(out, predictor.scheme, label_ids=options.label_ids)
+    plan = OutputPlan(out, predictor.scheme, pixels=predictor.pixels, label_ids=options.label_ids)
     if options.save:
         plan = replace(plan, kinds=options.save, video_kinds=options.save)
     with progress_bar(len(files), "predicting", unit="file") as progress:
@@ -148,7 +149,8 @@ def _member(target: str, options: PredictOptions) -> TrainedPredictor | Exported
     """Return the predictor of a run, a checkpoint or an exported file."""
     if not is_exported(target):
         trained = load_trained(target, options.config, slide=options.slide, tta=options.tta)
-        return TrainedPredictor(trained.model, trained.inference, trained.scheme, trained.device)
+        pixels = build_pixels(trained.config.data)
+        return TrainedPredictor(trained.model, trained.inference, trained.scheme, trained.device, pixels)
     if options.config is not None:
         raise ConfigError(f"--config {options.config}: {target} is an exported network: leave --config out")
     if options.slide or options.tta:

@@ -22,7 +22,7 @@ from torch.profiler import profile, record_function
 from torch.utils.hooks import RemovableHandle
 
 from segapp.build.criterion import needs_distances
-from segapp.build.data import build_dataset, build_load_options, build_scheme, split_names
+from segapp.build.data import build_dataset, build_load_options, build_pixels, build_scheme, split_names
 from segapp.build.devices import plan_devices
 from segapp.build.formats import auto_precision
 from segapp.config import RunConfig, load_config
@@ -113,7 +113,8 @@ def _profiled(config: RunConfig, num_steps: int) -> StepProfile:
         source = "black images: no data set found"
         has_distances = needs_distances(config.loss)
         scheme, crop_px = build_scheme(config.data), config.data.crop_px
-        blank = blank_batch(scheme, config.train.batch_size, crop_px, has_distances=has_distances)
+        pixels = build_pixels(config.data)
+        blank = blank_batch(scheme, config.train.batch_size, crop_px, pixels, has_distances=has_distances)
         batches = itertools.repeat(blank)
     else:
         source = f"{len(loader.dataset)} training images"

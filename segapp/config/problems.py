@@ -366,7 +366,25 @@ def _budget_problems(parallel: ParallelConfig) -> Iterator[tuple[tuple[str, ...]
         yield path, "is empty: give one number a device, or null"
 
 
+def _pixel_problems(data: DataConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    num_bands = len(data.bands or (1, 2, 3))
+    if data.bands is None and data.dtype != "uint8":
+        yield ("data", "bands"), f"is missing: data.dtype = {data.dtype} needs the bands to read, e.g. [1, 2, 3]"
+    if data.value_range is not None:
+        if len(data.value_range) not in {1, num_bands}:
+            yield (
+                ("data", "value_range"),
+                f"has {len(data.value_range)} pairs for {num_bands} bands: give one for all, or one for each",
+            )
+        for pair in (list(pair) for pair in data.value_range if pair[0] >= pair[1]):
+            yield ("data", "value_range"), f"{pair} is not [lowest, highest]: the second must be larger"
+    for key, values in (("mean", data.mean), ("std", data.std)):
+        if len(values) not in {3, num_bands}:
+            yield ("data", key), f"has {len(values)} values for {num_bands} bands: give {num_bands}, or RGB's three"
+
+
 def _data_problems(data: DataConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    yield from _pixel_problems(data)
     for key in ("scale", "hflip", "cat_max_ratio", "photometric"):
         if data.augment is not None and getattr(data, key) != DataConfig.model_fields[key].default:
             yield ("data", key), "is for the built-in transforms, not for data.augment: write it into the list there"

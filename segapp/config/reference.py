@@ -32,7 +32,8 @@ def _table(prefix: str, model: type[BaseModel]) -> str:
     for name, field in model.model_fields.items():
         if section_of(model, name) is None or field.default is None:
             default = "*required*" if field.is_required() else f"`{_shown(field.default)}`"
-            rows.append(f"| `{prefix}{name}` | {default} | {(field.description or '').replace('|', chr(92) + '|')} |")
+            meaning = " ".join((field.description or "").split()).replace("|", chr(92) + "|")
+            rows.append(f"| `{prefix}{name}` | {default} | {meaning} |")
     return "\n".join(rows)
 
 

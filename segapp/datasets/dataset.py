@@ -1,8 +1,8 @@
 """Samples: an image and its target as tensors, a function of (seed, epoch, index) alone.
 
-Images are uint8, a quarter of the bytes to transfer, and are normalised on the device.
+Images have the type of their files, for uint8 a quarter of the bytes to transfer, and are normalised on the device.
 
-Shapes: H, W height and width in pixels.
+Shapes: H, W height and width in pixels; B bands, 3 for RGB.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,12 @@ from torch import Tensor
 from segapp.datasets.augment.mix import PairMix
 from segapp.datasets.cache.pixel_cache import PixelCache
 from segapp.datasets.distances import with_distances
-from segapp.datasets.files import ImagePair, check_same_size, read_header, shown
+from segapp.datasets.files import MAX_PIXELS, ImagePair, check_same_size, read_header, shown
+from segapp.datasets.images.pixel_format import RGB8, PixelFormat
+from segapp.datasets.images.reading import read_image
+from segapp.datasets.images.windows import LARGE_PX, ImageWindows, image_windows, mask_windows
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.datasets.masks import read_image, read_masks
+from segapp.datasets.masks import read_masks
 from segapp.datasets.sampling import SampleKey, mix_seed
 from segapp.errors import DataError
 
@@ -32,7 +35,7 @@ class Sample:
     """One image and its target.
 
     Attributes:
-        image: RGB, shape (3, H, W), uint8, not normalised.
+        image: The bands, shape (B, H, W), of the type of the files, not normalised.
         target: Train ids and `ignore_index`, shape (H, W), uint8 or int16; with distances int32 (1 + C, H, W).
         index: Index in the data set.
     """
@@ -46,7 +49,7 @@ class Transform(Protocol):
     """Transform of an image and its mask; a function of both, the seed and the aim alone."""
 
     def __call__(self, image: Pixels, mask: Pixels, seed: int, aim: int | None = None) -> tuple[Pixels, Pixels]:
-        """Return the transformed image (H, W, 3) and mask (H, W)."""
+        """Return the transformed image (H, W, B) and mask (H, W)."""
         ...
 
 
@@ -56,6 +59,7 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
     Args:
         pairs: The files. The target of a pair without a mask is all `scheme.ignore_index`.
         scheme: Classes and the ids of the masks.
+        pixels: Bands and type of the images.
         transform: Applied with a seed of (seed, epoch, index); None: no transform, full size.
         seed: Seed of the augmentation.
         cache: Of the decoded images and masks, filled at the first read; None: every read decodes.
@@ -75,6 +79,7 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
         scheme: ClassScheme,
         transform: Transform | None = None,
         *,
+        pixels: PixelFormat = RGB8,
         seed: int = 0,
         cache: PixelCache | None = None,
         notes: Sequence[str] = (),
@@ -83,12 +88,14 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
             raise DataError("the data set has no images: check data.root and the split")
         self.pairs = tuple(pairs)
         self.scheme = scheme
+        self.pixels = pixels
         self.transform = transform
         self.seed = seed
         self.cache = cache
         self.notes = tuple(notes)
         self.mix: PairMix | None = None
         self.has_distances = False
+        self._read_in_windows: dict[int, ImageWindows | None] = {}
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -117,19 +124,42 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
 
     def _augmented(self, index: int, seed: int, aim: int | None = None) -> tuple[Pixels, Pixels]:
         """Return the transformed image and mask of an index."""
-        image, mask = self.read(index)
+        # A crop with an aim looks for the pixels of a class in the whole mask.
+        image, mask = (self._windows(index) if aim is None else None) or self.read(index)
         if self.transform is None:
             return image, mask
         try:
             return self.transform(image, mask, seed, aim)
+        except DataError:  # of a window
+            raise
         except Exception as error:
             raise DataError(
                 f"{shown(self.pairs[index].image)}: the augmentation failed ({type(error).__name__}: {error}): "
                 "check data.augment, data.crop_px, data.scale and data.resize_px"
             ) from error
 
+    def _windows(self, index: int) -> tuple[Any, Any] | None:
+        """Return image and mask to be read in windows; None where the whole is read.
+
+        Only a transform that begins with a crop reads windows. With a cache the whole is decoded once, unless it is too
+        large for that.
+        """
+        if not getattr(self.transform, "crops_first", False):
+            return None
+        if index not in self._read_in_windows:
+            least_px = LARGE_PX if self.cache is None else MAX_PIXELS + 1
+            self._read_in_windows[index] = image_windows(self.pairs[index].image, self.pixels, least_px)
+        image = self._read_in_windows[index]
+        if image is None:
+            return None
+        pair = self.pairs[index]
+        windows = mask_windows(pair.mask, self.scheme) if pair.mask is not None else None
+        mask = self.read_mask(index, image.shape[:2]) if windows is None else windows
+        check_same_size(pair, image.shape[:2], mask.shape[:2])
+        return image, mask
+
     def read(self, index: int) -> tuple[Pixels, Pixels]:
-        """Return the decoded image (H, W, 3) and mask (H, W) of train ids, before the transform; read-only.
+        """Return the decoded image (H, W, B) and mask (H, W) of train ids, before the transform; read-only.
 
         Raises:
             DataError: One of the files cannot be used, or their sizes differ.
@@ -138,7 +168,7 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
         if cached is not None:
             return cached
         pair = self.pairs[index]
-        image = read_image(pair.image)
+        image = read_image(pair.image, self.pixels)
         mask = self.read_mask(index, image.shape[:2])
         check_same_size(pair, image.shape[:2], mask.shape[:2])
         if self.cache is not None:
@@ -158,9 +188,9 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
 
 
 def to_planes(image: Pixels) -> Tensor:
-    """Return a copy of an image (H, W, 3) as a tensor (3, H, W)."""
-    height, width = image.shape[:2]
-    planes = np.empty((3, height, width), np.uint8)
+    """Return a copy of an image (H, W, B) as a tensor (B, H, W)."""
+    height, width, num_bands = image.shape
+    planes = np.empty((num_bands, height, width), image.dtype)
     cv2.split(image, list(planes))  # four times as fast as mixChannels
     return torch.from_numpy(planes)
 

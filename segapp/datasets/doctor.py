@@ -20,8 +20,10 @@ from numpy.typing import NDArray
 
 from segapp.datasets.files import ImagePair, check_same_size, read_header, shown
 from segapp.datasets.frequencies import ClassFrequencies, classes_in
+from segapp.datasets.images.pixel_format import RGB8, PixelFormat
+from segapp.datasets.images.reading import read_image
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.datasets.masks import UnknownIdsError, likely_cause, name_ids, read_image, read_masks
+from segapp.datasets.masks import UnknownIdsError, likely_cause, name_ids, read_masks
 from segapp.datasets.own_data import OwnPair
 from segapp.errors import DataError
 
@@ -48,7 +50,7 @@ class Finding:
 
     Attributes:
         severity: an error makes the data unusable.
-        kind: `pairs`, `unreadable`, `mask`, `ids`, `size`, `leak`, `duplicate`, `all_ignored`, `class`,
+        kind: `pairs`, `pixels`, `unreadable`, `mask`, `ids`, `size`, `leak`, `duplicate`, `all_ignored`, `class`,
             `crop`, `link`, `file`.
         split: name of the split.
         message: a sentence with the file and the next move.
@@ -122,6 +124,7 @@ def examine(
     *,
     crop_px: tuple[int, int],
     resize_px: tuple[int, int] | None = None,
+    pixels: PixelFormat = RGB8,
     threads: int = 2,
     allow_overlap: bool = False,
     progress: Callable[[], None] = lambda: None,
@@ -133,13 +136,14 @@ def examine(
         scheme: meaning of the ids in the masks.
         crop_px: height and width of a training crop.
         resize_px: height and width to which images are resized first; None: not resized.
+        pixels: bands and type of the images.
         threads: number of files decoded at a time.
         allow_overlap: images in two splits are a warning, not an error.
         progress: called once per pair.
     """
 
     def look_at(pair: ImagePair) -> _Examined:
-        found = _examine_pair(pair, scheme)
+        found = _examine_pair(pair, scheme, pixels)
         progress()
         return found
 
@@ -204,10 +208,10 @@ def check_masks(pairs: Sequence[ImagePair], sizes: Sequence[tuple[int, int]], sc
         )
 
 
-def _examine_pair(pair: ImagePair, scheme: ClassScheme) -> _Examined:
+def _examine_pair(pair: ImagePair, scheme: ClassScheme, pixels: PixelFormat) -> _Examined:
     found = _Examined(pair)
     if isinstance(pair, OwnPair):
-        _examine_own(found, pair, scheme)
+        _examine_own(found, pair, scheme, pixels)
         return found
     try:
         header = read_header(pair.image)
@@ -216,16 +220,16 @@ def _examine_pair(pair: ImagePair, scheme: ClassScheme) -> _Examined:
         is_large = False  # reported below
     if is_large:
         with _large:
-            _examine_files(found, scheme)
+            _examine_files(found, scheme, pixels)
     else:
-        _examine_files(found, scheme)
+        _examine_files(found, scheme, pixels)
     return found
 
 
-def _examine_files(found: _Examined, scheme: ClassScheme) -> None:
+def _examine_files(found: _Examined, scheme: ClassScheme, pixels: PixelFormat) -> None:
     pair = found.pair
     try:
-        _note_image(found, read_image(pair.image))
+        _note_image(found, read_image(pair.image, pixels), pixels)
     except DataError as error:
         found.problems.append(("unreadable", str(error), 0))
     if pair.mask is None:
@@ -242,23 +246,23 @@ def _examine_files(found: _Examined, scheme: ClassScheme) -> None:
         found.problems.append(("size" if found.counts is not None else "mask", str(error), 0))
 
 
-def _examine_own(found: _Examined, pair: OwnPair, scheme: ClassScheme) -> None:
+def _examine_own(found: _Examined, pair: OwnPair, scheme: ClassScheme, pixels: PixelFormat) -> None:
     try:
-        image, mask = pair.data.read(pair.index, scheme)
+        image, mask = pair.data.read(pair.index, scheme, pixels)
     except UnknownIdsError as error:
         found.ids = error
         found.problems.append(("ids", str(error), sum(error.unknown.values())))
     except DataError as error:
         found.problems.append(("unreadable", str(error), 0))
     else:
-        _note_image(found, image)
+        _note_image(found, image, pixels)
         _note_mask(found, mask, scheme)
 
 
-def _note_image(found: _Examined, image: NDArray[Any]) -> None:
+def _note_image(found: _Examined, image: NDArray[Any], pixels: PixelFormat) -> None:
     found.size = (image.shape[0], image.shape[1])
     found.digest = hashlib.sha256(repr(image.shape).encode() + image.tobytes()).hexdigest()
-    found.difference_hash = _difference_hash(image)
+    found.difference_hash = _difference_hash(pixels.as_rgb(image))
 
 
 def _note_mask(found: _Examined, mask: NDArray[Any], scheme: ClassScheme) -> None:

@@ -11,20 +11,24 @@ import stat
 import struct
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from PIL import Image
 
+from segapp.datasets.images.pixel_format import RGB8, PixelFormat, StoredPixels
+from segapp.datasets.images.tiff_tags import TiffTags, is_tiff, read_tiff_tags
 from segapp.errors import DataError
+
+Read = TypeVar("Read")
 
 MAX_PIXELS = 178_956_970
 """Largest number of pixels: above it a file counts as a decompression bomb (Pillow's limit: 512 MiB as RGB)."""
 
 MAX_FILE_BYTES = 2**30
-"""Largest file that is read; `MAX_PIXELS` of 24 bits, uncompressed, take half of that."""
+"""Largest file that is read at once; `MAX_PIXELS` of 24 bits, uncompressed, take half of that."""
 
 # Pillow warns of problems that are checked here or raised as DataError.
 warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -64,12 +68,21 @@ class ImagePair:
 
 @dataclass(frozen=True)
 class Header:
-    """Header of an image file: Pillow's names of format and pixel mode; the size with the EXIF orientation applied."""
+    """Header of an image file.
+
+    Attributes:
+        format: Pillow's name.
+        mode: Pillow's name of the pixels; "" for a TIFF.
+        height_px: Height with the EXIF orientation applied.
+        width_px: Width with the EXIF orientation applied.
+        stored: The pixels of a PNG or a TIFF; None for other formats, whose decoder says.
+    """
 
     format: str
     mode: str
     height_px: int
     width_px: int
+    stored: StoredPixels | None = None
 
 
 def shared_images(first: Iterable[ImagePair], second: Iterable[ImagePair]) -> list[Path]:
@@ -103,10 +116,19 @@ def read_bytes(path: Path, *, tries: int = 3) -> bytes:
     Raises:
         DataError: The file is missing, empty, larger than `MAX_FILE_BYTES`, not a regular file or not readable.
     """
+
+    def read() -> bytes:
+        with open_regular(path) as file:
+            return file.read()
+
+    return _retried(read, path, tries)
+
+
+def _retried(read: Callable[[], Read], path: Path, tries: int = 3) -> Read:
+    """Return what `read` does; retry transient errors of the storage, and raise DataError for others."""
     for attempt in range(1, tries + 1):
         try:
-            with open_regular(path) as file:
-                return file.read()
+            return read()
         except OSError as error:
             if error.errno not in _TRANSIENT or attempt == tries:
                 raise DataError(f"{shown(path)}: {_os_reason(error)}") from error
@@ -114,11 +136,11 @@ def read_bytes(path: Path, *, tries: int = 3) -> bytes:
     raise AssertionError("unreachable: the last try returns or raises")
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path, max_bytes: int | None = MAX_FILE_BYTES) -> BinaryIO:
     """Return a regular, non-empty file of acceptable size, open for reading; never blocks on a pipe.
 
     Raises:
-        DataError: It is a pipe, a device or a folder, empty, or larger than `MAX_FILE_BYTES`.
+        DataError: It is a pipe, a device or a folder, empty, or larger than `max_bytes`.
         OSError: It cannot be opened.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
@@ -130,9 +152,9 @@ def open_regular(path: Path) -> BinaryIO:
             raise DataError(f"{shown(path)}: not a regular file: replace it with an image file")
         if status.st_size == 0:
             raise DataError(f"{shown(path)}: the file is empty (0 bytes): copy or download it again")
-        if status.st_size > MAX_FILE_BYTES:
+        if max_bytes is not None and status.st_size > max_bytes:
             raise DataError(
-                f"{shown(path)}: too large ({status.st_size} bytes, at most {MAX_FILE_BYTES} are read): "
+                f"{shown(path)}: too large ({status.st_size} bytes, at most {max_bytes} are read): "
                 "cut it into tiles, or save it compressed"
             )
     except BaseException:
@@ -216,21 +238,59 @@ def _start_of_scan(data: bytes) -> int | None:
 
 
 def read_header(path: Path, *, max_pixels: int = MAX_PIXELS) -> Header:
-    """Return a file's format, mode and upright size, and check its end marker; reads a few kilobytes.
+    """Return a file's format, pixels and upright size, and check its end marker; reads a few kilobytes.
+
+    A TIFF that can be read in windows may be of any size.
 
     Raises:
         DataError: The file is missing, empty, of an unknown format, too large or truncated.
     """
+    tags = tiff_tags(path)
+    if tags is not None:
+        height_px, width_px = tags.upright_px
+        if not tags.can_be_read_in_windows and height_px * width_px > max_pixels:
+            raise _too_large(path, f"{width_px}x{height_px} pixels", max_pixels)
+        return Header("TIFF", "", height_px, width_px, tags.stored)
     try:
         with open_regular(path) as file:
             image = open_image(file, path, max_pixels)
             height_px, width_px = _upright_size(image)
-            header = Header(str(image.format), image.mode, height_px, width_px)
+            header = Header(str(image.format), image.mode, height_px, width_px, _stored_in_png(file))
             if not _has_end_marker(file, header.format):
                 raise damaged(path, f"truncated {header.format}: its end is missing")
             return header
     except OSError as error:
         raise DataError(f"{shown(path)}: {_os_reason(error)}") from error
+
+
+def tiff_tags(path: Path) -> TiffTags | None:
+    """Return the tags of a TIFF of any size; None for other formats, and for a TIFF that only Pillow may know.
+
+    Raises:
+        DataError: The file is missing, empty, or not readable.
+    """
+
+    def read() -> TiffTags | None:
+        with open_regular(path, max_bytes=None) as file:
+            return read_tiff_tags(file) if is_tiff(file.read(4)) else None
+
+    try:
+        return _retried(read, path)
+    except ValueError:
+        return None
+
+
+_PNG_BANDS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}
+
+
+def _stored_in_png(file: BinaryIO) -> StoredPixels | None:
+    """Return the pixels of an open PNG, by its first chunk; a palette counts as its three colours."""
+    file.seek(0)
+    start = file.read(26)
+    if start[:8] != b"\x89PNG\r\n\x1a\n" or len(start) < 26:
+        return None
+    bits, kind = start[24], start[25]
+    return StoredPixels(_PNG_BANDS.get(kind, 3), "uint16" if bits == 16 else "uint8", bits <= 8)
 
 
 def _upright_size(image: Image.Image) -> tuple[int, int]:
@@ -265,14 +325,17 @@ def _has_end_marker(file: BinaryIO, image_format: str) -> bool:
     return is_complete(file.read(), image_format)  # some cameras append data after the image
 
 
-def check_pairs(pairs: Sequence[ImagePair], *, max_named: int = 5) -> tuple[tuple[int, int], ...]:
+def check_pairs(
+    pairs: Sequence[ImagePair], pixels: PixelFormat = RGB8, *, max_named: int = 5
+) -> tuple[tuple[int, int], ...]:
     """Check the headers of all pairs, and return every image's upright (height, width) in pixels.
 
-    Finds missing and empty files, unreadable headers, truncated files, JPEG masks, and masks of another size than their
-    image. Damage inside a file is found only when it is decoded.
+    Finds missing and empty files, unreadable headers, truncated files, JPEG masks, masks of another size than their
+    image, and images of another pixel format. Damage inside a file is found only when it is decoded.
 
     Args:
         pairs: The pairs of a split.
+        pixels: Format of the images.
         max_named: Number of problems in the message; the others are counted.
 
     Raises:
@@ -282,7 +345,7 @@ def check_pairs(pairs: Sequence[ImagePair], *, max_named: int = 5) -> tuple[tupl
     problems: list[str] = []
     for pair in pairs:
         try:
-            sizes.append(_check_pair(pair))
+            sizes.append(_check_pair(pair, pixels))
         except DataError as error:
             problems.append(str(error))
     if not problems:
@@ -297,15 +360,27 @@ def check_pairs(pairs: Sequence[ImagePair], *, max_named: int = 5) -> tuple[tupl
     )
 
 
-def _check_pair(pair: ImagePair) -> tuple[int, int]:
+def _check_pair(pair: ImagePair, pixels: PixelFormat) -> tuple[int, int]:
     """Check the headers of a pair, and return its (height, width)."""
     image = read_header(pair.image)
+    check_pixels(pair.image, image.stored, pixels)
     size = (image.height_px, image.width_px)
     for path in pair.masks:
         mask = read_header(path)
         check_mask_format(path, mask.format)
         check_same_size(pair, size, (mask.height_px, mask.width_px))
     return size
+
+
+def check_pixels(path: Path, stored: StoredPixels | None, pixels: PixelFormat) -> None:
+    """Check that an image can be read in a format without loss.
+
+    Raises:
+        DataError: It cannot; the message names its bands, their type and the next move.
+    """
+    problem = None if stored is None else pixels.problem(stored)
+    if problem is not None:
+        raise DataError(f"{shown(path)}: {problem}")
 
 
 def check_mask_format(path: Path, image_format: str) -> None:

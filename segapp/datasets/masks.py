@@ -1,7 +1,6 @@
-"""Decode images and masks, and map the ids of a mask file to train ids.
+"""Decode masks, and map the ids in them to train ids.
 
-Images are decoded by OpenCV from bytes in memory (its file reading crashes on names that are not UTF-8), masks by
-Pillow, which keeps palette indices and 16-bit ids. PNGs are verified first: a damaged one may decode without an error.
+Masks are decoded by Pillow, which keeps palette indices and 16-bit ids.
 
 Shapes: H, W the upright height and width in pixels.
 """
@@ -18,18 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, ImageSequence
 
-from segapp.datasets.files import MAX_PIXELS, check_mask_format, damaged, is_complete, open_bytes, read_bytes, shown
+from segapp.datasets.files import check_mask_format, damaged, open_bytes, read_bytes, shown
+from segapp.datasets.images.reading import check_complete, decode
 from segapp.datasets.layouts.published_classes import Color
 from segapp.datasets.layouts.schemes import UNKNOWN_ID, ClassScheme
 from segapp.errors import DataError
 
 Ids = NDArray[np.uint8] | NDArray[np.int16] | NDArray[np.int32]
 
-# OpenCV's messages about damaged files would mix with our output; such files raise DataError.
-cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
-
-_PLAIN_MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"}
-_FLOAT_MODES = {"F", "I"}
 ID_MODES = {"L", "P", "1", "I", "I;16", "I;16L", "I;16B", "I;16N"}
 _MAX_NAMED = 8
 
@@ -44,58 +39,6 @@ class UnknownIdsError(DataError):
 
     present: Mapping[int, int] = MappingProxyType({})
     unknown: Mapping[int, int] = MappingProxyType({})
-
-
-def read_image(path: Path, *, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]:
-    """Return an image as RGB, shape (H, W, 3), uint8, with its EXIF orientation applied.
-
-    Grey, palette and CMYK images are converted to RGB, 16 bits to the upper 8; alpha is dropped; of an animation the
-    first frame is read.
-
-    Raises:
-        DataError: The file cannot be read, is damaged, truncated or too large, or has 32-bit pixels.
-    """
-    data = read_bytes(path)
-    image = open_bytes(data, path, max_pixels)
-    _check_complete(data, image, path)
-    if image.format != "PNG" and image.mode in _FLOAT_MODES:
-        raise DataError(
-            f"{shown(path)}: pixels of 32 bits (mode {image.mode}) have no fixed range: convert it to 8 or 16 bits"
-        )
-    pixels = _decode(data, cv2.IMREAD_COLOR)  # applies the orientation
-    if pixels is None:
-        return _decode_rgb_with_pillow(data, path, max_pixels)
-    return np.asarray(cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB, dst=pixels))
-
-
-def _decode(data: bytes, flags: int) -> NDArray[Any] | None:
-    """Return the image as OpenCV decodes it; None if it cannot."""
-    try:
-        return cv2.imdecode(np.frombuffer(data, np.uint8), flags)
-    except cv2.error:
-        return None
-
-
-def _decode_rgb_with_pillow(data: bytes, path: Path, max_pixels: int) -> NDArray[np.uint8]:
-    """Return the image as Pillow decodes it, for formats that OpenCV does not know; raise why it cannot."""
-    image = open_bytes(data, path, max_pixels)
-    if image.mode not in _PLAIN_MODES:
-        raise damaged(path, f"no decoder for {image.format} of mode {image.mode}")
-    try:
-        return np.array(ImageOps.exif_transpose(image).convert("RGB"), dtype=np.uint8)
-    except Exception as error:  # damaged pixel data is reported by Pillow as any of a dozen exception types
-        raise damaged(path, error) from error
-
-
-def _check_complete(data: bytes, image: Image.Image, path: Path) -> None:
-    """Check a file's end marker, and a PNG's checksums; `image` of a PNG cannot be used afterwards."""
-    if not is_complete(data, str(image.format)):
-        raise damaged(path, f"truncated {image.format}: its end is missing")
-    if image.format == "PNG":
-        try:
-            image.verify()
-        except Exception as error:  # as above
-            raise damaged(path, error) from error
 
 
 def read_mask(path: Path, scheme: ClassScheme) -> Ids:
@@ -114,11 +57,11 @@ def read_mask(path: Path, scheme: ClassScheme) -> Ids:
     image = open_bytes(data, path)
     check_mask_format(path, str(image.format))
     _check_one_frame(image, path)
-    _check_complete(data, image, path)
+    check_complete(data, image, path)
     if not scheme.rgb:
         _check_holds_ids(image, path)
     if _is_plain_grey(image, data) and not scheme.rgb:
-        pixels = _decode(data, cv2.IMREAD_UNCHANGED)
+        pixels = decode(data, cv2.IMREAD_UNCHANGED)
         if pixels is not None and pixels.ndim == 2 and pixels.dtype == np.uint8:
             return train_ids(pixels, path, scheme)
     try:
@@ -127,9 +70,21 @@ def read_mask(path: Path, scheme: ClassScheme) -> Ids:
         ids = np.array(image.convert("RGB") if scheme.rgb else image, np.uint8 if image.mode == "1" else None)
     except Exception as error:  # as above
         raise damaged(path, error) from error
-    if scheme.rgb:
-        return _ids_of_colors(ids, path, scheme)
-    return train_ids(_unscaled(ids, image, data), path, scheme)
+    return ids_as_train_ids(ids if scheme.rgb else _unscaled(ids, image, data), path, scheme)
+
+
+def ids_as_train_ids(values: NDArray[Any], path: Path, scheme: ClassScheme) -> Ids:
+    """Return the train ids (H, W) of the ids (H, W) or, with `scheme.rgb`, the colours (H, W, 3) of a mask.
+
+    Args:
+        values: as stored.
+        path: the mask, for messages.
+        scheme: meaning of the ids.
+
+    Raises:
+        DataError: an id or a colour has no class.
+    """
+    return _ids_of_colors(values, path, scheme) if scheme.rgb else train_ids(values, path, scheme)
 
 
 def read_masks(paths: Sequence[Path], scheme: ClassScheme) -> Ids:
@@ -165,7 +120,7 @@ def _label_sets(path: Path, scheme: ClassScheme) -> NDArray[np.int32]:
     data = read_bytes(path)
     image = open_bytes(data, path)
     check_mask_format(path, str(image.format))
-    _check_complete(data, image, path)
+    check_complete(data, image, path)
     try:
         frames = ImageSequence.Iterator(open_bytes(data, path))
         planes = np.dstack([np.asarray(ImageOps.exif_transpose(frame)) for frame in frames]).astype(np.int64)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.files import ImagePair
+from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import train_ids
 from segapp.errors import ConfigError, DataError
@@ -50,8 +51,8 @@ class OwnData:
         named = ((index, self.name(index)) for index in chosen)
         return [OwnPair(Path(name), Path(name), name, data=self, index=index) for index, name in named]
 
-    def read(self, index: int, scheme: ClassScheme) -> tuple[Pixels, Pixels]:
-        """Return the image, uint8 RGB (H, W, 3), and the mask (H, W) of train ids.
+    def read(self, index: int, scheme: ClassScheme, pixels: PixelFormat = RGB8) -> tuple[Pixels, Pixels]:
+        """Return the image (H, W, B), uint8 RGB by default, and the mask (H, W) of train ids.
 
         Raises:
             DataError: the source fails, or gives something else.
@@ -62,9 +63,10 @@ class OwnData:
         except Exception as error:
             raise DataError(f"{what}: image_and_mask({index}) fails ({type(error).__name__}: {error})") from error
         image, mask = np.asarray(image), np.asarray(mask)
-        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+        if image.dtype != pixels.numpy_dtype or image.ndim != 3 or image.shape[2] != pixels.num_bands:
             raise DataError(
-                f"{what}: the image is {image.dtype} of shape {image.shape}: return uint8 RGB of shape (H, W, 3)"
+                f"{what}: the image is {image.dtype} of shape {image.shape}: return {pixels.layout} of shape "
+                f"(H, W, {pixels.num_bands}), or change data.dtype and data.bands"
             )
         if mask.dtype.kind not in "iu" or mask.shape != image.shape[:2]:
             raise DataError(
@@ -88,18 +90,24 @@ class OwnDataset(SegmentationDataset):
     Args:
         data: of a split.
         scheme: of the classes; `label_map` applies to the masks.
+        pixels: number of bands and type of the images.
         seed: of the augmentation.
         indices: the images to use.
     """
 
-    def __init__(self, data: OwnData, scheme: ClassScheme, *, seed: int, indices: Sequence[int]) -> None:
+    def __init__(
+        self, data: OwnData, scheme: ClassScheme, pixels: PixelFormat = RGB8, *, seed: int, indices: Sequence[int]
+    ) -> None:
         self._own = data.pairs(indices)
-        super().__init__(self._own, scheme, seed=seed)
+        super().__init__(self._own, scheme, pixels=pixels, seed=seed)
+
+    def _windows(self, index: int) -> None:
+        return None
 
     def read(self, index: int) -> tuple[Pixels, Pixels]:
-        """Return the image (H, W, 3) and mask (H, W) of train ids, before the transform."""
+        """Return the image (H, W, B) and mask (H, W) of train ids, before the transform."""
         pair = self._own[index]
-        return pair.data.read(pair.index, self.scheme)
+        return pair.data.read(pair.index, self.scheme, self.pixels)
 
     def read_mask(self, index: int, size_px: tuple[int, ...]) -> Pixels:
         """Return the mask (H, W) of train ids."""

@@ -3,7 +3,7 @@
 Every failure is raised as one error that names the file: an exception of any kind, a killed worker, a worker that
 hangs. No global random generator is used.
 
-Shapes: N images of a batch, H, W height and width in pixels.
+Shapes: N images of a batch, B bands, H, W height and width in pixels.
 """
 
 import signal
@@ -61,7 +61,7 @@ class Batch:
     """A batch of images and targets.
 
     Attributes:
-        images: RGB, shape (N, 3, H, W), uint8, not normalised, contiguous.
+        images: The bands, shape (N, B, H, W), of the type of the files, not normalised, contiguous.
         target: Train ids and `ignore_index`, shape (N, H, W), uint8 or int16; with distances int32 (N, 1 + C, H, W).
         indices: Indices in the data set, in the order of the batch.
     """
@@ -171,7 +171,8 @@ class _GuardedDataset(Dataset["Batch | _Failure"]):
         size = getattr(self.dataset.transform, "crop_px", (0, 0))
         shape, dtype = target_layout(self.dataset.scheme, size, has_distances=self.dataset.has_distances)
         target = torch.from_numpy(np.empty((0, *shape), dtype))
-        return Batch(torch.empty((0, 3, *size), dtype=torch.uint8), target, ())
+        pixels = self.dataset.pixels
+        return Batch(torch.empty((0, pixels.num_bands, *size), dtype=pixels.torch_dtype), target, ())
 
 
 class _Plan:

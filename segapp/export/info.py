@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import CheckpointError
 
@@ -40,10 +41,16 @@ class ExportInfo(BaseModel):
     """For each class, its id in the files of the data set."""
     ignore_index: int
     """Id of pixels that training ignored."""
-    mean: tuple[float, float, float]
-    """Mean of the normalisation that the file applies, RGB in 0..1."""
-    std: tuple[float, float, float]
-    """Standard deviation of the normalisation that the file applies, RGB in 0..1."""
+    mean: tuple[float, ...]
+    """Mean of the normalisation that the file applies, for each band in 0..1."""
+    std: tuple[float, ...]
+    """Standard deviation of the normalisation that the file applies, for each band in 0..1."""
+    bands: tuple[int, ...] | None = None
+    """Bands of an image file that make the input, counted from 1; None: RGB."""
+    dtype: str = "uint8"
+    """Type of the input's values."""
+    value_range: tuple[tuple[float, float], ...] | None = None
+    """Lowest and highest value of each band in the normalisation; None: 0 and 255."""
     align_corners: bool
     """`align_corners` of the upsampling in the file."""
     input: str = "images: uint8 (batch, height, width, 3), RGB"
@@ -60,6 +67,11 @@ class ExportInfo(BaseModel):
     """Height and width of the images if the network accepts one size only; None: any size."""
     opset: int | None = None
     """ONNX opset; None in other formats."""
+
+    @property
+    def pixels(self) -> PixelFormat:
+        """Bands and type of the images."""
+        return PixelFormat(self.bands, self.dtype, self.value_range)
 
     @property
     def scheme(self) -> ClassScheme:

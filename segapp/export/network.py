@@ -1,6 +1,6 @@
-"""The network that is exported: uint8 images in, logits or class ids at full resolution out.
+"""The network that is exported: images as they are stored in, logits or class ids at full resolution out.
 
-Shapes: N images, C classes, H x W pixels of an image.
+Shapes: N images, B bands, C classes, H x W pixels of an image.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ class ExportNetwork(nn.Module):
 
     Args:
         model: float32; it is copied.
-        mean: RGB in 0..1.
-        std: RGB in 0..1.
+        mean: of each band, in 0..1.
+        std: of each band, in 0..1.
+        ranges: lowest and highest value of each band, as in training; None: 0 and 255.
         align_corners: of the upsampling, as in training.
         argmax: return class ids instead of logits.
         half: compute the network in float16; the upsampling stays in float32.
     """
 
+    low: Tensor
+    span: Tensor
     scale: Tensor
     shift: Tensor
 
@@ -39,6 +42,7 @@ class ExportNetwork(nn.Module):
         model: SegmentationModel,
         mean: Sequence[float],
         std: Sequence[float],
+        ranges: Sequence[tuple[float, float]] | None = None,
         *,
         align_corners: bool = True,
         argmax: bool = False,
@@ -48,8 +52,13 @@ class ExportNetwork(nn.Module):
         self.model = copy.deepcopy(model).float().cpu().eval()
         self.model.requires_grad_(False)
         replace_adaptive_pooling(self.model)
-        self.register_buffer("scale", torch.tensor([1 / (255 * s) for s in std]).view(1, 3, 1, 1))
-        self.register_buffer("shift", torch.tensor([m / s for m, s in zip(mean, std, strict=True)]).view(1, 3, 1, 1))
+        self.has_ranges = ranges is not None
+        lows, spans = zip(*((low, high - low) for low, high in ranges or ((0.0, 255.0),)), strict=True)
+        top = 1 if self.has_ranges else 255
+        constants = {"low": lows, "span": spans, "scale": [1 / (top * s) for s in std]}
+        constants["shift"] = [m / s for m, s in zip(mean, std, strict=True)]
+        for name, values in constants.items():
+            self.register_buffer(name, torch.tensor(values).view(1, -1, 1, 1))
         self.align_corners = align_corners
         self.argmax = argmax
         self.dtype = torch.float16 if half else torch.float32
@@ -57,12 +66,16 @@ class ExportNetwork(nn.Module):
             self.model.half()
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return float32 logits (N, C, H, W), or class ids (N, H, W) of images, uint8 (N, H, W, 3) RGB.
+        """Return float32 logits (N, C, H, W), or class ids (N, H, W) of images (N, H, W, B) as they are stored.
 
         Class ids are uint8, or int32 for more than 256 classes.
         """
         planes = images.permute(0, 3, 1, 2).contiguous()
-        pixels = (planes.float() * self.scale - self.shift).to(self.dtype)
+        values = planes.float()
+        if self.has_ranges:
+            values = (values - self.low) / self.span
+            values = torch.where(values.isnan(), torch.zeros_like(values), values).clamp(0, 1)
+        pixels = (values * self.scale - self.shift).to(self.dtype)
         height, width = pixels.shape[-2], pixels.shape[-1]
         pixels = self._padded(pixels)
         low = self.model.compute_logits(pixels)[0].float()

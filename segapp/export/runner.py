@@ -1,6 +1,6 @@
 """Run an exported ONNX file with onnxruntime.
 
-Shapes: N images, C classes, H x W pixels of an image.
+Shapes: N images, B bands, C classes, H x W pixels of an image.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ExportedModel:
         """Return float32 logits (N, C, H, W) or labels (N, H, W), as `info.output` says.
 
         Args:
-            images: uint8 (N, H, W, 3), RGB.
+            images: (N, H, W, B), of the bands and the type in `info`.
 
         Raises:
             RunError: the network cannot run on images of this size.

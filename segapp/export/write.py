@@ -1,6 +1,6 @@
 """Write a trained network as ONNX or pt2, and check that the file computes what the network computes.
 
-Shapes: N images, C classes, H x W pixels of an image.
+Shapes: N images, B bands, C classes, H x W pixels of an image.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch.fx.experimental import _config as symbolic_config
 
+from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.errors import RunError, StorageError, cannot_be_written
 from segapp.export.info import ExportInfo
 from segapp.export.network import ExportNetwork
@@ -33,7 +34,7 @@ from segapp.run.files import remove_quietly, temporary_name
 
 Format = Literal["onnx", "pt2"]
 Compute = Callable[[NDArray[Any]], NDArray[Any]]
-"""From uint8 images (N, H, W, 3) to logits (N, C, H, W) or labels (N, H, W)."""
+"""From images (N, H, W, B) as they are stored to logits (N, C, H, W) or labels (N, H, W)."""
 INFO_FILE = "segapp.json"
 """Name of the metadata inside a pt2 file."""
 OPSET = 20
@@ -69,7 +70,7 @@ def write_export(
         info: output, precision and the other metadata of the file.
         path: the file.
         format: onnx, or pt2 (`torch.export`).
-        pictures: uint8 (H, W, 3) RGB of any size, cropped for the check; synthetic ones are used if empty.
+        pictures: (H, W, B), as they are stored, of any size, cropped for the check; synthetic ones are used if empty.
 
     Raises:
         ConfigError: a package is missing.
@@ -107,6 +108,7 @@ def build_network(model: SegmentationModel, info: ExportInfo) -> ExportNetwork:
         model,
         info.mean,
         info.std,
+        info.value_range,
         align_corners=info.align_corners,
         argmax=info.output == "labels",
         half=info.precision == "fp16",
@@ -136,10 +138,10 @@ def check_export(
         info: its metadata.
         model: the original.
         sizes: (N, H, W) of the images to compare on.
-        pictures: uint8 (H, W, 3) RGB of any size; synthetic ones are used if empty.
+        pictures: (H, W, B), as they are stored, of any size; synthetic ones are used if empty.
     """
     reference = build_network(model, info.model_copy(update={"output": "logits", "precision": "fp32"}))
-    source = itertools.cycle(pictures or [_synthetic_picture()])
+    source = itertools.cycle(pictures or [_synthetic_picture(info.pixels)])
     num_px = num_equal = 0
     difference, largest = 0.0, 0.0
     for size in sizes:
@@ -165,33 +167,38 @@ def _decisions(outputs: NDArray[Any], info: ExportInfo) -> NDArray[Any]:
 
 
 def _center_crop(picture: NDArray[Any], height: int, width: int) -> NDArray[Any]:
-    """Return the middle of a picture (H, W, 3), enlarged first if it is smaller than wanted."""
+    """Return the middle of a picture (H, W, B), enlarged first if it is smaller than wanted."""
     scale = max(1.0, height / picture.shape[0], width / picture.shape[1])
     if scale > 1:
         size = max(width, round(picture.shape[1] * scale)), max(height, round(picture.shape[0] * scale))
-        picture = cv2.resize(picture, size, interpolation=cv2.INTER_LINEAR)
+        resized = cv2.resize(picture, size, interpolation=cv2.INTER_LINEAR)
+        picture = np.asarray(resized).reshape(size[1], size[0], -1)
     top, left = (picture.shape[0] - height) // 2, (picture.shape[1] - width) // 2
     return picture[top : top + height, left : left + width]
 
 
-def _synthetic_picture() -> NDArray[Any]:
+def _synthetic_picture(pixels: PixelFormat) -> NDArray[Any]:
     """Return smooth patches of colour with noise, for runs whose data set is not available."""
     rng = np.random.default_rng(0)
     coarse = cv2.resize(rng.integers(0, 256, (9, 11, 3), dtype=np.uint8), (660, 540), interpolation=cv2.INTER_CUBIC)
     noisy = coarse.astype(np.float32) + rng.normal(0, 8, coarse.shape)
     picture: NDArray[np.uint8] = noisy.clip(0, 255).astype(np.uint8)
-    return picture
+    if pixels.is_rgb8:
+        return picture
+    low, high = np.array(pixels.ranges).T
+    values = low + picture[..., np.arange(pixels.num_bands) % 3] / 255 * (high - low)
+    return np.asarray(values, pixels.numpy_dtype)
 
 
-def _example(network: ExportNetwork) -> tuple[torch.Tensor, dict[int, str]]:
+def _example(network: ExportNetwork, pixels: PixelFormat) -> tuple[torch.Tensor, dict[int, str]]:
     """Return images to trace with, and the names of their dynamic dimensions by index."""
     _, size, *_ = check_sizes(network.model)
     free = {0: "batch"} if network.model.fixed_size_px is not None else {0: "batch", 1: "height", 2: "width"}
-    return torch.zeros(*size, 3, dtype=torch.uint8), free
+    return torch.zeros(*size, pixels.num_bands, dtype=pixels.torch_dtype), free
 
 
-def _trace(network: ExportNetwork) -> torch.export.ExportedProgram:
-    images, free = _example(network)
+def _trace(network: ExportNetwork, pixels: PixelFormat) -> torch.export.ExportedProgram:
+    images, free = _example(network, pixels)
     shapes = dict.fromkeys(free, torch.export.Dim.DYNAMIC)
     # Otherwise the example's size becomes a constraint of the file, such as "batch >= 2" or "height >= 33".
     patch = symbolic_config.patch  # type: ignore[attr-defined]
@@ -226,7 +233,7 @@ def _divide_in_integers(graph: torch.fx.Graph) -> None:
 def _write_pt2(network: ExportNetwork, info: ExportInfo, path: Path) -> Compute:
     """Write a pt2 file and return the network loaded from it."""
     with _as_export_errors(network, "torch.export"):
-        torch.export.save(_trace(network), path, extra_files={INFO_FILE: json.dumps(info.as_properties())})
+        torch.export.save(_trace(network, info.pixels), path, extra_files={INFO_FILE: json.dumps(info.as_properties())})
         extra_files = {INFO_FILE: ""}
         program = torch.export.load(path, extra_files=extra_files)
         if ExportInfo.from_properties(json.loads(extra_files[INFO_FILE]), path.name) != info:
@@ -247,7 +254,7 @@ def _write_onnx(network: ExportNetwork, info: ExportInfo, path: Path) -> Compute
     require_packages("onnx", "onnxscript", "onnxruntime")
     with _as_export_errors(network, "ONNX"):
         written = torch.onnx.export(
-            _trace(network),
+            _trace(network, info.pixels),
             dynamo=True,
             verbose=False,
             opset_version=OPSET,
@@ -255,7 +262,7 @@ def _write_onnx(network: ExportNetwork, info: ExportInfo, path: Path) -> Compute
             output_names=[info.output],
         )
         assert written is not None
-        written._rename_dynamic_axes((_example(network)[1],))
+        written._rename_dynamic_axes((_example(network, info.pixels)[1],))
         written.model.metadata_props.update(info.as_properties())
         written.model.producer_name, written.model.producer_version = "segapp", info.segapp_version
         written.save(path, external_data=False)

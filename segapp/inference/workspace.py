@@ -82,7 +82,7 @@ def measure_bytes_per_px(model: SegmentationModel, inference: Inference, device:
     height, width = model.suitable_size(_PROBE_PX, _PROBE_PX)
     plain = replace(inference, scales=(1.0,), flip=False, window_px=model.fixed_size_px)
     with Recorder() as recorder:
-        images = torch.zeros(1, 3, height, width, dtype=torch.uint8, device=device)
+        images = torch.zeros(1, model.in_channels, height, width, dtype=torch.uint8, device=device)
         views, size = plain.views(model, plain.normalizer(images))
         plain.labels(views, size)
     peaks = recorder.peaks().get(str(device), {})

@@ -31,6 +31,7 @@ def build_model(
     name: str,
     num_classes: int,
     *,
+    in_channels: int = 3,
     weights: str | None = None,
     weights_backbone: str | None = None,
     partial_weights: bool = False,
@@ -47,6 +48,7 @@ def build_model(
         library: `torchvision`, `smp`, `segapp` for `eomt`, or `python` for own code.
         name: the model's name in that library; of own code `package.module:factory`.
         num_classes: C, at least 1.
+        in_channels: B, the bands of the images; the first convolution of a weights file for RGB is adapted to them.
         weights: for the whole network: a name of torchvision (`COCO_WITH_VOC_LABELS_V1`, `DEFAULT`) or a local file.
             Tensors of another shape, as a head for other classes has, stay at their initialisation.
         weights_backbone: for the backbone: a name of torchvision (`IMAGENET1K_V1`, `DEFAULT`), one of smp's names for
@@ -75,13 +77,13 @@ def build_model(
         raise ValueError(f"num_classes={num_classes}: a model needs at least one class")
     model: SegmentationModel
     if library == "torchvision":
-        model = build_torchvision(name, num_classes, aux, encoder, options or {})
+        model = build_torchvision(name, num_classes, aux, encoder, options or {}, in_channels)
     elif library == "smp":
-        model = build_smp(name, num_classes, encoder, options or {})
+        model = build_smp(name, num_classes, encoder, options or {}, in_channels)
     elif library == "segapp":
-        model = build_eomt(name, num_classes, aux, encoder, options or {})
+        model = build_eomt(name, num_classes, aux, encoder, options or {}, in_channels)
     elif library == "python":
-        model = build_python(name, num_classes, options or {})
+        model = build_python(name, num_classes, options or {}, in_channels)
     else:
         raise unknown_name("model.library", library, "a library of models", LIBRARIES)
     inspect_model(model)
@@ -99,7 +101,17 @@ def _load_whole(model: SegmentationModel, weights: str, *, is_partial: bool) -> 
         family = model.name.partition("_")[0]
         named = _torchvision_weights(f"{family}_{model.encoder_name}", key)
     state = read_weights_file(_locate(weights, named, f"weights of {model.name}", key), key)
-    model.record_load(load_weights(model, state, weights, key, model.backbone_prefix, is_partial=is_partial))
+    model.record_load(
+        load_weights(
+            model,
+            state,
+            weights,
+            key,
+            model.backbone_prefix,
+            is_partial=is_partial,
+            in_channels=model.in_channels,
+        )
+    )
 
 
 def _load_backbone(model: SegmentationModel, weights: str, *, is_partial: bool) -> None:
@@ -108,7 +120,9 @@ def _load_backbone(model: SegmentationModel, weights: str, *, is_partial: bool) 
     if model.library != "torchvision":
         named |= _smp_weights(model.encoder_name, key)
     state = read_weights_file(_locate(weights, named, f"weights of backbone {model.encoder_name}", key), key)
-    model.record_load(load_weights(model.backbone_module, state, weights, key, is_partial=is_partial))
+    model.record_load(
+        load_weights(model.backbone_module, state, weights, key, is_partial=is_partial, in_channels=model.in_channels)
+    )
 
 
 def _locate(weights: str, named: Mapping[str, Callable[[], Path]], what: str, key: str) -> Path:

@@ -4,7 +4,7 @@ After Liu et al., "Structured Knowledge Distillation for Semantic Segmentation" 
 fully convolutional network of strided 4 x 4 convolutions with self-attention (Zhang et al. 2019, SAGAN, section 3) in
 its last stages; its input is the image and the map.
 
-Shapes: N images, C classes, K channels, H x W of the crop, h x w of the critic's input.
+Shapes: N images, B bands, C classes, K channels, H x W of the crop, h x w of the critic's input.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def critic_input(images: Tensor, logits: Tensor, size: tuple[int, int]) -> Tenso
     """Return the critic's input: image and class probabilities, both averaged over the cells of a grid.
 
     Args:
-        images: normalised (N, 3, H, W).
+        images: normalised (N, B, H, W).
         logits: (N, C, h', w').
         size: height and width of the grid.
 
     Returns:
-        (N, 3 + C, h, w) in float32 or better; differentiable with respect to the logits.
+        (N, B + C, h, w) in float32 or better; differentiable with respect to the logits.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     probabilities = logits.to(wide).softmax(1)
@@ -71,15 +71,14 @@ class Critic(nn.Module):
     Every layer is twice differentiable, as a gradient penalty requires.
 
     Args:
-        num_classes: C.
+        channels: B + C of the input.
         size: height and width of the input; smaller inputs get fewer stages.
         width: channels of the first stage; each later stage has twice as many.
         has_batchnorm: normalise the input over the batch first, as the published network does.
     """
 
-    def __init__(self, num_classes: int, size: tuple[int, int], *, width: int = 64, has_batchnorm: bool = True) -> None:
+    def __init__(self, channels: int, size: tuple[int, int], *, width: int = 64, has_batchnorm: bool = True) -> None:
         super().__init__()
-        channels = 3 + num_classes
         self.norm = nn.BatchNorm2d(channels) if has_batchnorm else nn.Identity()
         num_stages = max(1, min(_MAX_STAGES, min(size).bit_length() - 1))
         stages: list[nn.Module] = []
@@ -94,6 +93,6 @@ class Critic(nn.Module):
         self.score = nn.Conv2d(channels, 1, 1, bias=False)
 
     def forward(self, maps: Tensor) -> Tensor:
-        """Return scores (N,), the mean over the last map, from maps (N, 3 + C, h, w) of `critic_input`."""
+        """Return scores (N,), the mean over the last map, from maps (N, B + C, h, w) of `critic_input`."""
         scores: Tensor = self.score(self.stages(self.norm(maps)))
         return scores.mean((1, 2, 3))

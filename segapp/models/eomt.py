@@ -252,7 +252,7 @@ def semantic_logits(masks: Tensor, classes: Tensor) -> Tensor:
 
 
 def build_eomt(
-    name: str, num_classes: int, aux: bool, encoder: str | None, options: Mapping[str, Any]
+    name: str, num_classes: int, aux: bool, encoder: str | None, options: Mapping[str, Any], in_channels: int = 3
 ) -> SegmentationModel:
     """Return a network with random weights.
 
@@ -262,6 +262,7 @@ def build_eomt(
         aux: in training, also predict before each of the last blocks.
         encoder: `tu-` and a vision transformer of timm.
         options: `num_queries`, `num_blocks`, `mask_steps` (see `EomtModel`); the others are arguments of timm's model.
+        in_channels: B.
 
     Raises:
         ConfigError: an unknown name, an encoder that is no plain vision transformer, or options that do not suit it.
@@ -275,7 +276,8 @@ def build_eomt(
             raise ConfigError(f"model.options: {key} = {value!r} is not a whole number of at least 1")
     if settings["mask_steps"] is not None and not aux:
         raise ConfigError("model.options: mask_steps needs the predictions of model.aux: set it to true")
-    net = _build_transformer(encoder, {key: value for key, value in options.items() if key not in own})
+    further = {key: value for key, value in options.items() if key not in own}
+    net = _build_transformer(encoder, {**further, "in_chans": in_channels})
     if settings["num_blocks"] > len(net.blocks):
         raise ConfigError(f"model.options: num_blocks = {settings['num_blocks']}, but {encoder} has {len(net.blocks)}")
     return EomtModel(
@@ -288,6 +290,7 @@ def build_eomt(
         name="eomt",
         encoder_name=str(encoder),
         num_classes=num_classes,
+        in_channels=in_channels,
         note=FAMILY_NOTES["segapp/eomt"],
         size_divisor=int(net.patch_embed.patch_size[0]),
     )

@@ -17,12 +17,13 @@ _BACKBONES = ("backbone", "encoder")
 class PythonModel(SegmentationModel):
     """A network of the user's own code; tensor names are its own behind `network.`."""
 
-    def __init__(self, network: nn.Module, *, name: str, num_classes: int) -> None:
+    def __init__(self, network: nn.Module, *, name: str, num_classes: int, in_channels: int = 3) -> None:
         super().__init__(
             library="python",
             name=name,
             encoder_name=type(network).__name__,
             num_classes=num_classes,
+            in_channels=in_channels,
             note=FamilyNote(1, True, "nothing"),
             size_divisor=int(getattr(network, "size_divisor", 1)),
             min_size_px=int(getattr(network, "min_size_px", 1)),
@@ -66,18 +67,19 @@ class PythonModel(SegmentationModel):
         raise TypeError(f"{self.name} has no features for distillation")
 
 
-def build_python(name: str, num_classes: int, options: Mapping[str, Any]) -> PythonModel:
+def build_python(name: str, num_classes: int, options: Mapping[str, Any], in_channels: int = 3) -> PythonModel:
     """Return the network that an own part makes.
 
     Args:
-        name: `package.module:factory`; the factory gets `num_classes` if it takes that.
+        name: `package.module:factory`; the factory gets `num_classes` and `in_channels` if it takes them.
         num_classes: C.
         options: further keyword arguments of the factory.
+        in_channels: B, the bands of the images.
 
     Raises:
         ConfigError: the part cannot be made, or is no module.
     """
-    network = build_part(name, "model.name", options, offered={"num_classes": num_classes})
+    network = build_part(name, "model.name", options, offered={"num_classes": num_classes, "in_channels": in_channels})
     if not isinstance(network, nn.Module):
         raise ConfigError(f"model.name = {name} made a {type(network).__name__}: return a torch.nn.Module")
-    return PythonModel(network, name=name, num_classes=num_classes)
+    return PythonModel(network, name=name, num_classes=num_classes, in_channels=in_channels)

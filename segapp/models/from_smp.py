@@ -64,7 +64,9 @@ def smp_names() -> tuple[str, ...]:
     return tuple(_architectures())
 
 
-def build_smp(name: str, num_classes: int, encoder: str | None, options: Mapping[str, Any]) -> SmpModel:
+def build_smp(
+    name: str, num_classes: int, encoder: str | None, options: Mapping[str, Any], in_channels: int = 3
+) -> SmpModel:
     """Return a network with random weights.
 
     Args:
@@ -73,6 +75,7 @@ def build_smp(name: str, num_classes: int, encoder: str | None, options: Mapping
         encoder: an encoder's name in smp, or `tu-` and a model of timm; None for the architecture's default.
         options: keyword arguments of the architecture's class; with a `tu-` encoder, also those of the timm model.
             PSPNet also takes `encoder_output_stride`: `encoder_depth: 5` and stride 8 give the published network.
+        in_channels: B.
 
     Raises:
         ConfigError: an unknown name or option, or a combination that cannot be built.
@@ -86,6 +89,8 @@ def build_smp(name: str, num_classes: int, encoder: str | None, options: Mapping
     encoder = encoder or str(parameters["encoder_name"].default)
     _check_encoder(encoder)
     arguments = _arguments(name, encoder, options, [p for p in parameters if p not in _RESERVED])
+    if in_channels != 3:
+        arguments["in_channels"] = in_channels
     net = _construct(architecture, name, encoder, num_classes, arguments)
     return SmpModel(
         net.encoder,
@@ -95,6 +100,7 @@ def build_smp(name: str, num_classes: int, encoder: str | None, options: Mapping
         name=name,
         encoder_name=encoder,
         num_classes=num_classes,
+        in_channels=in_channels,
         note=FAMILY_NOTES.get(f"smp/{name}", FamilyNote(1, True, "the head's upsampling and activation")),
         size_divisor=_size_divisor(name, net),
         # PAN pools its deepest features three times by 2.

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from segapp.errors import ConfigError
+from segapp.models.first_conv import widen_first_conv
 from segapp.models.names import check_options, unknown_name
 from segapp.models.network import FAMILY_NOTES, SegmentationModel
 
@@ -77,7 +78,12 @@ def torchvision_names() -> tuple[str, ...]:
 
 
 def build_torchvision(
-    name: str, num_classes: int, aux: bool, encoder: str | None, options: Mapping[str, Any]
+    name: str,
+    num_classes: int,
+    aux: bool,
+    encoder: str | None,
+    options: Mapping[str, Any],
+    in_channels: int = 3,
 ) -> TorchvisionModel:
     """Return a network with random weights.
 
@@ -88,6 +94,7 @@ def build_torchvision(
         aux: add an auxiliary FCN head on an earlier stage; LR-ASPP has none.
         encoder: the backbone's name in torchvision, any ResNet or MobileNetV3.
         options: `output_stride` of the backbone (8, 16 or 32), and other arguments of backbone and head.
+        in_channels: B.
 
     Raises:
         ConfigError: an unknown name or option, or a combination that cannot be built.
@@ -105,6 +112,7 @@ def build_torchvision(
     aux = aux and family != "lraspp"
     try:
         backbone, channels = _build_backbone(backbone_name, family, aux, backbone_options)
+        widen_first_conv(backbone, in_channels)
         classifier: nn.Module
         if family == "lraspp":
             inter_channels = head_options.get("inter_channels", 128)
@@ -124,6 +132,7 @@ def build_torchvision(
         name=name,
         encoder_name=backbone_name,
         num_classes=num_classes,
+        in_channels=in_channels,
         note=FAMILY_NOTES[f"torchvision/{family}"],
     )
 

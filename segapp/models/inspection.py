@@ -86,7 +86,7 @@ def _run(
     }
     tensors |= {name: value.detach().to(device, copy=True) for name, value in model.named_buffers()}
     model.train(training)
-    images = torch.zeros(num_images, 3, *size_px, device=device)
+    images = torch.zeros(num_images, model.in_channels, *size_px, device=device)
     with torch.set_grad_enabled(training):
         return functional_call(model, tensors, (images,)), tensors
 

@@ -1,6 +1,6 @@
 """`SegmentationModel`: a backbone and a head with logits at the head's own resolution.
 
-Shapes: N images, C classes, K feature channels, H x W of the input in pixels, h x w of the logits.
+Shapes: N images, B bands, C classes, K feature channels, H x W of the input in pixels, h x w of the logits.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SegmentationModel(nn.Module):
     """A backbone and a head that return logits at the head's own resolution.
 
     Parameter names are those of the original library, so that weights can be exchanged with it. The constructor takes
-    one keyword argument for each of the first eight attributes.
+    one keyword argument for each of the first nine attributes.
 
     Attributes:
         library: `torchvision`, `smp` or `segapp`.
@@ -75,6 +75,7 @@ class SegmentationModel(nn.Module):
         encoder_name: the backbone's name in that library.
         num_classes: C, the channels of every logits tensor.
         note: relation of the logits to the original library's output.
+        in_channels: B, the channels of the images.
         size_divisor: H and W must be multiples of it; 1: any size.
         min_size_px: smallest H and W.
         fixed_size_px: (H, W) if the backbone takes no other size, else None.
@@ -94,6 +95,7 @@ class SegmentationModel(nn.Module):
         encoder_name: str,
         num_classes: int,
         note: FamilyNote,
+        in_channels: int = 3,
         size_divisor: int = 1,
         min_size_px: int = 1,
         fixed_size_px: tuple[int, int] | None = None,
@@ -104,6 +106,7 @@ class SegmentationModel(nn.Module):
         self.encoder_name = encoder_name
         self.num_classes = num_classes
         self.note = note
+        self.in_channels = in_channels
         self.size_divisor = size_divisor
         self.min_size_px = min_size_px
         self.fixed_size_px = fixed_size_px
@@ -148,7 +151,7 @@ class SegmentationModel(nn.Module):
         """Return the logits of a batch of images.
 
         Args:
-            images_NCHW: float (N, 3, H, W), normalised as the backbone expects.
+            images_NCHW: float (N, B, H, W), normalised as the backbone expects.
 
         Returns:
             A tuple of the logits (N, C, h, w) and, in training mode with an auxiliary head, the auxiliary logits

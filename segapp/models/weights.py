@@ -12,7 +12,7 @@ import sys
 import warnings
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from segapp.errors import CheckpointError
-from segapp.models.keys import KeyMap, map_keys
+from segapp.models.first_conv import RGB, adapt_first_conv, first_conv_name
+from segapp.models.keys import KeyMap, Shapes, map_keys
 from segapp.models.names import some_names
 from segapp.run.events import Weights
 
@@ -305,7 +306,14 @@ def _no_safetensors(path: Path, key: str, error: Exception) -> CheckpointError:
 
 
 def load_weights(
-    module: nn.Module, state: StateDict, source: str, key: str, backbone_prefix: str = "", *, is_partial: bool = False
+    module: nn.Module,
+    state: StateDict,
+    source: str,
+    key: str,
+    backbone_prefix: str = "",
+    *,
+    is_partial: bool = False,
+    in_channels: int = RGB,
 ) -> LoadReport:
     """Copy the matching tensors of `state` into a network or a backbone, in place.
 
@@ -317,6 +325,7 @@ def load_weights(
         key: the config key that asked for them.
         backbone_prefix: prefix of the backbone's tensors in `module`; "" for a backbone alone.
         is_partial: take whatever matches, also of another backbone.
+        in_channels: B of the network; the first convolution of a file for RGB is adapted to it.
 
     Returns:
         The loaded and the unused tensors. A missing head, or one for other classes, keeps its initialisation.
@@ -329,8 +338,41 @@ def load_weights(
     found = {name: tuple(value.shape) for name, value in state.items()}
     try:
         wanted = {name: tuple(value.shape) for name, value in own.items()}
-        keys = map_keys(found, wanted, backbone_prefix, buffers, is_partial=is_partial)
+        keys, stem = _map_keys_and_stem(
+            module, found, wanted, in_channels, backbone=backbone_prefix, optional=buffers, is_partial=is_partial
+        )
     except CheckpointError as error:
         raise CheckpointError(f"{key}: {source} {error}") from None
-    module.load_state_dict({name: state[file_name] for name, file_name in keys.taken.items()}, strict=False)
+    taken = {name: state[file_name] for name, file_name in keys.taken.items()}
+    if stem is not None:
+        taken[stem] = adapt_first_conv(taken[stem], in_channels)
+        keys = replace(keys, convention=f"{keys.convention}, first convolution adapted from RGB to {in_channels} bands")
+    module.load_state_dict(taken, strict=False)
     return LoadReport(source, keys)
+
+
+def _map_keys_and_stem(
+    module: nn.Module, found: Shapes, wanted: Shapes, in_channels: int, **options: Any
+) -> tuple[KeyMap, str | None]:
+    """Return the mapping, and the name of the first convolution's weight where the file has it for RGB instead."""
+    name = None if in_channels == RGB else first_conv_name(module, in_channels)
+    if name is None:
+        return map_keys(found, wanted, **options), None
+    stem = f"{name}.weight"
+    problem: CheckpointError | None = None
+    try:
+        keys = map_keys(found, wanted, **options)
+        if stem in keys.taken:
+            return keys, None
+    except CheckpointError as error:
+        problem = error
+    shape = wanted[stem]
+    try:
+        adapted = map_keys(found, {**wanted, stem: (shape[0], RGB, *shape[2:])}, **options)
+    except CheckpointError:
+        raise problem or AssertionError("unreachable: more tensors match than before") from None
+    if stem in adapted.taken:
+        return adapted, stem
+    if problem is not None:
+        raise problem
+    return keys, None

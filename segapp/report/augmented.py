@@ -10,7 +10,6 @@ import numpy as np
 
 from segapp.datasets.dataset import Sample, SegmentationDataset
 from segapp.datasets.files import shown
-from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.sampling import Order
 from segapp.errors import DataError
 from segapp.inference.predict import colorize
@@ -42,11 +41,12 @@ def augmented_samples(dataset: SegmentationDataset, order: Order, most: int = 12
         except DataError:
             continue
         aim = "" if key.aim is None else f", aimed at {dataset.scheme.names[key.aim]}"
-        yield AugmentedSample(f"{shown(dataset.pairs[key.image].image)}{aim}", _side_by_side(sample, dataset.scheme))
+        yield AugmentedSample(f"{shown(dataset.pairs[key.image].image)}{aim}", _side_by_side(sample, dataset))
 
 
-def _side_by_side(sample: Sample, scheme: ClassScheme) -> str:
-    image = np.ascontiguousarray(sample.image.permute(1, 2, 0).numpy())
+def _side_by_side(sample: Sample, dataset: SegmentationDataset) -> str:
+    scheme = dataset.scheme
+    image = dataset.pixels.as_rgb(np.ascontiguousarray(sample.image.permute(1, 2, 0).numpy()))
     target = sample.target.numpy()
     factor = min(1.0, PICTURE_PX / max(target.shape))
     size = max(1, round(target.shape[1] * factor)), max(1, round(target.shape[0] * factor))

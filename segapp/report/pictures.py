@@ -80,7 +80,7 @@ def evaluate_split(
                 dataset.pairs[index].image.name,
                 scores.miou,
                 scores.pixel_accuracy,
-                pictures_of(image, target, labels, scheme),
+                pictures_of(dataset.pixels.as_rgb(image), target, labels, scheme),
             )
             (heapq.heappush if len(worst) < num_worst else heapq.heapreplace)(worst, (badness, next(order), evaluated))
         progress(index + 1)

@@ -165,7 +165,7 @@ def test_epoch_resumed_at_any_batch_equals_its_tail(workers: int, dataset: Segme
 def test_batches_before_the_start_are_not_loaded(dataset: SegmentationDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Path] = []
     original = dataset_module.read_image
-    monkeypatch.setattr(dataset_module, "read_image", lambda path: read.append(path) or original(path))
+    monkeypatch.setattr(dataset_module, "read_image", lambda path, *how: read.append(path) or original(path, *how))
     list(TrainLoader(dataset, 4).epoch(0, start_batch=2))
     assert len(read) == 4
 

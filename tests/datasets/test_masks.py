@@ -16,8 +16,9 @@ from PIL import Image, ImageOps
 
 from segapp.datasets import files
 from segapp.datasets.files import ImagePair, check_pairs, is_complete_jpeg, read_header
+from segapp.datasets.images.reading import read_image
 from segapp.datasets.layouts.formats import ClassScheme, class_scheme
-from segapp.datasets.masks import read_image, read_mask
+from segapp.datasets.masks import read_mask
 from segapp.errors import DataError
 from tests.support.drawn_data import draw_image, draw_mask
 from tests.support.fault_table import case
@@ -58,18 +59,6 @@ def test_other_image_modes_match_pillow(mode: str, tmp_path: Path) -> None:
     assert difference.max() <= (6 if mode == "CMYK" else 0)  # the rule from CMYK to RGB is rounded in other places
 
 
-@pytest.mark.parametrize("suffix", [".png", ".tif"])
-def test_sixteen_bit_images_keep_the_upper_eight_bits(suffix: str, tmp_path: Path) -> None:
-    wide = np.random.default_rng(0).integers(0, 65_536, (20, 30, 3), dtype=np.uint16)
-    assert cv2.imwrite(str(tmp_path / f"a{suffix}"), wide[..., ::-1])
-    difference = np.abs(read_image(tmp_path / f"a{suffix}").astype(int) - wide / 257)
-    assert difference.max() <= 1
-    grey = wide[..., 0].copy()
-    Image.fromarray(grey).save(tmp_path / f"g{suffix}")
-    result = read_image(tmp_path / f"g{suffix}")
-    assert np.abs(result.astype(int) - grey[..., None] / 257).max() <= 1
-
-
 @pytest.mark.parametrize("suffix", [".jpg", ".png", ".webp", ".tif"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_rotation_matches_pillow(orientation: int, suffix: str, tmp_path: Path) -> None:
@@ -103,11 +92,6 @@ def test_file_names_of_any_bytes_are_read(tmp_path: Path) -> None:
     image = draw_image(5, 9, 9)
     path.write_bytes(save(image, tmp_path / "a.png").read_bytes())
     np.testing.assert_array_equal(read_image(path), image)
-
-
-def test_float_image_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no fixed range"):
-        read_image(save(np.zeros((4, 4), np.float32), tmp_path / "a.tif"))
 
 
 # --- damage

@@ -30,8 +30,9 @@ from PIL import Image
 
 from segapp.config import dump_config, load_config
 from segapp.datasets.files import MAX_PIXELS, check_pairs, read_header
+from segapp.datasets.images.reading import read_image
 from segapp.datasets.layouts.formats import DataLocation, class_scheme, find_pairs
-from segapp.datasets.masks import read_image, read_mask
+from segapp.datasets.masks import read_mask
 from segapp.errors import CheckpointError, CommandError, ConfigError, DataError, SegappError
 from segapp.models.weights import read_weights_file
 from segapp.run.commands import drain_commands, format_command, parse_command

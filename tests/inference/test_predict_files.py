@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, TiffImagePlugin
 
+from segapp.datasets.images.pixel_format import RGB8
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import OutOfMemoryError, StorageError
 from segapp.inference.predict import OutputPlan, Saved, Workspace, find_images, predict_files
@@ -35,6 +36,7 @@ class Blur:
 
     def __init__(self, frame_px: tuple[int, int] | None = None, capacity_px: int = 10**9) -> None:
         self.scheme, self.device, self.frame_px = SCHEME, torch.device("cpu"), frame_px
+        self.pixels = RGB8
         self.capacity_px = capacity_px
         self.asked: list[tuple[int, ...]] = []
 

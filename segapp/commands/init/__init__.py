@@ -22,6 +22,7 @@ from segapp.config import load_config
 from segapp.datasets.convert.cleaning import cleaned
 from segapp.datasets.convert.conversion import Item, some_problems, write_masks
 from segapp.datasets.files import ImagePair, shared_images, shown
+from segapp.datasets.images.measure import measure_pixels
 from segapp.datasets.layouts.formats import DATASETS
 from segapp.datasets.survey.class_files import find_class_files
 from segapp.datasets.survey.content import read_contents
@@ -107,6 +108,8 @@ def propose_config(request: InitRequest) -> InitResult:
     lines += division.lines
     facts = materials.facts(name, division, root_of_images, mask_root, out)
     lines += _class_lines(facts)
+    if facts.pixels is not None:
+        lines.append(f"images: {facts.pixels.layout}, with their measured range in data.value_range")
     if unread := facts.content.unread:
         lines.append(f"note: {len(unread)} masks cannot be read, such as {shown(unread[0])}: segapp check names all")
     for note in facts.classes.notes:
@@ -174,7 +177,15 @@ class _Materials:
             mask = division.train[0].mask
             classes = read_classes(content, find_class_files(self._tree), mask)
         return Facts(
-            name, root, format, keys, division, classes, content, leads_outside=self._tree.leads_outside and is_layout
+            name,
+            root,
+            format,
+            keys,
+            division,
+            classes,
+            content,
+            measure_pixels([pair.image for pair in train]),
+            leads_outside=self._tree.leads_outside and is_layout,
         )
 
 

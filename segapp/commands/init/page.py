@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from segapp.commands.init.candidates import Candidate
 from segapp.datasets.convert.conversion import Conversion
 from segapp.datasets.files import shown
+from segapp.datasets.images.reading import read_picture_of
 from segapp.datasets.layouts.published_classes import bit_palette
-from segapp.datasets.masks import read_image
 from segapp.datasets.survey.content import stored_pixels
 from segapp.datasets.survey.tree import Tree
 from segapp.errors import DataError
@@ -46,14 +46,14 @@ def _pictures(tree: Tree, candidate: Candidate) -> Iterator[tuple[str, Markup, M
                     decoded = cv2.imdecode(np.frombuffer(item.image_bytes(), np.uint8), cv2.IMREAD_COLOR)
                     image = np.asarray(decoded)[..., ::-1]
                 else:
-                    image = read_image(tree.root / item.image)
+                    image = read_picture_of(tree.root / item.image)
                 yield shown(item.image), _thumbnail(image), _thumbnail(_colored(item.paint()))
             except (DataError, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, cv2.error):
                 continue
         return
     for pair in candidate.pairs[:: max(1, len(candidate.pairs) // _MAX_PAIRS)][:_MAX_PAIRS]:
         try:
-            image = read_image(tree.root / pair.image)
+            image = read_picture_of(tree.root / pair.image)
             mask, _ = stored_pixels(tree.root / pair.mask, as_rgb=False)
         except (DataError, OSError, ValueError, SyntaxError):
             continue

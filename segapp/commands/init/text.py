@@ -13,6 +13,8 @@ import yaml
 
 from segapp.commands.init.splitting import Division
 from segapp.datasets.files import shown
+from segapp.datasets.images.measure import PERCENTILES, config_values
+from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.layouts.formats import DATASETS
 from segapp.datasets.survey.content import MaskContent
 from segapp.datasets.survey.encoding import Classes
@@ -37,6 +39,7 @@ class Facts:
         division: of the images into splits.
         classes: of the masks.
         content: of the masks.
+        pixels: bands, type and measured range of images that are not 8-bit RGB.
         leads_outside: files below the root are links to files outside it.
         fold: number of the fold, if there are folds.
     """
@@ -48,6 +51,7 @@ class Facts:
     division: Division
     classes: Classes
     content: MaskContent
+    pixels: PixelFormat | None = None
     leads_outside: bool = False
     fold: int | None = None
 
@@ -160,6 +164,12 @@ def _data_lines(facts: Facts) -> Iterator[ConfigLine]:
         yield ConfigLine("  allow_outside_root: true", "links lead outside: remove this line if you do not trust them")
     for key, value in facts.keys.items():
         yield ConfigLine(f"  {key}: {_quoted(value)}")
+    if facts.pixels is not None:
+        values = config_values(facts.pixels)
+        yield ConfigLine(f"  bands: {values['bands']}", "pictures show the first three as RGB: reorder them to choose")
+        yield ConfigLine(f"  dtype: {values['dtype']}", "as in the image files")
+        low, high = PERCENTILES
+        yield ConfigLine(f"  value_range: {values['value_range']}", f"{low:g} % and {high:g} % of the values, measured")
     words = facts.division.words
     if facts.fold is not None:
         words = {split: f"fold{facts.fold}-{split}" for split in words}

@@ -15,6 +15,7 @@ from segapp.config.sections.values import (
     Number,
     PartName,
     PositiveFloat,
+    PositiveInt,
     Section,
     Workers,
     no_bool,
@@ -75,10 +76,19 @@ class DataConfig(Section):
     """Classes that crops are aimed at, equally often (foreground); null: every class but the first, the background."""
     foreground_share: Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1)] = 0.33
     """Share of the crops that are aimed at foreground_classes (foreground)."""
-    mean: tuple[Number, Number, Number] = (0.485, 0.456, 0.406)
-    """Mean subtracted in normalisation, RGB in 0..1; default: ImageNet's."""
-    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = (0.229, 0.224, 0.225)
-    """Standard deviation divided by in normalisation, RGB in 0..1; default: ImageNet's."""
+    bands: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
+    """Bands of the image files that the network gets, in this order, e.g. [1, 2, 3, 4]; pictures show the first three
+    of them as RGB; null: any 8-bit image, as RGB."""
+    dtype: Literal["uint8", "uint16", "int16", "float32"] = "uint8"
+    """Type of the values in the image files; another type than uint8 needs data.bands and data.value_range."""
+    value_range: Annotated[tuple[tuple[Number, Number], ...], Field(min_length=1)] | None = None
+    """Lowest and highest value of each band, or one pair for all, which become 0 and 1 before mean and std, as values
+    beyond them do; segapp check measures them; null: [[0, 255]]."""
+    mean: Annotated[tuple[Number, ...], Field(min_length=1)] = (0.485, 0.456, 0.406)
+    """Mean subtracted in normalisation, of each band in 0..1; default: ImageNet's for RGB, whose mean any further band
+    gets, and every band of fewer than three."""
+    std: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] = (0.229, 0.224, 0.225)
+    """Standard deviation divided by in normalisation, as data.mean; default: ImageNet's."""
     classes: list[str] | None = None
     """Class names in the order of their ids; required by the formats folder and list."""
     palette: list[tuple[Byte, Byte, Byte]] | None = None

@@ -1,4 +1,4 @@
-"""Photometric changes: brightness, contrast, saturation and hue as one matrix."""
+"""Photometric changes: brightness, contrast, saturation and hue of RGB; brightness and contrast of other bands."""
 
 import math
 from typing import Annotated, Any
@@ -26,10 +26,11 @@ class PhotometricChange(A.ImageOnlyTransform):  # type: ignore[misc]  # albument
 
     All four are affine in the colour, so one matrix applies them all and values are clipped once; contrast, saturation
     and hue are those of the W3C Filter Effects Module (contrast around middle grey, hue as a rotation that keeps the
-    luminance).
+    luminance). Images that are not 8-bit RGB get the same brightness and contrast in every band, as parts of its range.
 
     Args:
         strength: Factor of the ranges: brightness +-32 of 255, contrast and saturation 0.5 to 1.5, hue +-18 degrees.
+        ranges: Lowest and highest usual value of each band; None: 8-bit RGB.
 
     Raises:
         ValueError: The strength is negative.
@@ -39,16 +40,20 @@ class PhotometricChange(A.ImageOnlyTransform):  # type: ignore[misc]  # albument
         """The argument, checked as those of albumentations' transforms are."""
 
         strength: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+        ranges: tuple[tuple[float, float], ...] | None
         strict: bool
 
-    def __init__(self, strength: float = 1.0) -> None:
+    def __init__(self, strength: float = 1.0, ranges: tuple[tuple[float, float], ...] | None = None) -> None:
         super().__init__(p=1.0)
         self.strength = strength
+        self.ranges = ranges
 
     def get_params(self) -> dict[str, Any]:
-        """Return the colour matrix for one image."""
+        """Return the colour matrix for one image, or its brightness and contrast."""
         brightness = self._draw(_MAX_BRIGHTNESS)
         contrast = 1 + self._draw(_MAX_FACTOR)
+        if self.ranges is not None:
+            return {"brightness": brightness / 255, "contrast": max(0.0, contrast)}
         saturation = 1 + self._draw(_MAX_FACTOR)
         hue_deg = self._draw(_MAX_HUE_DEG)
         return {"matrix": color_matrix(brightness, max(0.0, contrast), max(0.0, saturation), hue_deg)}
@@ -58,9 +63,26 @@ class PhotometricChange(A.ImageOnlyTransform):  # type: ignore[misc]  # albument
         value = self.py_random.uniform(-limit, limit) * self.strength
         return float(value) if self.py_random.random() < 0.5 else 0.0
 
-    def apply(self, img: Pixels, matrix: NDArray[np.float32], **params: Any) -> Pixels:
-        """Return the image with its colours changed."""
-        return np.asarray(cv2.transform(img, matrix))
+    def apply(
+        self,
+        img: Pixels,
+        matrix: NDArray[np.float32] | None = None,
+        brightness: float = 0.0,
+        contrast: float = 1.0,
+        **params: Any,
+    ) -> Pixels:
+        """Return the image with its colours or bands changed, of the same type."""
+        if self.ranges is None:
+            return np.asarray(cv2.transform(img, matrix))
+        if brightness == 0 and contrast == 1:
+            return img
+        low, high = np.array(self.ranges, np.float32).T
+        middle = (low + high) / 2
+        changed = (img.astype(np.float32) - middle) * contrast + (middle + brightness * (high - low))
+        if img.dtype.kind == "f":
+            return np.asarray(changed, img.dtype)
+        limits = np.iinfo(img.dtype)
+        return np.asarray(np.rint(changed).clip(limits.min, limits.max), img.dtype)
 
 
 def color_matrix(

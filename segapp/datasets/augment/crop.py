@@ -1,6 +1,6 @@
 """Random crops of the randomly scaled image, and the padding of images smaller than the crop.
 
-Shapes: H, W height and width in pixels; images are RGB uint8 (H, W, 3), masks (H, W) of train ids.
+Shapes: H, W height and width in pixels; images (H, W, B) of B bands, masks (H, W) of train ids.
 """
 
 from random import Random
@@ -27,7 +27,8 @@ def resize(pixels: Pixels, size_px: tuple[int, int], interpolation: int) -> Pixe
     """Return the pixels resized to (height, width); always a copy."""
     if pixels.shape[:2] == size_px:
         return pixels.copy()
-    return np.asarray(cv2.resize(pixels, (size_px[1], size_px[0]), interpolation=interpolation))
+    resized = cv2.resize(pixels, (size_px[1], size_px[0]), interpolation=interpolation)
+    return np.asarray(resized).reshape(*size_px, *pixels.shape[2:])  # OpenCV drops the axis of a single band
 
 
 class AxisPlan:
@@ -53,7 +54,7 @@ class ScaledCrop(A.DualTransform):  # type: ignore[misc]  # albumentations has n
 
     The window is chosen in source pixels, so its scale differs from the drawn one by less than a pixel of the window.
     Crops dominated by one class are drawn again as in mmsegmentation's `RandomCrop`, over valid pixels. Images smaller
-    than the crop are padded at random sides, with `MEAN_COLOR` and `ignore_index`.
+    than the crop are padded at random sides, with `fill` and `ignore_index`.
 
     Args:
         crop_px: Height and width of the crop.
@@ -62,6 +63,7 @@ class ScaledCrop(A.DualTransform):  # type: ignore[misc]  # albumentations has n
             taken.
         ignore_index: Mask value of padding.
         resize_px: Height and width to which every image is resized before the random scale; None: not resized.
+        fill: Value of each band that pads images.
 
     Raises:
         ValueError: A size is not positive, or a range or a share is impossible.
@@ -75,6 +77,7 @@ class ScaledCrop(A.DualTransform):  # type: ignore[misc]  # albumentations has n
         cat_max_ratio: Annotated[float, Field(gt=0, le=1)]
         ignore_index: int
         resize_px: tuple[Side, Side] | None
+        fill: tuple[float, ...]
         strict: bool
 
         @field_validator("scale")
@@ -91,6 +94,7 @@ class ScaledCrop(A.DualTransform):  # type: ignore[misc]  # albumentations has n
         cat_max_ratio: float = 0.75,
         ignore_index: int = 255,
         resize_px: tuple[int, int] | None = None,
+        fill: tuple[float, ...] = MEAN_COLOR,
     ) -> None:
         super().__init__(p=1.0)
         self.crop_px = crop_px
@@ -98,6 +102,7 @@ class ScaledCrop(A.DualTransform):  # type: ignore[misc]  # albumentations has n
         self.cat_max_ratio = cat_max_ratio
         self.ignore_index = ignore_index
         self.resize_px = resize_px
+        self.fill = fill
 
     def get_params_dependent_on_data(self, params: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
         """Return the window in the source, its size in the crop and the padding."""
@@ -144,8 +149,8 @@ class ScaledCrop(A.DualTransform):  # type: ignore[misc]  # albumentations has n
         padding: tuple[int, int, int, int],
         **params: Any,
     ) -> Pixels:
-        """Return the crop of the image (H, W, 3)."""
-        return _pad(resize(img[window], shown_px, cv2.INTER_LINEAR), padding, MEAN_COLOR)
+        """Return the crop of the image (H, W, B)."""
+        return _pad(resize(img[window], shown_px, cv2.INTER_LINEAR), padding, self.fill)
 
     def apply_to_mask(
         self,
@@ -159,11 +164,16 @@ class ScaledCrop(A.DualTransform):  # type: ignore[misc]  # albumentations has n
         return _pad(resize(mask[window], shown_px, cv2.INTER_NEAREST_EXACT), padding, self.ignore_index)
 
 
-def _pad(pixels: Pixels, padding: tuple[int, int, int, int], value: int | tuple[int, int, int]) -> Pixels:
+def _pad(pixels: Pixels, padding: tuple[int, int, int, int], value: int | tuple[float, ...]) -> Pixels:
     """Return the pixels padded above, below, left and right."""
     if not any(padding):
         return pixels
-    return np.asarray(cv2.copyMakeBorder(pixels, *padding, borderType=cv2.BORDER_CONSTANT, value=value))
+    above, below, left, right = padding
+    height, width = pixels.shape[:2]
+    padded = np.empty((above + height + below, left + width + right, *pixels.shape[2:]), pixels.dtype)
+    padded[:] = value
+    padded[above : above + height, left : left + width] = pixels
+    return padded
 
 
 def largest_share(ids: Pixels, ignore_index: int) -> float:

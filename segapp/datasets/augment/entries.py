@@ -22,6 +22,20 @@ Pixels = NDArray[Any]
 Entry = Mapping[str, Mapping[str, Any]]
 """One transform of a list: {name: {argument: value}}."""
 
+
+@dataclass(frozen=True)
+class BandValues:
+    """Values of images that are not 8-bit RGB.
+
+    Attributes:
+        ranges: Lowest and highest usual value of each band.
+        fill: Value of each band that pads images.
+    """
+
+    ranges: tuple[tuple[float, float], ...]
+    fill: tuple[float, ...]
+
+
 STANDARD: tuple[Entry, ...] = ({"ScaledCrop": {}}, {"HorizontalFlip": {}}, {"PhotometricChange": {}})
 """The built-in recipe with its usual numbers."""
 
@@ -47,11 +61,13 @@ class TransformBuilder:
     Attributes:
         crop_px: Height and width of `ScaledCrop` where its entry gives none.
         ignore_index: Mask value where a transform shows what lies outside the image.
+        bands: Values of images that are not 8-bit RGB.
         problems: One sentence for each problem: the entry, the argument, and what to do.
     """
 
     crop_px: tuple[int, int]
     ignore_index: int
+    bands: BandValues | None = None
     problems: list[str] = field(default_factory=list)
 
     def build_all(self, entries: Sequence[Entry], resize_px: tuple[int, int] | None) -> tuple[Any, ...]:
@@ -136,10 +152,12 @@ class TransformBuilder:
 
     def _defaults(self, kind: type, resize_px: tuple[int, int] | None) -> dict[str, Any]:
         """Return the arguments that differ from the class's own defaults where an entry does not give them."""
-        given = {"crop_px": self.crop_px, "ignore_index": self.ignore_index, "resize_px": resize_px}
+        given: dict[str, Any] = {"crop_px": self.crop_px, "ignore_index": self.ignore_index, "resize_px": resize_px}
         parameters = _parameters(kind)
         if kind is ScaledCrop:
-            return given
+            return given if self.bands is None else {**given, "fill": self.bands.fill}
+        if kind is PhotometricChange:
+            return {} if self.bands is None else {"ranges": self.bands.ranges}
         defaults: dict[str, Any] = {}
         if "fill_mask" in parameters and parameters["fill_mask"].default is not None:
             defaults["fill_mask"] = self.ignore_index
@@ -182,7 +200,7 @@ class SeededFunction(A.DualTransform):  # type: ignore[misc]  # albumentations h
 
 _TRANSFORMS = (A.BasicTransform, A.BaseCompose)
 
-_GIVEN = ("ignore_index", "resize_px", "strict")
+_GIVEN = ("ignore_index", "resize_px", "fill", "ranges", "strict")
 """Arguments that segapp gives."""
 
 _NEAREST = (cv2.INTER_NEAREST, cv2.INTER_NEAREST_EXACT)

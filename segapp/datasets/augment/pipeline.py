@@ -1,6 +1,6 @@
 """The transforms of training and evaluation: functions of an image, its mask and a seed.
 
-Shapes: H, W height and width in pixels; images are RGB uint8 (H, W, 3), masks (H, W) of train ids.
+Shapes: H, W height and width in pixels; images (H, W, B) of B bands, masks (H, W) of train ids.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segapp.datasets.augment.crop import ScaledCrop, resize
-from segapp.datasets.augment.entries import STANDARD, Entry, TransformBuilder
+from segapp.datasets.augment.entries import STANDARD, BandValues, Entry, TransformBuilder
 from segapp.datasets.sampling import mix_seed
 
 Pixels = NDArray[Any]
@@ -28,6 +28,7 @@ class TrainTransform:
         ignore_index: Mask value where a transform shows what lies outside the image.
         resize_px: Height and width to which every image is resized first; None: not resized. A `ScaledCrop` at the
             beginning of the list does it without resampling twice.
+        bands: Values of images that are not 8-bit RGB.
 
     Raises:
         ConfigError: Entries are wrong; all problems together.
@@ -35,6 +36,7 @@ class TrainTransform:
 
     Attributes:
         steps: The transforms.
+        crops_first: The first one takes a crop; then image and mask may be objects that read windows of files.
         resize_px: Size to which images are resized before them.
     """
 
@@ -45,23 +47,24 @@ class TrainTransform:
         *,
         ignore_index: int = 255,
         resize_px: tuple[int, int] | None = None,
+        bands: BandValues | None = None,
     ) -> None:
         self.crop_px = _check_size("crop_px", crop_px)
         self.ignore_index = ignore_index
-        self.steps = TransformBuilder(self.crop_px, ignore_index).build_all(entries, resize_px)
-        self._crops_first = bool(self.steps) and isinstance(self.steps[0], ScaledCrop)
-        self.resize_px = None if self._crops_first else resize_px
+        self.steps = TransformBuilder(self.crop_px, ignore_index, bands).build_all(entries, resize_px)
+        self.crops_first = bool(self.steps) and isinstance(self.steps[0], ScaledCrop)
+        self.resize_px = None if self.crops_first else resize_px
         self._resize = EvalTransform(self.resize_px)
 
     def __call__(self, image: Pixels, mask: Pixels, seed: int, aim: int | None = None) -> tuple[Pixels, Pixels]:
-        """Return the augmented image (H, W, 3) and mask (H, W) of the crop's size.
+        """Return the augmented image (H, W, B) and mask (H, W) of the crop's size.
 
         A `ScaledCrop` contains a pixel of the class `aim`, if the mask has one.
 
         Each transform gets its own seed: one seed for all would give all of them the same random numbers, so that, for
         example, scale and brightness would be correlated.
         """
-        if not self._crops_first:
+        if not self.crops_first:
             image, mask = self._resize(image, mask, seed)
             image, mask = (each if each.flags.writeable else each.copy() for each in (image, mask))
         data: dict[str, Any] = {"image": image, "mask": mask, "aim": aim}
@@ -92,7 +95,7 @@ class EvalTransform:
         self.resize_px = _check_size("resize_px", resize_px) if resize_px is not None else None
 
     def __call__(self, image: Pixels, mask: Pixels, seed: int, aim: int | None = None) -> tuple[Pixels, Pixels]:
-        """Return the resized image (H, W, 3) and mask (H, W); seed and aim are not used."""
+        """Return the resized image (H, W, B) and mask (H, W); seed and aim are not used."""
         if self.resize_px is None or self.resize_px == image.shape[:2]:
             return image, mask
         return resize(image, self.resize_px, cv2.INTER_LINEAR), resize(mask, self.resize_px, cv2.INTER_NEAREST_EXACT)

@@ -4,7 +4,7 @@ A record belongs to the image and mask as they are now: a file whose size or mod
 stored anew, alone. Every record is compared with its sums when it is first read in a run. Nothing here ends a training:
 a record that cannot be stored or used is decoded.
 
-Shapes: H, W height and width in pixels.
+Shapes: H, W height and width in pixels; B bands.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from segapp.datasets.cache.pixel_file import ENTRY, PixelFile, has_sums, is_whole, record_bytes
+from segapp.datasets.cache.pixel_file import ENTRY, PixelFile, RecordFormat, has_sums, is_whole
 from segapp.datasets.cache.places import CacheFiles
 from segapp.datasets.files import ImagePair
+from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 
 Pixels = NDArray[Any]
 
@@ -62,18 +63,25 @@ class PixelCache:
         pairs: The files of the data set.
         sizes: Height and width of every image in pixels.
         dtype: Of the masks.
+        pixels: Bands and type of the images.
 
     Raises:
         OSError: The files cannot be opened.
     """
 
     def __init__(
-        self, files: CacheFiles, pairs: Sequence[ImagePair], sizes: Sequence[tuple[int, int]], dtype: np.dtype[Any]
+        self,
+        files: CacheFiles,
+        pairs: Sequence[ImagePair],
+        sizes: Sequence[tuple[int, int]],
+        dtype: np.dtype[Any],
+        pixels: PixelFormat = RGB8,
     ) -> None:
         self.files = files
-        self._pairs, self._sizes, self._dtype = tuple(pairs), tuple(sizes), dtype
-        self._record_bytes = np.array([record_bytes(*size, dtype.itemsize) for size in sizes])
-        self._file = PixelFile(files.index, files.pixels, dtype)
+        self._pairs, self._sizes, self._dtype, self._pixels = tuple(pairs), tuple(sizes), dtype, pixels
+        records = RecordFormat(dtype, pixels.numpy_dtype, pixels.num_bands)
+        self._record_bytes = np.array([records.num_bytes(height * width) for height, width in sizes])
+        self._file = PixelFile(files.index, files.pixels, records)
         self._keys = np.array([_key(pair) for pair in pairs], np.uint64)
         self._stamps = np.array([_stamp(pair) for pair in pairs], np.uint64)
         self._order = np.argsort(self._keys, kind="stable")
@@ -85,10 +93,10 @@ class PixelCache:
         self._stop_without_room()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PixelCache, (self.files, self._pairs, self._sizes, self._dtype)
+        return PixelCache, (self.files, self._pairs, self._sizes, self._dtype, self._pixels)
 
     def get(self, index: int) -> tuple[Pixels, Pixels] | None:
-        """Return read-only views of the image (H, W, 3) and the mask (H, W); None if they are not stored."""
+        """Return read-only views of the image (H, W, B) and the mask (H, W); None if they are not stored."""
         if not self._is_stored(index):
             self._refresh()
             if not self._is_stored(index):

@@ -7,7 +7,7 @@ locks of the kernel (fcntl(2)), which end with the process that holds them, howe
 
 Bytes are written with pwrite, so that a full disk is an error; a write to a mapped page would end the process.
 
-Shapes: H, W height and width in pixels.
+Shapes: H, W height and width in pixels; B bands.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -74,13 +75,32 @@ def read_token(index: str, digest: bytes) -> bytes | None:
     return token if header == make_header(digest, token) else None
 
 
-def record_bytes(height_px: int, width_px: int, itemsize: int) -> int:
-    """Return the bytes of an image and its mask in the file of pixels."""
-    return _aligned(height_px * width_px * 3) + _aligned(height_px * width_px * itemsize)
+@dataclass(frozen=True)
+class RecordFormat:
+    """Types of the images and masks of a file.
+
+    Attributes:
+        mask: Type of a mask's ids.
+        image: Type of an image's values.
+        num_bands: B.
+    """
+
+    mask: np.dtype[Any]
+    image: np.dtype[Any]
+    num_bands: int
+
+    @property
+    def image_px_bytes(self) -> int:
+        """Bytes of one pixel of an image."""
+        return self.num_bands * self.image.itemsize
+
+    def num_bytes(self, num_px: Any) -> Any:
+        """Return the bytes of an image and its mask of so many pixels, a number or an array, in the file of pixels."""
+        return _aligned(num_px * self.image_px_bytes) + _aligned(num_px * self.mask.itemsize)
 
 
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+def _aligned(num_bytes: Any) -> Any:
+    return (num_bytes + _ALIGN_BYTES - 1) // _ALIGN_BYTES * _ALIGN_BYTES
 
 
 class PixelFile:
@@ -89,14 +109,14 @@ class PixelFile:
     Args:
         index: Path of the index, which has a header.
         pixels: Path of the pixels.
-        dtype: Of the masks.
+        format: Types of the images and masks.
 
     Raises:
         OSError: One of the files cannot be opened.
     """
 
-    def __init__(self, index: str, pixels: str, dtype: np.dtype[Any]) -> None:
-        self._paths, self._dtype = (index, pixels), dtype
+    def __init__(self, index: str, pixels: str, format: RecordFormat) -> None:
+        self._paths, self._format = (index, pixels), format
         self._index = os.open(index, os.O_RDWR | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._index)
         self._pixels = os.open(pixels, os.O_RDWR | os.O_CLOEXEC)
@@ -105,7 +125,7 @@ class PixelFile:
         self._threads = threading.Lock()  # the kernel's locks do not exclude threads of one process
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PixelFile, (*self._paths, self._dtype)
+        return PixelFile, (*self._paths, self._format)
 
     def new_entries(self) -> NDArray[Any]:
         """Return the entries appended since the last call, by any process, oldest first; damaged ones are left out."""
@@ -117,7 +137,7 @@ class PixelFile:
         content = content[: len(content) // ENTRY.itemsize * ENTRY.itemsize]
         entries = np.frombuffer(content, ENTRY)
         self._position += len(content)
-        ends = entries["offset"] + _record_bytes_of(entries, self._dtype.itemsize)
+        ends = entries["offset"].astype(np.int64) + _record_bytes_of(entries, self._format)
         return entries[is_whole(entries) & (ends <= os.fstat(self._pixels).st_size)]
 
     def pixels_bytes(self) -> int:
@@ -148,7 +168,7 @@ class PixelFile:
         height, width = mask.shape
         with self._append_lock():
             offset = _aligned(os.fstat(self._pixels).st_size)
-            os.ftruncate(self._pixels, offset + record_bytes(height, width, self._dtype.itemsize))
+            os.ftruncate(self._pixels, offset + self._format.num_bytes(height * width))
         failpoint("cache.before_pixels")
         image, mask = np.ascontiguousarray(image), np.ascontiguousarray(mask)
         _write_at(self._pixels, image, offset)
@@ -173,7 +193,7 @@ class PixelFile:
             fcntl.lockf(self._index, fcntl.LOCK_UN, 1, _LOCK_APPEND)
 
     def views(self, entry: NDArray[Any]) -> tuple[Pixels, Pixels]:
-        """Return read-only views of the image (H, W, 3) and mask (H, W); pages are read when they are touched.
+        """Return read-only views of the image (H, W, B) and mask (H, W); pages are read when they are touched.
 
         Each call maps the record anew: the views' memory is given back with them, and no process keeps a mapping of a
         file that may be larger than its memory.
@@ -183,13 +203,15 @@ class PixelFile:
         """
         height, width = int(entry["height"]), int(entry["width"])
         offset = int(entry["offset"])
-        length = record_bytes(height, width, self._dtype.itemsize)
+        length = self._format.num_bytes(height * width)
         if offset + length > self.pixels_bytes():
             raise OSError(f"{self._paths[1]} ends before byte {offset + length}")
         start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         mapped = mmap.mmap(self._pixels, offset + length - start, access=mmap.ACCESS_READ, offset=start)
-        image = np.ndarray((height, width, 3), np.uint8, mapped, offset - start)
-        mask = np.ndarray((height, width), self._dtype, mapped, offset - start + _aligned(height * width * 3))
+        form, num_px = self._format, height * width
+        image = np.ndarray((height, width, form.num_bands), form.image, mapped, offset - start)
+        mask_start = offset - start + _aligned(num_px * form.image_px_bytes)
+        mask = np.ndarray((height, width), form.mask, mapped, mask_start)
         return image, mask
 
 
@@ -204,16 +226,14 @@ def has_sums(entry: NDArray[Any], image: Pixels, mask: Pixels) -> bool:
     return bool(zlib.crc32(image.data) == entry["image_sum"] and zlib.crc32(mask.data) == entry["mask_sum"])
 
 
-def live_bytes(entries: NDArray[Any], itemsize: int) -> int:
+def live_bytes(entries: NDArray[Any], format: RecordFormat) -> int:
     """Return the bytes of the newest record of each key; the others were superseded."""
     _, newest = np.unique(entries["key"][::-1], return_index=True)
-    return int(_record_bytes_of(entries[::-1][newest], itemsize).sum())
+    return int(_record_bytes_of(entries[::-1][newest], format).sum())
 
 
-def _record_bytes_of(entries: NDArray[Any], itemsize: int) -> NDArray[np.uint64]:
-    num_px = entries["height"].astype(np.uint64) * entries["width"].astype(np.uint64)
-    image, mask = num_px * np.uint64(3), num_px * np.uint64(itemsize)
-    found: NDArray[np.uint64] = (image + 63) // 64 * 64 + (mask + 63) // 64 * 64
+def _record_bytes_of(entries: NDArray[Any], format: RecordFormat) -> NDArray[np.int64]:
+    found: NDArray[np.int64] = format.num_bytes(entries["height"].astype(np.int64) * entries["width"])
     return found
 
 

@@ -18,8 +18,9 @@ import cv2
 import numpy as np
 import PIL
 
-from segapp.datasets.cache.pixel_file import PixelFile, live_bytes, make_header, read_token
+from segapp.datasets.cache.pixel_file import PixelFile, RecordFormat, live_bytes, make_header, read_token
 from segapp.datasets.files import shown
+from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.resources import available_bytes
 
@@ -63,16 +64,19 @@ def default_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "segapp" / "pixels"
 
 
-def cache_digest(root: str, split: str, scheme: ClassScheme) -> bytes:
+def cache_digest(root: str, split: str, scheme: ClassScheme, pixels: PixelFormat = RGB8) -> bytes:
     """Return 16 bytes of everything but the files that the decoded pixels depend on.
 
     The libraries that decode belong to it: a JPEG's pixels may differ by one between their versions.
     """
     parts = (_FORMAT, os.path.realpath(root), split, repr(scheme), np.dtype(scheme.dtype).str, cv2.__version__)
-    return hashlib.blake2b(repr((*parts, PIL.__version__)).encode("utf-8", "backslashreplace"), digest_size=16).digest()
+    bands = () if pixels.bands is None else (pixels.bands, pixels.dtype)
+    return hashlib.blake2b(
+        repr((*parts, PIL.__version__, *bands)).encode("utf-8", "backslashreplace"), digest_size=16
+    ).digest()
 
 
-def disk_files(folder: Path, split: str, digest: bytes, dtype: np.dtype[Any]) -> CacheFiles:
+def disk_files(folder: Path, split: str, digest: bytes, dtype: np.dtype[Any], pixels: PixelFormat = RGB8) -> CacheFiles:
     """Return the files of one split in the folder of caches, made if they are missing or cannot be used.
 
     They start anew if the header is damaged or has another version, or if superseded records hold more room than the
@@ -85,9 +89,10 @@ def disk_files(folder: Path, split: str, digest: bytes, dtype: np.dtype[Any]) ->
     place = folder / f"{name}-{digest[:8].hex()}"
     place.mkdir(parents=True, exist_ok=True, mode=0o700)
     files = CacheFiles("disk", str(place / "index"), "", shown(place))
+    records = RecordFormat(dtype, pixels.numpy_dtype, pixels.num_bands)
     with _only_one_opens(place):
         token = read_token(files.index, digest)
-        if token is None or not _is_usable(replace(files, pixels=str(_pixels(place, token))), dtype):
+        if token is None or not _is_usable(replace(files, pixels=str(_pixels(place, token))), records):
             token = _start_anew(place, digest)
         return replace(files, pixels=str(_pixels(place, token)))
 
@@ -107,13 +112,13 @@ def _pixels(place: Path, token: bytes) -> Path:
     return place / f"pixels-{token.hex()}"
 
 
-def _is_usable(files: CacheFiles, dtype: np.dtype[Any]) -> bool:
+def _is_usable(files: CacheFiles, records: RecordFormat) -> bool:
     """Return False if the pixels are missing, or mostly superseded."""
     try:
-        file = PixelFile(files.index, files.pixels, dtype)
+        file = PixelFile(files.index, files.pixels, records)
     except FileNotFoundError:
         return False
-    live = live_bytes(file.new_entries(), dtype.itemsize)
+    live = live_bytes(file.new_entries(), records)
     return file.pixels_bytes() - live <= max(live, 2**28)
 
 

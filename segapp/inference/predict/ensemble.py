@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.errors import ConfigError
 from segapp.inference.predict.predictor import ExportedPredictor, TrainedPredictor, likeliest
 
@@ -27,8 +28,9 @@ Member = TrainedPredictor | ExportedPredictor
 class EnsemblePredictor:
     """Predictor (see `Predictor`) with the mean of the probabilities of its members, each with its own normalisation.
 
-    The members may differ in architecture, stride, precision and device, but not in their classes. On a GPU that
-    cannot hold all weights, the weights wait on the CPU, and each network is moved to the GPU for its part of a batch.
+    The members may differ in architecture, stride, precision and device, but not in their classes, and not in the bands
+    and the type of their images. On a GPU that cannot hold all weights, the weights wait on the CPU, and each network
+    is moved to the GPU for its part of a batch.
 
     Args:
         members: name and predictor of each network; two or more. Taken one after the other, so that a generator may
@@ -41,7 +43,7 @@ class EnsemblePredictor:
         is_resident: all weights stay on the device.
 
     Raises:
-        ConfigError: the classes of two networks differ, or the only sizes that they accept.
+        ConfigError: the classes or the images of two networks differ, or the only sizes that they accept.
     """
 
     def __init__(self, members: Iterable[tuple[str, Member]], *, budget_bytes: float | None = None) -> None:
@@ -54,11 +56,13 @@ class EnsemblePredictor:
                 first_name, self.scheme, self.device = name, member.scheme, member.device
                 self.threshold = member.threshold
                 budget_bytes = _budget_bytes(member) if budget_bytes is None else budget_bytes
+                self.pixels = member.pixels
             if (member.threshold is None) != (self.threshold is None):
                 raise ConfigError(
                     f"one of {first_name} and {name} knows several classes per pixel, the other one: they cannot be "
                     "averaged"
                 )
+            check_same_pixels(first_name, self.pixels, name, member.pixels)
             check_same_classes(first_name, self.scheme.names, name, member.scheme.names)
             if member.frame_px is not None and self.frame_px not in (None, member.frame_px):
                 raise ConfigError(
@@ -116,6 +120,19 @@ class EnsemblePredictor:
         self.is_resident = False
         for member in trained:
             member.model.to("cpu")
+
+
+def check_same_pixels(first: str, pixels: PixelFormat, other: str, found: PixelFormat) -> None:
+    """Check that two networks take the same bands and type.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if (pixels.bands, pixels.dtype) != (found.bands, found.dtype):
+        raise ConfigError(
+            f"{first} takes images of {pixels.layout} {list(pixels.bands or ())}, and {other} of {found.layout} "
+            f"{list(found.bands or ())}: average networks with the same data.bands and data.dtype"
+        )
 
 
 def check_same_classes(first: str, names: tuple[str, ...], other: str, other_names: tuple[str, ...]) -> None:

@@ -17,6 +17,8 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from segapp.datasets.images.pixel_format import RGB8, PixelFormat
+from segapp.datasets.images.raster import GeoTiffWriter
 from segapp.datasets.layouts.formats import ClassScheme
 from segapp.errors import ConfigError, StorageError, cannot_be_written
 from segapp.inference.predict.png import PngWriter
@@ -38,6 +40,7 @@ class OutputPlan:
     Attributes:
         folder: --out; each kind has a subfolder.
         scheme: classes and colours.
+        pixels: bands and type of the images.
         kinds: outputs of an image.
         video_kinds: outputs of a video; labels and probabilities are one file per frame.
         label_ids: write the ids of the data set instead of class ids.
@@ -45,6 +48,7 @@ class OutputPlan:
 
     folder: Path
     scheme: ClassScheme
+    pixels: PixelFormat = RGB8
     kinds: tuple[Saved, ...] = ("labels", "color", "overlay")
     video_kinds: tuple[Saved, ...] = ("color", "overlay")
     label_ids: bool = False
@@ -169,22 +173,28 @@ class _Writer:
         raise NotImplementedError
 
 
-class _PngFile(_Writer):
-    """PNG file, with a world file beside it for georeferenced pictures."""
+class _PictureFile(_Writer):
+    """GeoTIFF of a georeferenced picture; else a PNG, with a world file beside it where only the transform is known."""
 
     def finish(self) -> None:
-        self._png.finish()
+        self._image.finish()
         if self.picture.world is not None:
             self.path.with_suffix(".pgw").write_text(self.picture.world)
 
-    def start(self, **options: Any) -> None:
-        self._png = PngWriter(self.file, self.picture.pixels.shape[:2], **options)
+    def start(self, *, is_photo: bool = False, profile: bytes | None = None, **options: Any) -> None:
+        size, georeference = self.picture.pixels.shape[:2], self.picture.georeference
+        self._image: PngWriter | GeoTiffWriter
+        if georeference is None:
+            self._image = PngWriter(self.file, size, is_photo=is_photo, profile=profile, **options)
+        else:
+            self.path = self.path.with_name(f"{self.path.name.removesuffix(self.suffix)}.tif")
+            self._image = GeoTiffWriter(self._temporary, size, georeference, **options)
 
     def rows(self, values: NDArray[Any]) -> None:
-        self._png.write(values)
+        self._image.write(values)
 
 
-class _Labels(_PngFile):
+class _Labels(_PictureFile):
     folder = "labels"
 
     def begin(self) -> None:
@@ -197,7 +207,7 @@ class _Labels(_PngFile):
         self.rows(strip.labels if self._table is None else self._table[strip.labels])
 
 
-class _ClassMask(_PngFile):
+class _ClassMask(_PictureFile):
     """Mask of one class of several per pixel: 255 where it is predicted, in a folder named after the class."""
 
     def __init__(self, plan: OutputPlan, picture: Picture, number: int) -> None:
@@ -213,7 +223,7 @@ class _ClassMask(_PngFile):
         self.rows(np.where(strip.labels & self._bit, 255, 0).astype(np.uint8))
 
 
-class _Color(_PngFile):
+class _Color(_PictureFile):
     """PNG with a palette for up to 256 classes, else RGB; RGB for several classes per pixel."""
 
     folder = "color"
@@ -230,14 +240,14 @@ class _Color(_PngFile):
         self.rows(strip.labels if self._has_palette else colorize(strip.labels, self.plan.scheme))
 
 
-class _Overlay(_PngFile):
+class _Overlay(_PictureFile):
     folder = "overlay"
 
     def begin(self) -> None:
         self.start(channels=3, is_photo=True, profile=self.picture.profile)
 
     def write(self, strip: Strip) -> None:
-        self.rows(blend(self.picture.pixels[strip.rows], strip.labels, self.plan.scheme))
+        self.rows(blend(self.plan.pixels.as_rgb(self.picture.pixels[strip.rows]), strip.labels, self.plan.scheme))
 
 
 class _Probabilities(_Writer):

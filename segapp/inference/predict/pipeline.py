@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from segapp.datasets.files import read_header
+from segapp.datasets.files import read_header, shown
+from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.errors import DataError
 from segapp.inference.predict.outputs import ImageOutputs, OutputPlan
 from segapp.inference.predict.predictor import Predictor, likeliest
@@ -109,7 +110,9 @@ class _Job:
 
     def predict_images(self, files: list[ImageFile], count: Callable[[int], None]) -> None:
         """Predict images; the outputs are written in threads."""
-        read = ahead(((_file_px(file), partial(_read_or_problem, file)) for file in files), READERS)
+        read = ahead(
+            ((_file_px(file), partial(_read_or_problem, file, self.predictor.pixels)) for file in files), READERS
+        )
         with BoundedExecutor(WRITERS) as behind:
             for pictures in self._batches(self._readable(read, count)):
                 for picture, strips in self._predicted(pictures):
@@ -129,6 +132,12 @@ class _Job:
 
     def predict_video(self, file: ImageFile) -> None:
         """Predict the frames of a video in order."""
+        pixels = self.predictor.pixels
+        if not pixels.is_rgb8:
+            self.tally.problems.append(
+                f"{shown(file.path)}: a video has 8-bit RGB frames, the network takes {pixels.layout}: give it images"
+            )
+            return
         try:
             reader = VideoReader(file)
             with VideoOutputs(self.plan, reader) as outputs, BoundedExecutor(1) as behind:
@@ -203,9 +212,9 @@ def _write(plan: OutputPlan, picture: Picture, strips: Iterable[Strip]) -> None:
             outputs.add(strip)
 
 
-def _read_or_problem(file: ImageFile) -> Picture | str:
+def _read_or_problem(file: ImageFile, pixels: PixelFormat) -> Picture | str:
     try:
-        return read_picture(file)
+        return read_picture(file, pixels)
     except DataError as error:
         return str(error)
 

@@ -1,6 +1,6 @@
 """Predictors of class ids and probabilities: a trained model or an exported ONNX file.
 
-Shapes: N images, C classes, H x W pixels of an image.
+Shapes: N images, B bands, C classes, H x W pixels of an image.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.layouts.formats import ClassScheme
 from segapp.errors import ConfigError
 from segapp.inference.sliding import Inference
@@ -28,25 +29,27 @@ class Predictor(Protocol):
 
     Attributes:
         scheme: classes and colours.
+        pixels: bands and type of the images.
         device: where it computes.
         frame_px: the only accepted height and width; None: any size.
         threshold: a class is predicted where its probability is above this; None: one class per pixel.
     """
 
     scheme: ClassScheme
+    pixels: PixelFormat
     device: torch.device
     frame_px: tuple[int, int] | None
     threshold: float | None
 
     def labels(self, images: NDArray[Any]) -> NDArray[Any]:
-        """Return class ids (N, H, W), uint8 (uint16 for more than 256 classes), of uint8 images (N, H, W, 3) RGB.
+        """Return class ids (N, H, W), uint8 (uint16 for more than 256 classes), of images (N, H, W, B).
 
         With several classes per pixel, sets of classes as int32: bit c for class c.
         """
         ...
 
     def probabilities(self, images: NDArray[Any]) -> NDArray[Any]:
-        """Return float32 (N, C, H, W) of uint8 images (N, H, W, 3) RGB; their sum over C is 1 without a threshold."""
+        """Return float32 (N, C, H, W) of images (N, H, W, B); their sum over C is 1 without a threshold."""
         ...
 
 
@@ -70,10 +73,16 @@ class TrainedPredictor:
     frame_px: tuple[int, int] | None = None  # `inference` feeds windows to a model of one size
 
     def __init__(
-        self, model: SegmentationModel, inference: Inference, scheme: ClassScheme, device: torch.device
+        self,
+        model: SegmentationModel,
+        inference: Inference,
+        scheme: ClassScheme,
+        device: torch.device,
+        pixels: PixelFormat = RGB8,
     ) -> None:
         self.model, self.inference, self.scheme, self.device = model, inference, scheme, device
         self.threshold = inference.threshold
+        self.pixels = pixels
 
     def labels(self, images: NDArray[Any]) -> NDArray[Any]:
         """See `Predictor`."""
@@ -101,7 +110,7 @@ def infer_labels(
     Args:
         model: in eval mode.
         inference: how logits are computed.
-        images: uint8 (N, H, W, 3), RGB.
+        images: (N, H, W, B), as they are stored.
         device: where the model is.
 
     Returns:
@@ -119,7 +128,7 @@ def predict_image(
     device: torch.device,
     host: HostLimit | None = None,
 ) -> NDArray[Any]:
-    """Return the class ids (H, W) of one image, uint8 (H, W, 3) RGB; see `infer_labels`.
+    """Return the class ids (H, W) of one image, (H, W, B); see `infer_labels`.
 
     Larger images than `host` allows are predicted in tiles.
     """
@@ -145,7 +154,7 @@ class ExportedPredictor:
 
     def __init__(self, exported: ExportedModel, device: torch.device) -> None:
         self.exported, self.device = exported, device
-        self.scheme = exported.info.scheme
+        self.scheme, self.pixels = exported.info.scheme, exported.info.pixels
         self.frame_px = exported.info.fixed_size_px
         self.threshold = exported.info.threshold
 

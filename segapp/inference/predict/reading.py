@@ -1,8 +1,8 @@
 """Pictures to predict, with the metadata that is copied to the outputs.
 
 The EXIF orientation is applied, as in training, so outputs are upright. The ICC profile is copied to the overlay. The
-georeference of a GeoTIFF is written to a world file beside each PNG, without its coordinate system. Other metadata is
-dropped.
+outputs of a GeoTIFF are GeoTIFFs with its coordinate system and transform; without rasterio they are PNGs, with a world
+file that has the transform alone. Other metadata is dropped.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from numpy.typing import NDArray
 from PIL import Image
 
-from segapp.datasets.files import read_header
-from segapp.datasets.masks import read_image
+from segapp.datasets.files import read_header, tiff_tags
+from segapp.datasets.images.pixel_format import RGB8, PixelFormat
+from segapp.datasets.images.raster import Georeference, read_georeference
+from segapp.datasets.images.reading import read_image
+from segapp.datasets.images.tiff_tags import has_rasterio
+from segapp.datasets.images.windows import image_windows
 from segapp.inference.predict.sources import ImageFile
 
 MAX_PREDICTED_PX = 2**30
@@ -29,15 +32,17 @@ class Picture:
 
     Attributes:
         file: its path, and the name of its outputs.
-        pixels: uint8 (H, W, 3), RGB, upright.
+        pixels: (H, W, B), as they are stored, upright; of a large TIFF an object that reads windows of the file.
         profile: ICC profile, or None.
         world: content of the world file (georeference), or None.
+        georeference: coordinate system and transform of a GeoTIFF, or None; the outputs are GeoTIFFs then.
     """
 
     file: ImageFile
-    pixels: NDArray[Any]
+    pixels: Any
     profile: bytes | None = None
     world: str | None = None
+    georeference: Georeference | None = None
 
     @property
     def num_px(self) -> int:
@@ -45,15 +50,26 @@ class Picture:
         return int(self.pixels.shape[0] * self.pixels.shape[1])
 
 
-def read_picture(file: ImageFile) -> Picture:
+def read_picture(file: ImageFile, format: PixelFormat = RGB8) -> Picture:
     """Read a picture from its file.
+
+    Args:
+        file: the file.
+        format: bands and type that the network takes.
 
     Raises:
         DataError: it cannot be read.
     """
     header = read_header(file.path, max_pixels=MAX_PREDICTED_PX)
-    pixels = read_image(file.path, max_pixels=MAX_PREDICTED_PX)
+    pixels: Any = image_windows(file.path, format)
+    if pixels is None:
+        pixels = read_image(file.path, format, max_pixels=MAX_PREDICTED_PX)
     profile, world = None, None
+    tags = tiff_tags(file.path)
+    if tags is not None and has_rasterio() and tags.orientation == 1:
+        georeference = read_georeference(file.path)
+        if georeference is not None:
+            return Picture(file, pixels, georeference=georeference)
     if header.format in {"PNG", "JPEG", "MPO", "TIFF", "WEBP"}:
         profile, world = _metadata(file)
     return Picture(file, pixels, profile, world)

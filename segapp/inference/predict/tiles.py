@@ -2,7 +2,7 @@
 
 Pictures that fit are predicted whole, so that networks with global context see the whole image.
 
-Shapes: C classes, H x W pixels of an image, R rows of a strip.
+Shapes: B bands, C classes, H x W pixels of an image, R rows of a strip.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def predict_strips(
 
     Args:
         predictor: the network.
-        image: uint8 (H, W, 3) RGB.
+        image: (H, W, B), as it is stored.
         workspace: number of pixels that fit; halved after an out-of-memory error.
         with_probabilities: compute probabilities too.
     """
@@ -128,7 +128,7 @@ def _strip(
 
 
 def _pad_to(tile: NDArray[Any], frame: tuple[int, int] | None) -> NDArray[Any]:
-    """Return a tile (H, W, 3) padded to the only accepted size, by repeating its edge at the bottom and right."""
+    """Return a tile (H, W, B) padded to the only accepted size, by repeating its edge at the bottom and right."""
     if frame is None or tile.shape[:2] == frame:
         return tile
     missing = [(0, wanted - there) for wanted, there in zip(frame, tile.shape[:2], strict=True)]

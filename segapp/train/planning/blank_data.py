@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import torch
 
-from segapp.build.data import image_sizes_of, split_names
+from segapp.build.data import build_pixels, image_sizes_of, split_names
 from segapp.build.network import build_inference
 from segapp.config import RunConfig
 from segapp.datasets.distances import target_layout
+from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import Batch
 from segapp.errors import DataError
@@ -31,31 +32,39 @@ class _EnoughSeen(Exception):  # noqa: N818 - control flow, not an error
 
 
 def blank_batch(
-    scheme: ClassScheme, num_samples: int, size: tuple[int, int], *, has_distances: bool = False, device: str = "cpu"
+    scheme: ClassScheme,
+    num_samples: int,
+    size: tuple[int, int],
+    pixels: PixelFormat = RGB8,
+    *,
+    has_distances: bool = False,
+    device: str = "cpu",
 ) -> Batch:
-    """Return a batch of black images (N, 3, H, W) with targets (N, H, W) of class 0.
+    """Return a batch of black images (N, B, H, W) with targets (N, H, W) of class 0.
 
     Args:
         scheme: its class ids decide about the target's dtype.
         num_samples: N.
         size: H and W.
+        pixels: bands and type of the images.
         has_distances: the targets have distance maps behind them, (N, 1 + C, H, W).
         device: where it lies.
     """
     shape, dtype = target_layout(scheme, size, has_distances=has_distances)
-    images = torch.zeros(num_samples, 3, *size, dtype=torch.uint8, device=device)
+    images = torch.zeros(num_samples, pixels.num_bands, *size, dtype=pixels.torch_dtype, device=device)
     target = torch.zeros(num_samples, *shape, dtype=getattr(torch, dtype.name), device=device)
     return Batch(images, target, tuple(range(num_samples)))
 
 
 def evaluate_blank(engine: StepEngine, config: RunConfig, scheme: ClassScheme, size: tuple[int, int]) -> None:
     """Evaluate two batches of black images, as a training evaluates, without scores."""
-    others = further_devices(engine.network)
+    others, pixels = further_devices(engine.network), build_pixels(config.data)
     inference = build_inference(config.data, config.eval, engine.model, engine.precision, config.loss.align_corners)
 
     def batches() -> Iterator[Batch]:
         for _ in range(_NUM_EVALUATED * (1 + len(others))):
-            yield blank_batch(scheme, config.eval.batch_size, size, has_distances=engine.criterion.task.needs_distances)
+            has_distances = engine.criterion.task.needs_distances
+            yield blank_batch(scheme, config.eval.batch_size, size, pixels, has_distances=has_distances)
         raise _EnoughSeen
 
     try:

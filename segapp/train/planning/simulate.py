@@ -117,7 +117,9 @@ class Simulator:
         """Samples that every busy device needs where BatchNorm is not synchronised."""
         if self.assembler.config.parallel.sync_bn:
             return 1
-        return smallest_chunk(self._plain, torch.zeros(2, 3, *self._crop_px, device="meta"))
+        return smallest_chunk(
+            self._plain, torch.zeros(2, self.assembler.pixels.num_bands, *self._crop_px, device="meta")
+        )
 
     def run(
         self,
@@ -185,9 +187,8 @@ class Simulator:
     def batch(self, num_samples: int, *, device: str = "cpu") -> Batch:
         """Return a batch of black crops."""
         has_distances = needs_distances(self.assembler.config.loss)
-        return blank_batch(
-            self.assembler.scheme, num_samples, self._crop_px, has_distances=has_distances, device=device
-        )
+        scheme, pixels = self.assembler.scheme, self.assembler.pixels
+        return blank_batch(scheme, num_samples, self._crop_px, pixels, has_distances=has_distances, device=device)
 
     def _equal_weights(self, _rule: str) -> list[float]:
         return [1.0] * self.assembler.scheme.num_classes
@@ -201,7 +202,7 @@ class Simulator:
                 raise ConfigError(f"parallel.stages names {len(order)} devices and --gpus {len(devices)}: name as many")
             return {name: devices[order.index(str(device))] for name, device in wanted.items()}
         dtype = Precision(self.assembler.config.train.precision, torch.device("cpu")).input_dtype
-        example = torch.empty(2, 3, *self._crop_px, dtype=dtype, device="meta")
+        example = torch.empty(2, self.assembler.pixels.num_bands, *self._crop_px, dtype=dtype, device="meta")
         balanced = balance_stages(source, devices, example)
         return {name: str(device) for name, device in balanced.items()}
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from segapp.build.data import build_scheme
+from segapp.build.data import build_pixels, build_scheme
 from segapp.build.devices import DevicePlan
 from segapp.build.network import largest_phase
 from segapp.build.trained import read_trained
@@ -63,6 +63,7 @@ def trial_step(config: RunConfig, devices: DevicePlan, saved_plan: SavedMemoryPl
                 scheme,
                 config.train.batch_size,
                 config.data.crop_px,
+                build_pixels(config.data),
                 has_distances=engine.criterion.task.needs_distances,
             )
             for _ in range(2):  # the second meets what the first leaves

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segapp.build.criterion import build_criterion
+from segapp.build.data import build_pixels
 from segapp.build.formats import uses_channels_last
-from segapp.build.network import build_network, check_sizes, num_queries, set_batchnorm_momentum
+from segapp.build.network import build_network, build_normalizer, check_sizes, num_queries, set_batchnorm_momentum
 from segapp.build.optimizer import build_optimizer, build_parameter_groups
 from segapp.build.trained import TrainedState
 from segapp.config import RunConfig
@@ -172,6 +173,7 @@ class StepAssembler:
         if config.train.precision == "auto":  # a training has resolved it; GPUs that are planned for are taken as new
             config = config.model_copy(update={"train": config.train.model_copy(update={"precision": "amp-bf16"})})
         self.config, self.scheme, self.teacher = config, scheme, teacher
+        self.pixels = build_pixels(config.data)
         if teacher is not None:
             check_teacher(config, teacher, scheme)
             Precision(config.train.precision, torch.device("cpu")).prepare(teacher.model)
@@ -187,7 +189,9 @@ class StepAssembler:
         Raises:
             ConfigError: the crop, the batch or `model.freeze` does not suit it.
         """
-        model = build_network(self.config.model, self.scheme.num_classes, with_weights=with_weights)
+        model = build_network(
+            self.config.model, self.scheme.num_classes, num_bands=self.pixels.num_bands, with_weights=with_weights
+        )
         check_sizes(self.config, model)
         set_batchnorm_momentum(model, self.config.train.bn_momentum)
         if self.config.model.freeze:
@@ -286,7 +290,7 @@ class StepAssembler:
             views = config.parallel.gradient_as_bucket_view
             backend = RealDevices(config.parallel.stages, gradient_as_bucket_view=views)
         precision = Precision(config.train.precision, device)
-        normalizer = Normalizer(config.data.mean, config.data.std, precision.input_dtype).to(device)
+        normalizer = build_normalizer(config.data, precision.input_dtype).to(device)
         bare = NormalizedInput(model, normalizer)
         inner = self._inner(parts, layout, backend, normalizer)
         rank_split = self._rank_split(layout, ranks) if layout.mode == "ddp" else None
@@ -337,7 +341,7 @@ class StepAssembler:
 
     def _check_deterministic(self, model: nn.Module) -> None:
         """Refuse parts of the step that CUDA cannot repeat bit for bit."""
-        if problem := refusal(model, torch.empty(2, 3, *self.config.data.crop_px, device="meta")):
+        if problem := refusal(model, torch.empty(2, self.pixels.num_bands, *self.config.data.crop_px, device="meta")):
             raise ConfigError(problem)
         if self.config.distill is not None and self.config.distill.pair_wise:
             raise ConfigError(
@@ -348,7 +352,7 @@ class StepAssembler:
     def _inner(
         self, parts: StepParts, layout: StepLayout, backend: DeviceBackend, normalizer: Normalizer
     ) -> NormalizedInput:
-        """Return the network of one device, which takes uint8 images (N, 3, H, W)."""
+        """Return the network of one device, which takes stored images (N, B, H, W)."""
         config, model, device = self.config, parts.model, layout.devices[0]
         if self.teacher is None or layout.loss != "small":
             whole: Any = model if layout.loss in ("small", "full") else Upsampled(model)
@@ -408,7 +412,7 @@ class StepAssembler:
         return network
 
     def _example(self) -> Tensor:
-        return torch.zeros(1, 3, *self.config.data.crop_px, dtype=torch.uint8)
+        return torch.zeros(1, self.pixels.num_bands, *self.config.data.crop_px, dtype=self.pixels.torch_dtype)
 
 
 def _tag_state(engine: StepEngine, backend: DeviceBackend) -> None:

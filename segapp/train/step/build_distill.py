@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from segapp.build.data import build_pixels
 from segapp.build.formats import uses_channels_last
+from segapp.build.network import build_normalizer
 from segapp.config import CriticConfig, RunConfig
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError
@@ -66,6 +68,12 @@ def check_teacher(config: RunConfig, trained: TrainedState, scheme: ClassScheme)
                 f"{key} is own code (library python), of which distill does not know the features before the last "
                 "layer: use a network of torchvision or smp, or leave distill out"
             )
+    own, taught = build_pixels(config.data), build_pixels(trained.config.data)
+    if (own.bands, own.dtype) != (taught.bands, taught.dtype):
+        raise ConfigError(
+            f"distill.teacher: {found} was trained on {taught.layout}, and this data is {own.layout}: use a teacher of "
+            "the same data.bands and data.dtype"
+        )
     crop = config.data.crop_px
     wanted = trained.model.suitable_size(*crop)
     if wanted != crop:
@@ -91,7 +99,7 @@ def build_teacher(
     model, data = trained.model.eval().requires_grad_(False), trained.config.data
     return Teacher(
         {
-            device: (put(model, device), Normalizer(data.mean, data.std, input_dtype).to(device))
+            device: (put(model, device), build_normalizer(data, input_dtype).to(device))
             for device in dict.fromkeys(devices)
         },
         trained.sha256,
@@ -112,7 +120,8 @@ def build_critic(config: RunConfig, num_classes: int, device: torch.device, *, i
         return None
     section = config.distill.critic
     size = critic_size(config.data.crop_px)
-    critic = Critic(num_classes, size, width=section.width, has_batchnorm=section.batchnorm)
+    channels = build_pixels(config.data).num_bands + num_classes
+    critic = Critic(channels, size, width=section.width, has_batchnorm=section.batchnorm)
     if is_synced:
         convert_sync_batchnorm(critic)
     _critic_precision(config, device).prepare(critic.to(device))

@@ -67,7 +67,7 @@ class SamplePictures:
         known = np.where(target == scheme.ignore_index, 0, target)
         truth = colorize(known, scheme)
         truth[target == scheme.ignore_index] = 0
-        joined = side_by_side([image, colorize(prediction, scheme), truth])
+        joined = side_by_side([self.dataset.pixels.as_rgb(image), colorize(prediction, scheme), truth])
         is_encoded, data = cv2.imencode(".png", np.ascontiguousarray(joined[..., ::-1]))
         if is_encoded:
             write_atomic(path, data.tobytes())

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from segapp.config import RunConfig
-from segapp.datasets.masks import read_image
+from segapp.datasets.images.reading import read_image
 from segapp.errors import ConfigError
 from segapp.run.events import EpochStart, Event, Memory, RunEnd, Step, Val
 from segapp.run.folder import RunFolder

@@ -1,0 +1,135 @@
+"""The pixels of a data set: which bands of a file are read, their type, and the values that count as dark and bright.
+
+Shapes: H, W height and width in pixels; B bands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Range = tuple[float, float]
+
+DTYPES = ("uint8", "uint16", "int16", "float32")
+"""Types of values that are read as they are stored."""
+
+
+@dataclass(frozen=True)
+class StoredPixels:
+    """The pixels of a file.
+
+    Attributes:
+        bands: Values per pixel.
+        dtype: Of a value, as numpy names it.
+        is_picture: Becomes 8-bit RGB without loss: grey, palette, RGB or CMYK of at most 8 bits, with or without alpha.
+    """
+
+    bands: int
+    dtype: str
+    is_picture: bool
+
+    def __str__(self) -> str:
+        return f"{self.dtype} with {self.bands} band{'s' if self.bands > 1 else ''}"
+
+
+@dataclass(frozen=True)
+class PixelFormat:
+    """The pixels of every image of a data set.
+
+    Attributes:
+        bands: Bands of a file that are read, in this order, counted from 1; None: any 8-bit image, converted to RGB.
+        dtype: Of the values: uint8, uint16, int16 or float32.
+        value_range: For each band the values that become 0 and 1 in normalisation; None: 0 and 255.
+    """
+
+    bands: tuple[int, ...] | None = None
+    dtype: str = "uint8"
+    value_range: tuple[Range, ...] | None = None
+
+    @property
+    def num_bands(self) -> int:
+        """Number of bands, the channels of the network's input."""
+        return 3 if self.bands is None else len(self.bands)
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """Type of the values in arrays."""
+        return np.dtype(self.dtype)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Type of the values in tensors."""
+        return getattr(torch, self.dtype)  # type: ignore[no-any-return]
+
+    @property
+    def ranges(self) -> tuple[Range, ...]:
+        """The range of each band."""
+        return self.value_range or ((0.0, 255.0),) * self.num_bands
+
+    @property
+    def is_rgb8(self) -> bool:
+        """True for three 8-bit bands of the range 0..255."""
+        return self.num_bands == 3 and self.dtype == "uint8" and self.value_range is None
+
+    @property
+    def layout(self) -> str:
+        """Number, type and meaning of the bands in words: "uint8 RGB", or "uint16 of 4 bands"."""
+        if self.bands is None:
+            return "uint8 RGB"
+        return f"{self.dtype} of {self.num_bands} band{'s' if self.num_bands > 1 else ''}"
+
+    def problem(self, stored: StoredPixels) -> str | None:
+        """Return why a file with these pixels cannot be read in this format, and what to do; None if it can."""
+        if self.bands is None:
+            if stored.is_picture:
+                return None
+            if stored.dtype not in DTYPES:
+                return f"its pixels are {stored}, which is not read: convert it to {', '.join(DTYPES[:-1])} or float32"
+            return (
+                f"its pixels are {stored}, and 8-bit RGB would lose some of that: set data.dtype: {stored.dtype}, "
+                f"data.bands: {list(range(1, stored.bands + 1))} and data.value_range, which segapp check measures"
+            )
+        if stored.dtype != self.dtype:
+            return f"its pixels are {stored}, data.dtype is {self.dtype}: convert it, or change data.dtype"
+        if max(self.bands) > stored.bands:
+            return f"it has no band {max(self.bands)} of data.bands {list(self.bands)} (its pixels are {stored})"
+        return None
+
+    def as_rgb(self, pixels: NDArray[Any]) -> NDArray[np.uint8]:
+        """Return a picture (H, W, 3) of pixels (H, W, B): the first three bands, or the first one as grey.
+
+        Values at the ends of a band's range become 0 and 255, values beyond them too.
+        """
+        if self.is_rgb8:
+            return pixels
+        shown = [0, 1, 2] if self.num_bands >= 3 else [0, 0, 0]
+        low, high = np.array(self.ranges, np.float32)[shown].T
+        scaled = (pixels[..., shown].astype(np.float32) - low) * (255 / (high - low))
+        return np.asarray(np.rint(np.nan_to_num(scaled, nan=0.0).clip(0, 255)), np.uint8)
+
+    def fill_values(self, mean: tuple[float, ...]) -> tuple[float, ...]:
+        """Return the stored value of each band for means in 0..1, which pads images."""
+        values = [low + m * (high - low) for (low, high), m in zip(self.ranges, mean, strict=True)]
+        return tuple(values if self.dtype == "float32" else map(round, values))
+
+
+RGB8 = PixelFormat()
+"""8-bit RGB, to which every 8-bit image is converted."""
+
+
+def per_band(values: tuple[float, ...], num_bands: int) -> tuple[float, ...]:
+    """Return a value for each band: those given, or for another number of bands RGB's three and then their mean.
+
+    Fewer than three bands all get the mean.
+
+    >>> per_band((0.0, 0.3, 0.6), 4)
+    (0.0, 0.3, 0.6, 0.3)
+    """
+    if len(values) == num_bands:
+        return values
+    mean = round(sum(values) / len(values), 6)
+    return (*values, *(mean,) * (num_bands - 3)) if num_bands > 3 else (mean,) * num_bands

@@ -1,0 +1,177 @@
+"""Read and write TIFFs of any number of bands, whole or in windows, with rasterio (the extra `geo`).
+
+The only module that imports rasterio; the files are opened as TIFFs alone, because GDAL's other formats may lead to
+further files and addresses.
+
+Shapes: H, W height and width in pixels; B bands.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from segapp.datasets.files import damaged, shown
+from segapp.datasets.images.tiff_tags import has_rasterio
+from segapp.errors import DataError
+
+Pixels = NDArray[Any]
+Window = tuple[slice, slice]
+
+_CACHE_MIB = 64
+"""Decoded blocks that GDAL keeps in each process; its own default is a share of the machine's memory."""
+
+
+def require_rasterio(path: Path, what: str) -> None:
+    """Check that rasterio is installed.
+
+    Raises:
+        DataError: it is not; `what` says why the file needs it.
+    """
+    if not has_rasterio():
+        raise DataError(f"{shown(path)}: {what} needs the package rasterio: pip install 'segapp[geo]'")
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """Open a TIFF as a rasterio data set.
+
+    Raises:
+        DataError: it cannot be opened or read.
+    """
+    require_rasterio(path, "a TIFF of this kind")
+    import rasterio
+    from rasterio.errors import RasterioError, RasterioIOError
+
+    logging.getLogger("rasterio").setLevel(logging.CRITICAL)  # damaged files raise
+    options = {"GDAL_CACHEMAX": _CACHE_MIB, "GDAL_DISABLE_READDIR_ON_OPEN": "EMPTY_DIR", "GDAL_PAM_ENABLED": "NO"}
+    try:
+        with rasterio.Env(**options):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about files without a georeference
+                source = rasterio.open(path, driver="GTiff")
+            with source:
+                yield source
+    except (RasterioError, RasterioIOError) as error:
+        raise damaged(path, str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+
+
+def read_bands(path: Path, bands: Sequence[int], window: Window | None = None) -> Pixels:
+    """Return bands of a TIFF as stored, shape (H, W, B).
+
+    Args:
+        path: the file.
+        bands: counted from 1.
+        window: rows and columns to read; None: all.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    with opened(path) as source:
+        rows, columns = window or (slice(0, source.height), slice(0, source.width))
+        pixels = source.read(list(bands), window=((rows.start, rows.stop), (columns.start, columns.stop)))
+    return np.ascontiguousarray(np.moveaxis(pixels, 0, -1))
+
+
+@dataclass(frozen=True)
+class Georeference:
+    """Where the pixels of a GeoTIFF lie.
+
+    Attributes:
+        crs: Coordinate system as WKT; None if the file has none.
+        transform: a to f of x = a column + b row + c and y = d column + e row + f, at the corner of a pixel.
+    """
+
+    crs: str | None
+    transform: tuple[float, ...]
+
+
+def read_georeference(path: Path) -> Georeference | None:
+    """Return the georeference of a TIFF; None if it has none.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    with opened(path) as source:
+        if source.crs is None and source.transform.is_identity:
+            return None
+        return Georeference(None if source.crs is None else source.crs.to_wkt(), tuple(source.transform)[:6])
+
+
+class GeoTiffWriter:
+    """Writer of a GeoTIFF from top to bottom, compressed in tiles.
+
+    Args:
+        path: The file.
+        size: Height and width in pixels.
+        georeference: Its coordinate system and transform.
+        dtype: Of the values.
+        channels: 1 for ids, 3 for RGB.
+        palette: RGB colours of ids; None: no palette.
+
+    Raises:
+        OSError: The file cannot be written; `write` and `finish` too.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        size: tuple[int, int],
+        georeference: Georeference,
+        *,
+        dtype: Any = np.uint8,
+        channels: int = 1,
+        palette: Sequence[tuple[int, int, int]] | None = None,
+    ) -> None:
+        import rasterio
+        from rasterio.transform import Affine
+
+        self._row, self._width = 0, size[1]
+        options: dict[str, Any] = {"tiled": True, "blockxsize": 256, "blockysize": 256} if min(size) >= 256 else {}
+        self._file = self._checked(
+            lambda: rasterio.open(
+                path,
+                "w",
+                driver="GTiff",
+                height=size[0],
+                width=size[1],
+                count=channels,
+                dtype=np.dtype(dtype).name,
+                crs=georeference.crs,
+                transform=Affine(*georeference.transform),
+                compress="deflate",
+                BIGTIFF="IF_SAFER",
+                **({"photometric": "rgb"} if channels == 3 else {}),
+                **options,
+            )
+        )
+        if palette is not None:
+            self._file.write_colormap(1, {index: (*color, 255) for index, color in enumerate(palette)})
+
+    def write(self, rows: NDArray[Any]) -> None:
+        """Append rows (R, W) or (R, W, 3)."""
+        planes = rows[None] if rows.ndim == 2 else np.moveaxis(rows, -1, 0)
+        window = ((self._row, self._row + len(rows)), (0, self._width))
+        self._row += len(rows)
+        self._checked(lambda: self._file.write(np.ascontiguousarray(planes), window=window))
+
+    def finish(self) -> None:
+        """Write what is left, and close the file."""
+        self._checked(self._file.close)
+
+    @staticmethod
+    def _checked(call: Callable[[], Any]) -> Any:
+        from rasterio.errors import RasterioError
+
+        try:
+            return call()
+        except RasterioError as error:
+            raise OSError(str(error)) from error

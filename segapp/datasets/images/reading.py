@@ -1,0 +1,200 @@
+"""Decode images: 8-bit pictures as RGB, and bands of any type as they are stored.
+
+Pictures are decoded by OpenCV from bytes in memory (its file reading crashes on names that are not UTF-8), the bands of
+a TIFF by rasterio. PNGs are verified first: a damaged one may decode without an error. No value is scaled or dropped
+silently: an image that does not have the format of the data set raises.
+
+Shapes: H, W the upright height and width in pixels; B bands.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from segapp.datasets.files import (
+    MAX_PIXELS,
+    check_pixels,
+    damaged,
+    is_complete,
+    open_bytes,
+    read_bytes,
+    read_header,
+    shown,
+    tiff_tags,
+)
+from segapp.datasets.images.pixel_format import RGB8, PixelFormat, StoredPixels
+from segapp.datasets.images.raster import read_bands, require_rasterio
+from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES, TiffTags, is_tiff
+from segapp.errors import DataError
+
+Pixels = NDArray[Any]
+
+# OpenCV's messages about damaged files would mix with our output; such files raise DataError.
+cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
+
+_PLAIN_MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"}
+_ORIENTATION_TAG = 0x0112
+_OPAQUE_OR_CLEAR = (0, 255)
+
+
+def read_image(path: Path, pixels: PixelFormat = RGB8, *, max_pixels: int = MAX_PIXELS) -> Pixels:
+    """Return an image in the format of its data set, shape (H, W, B), with its EXIF orientation applied.
+
+    In the format `RGB8`, grey, palette and CMYK images are converted to RGB and alpha is dropped. In others the bands
+    are returned exactly as stored. Of an animation the first frame is read.
+
+    Args:
+        path: The file.
+        pixels: Bands and type.
+        max_pixels: Largest number of pixels; a TIFF that can be read in windows may have more.
+
+    Raises:
+        DataError: The file cannot be read, is damaged, truncated or too large, or its pixels are not of this format.
+    """
+    data, tags = _start(path)
+    if tags is not None:
+        check_pixels(path, tags.stored, pixels)
+        is_large = tags.height_px * tags.width_px > max_pixels
+        if pixels.bands is not None or (is_large and tags.can_be_read_in_windows):
+            return _read_tiff(path, tags, pixels, max_pixels)
+    data = read_bytes(path) if data is None else data
+    image = open_bytes(data, path, max_pixels)
+    check_complete(data, image, path)
+    if pixels.bands is None:
+        return _read_rgb(data, path, max_pixels, tags)
+    stored = _decode_all_bands(data, path, max_pixels)
+    check_pixels(path, StoredPixels(stored.shape[2], str(stored.dtype), is_picture=False), pixels)
+    return np.ascontiguousarray(stored[..., [band - 1 for band in pixels.bands]])
+
+
+def _start(path: Path) -> tuple[bytes | None, TiffTags | None]:
+    """Return the bytes of a file, None where its name says TIFF, which may be too large for that; and a TIFF's tags."""
+    if path.suffix.lower() in TIFF_SUFFIXES:
+        return None, tiff_tags(path)
+    data = read_bytes(path)
+    return data, tiff_tags(path) if is_tiff(data) else None
+
+
+def read_picture_of(path: Path) -> NDArray[np.uint8]:
+    """Return any image as RGB (H, W, 3) to look at: bands of other types than 8 bits are spread over their own range.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    stored = read_header(path).stored
+    if stored is None or RGB8.problem(stored) is None:
+        return read_image(path)
+    bands = tuple(range(1, min(stored.bands, 3) + 1))
+    values = read_image(path, PixelFormat(bands, stored.dtype))
+    finite = values[np.isfinite(values)] if stored.dtype == "float32" else values
+    low, high = (float(v) for v in np.percentile(finite, (1, 99))) if finite.size else (0.0, 1.0)
+    spread = PixelFormat(bands, stored.dtype, ((low, max(high, low + 1e-6)),) * len(bands))
+    return spread.as_rgb(values)
+
+
+def _read_tiff(path: Path, tags: TiffTags, pixels: PixelFormat, max_pixels: int) -> Pixels:
+    """Return the bands of a TIFF, or RGB of a large picture, upright."""
+    require_rasterio(path, f"a TIFF of pixels {tags.stored}")
+    if not tags.can_be_read_in_windows and tags.height_px * tags.width_px > max_pixels:
+        raise DataError(
+            f"{shown(path)}: too large ({tags.width_px}x{tags.height_px} pixels; at most {max_pixels} are read of a "
+            "rotated TIFF or one with a palette): save it upright and without a palette"
+        )
+    return upright(read_bands(path, bands_of(tags, pixels)), tags.orientation)
+
+
+def bands_of(tags: TiffTags, pixels: PixelFormat) -> tuple[int, ...]:
+    """Return the bands of a TIFF that make an image of a format; a grey picture has its band three times as RGB."""
+    return pixels.bands or ((1, 2, 3) if tags.bands >= 3 else (1, 1, 1))
+
+
+def _read_rgb(data: bytes, path: Path, max_pixels: int, tags: TiffTags | None) -> NDArray[np.uint8]:
+    """Return an 8-bit picture as RGB."""
+    pixels = decode(data, cv2.IMREAD_COLOR | cv2.IMREAD_ANYDEPTH)  # applies the orientation
+    if pixels is None:
+        return _decode_rgb_with_pillow(data, path, max_pixels)
+    if pixels.dtype != np.uint8:
+        stored = decode(data, cv2.IMREAD_UNCHANGED)
+        num_bands = 1 if stored is None or stored.ndim == 2 else stored.shape[2]
+        check_pixels(path, StoredPixels(num_bands, str(pixels.dtype), is_picture=False), RGB8)
+    if tags is not None and tags.bands in {2, 4} and tags.has_alpha:
+        _check_alpha(data, path, tags)
+    return np.asarray(cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB, dst=pixels))
+
+
+def _check_alpha(data: bytes, path: Path, tags: TiffTags) -> None:
+    """Check that the band of a TIFF that is marked as opacity is one: writers mark any fourth band so."""
+    stored = decode(data, cv2.IMREAD_UNCHANGED)
+    is_opacity = stored is None or stored.ndim < 3 or bool(np.isin(stored[..., -1], _OPAQUE_OR_CLEAR).all())
+    if not is_opacity:
+        check_pixels(path, StoredPixels(tags.bands, tags.dtype, is_picture=False), RGB8)
+
+
+def _decode_all_bands(data: bytes, path: Path, max_pixels: int) -> Pixels:
+    """Return all bands (H, W, B) of an image that is no TIFF, upright; RGB for a palette."""
+    pixels = decode(data, cv2.IMREAD_UNCHANGED)
+    if pixels is None:
+        return _decode_rgb_with_pillow(data, path, max_pixels)
+    image = open_bytes(data, path, max_pixels)
+    if pixels.ndim == 2:
+        pixels = pixels[..., None]
+    elif image.mode in {"LA", "PA"}:  # OpenCV spreads grey over three bands
+        pixels = pixels[..., [0, 3]]
+    elif pixels.shape[2] >= 3:
+        pixels = pixels[..., [2, 1, 0, *range(3, pixels.shape[2])]]
+    try:
+        orientation = int(image.getexif().get(_ORIENTATION_TAG, 1))
+    except Exception:  # a damaged EXIF block
+        orientation = 1
+    return upright(pixels, orientation)
+
+
+def upright(pixels: Pixels, orientation: int) -> Pixels:
+    """Return pixels (H, W, B) with an EXIF orientation applied (CIPA DC-008, 4.6.5.1.6)."""
+    if orientation in {5, 6, 7, 8}:
+        pixels = pixels.swapaxes(0, 1)
+    if orientation in {3, 4, 7, 8}:
+        pixels = pixels[::-1]
+    if orientation in {2, 3, 6, 7}:
+        pixels = pixels[:, ::-1]
+    return np.ascontiguousarray(pixels)
+
+
+def decode(data: bytes, flags: int) -> Pixels | None:
+    """Return the image as OpenCV decodes it; None if it cannot."""
+    try:
+        return cv2.imdecode(np.frombuffer(data, np.uint8), flags)
+    except cv2.error:
+        return None
+
+
+def _decode_rgb_with_pillow(data: bytes, path: Path, max_pixels: int) -> NDArray[np.uint8]:
+    """Return the image as Pillow decodes it, for formats that OpenCV does not know; raise why it cannot."""
+    image = open_bytes(data, path, max_pixels)
+    if image.mode not in _PLAIN_MODES:
+        raise damaged(path, f"no decoder for {image.format} of mode {image.mode}")
+    try:
+        return np.array(ImageOps.exif_transpose(image).convert("RGB"), dtype=np.uint8)
+    except Exception as error:  # damaged pixel data is reported by Pillow as any of a dozen exception types
+        raise damaged(path, error) from error
+
+
+def check_complete(data: bytes, image: Image.Image, path: Path) -> None:
+    """Check a file's end marker, and a PNG's checksums; `image` of a PNG cannot be used afterwards.
+
+    Raises:
+        DataError: The file is truncated or damaged.
+    """
+    if not is_complete(data, str(image.format)):
+        raise damaged(path, f"truncated {image.format}: its end is missing")
+    if image.format == "PNG":
+        try:
+            image.verify()
+        except Exception as error:  # as above
+            raise damaged(path, error) from error

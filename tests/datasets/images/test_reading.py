@@ -1,0 +1,168 @@
+"""Images of any bands and type: read exactly as another library wrote them, or refused with the next move."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import tifffile
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from segapp.datasets.files import ImagePair, check_pairs, read_header
+from segapp.datasets.images.pixel_format import RGB8, PixelFormat, per_band
+from segapp.datasets.images.reading import read_image, read_picture_of, upright
+from segapp.datasets.images.tiff_tags import read_tiff_tags
+from segapp.errors import DataError
+
+pytest.importorskip("rasterio", reason="the extra geo is not installed")
+
+BYTE_ORDERS = ("<", ">")
+
+
+def drawn(dtype: str, num_bands: int, size: tuple[int, int] = (20, 30)) -> NDArray[Any]:
+    """Values over the whole range of a type."""
+    rng = np.random.default_rng(num_bands)
+    if dtype == "float32":
+        return rng.normal(0, 1e3, (*size, num_bands)).astype(np.float32)
+    limits = np.iinfo(dtype)
+    return rng.integers(limits.min, limits.max + 1, (*size, num_bands)).astype(dtype)
+
+
+def write_tiff(path: Path, image: NDArray[Any], planes: str = "contig", **options: Any) -> Path:
+    stored = image[..., 0] if image.shape[2] == 1 else image if planes == "contig" else np.moveaxis(image, -1, 0)
+    kind = {} if image.shape[2] == 1 else {"planarconfig": planes}
+    tifffile.imwrite(path, stored, **{"photometric": "minisblack", **kind, **options})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_bands"), list(itertools.product(["uint8", "uint16", "int16", "float32"], [1, 2, 4, 7]))
+)
+@pytest.mark.parametrize("planes", ["contig", "separate"])
+def test_tiff_bands_are_those_that_tifffile_wrote(dtype: str, num_bands: int, planes: str, tmp_path: Path) -> None:
+    image = drawn(dtype, num_bands)
+    path = write_tiff(tmp_path / "a.tif", image, planes, compression="zlib")
+    bands = tuple(range(num_bands, 0, -1))
+    read = read_image(path, PixelFormat(bands, dtype))
+    np.testing.assert_array_equal(read, image[..., ::-1])
+    assert read.dtype == dtype
+    header = read_header(path)
+    assert (header.height_px, header.width_px) == image.shape[:2]
+    assert header.stored is not None
+    assert (header.stored.bands, header.stored.dtype) == (num_bands, dtype)
+
+
+@pytest.mark.parametrize("num_bands", [1, 3, 4])
+@pytest.mark.parametrize("dtype", ["uint8", "uint16"])
+def test_png_bands_are_those_that_opencv_wrote(dtype: str, num_bands: int, tmp_path: Path) -> None:
+    image = drawn(dtype, num_bands)
+    blue_first = image[..., [2, 1, 0, 3][:num_bands]] if num_bands > 1 else image[..., 0]
+    assert cv2.imwrite(str(tmp_path / "a.png"), blue_first)
+    read = read_image(tmp_path / "a.png", PixelFormat(tuple(range(1, num_bands + 1)), dtype))
+    np.testing.assert_array_equal(read, image)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_bands", "suffix"),
+    [("uint16", 1, ".png"), ("uint16", 3, ".png"), ("uint16", 4, ".tif"), ("uint8", 4, ".tif"), ("uint8", 2, ".tif"),
+     ("float32", 1, ".tif"), ("int16", 3, ".tif"), ("uint16", 1, ".pgm"), ("uint16", 3, ".ppm")],
+)  # fmt: skip
+def test_images_that_8_bit_rgb_would_squeeze_are_refused(
+    dtype: str, num_bands: int, suffix: str, tmp_path: Path
+) -> None:
+    path = tmp_path / f"a{suffix}"
+    image = drawn(dtype, num_bands)
+    if suffix == ".tif":
+        write_tiff(path, image)
+    else:
+        assert cv2.imwrite(str(path), image[..., ::-1])
+    with pytest.raises(DataError) as caught:
+        read_image(path)
+    named = f"a{suffix}: its pixels are {dtype} with {num_bands} band"
+    assert named in str(caught.value)
+    assert f"data.dtype: {dtype}, data.bands: {list(range(1, num_bands + 1))}" in str(caught.value)
+    if suffix in {".tif", ".png"}:
+        with pytest.raises(DataError, match=r"data\.value_range, which segapp check measures"):
+            check_pairs([ImagePair(path, None, "a")])
+
+
+def test_fourth_band_marked_alpha_is_dropped_only_if_opacity(tmp_path: Path) -> None:
+    image = drawn("uint8", 4)
+    options = {"photometric": "rgb", "extrasamples": ["unassalpha"]}
+    with pytest.raises(DataError, match="uint8 with 4 bands"):
+        read_image(write_tiff(tmp_path / "infrared.tif", image, **options))
+    image[..., 3] = np.where(image[..., 3] > 99, 255, 0)
+    path = write_tiff(tmp_path / "opacity.tif", image, **options)
+    opaque = image[..., 3] == 255
+    np.testing.assert_array_equal(read_image(path)[opaque], image[opaque][:, :3])
+    np.testing.assert_array_equal(read_image(path, PixelFormat((4, 1))), image[..., [3, 0]])
+
+
+@pytest.mark.parametrize(
+    ("pixels", "match"),
+    [
+        (PixelFormat((1, 2, 5), "uint16"), "no band 5 of data.bands"),
+        (PixelFormat((1,), "float32"), "its pixels are uint16 with 4 bands, data.dtype is float32"),
+    ],
+)
+def test_other_bands_or_type_than_the_config_says_are_refused(pixels: PixelFormat, match: str, tmp_path: Path) -> None:
+    path = write_tiff(tmp_path / "a.tif", drawn("uint16", 4))
+    with pytest.raises(DataError, match=match):
+        read_image(path, pixels)
+    with pytest.raises(DataError, match=match):
+        check_pairs([ImagePair(path, None, "a")], pixels)
+
+
+def test_unread_types_name_the_conversion(tmp_path: Path) -> None:
+    tifffile.imwrite(tmp_path / "a.tif", np.zeros((4, 4), np.float64))
+    with pytest.raises(DataError, match="float64 with 1 band, which is not read: convert it to"):
+        read_image(tmp_path / "a.tif")
+
+
+@pytest.mark.parametrize("order", BYTE_ORDERS)
+@pytest.mark.parametrize("is_big", [False, True])
+def test_tags_of_both_byte_orders_and_sizes(order: Any, is_big: bool, tmp_path: Path) -> None:
+    path = tmp_path / "a.tif"
+    tifffile.imwrite(path, drawn("uint16", 5), photometric="minisblack", planarconfig="contig", byteorder=order,
+                     bigtiff=is_big, tile=(16, 16))  # fmt: skip
+    with path.open("rb") as file:
+        tags = read_tiff_tags(file)
+    assert (tags.height_px, tags.width_px, tags.bands, tags.dtype, tags.is_tiled) == (20, 30, 5, "uint16", True)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_orientation_of_bands_matches_pillow(orientation: int) -> None:
+    image = drawn("uint8", 3, (4, 6))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, "PNG", exif=exif)
+    np.testing.assert_array_equal(upright(image, orientation), np.array(ImageOps.exif_transpose(Image.open(file))))
+
+
+def test_pictures_show_the_first_three_bands_over_their_ranges() -> None:
+    pixels = PixelFormat((3, 1, 2, 4), "uint16", ((0, 1000), (0, 2000), (1000, 3000), (0, 1)))
+    image = np.array([[[500, 3000, 2000, 9], [1000, 0, 0, 0]]], np.uint16)
+    np.testing.assert_array_equal(pixels.as_rgb(image), [[[128, 255, 128], [255, 0, 0]]])
+    grey = PixelFormat((1,), "float32", ((-1.0, 1.0),))
+    np.testing.assert_array_equal(grey.as_rgb(np.array([[[0.0], [np.nan]]], np.float32)), [[[128] * 3, [0] * 3]])
+
+
+def test_any_image_has_a_picture(tmp_path: Path) -> None:
+    image = drawn("uint16", 4)
+    picture = read_picture_of(write_tiff(tmp_path / "a.tif", image))
+    low, high = np.percentile(image[..., :3], (1, 99))
+    expected = ((image[..., :3] - low) / (high - low) * 255).clip(0, 255)
+    assert np.abs(picture - expected).max() <= 0.51
+
+
+def test_statistics_of_rgb_are_continued_for_further_bands() -> None:
+    assert per_band((0.1, 0.2, 0.6), 5) == (0.1, 0.2, 0.6, 0.3, 0.3)
+    assert per_band((0.1, 0.2, 0.6), 2) == (0.3, 0.3)
+    assert RGB8.num_bands == 3

@@ -1,0 +1,131 @@
+"""Windows of large TIFFs: the pixels that tifffile wrote, and the samples of whole decoding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+
+from segapp.datasets.augment import TrainTransform
+from segapp.datasets.dataset import SegmentationDataset
+from segapp.datasets.files import ImagePair, check_pairs
+from segapp.datasets.images import windows as windows_module
+from segapp.datasets.images.pixel_format import RGB8, PixelFormat
+from segapp.datasets.images.reading import read_image
+from segapp.datasets.images.windows import image_windows, mask_windows
+from segapp.datasets.layouts.formats import class_scheme
+from segapp.datasets.masks import UnknownIdsError, read_mask
+from segapp.errors import DataError
+
+pytest.importorskip("rasterio", reason="the extra geo is not installed")
+
+SIZE = (200, 320)
+SCHEME = class_scheme("folder", classes=["a", "b", "c"])
+
+
+@pytest.fixture(autouse=True)
+def every_tiff_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows_module, "LARGE_PX", 1)
+    monkeypatch.setattr("segapp.datasets.dataset.LARGE_PX", 1)
+
+
+def write_pair(folder: Path, num_bands: int, dtype: str, **options: Any) -> ImagePair:
+    rng = np.random.default_rng(num_bands)
+    image = rng.integers(0, 255, (*SIZE, num_bands)).astype(dtype)
+    kind = {"planarconfig": "contig", "photometric": "rgb" if num_bands == 3 else "minisblack"}
+    stored = image[..., 0] if num_bands == 1 else image
+    kind = {} if num_bands == 1 else kind
+    tifffile.imwrite(folder / "image.tif", stored, compression="zlib", **kind, **options)
+    tifffile.imwrite(folder / "mask.tif", rng.integers(0, 3, SIZE).astype(np.uint8), compression="zlib", **options)
+    return ImagePair(folder / "image.tif", folder / "mask.tif", "image")
+
+
+@pytest.mark.parametrize("options", [{"tile": (64, 64)}, {"rowsperstrip": 16}, {}])
+@pytest.mark.parametrize(("num_bands", "dtype"), [(1, "uint8"), (3, "uint8"), (5, "uint16")])
+def test_windows_hold_the_pixels_of_the_whole(
+    num_bands: int, dtype: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    pair = write_pair(tmp_path, num_bands, dtype, **options)
+    pixels = RGB8 if dtype == "uint8" else PixelFormat(tuple(range(5, 0, -1)), dtype)
+    image = image_windows(pair.image, pixels, 1)
+    assert image is not None
+    whole = read_image(pair.image, pixels)
+    assert (image.shape, image.dtype) == (whole.shape, whole.dtype)
+    for rows, columns in (
+        (slice(0, 7), slice(300, 320)),
+        (slice(50, 180), slice(3, 131)),
+        (slice(199, None), slice(None)),
+    ):
+        np.testing.assert_array_equal(image[rows, columns], whole[rows, columns])
+    np.testing.assert_array_equal(image[10:12], whole[10:12])
+    np.testing.assert_array_equal(np.asarray(image), whole)
+    stored = tifffile.imread(pair.image).reshape(*SIZE, -1)
+    np.testing.assert_array_equal(
+        whole, stored[..., ::-1] if dtype == "uint16" else np.broadcast_to(stored, whole.shape)
+    )
+
+
+def test_samples_from_windows_equal_those_from_whole_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = write_pair(tmp_path, 3, "uint8", tile=(64, 64))
+    transform = TrainTransform((48, 64))
+    dataset = SegmentationDataset([pair], SCHEME, transform, seed=3)
+    found = [dataset[(epoch, 0)] for epoch in range(5)]
+    read: list[Path] = []
+    monkeypatch.setattr(
+        "segapp.datasets.dataset.read_image", lambda path, pixels: read.append(path) or read_image(path)
+    )
+    monkeypatch.setattr("segapp.datasets.dataset.LARGE_PX", 2**30)
+    whole = SegmentationDataset([pair], SCHEME, transform, seed=3)
+    for epoch, sample in enumerate(found):
+        expected = whole[(epoch, 0)]
+        assert torch.equal(sample.image, expected.image)
+        assert torch.equal(sample.target, expected.target)
+    assert len(read) == 5  # by the whole ones alone
+
+
+def test_unknown_ids_in_a_window_name_the_mask(tmp_path: Path) -> None:
+    mask = np.zeros(SIZE, np.uint8)
+    mask[150:, 300:] = 9
+    tifffile.imwrite(tmp_path / "mask.tif", mask, tile=(64, 64))
+    found = mask_windows(tmp_path / "mask.tif", SCHEME)
+    assert found is not None
+    assert not found[0:100, 0:100].any()
+    with pytest.raises(UnknownIdsError, match=r"mask\.tif.*9 \(1000 px\)"):
+        found[100:, :]
+    np.testing.assert_array_equal(read_mask(write_pair(tmp_path, 1, "uint8").mask or Path(), SCHEME)[5:9], mask_windows(
+        tmp_path / "mask.tif", SCHEME)[5:9])  # type: ignore[index]  # fmt: skip
+
+
+def test_rotated_and_palette_tiffs_are_read_whole(tmp_path: Path) -> None:
+    tifffile.imwrite(tmp_path / "rotated.tif", np.zeros((*SIZE, 3), np.uint8), extratags=[(274, "H", 1, 6, True)])
+    palette = np.zeros((3, 256), np.uint16)
+    tifffile.imwrite(tmp_path / "palette.tif", np.zeros(SIZE, np.uint8), photometric="palette", colormap=palette)
+    assert image_windows(tmp_path / "rotated.tif", RGB8, 1) is None
+    assert image_windows(tmp_path / "palette.tif", RGB8, 1) is None
+
+
+def test_images_beyond_the_pixel_limit_are_allowed_in_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = write_pair(tmp_path, 3, "uint8", tile=(64, 64))
+    monkeypatch.setattr("segapp.datasets.files.MAX_PIXELS", 1000)
+    assert check_pairs([pair]) == (SIZE,)
+    assert read_image(pair.image, max_pixels=1000).shape == (*SIZE, 3)
+    monkeypatch.setattr("segapp.datasets.images.tiff_tags.has_rasterio", lambda: False)
+    with pytest.raises(DataError, match="at most 1000 pixels are read"):
+        read_image(pair.image, max_pixels=1000)
+
+
+def test_damaged_tile_names_the_file(tmp_path: Path) -> None:
+    pair = write_pair(tmp_path, 5, "uint16", tile=(64, 64))
+    content = bytearray(pair.image.read_bytes())
+    with tifffile.TiffFile(pair.image) as file:
+        start = file.pages[0].dataoffsets[0]  # type: ignore[union-attr]
+    content[start : start + 400] = bytes(400)
+    pair.image.write_bytes(bytes(content))
+    image = image_windows(pair.image, PixelFormat((1, 2), "uint16"), 1)
+    assert image is not None
+    with pytest.raises(DataError, match=r"image\.tif: cannot be decoded"):
+        image[0:10, 0:10]

@@ -1,0 +1,132 @@
+"""Four bands of 16 bits from training to export: in one process, each stage compared with the one before."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+from PIL import Image
+
+from segapp.build.data import build_dataset, build_scheme
+from segapp.commands.evaluate import EvalOptions, evaluate_target
+from segapp.commands.export import export_target
+from segapp.commands.predict import PredictOptions, predict_target
+from segapp.config import RunConfig
+from segapp.datasets.cache import pixel_cache
+from segapp.errors import DataError
+from segapp.export.runner import ExportedModel
+from segapp.parallel.ranks import Ranks
+from segapp.run.folder import RunFolder
+from segapp.train.planning.simulate import build_simulator
+from segapp.train.process import signals
+from segapp.train.request import TrainRequest
+from segapp.train.session import run_session
+from tests.support.band_data import write_band_data
+from tests.support.runs import differing, events, merged, train
+
+pytest.importorskip("rasterio", reason="the extra geo is not installed")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return write_band_data(tmp_path_factory.mktemp("bands"))
+
+
+def config_of(own: dict[str, Any], **sections: Any) -> RunConfig:
+    plain = {
+        "name": "bands",
+        "seed": 3,
+        "data": own,
+        "model": {"library": "torchvision", "name": "lraspp", "encoder": "mobilenet_v3_small"},
+        "optim": {"name": "adamw", "lr": 0.01},
+        "train": {"epochs": 2, "batch_size": 2},
+        "eval": {"every_epochs": 2},
+        "parallel": {"mode": "single", "devices": ["cpu"]},
+        "log": {"every_steps": 1, "tensorboard": False},
+    }
+    return merged(plain, **sections)
+
+
+@pytest.fixture(scope="module")
+def run(data: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "run"
+    assert train(config_of(data), folder) == 0
+    return folder
+
+
+def state(folder: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = torch.load(folder / "checkpoints" / "last.pt", weights_only=True)
+    return loaded
+
+
+def test_resumed_run_of_bands_equals_the_uninterrupted_one(
+    run: Path, data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    looks = itertools.count(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(signals.StopSignals, "is_set", property(lambda _: next(looks) > 3))
+        assert train(config_of(data), folder) == signals.EXIT_STOPPED_AND_SAVED
+    assert 0 < state(folder)["position"]["step"] < state(run)["position"]["step"]
+    assert run_session(TrainRequest(config_of(data), RunFolder(folder))) == 0
+    assert differing(state(folder), state(run)) == []
+    assert next(w for name, w in state(run)["model"].items() if name.endswith("0.0.weight")).shape[1] == 4
+
+
+def test_evaluation_prediction_and_export_agree(
+    run: Path, data: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluate_target(str(run), EvalOptions())
+    miou = events(run, "val")[-1]["miou"]
+    assert f"mIoU {miou:.4f}" in capsys.readouterr().out
+    onnx = tmp_path / "bands.onnx"
+    export_target(str(run), onnx, format=None, half=False, argmax=False)
+    assert "same class at 100" in capsys.readouterr().out
+    assert ExportedModel(onnx).info.input == "images: uint16 (batch, height, width, 4)"
+    images = Path(data["root"]) / "images" / "val"
+    for target, out in ((str(run), "run"), (str(onnx), "onnx")):
+        predict_target([target], [images], tmp_path / out, PredictOptions())
+    for path in sorted((tmp_path / "run" / "labels").iterdir()):
+        labels = np.array(Image.open(path))
+        other = np.array(Image.open(tmp_path / "onnx" / "labels" / path.name))
+        assert (labels == other).mean() > 0.99
+    overlay = np.array(Image.open(tmp_path / "run" / "overlay" / "0.png"))
+    assert overlay.shape == (*tifffile.imread(images / "0.tif").shape[:2], 3)
+
+
+def test_prediction_of_other_pixels_is_refused(run: Path, tmp_path: Path) -> None:
+    Image.new("RGB", (40, 40)).save(tmp_path / "rgb.png")
+    with pytest.raises(DataError, match=r"uint8 with 3 bands, data\.dtype is uint16"):
+        predict_target([str(run)], [tmp_path / "rgb.png"], tmp_path / "out", PredictOptions())
+
+
+def test_cached_samples_of_bands_equal_decoded_ones(
+    data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pixel_cache, "RESERVE_BYTES", 0)
+    section = config_of(data, data={"cache": "disk", "cache_dir": str(tmp_path)}).data
+    scheme = build_scheme(section)
+    cached = build_dataset(section, scheme, "train", is_training=True, seed=1, ranks=Ranks())
+    plain = build_dataset(section, scheme, "train", is_training=True, seed=1)
+    for epoch in (0, 1):
+        for index in range(len(plain)):
+            one, other = cached[(epoch, index)], plain[(epoch, index)]
+            assert one.image.dtype == torch.uint16
+            assert one.image.shape[0] == 4
+            assert torch.equal(one.image, other.image)
+            assert torch.equal(one.target, other.target)
+    assert cached.cache is not None
+    assert cached.cache.state().num_stored == len(plain)
+    stored, _ = cached.read(0)
+    np.testing.assert_array_equal(stored, tifffile.imread(cached.pairs[0].image))
+
+
+def test_planned_batch_has_the_bands_and_type_of_the_files(data: dict[str, Any]) -> None:
+    batch = build_simulator(config_of(data)).batch(3)
+    assert batch.images.shape == (3, 4, 32, 32)
+    assert batch.images.dtype == torch.uint16
