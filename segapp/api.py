@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from segapp.build.data import build_pixels
 from segapp.build.devices import plan_devices
 from segapp.build.trained import TrainedModel, load_trained
 from segapp.commands.evaluate import EvalOptions, as_json, score_target
@@ -82,21 +83,30 @@ class Network:
     def __init__(self, trained: TrainedModel) -> None:
         self.trained = trained
         self.classes = trained.scheme.names
-        self._predictor = TrainedPredictor(trained.model, trained.inference, trained.scheme, trained.device)
+        self._predictor = TrainedPredictor(
+            trained.model, trained.inference, trained.scheme, trained.device, build_pixels(trained.config.data)
+        )
 
     def predict(self, image: NDArray[Any]) -> NDArray[Any]:
-        """Return the class ids (H, W), uint8 (uint16 for more than 256 classes), of an RGB image, uint8 (H, W, 3).
+        """Return the class ids (H, W), uint8 (uint16 for more than 256 classes), of an image (H, W, B), by default RGB.
 
         Raises:
             ValueError: it is no such image.
         """
-        labels: NDArray[Any] = self._predictor.labels(_checked(image)[None])[0]
+        labels: NDArray[Any] = self._predictor.labels(self._checked(image)[None])[0]
         return labels
 
     def probabilities(self, image: NDArray[Any]) -> NDArray[np.float32]:
-        """Return float32 (C, H, W), with sum 1 over C, of an RGB image, uint8 (H, W, 3)."""
-        found: NDArray[np.float32] = self._predictor.probabilities(_checked(image)[None])[0]
+        """Return float32 (C, H, W), with sum 1 over C, of an image (H, W, B), uint8 RGB by default."""
+        found: NDArray[np.float32] = self._predictor.probabilities(self._checked(image)[None])[0]
         return found
+
+    def _checked(self, image: NDArray[Any]) -> NDArray[Any]:
+        pixels = self._predictor.pixels
+        if image.dtype != pixels.numpy_dtype or image.ndim != 3 or image.shape[2] != pixels.num_bands:
+            wanted = f"{pixels.layout} of shape (H, W, {pixels.num_bands})"
+            raise ValueError(f"image is {image.dtype} of shape {image.shape}: give {wanted}")
+        return image
 
 
 class _Results:
@@ -234,9 +244,3 @@ def _read(config: Config, overrides: Sequence[str]) -> RunConfig:
         return load_config(config, overrides)
     raw = config.model_dump(mode="json") if isinstance(config, RunConfig) else copy.deepcopy(dict(config))
     return config_of(raw, overrides)
-
-
-def _checked(image: NDArray[Any]) -> NDArray[Any]:
-    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
-        raise ValueError(f"image is {image.dtype} of shape {image.shape}: give uint8 RGB of shape (H, W, 3)")
-    return image

@@ -36,7 +36,7 @@ class Blur:
 
     def __init__(self, frame_px: tuple[int, int] | None = None, capacity_px: int = 10**9) -> None:
         self.scheme, self.device, self.frame_px = SCHEME, torch.device("cpu"), frame_px
-        self.pixels = RGB8
+        self.pixels, self.threshold = RGB8, None
         self.capacity_px = capacity_px
         self.asked: list[tuple[int, ...]] = []
 
@@ -182,7 +182,8 @@ def test_exif_is_applied_and_overlay_keeps_colour_profile(tmp_path: Path) -> Non
     assert np.array_equal(np.array(labels), Blur().labels(upright[None])[0])
 
 
-def test_geotiff_position_is_written_to_a_world_file(tmp_path: Path) -> None:
+def test_geotiff_position_is_written_to_a_world_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("segapp.inference.predict.reading.has_rasterio", lambda: False)
     tags = TiffImagePlugin.ImageFileDirectory_v2()
     tags.tagtype[33550] = tags.tagtype[33922] = 12
     tags[33550] = (0.5, 0.25, 0.0)

@@ -26,7 +26,8 @@ SIZE = (2100, 2200)
 class Thresholds:
     """A predictor whose class is the number of its first band's thresholds that are passed; holds what it was asked."""
 
-    scheme, pixels, device, frame_px = SCHEME, PIXELS, torch.device("cpu"), None
+    scheme, pixels, device = SCHEME, PIXELS, torch.device("cpu")
+    frame_px = threshold = None
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, ...]] = []

@@ -40,18 +40,18 @@ class OutputPlan:
     Attributes:
         folder: --out; each kind has a subfolder.
         scheme: classes and colours.
-        pixels: bands and type of the images.
         kinds: outputs of an image.
         video_kinds: outputs of a video; labels and probabilities are one file per frame.
         label_ids: write the ids of the data set instead of class ids.
+        pixels: bands and type of the images.
     """
 
     folder: Path
     scheme: ClassScheme
-    pixels: PixelFormat = RGB8
     kinds: tuple[Saved, ...] = ("labels", "color", "overlay")
     video_kinds: tuple[Saved, ...] = ("color", "overlay")
     label_ids: bool = False
+    pixels: PixelFormat = RGB8
 
     @property
     def with_probabilities(self) -> bool:
