@@ -11,7 +11,7 @@ app = typer.Typer(
     name="segapp",
     help="Train, evaluate and use semantic-segmentation networks.\n\nWith any command: --debug prints the traceback of "
     "an error; --trust-parts imports the own code that a run or a checkpoint names.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -50,8 +50,13 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def _main(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand is None:
+        from segapp.commands.control import show_runs
+
+        if not show_runs():
+            print(context.get_help())

@@ -83,17 +83,14 @@ def train(
         from segapp.commands.smoke import run_smoke
 
         sys.exit(run_smoke(request, config or "FILE", as_json=json_out))
-    from segapp.commands.spawn import is_interactive, spawn_trainer, wait_for_start
+    from segapp.commands.spawn import is_interactive, show_training, spawn_trainer, wait_for_start
 
     if detach or (not plain and is_interactive()):
         trainer = spawn_trainer(request, config=config, resume=resume, overrides=overrides or [])
-        code = wait_for_start(trainer, is_detached=detach)
-        if code is None:
-            from segapp.tui.app import run_ui
+        sys.exit(wait_for_start(trainer) if detach else show_training(trainer))
+    from segapp.run.starting import announce
 
-            run_ui(trainer.folder.path)
-            code = trainer.after_screen()
-        sys.exit(code)
+    announce("importing torch")
     from segapp.train.session import run_session
 
     sys.exit(run_session(request, with_resume_value(sys.argv[1:])))

@@ -105,6 +105,19 @@ def _wait(folder: RunFolder, reader: EventReader, command_id: str, timeout_s: fl
     return NOT_APPLIED
 
 
+def show_runs() -> bool:
+    """Show the list of runs, if this is a terminal and there are runs; return False if not."""
+    from segapp.commands.spawn import is_interactive
+
+    folders = run_folders()
+    if not folders or not is_interactive():
+        return False
+    from segapp.tui.app import run_ui
+
+    run_ui(folders[0], starts_with_list=True)
+    return True
+
+
 def run_to_attach(run: str | None) -> RunFolder:
     """Return the named run; without a name the newest run that is training, else the newest run.
 

@@ -17,15 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
+from segapp.errors import SegappError
 from segapp.run.events import EventReader
 from segapp.run.folder import RunFolder
 from segapp.run.state import run_state
 from segapp.run.text import printable
 from segapp.train.process.signals import EXIT_STOPPED_AND_SAVED
 from segapp.train.request import TrainRequest
-
-ATTACH_AFTER_S = 15.0
-"""Longest wait before the UI opens; it also shows a trainer that is still starting."""
 
 DETACH_AFTER_S = 120.0
 """Longest wait of `--detach` for the start of the training."""
@@ -187,23 +185,38 @@ def _end_with(parent_pid: int) -> Callable[[], None] | None:
     return ask_for_signal
 
 
-def wait_for_start(trainer: TrainerProcess, *, is_detached: bool) -> int | None:
-    """Wait until a trainer has started, for a limited time.
-
-    Args:
-        trainer: from `spawn_trainer`.
-        is_detached: leave it running and print how to attach.
+def wait_for_start(trainer: TrainerProcess) -> int:
+    """Wait until a trainer has started, for a limited time; leave it running, and print how to see it.
 
     Returns:
-        The exit code; None if the training runs and its screen is to be opened.
+        The exit code.
     """
-    has_started = trainer.wait_until_started(DETACH_AFTER_S if is_detached else ATTACH_AFTER_S)
-    if trainer.exit_code is not None and not (has_started and not is_detached):
+    has_started = trainer.wait_until_started(DETACH_AFTER_S)
+    if trainer.exit_code is not None:
         return trainer.print_end()
-    if not is_detached:
-        return None
     name = printable(trainer.folder.argument)
     state = "training" if has_started else "starting"
     print(f"run folder: {printable(str(trainer.folder.path))}")
     print(f"{state}, process {trainer.process.pid}; show it: segapp attach {name}; stop it: segapp ctl {name} stop")
     return 0
+
+
+def show_training(trainer: TrainerProcess) -> int:
+    """Open the screen of a trainer at once, also while it is starting; return the exit code after the user has left.
+
+    A trainer that ends before it has begun to train closes the screen, and its error is printed.
+
+    Raises:
+        SegappError: The screen failed; the message says where the trainer goes on.
+    """
+    from segapp.tui.app import run_ui
+
+    try:
+        run_ui(trainer.folder, has_trainer_ended=lambda: trainer.exit_code is not None)
+    except SegappError as error:
+        if trainer.exit_code is not None:
+            return trainer.print_end()
+        name = printable(trainer.folder.argument)
+        where = f"process {trainer.process.pid} trains; show it: segapp attach {name}; stop it: segapp ctl {name} stop"
+        raise type(error)(f"{error}; {where}") from None
+    return trainer.after_screen()

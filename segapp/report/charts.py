@@ -94,9 +94,7 @@ def _y_scale(curves: Sequence[Curve], frame: Frame) -> Scale:
     highs = np.concatenate([curve.band[1] for curve in curves if curve.band is not None] or [nothing])
     firm = np.concatenate([np.asarray(curve.y, float) for curve in curves])
     is_bad = np.zeros(0, bool)
-    scale = choose_scale(
-        Columns(lows, highs, is_bad), Columns(nothing, nothing, is_bad), firm, is_log=frame.is_log
-    ) or Scale(0.0, 1.0)
+    scale = choose_scale(Columns(lows, highs, is_bad), firm, is_log=frame.is_log) or Scale(0.0, 1.0)
     bottom = scale.bottom if frame.bottom is None else min(scale.bottom, frame.bottom)
     top = scale.top if frame.top is None else max(scale.top, frame.top)
     return Scale(bottom if frame.bottom is None else frame.bottom, top, scale.is_log)

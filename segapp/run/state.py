@@ -151,7 +151,7 @@ def summarize(path: Path | str, now_s: float | None = None) -> RunSummary:
     if process is not None:
         summary.host, summary.pid = process.host, process.pid
     for raw in _read_sparsely(folder.events):
-        _add_event(summary, raw)
+        add_event(summary, raw)
     if facts.end_status is None:
         summary.reason = summary.exit_code = None
     return summary
@@ -179,7 +179,8 @@ _COPIED: dict[str, dict[str, str]] = {
 """Event type -> field of the event -> field of the summary; the last event wins."""
 
 
-def _add_event(summary: RunSummary, raw: dict[str, Any]) -> None:
+def add_event(summary: RunSummary, raw: dict[str, Any]) -> None:
+    """Fold an event into a summary."""
     kind = raw["type"]
     for source, target in _COPIED.get(kind, {}).items():
         if source in raw:

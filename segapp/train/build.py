@@ -32,6 +32,7 @@ from segapp.memory.saved_plan import SavedMemoryPlan
 from segapp.optim import lr_at
 from segapp.parallel.ranks import Ranks
 from segapp.parts import is_part
+from segapp.run.starting import announce
 from segapp.train.control.batch_split import BatchSplitController
 from segapp.train.control.commands import CommandController
 from segapp.train.planning.auto_settings import planned_advice
@@ -52,6 +53,11 @@ from segapp.train.step.precise_bn import PreciseBatchNorm
 from segapp.train.telemetry.sample_images import SamplePictures
 from segapp.train.trainer import Trainer
 from segapp.train.validation import Validation
+
+
+def _announce(ranks: Ranks, what: str) -> None:
+    if ranks.is_main:
+        announce(what)
 
 
 def seed_everything(seed: int) -> None:
@@ -88,8 +94,10 @@ def build_trainer(
     ranks = context.ranks
     seed_everything(config.seed)
     scheme = build_scheme(config.data)
+    _announce(ranks, "finding the images")
     train_set, val_set = _build_datasets(config, scheme, ranks, limit)
     context.signals.check()
+    _announce(ranks, f"building the model for {len(train_set):,} training and {len(val_set):,} validation images")
     engine = _build_engine(config, context, devices, train_set, first_gpu0_bsz(config, saved_plan), checkpoint)
     controller = build_controller(config, context, devices, engine, saved_plan)
     step = 0 if checkpoint is None else checkpoint.step

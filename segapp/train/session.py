@@ -38,6 +38,7 @@ from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.commands import CheckpointCommand, send_command
 from segapp.run.events import Alert, EventWriter, RunEnd
 from segapp.run.folder import RunFolder
+from segapp.run.starting import announce
 from segapp.run.text import printable
 from segapp.train.build import build_trainer
 from segapp.train.planning.auto_settings import resolve_auto
@@ -267,6 +268,8 @@ def _run_in(
                 return 0
             sampler.follow(lambda: trainer.position.step, trainer.saver.written_for_s)
             watchdog.follow(lambda: trainer.position.step, trainer.save_last_boundary)
+            if ranks.is_main:
+                announce("first step")
             is_saved = has_begun = True  # from here on every way out saves first, or raises
             reason = trainer.fit()
         event_log.emit(RunEnd(status="finished", reason=reason, exit_code=0, step=sampler.step()))

@@ -1,7 +1,9 @@
-"""The dialogs: the help page, and how to stop."""
+"""The dialogs: the help page, how to stop, a whole event, and the trainer's log."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from textual.app import ComposeResult
@@ -9,9 +11,12 @@ from textual.binding import BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen
-from textual.widgets import Static
+from textual.widgets import Input, Log, Static
 
 from segapp.run.text import printable
+from segapp.tui.state.details import Detail, details_text
+from segapp.tui.state.tail import LogTail
+from segapp.tui.widgets import drawable
 
 StopChoice = Literal["epoch", "now"]
 
@@ -76,3 +81,122 @@ class StopScreen(ModalScreen[StopChoice | None]):
     def action_choose(self, choice: str) -> None:
         """Close the dialog with a choice."""
         self.dismiss("epoch" if choice == "epoch" else "now" if choice == "now" else None)
+
+
+class EventScreen(ModalScreen[None]):
+    """A whole event: every field in full, and the command that acts on it."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        ("escape,enter,q,d,space", "dismiss", "close"),
+        ("Y", "copy", "copy"),
+        ("down,j", "scroll(1)", "down"),
+        ("up,k", "scroll(-1)", "up"),
+        ("pagedown", "scroll(10)", "page down"),
+        ("pageup", "scroll(-10)", "page up"),
+    ]
+
+    def __init__(self, details: Sequence[Detail], title: str = "Event") -> None:
+        super().__init__()
+        self._details, self._title = list(details), title
+
+    def compose(self) -> ComposeResult:
+        """Yield a box with the fields; long texts are wrapped."""
+        with VerticalScroll(classes="dialog -wide") as box:
+            box.border_title = Content(printable(self._title))
+            box.border_subtitle = Content("Y copies  esc closes")
+            lines = [
+                Content.assemble((f"{detail.label}  ", "$text-accent bold"), detail.text) for detail in self._details
+            ]
+            yield Static(drawable(self, Content("\n").join(lines)), classes="wrapped")
+
+    def action_scroll(self, by: int) -> None:
+        """Scroll the fields."""
+        self.query_one(VerticalScroll).scroll_relative(y=by, animate=False)
+
+    def action_copy(self) -> None:
+        """Copy the event to the clipboard (OSC 52: the terminal must allow it)."""
+        self.app.copy_to_clipboard(details_text(self._details))
+        self.app.notify("copied", markup=False, timeout=3)
+
+    async def action_dismiss(self, result: None = None) -> None:
+        """Close the event."""
+        self.dismiss(None)
+
+
+class TrainerLogScreen(ModalScreen[None]):
+    """The end of trainer.log, which is followed while it grows."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [("escape,L,q", "dismiss", "close"), ("Y", "copy", "copy")]
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        self._tail = LogTail(path)
+
+    def compose(self) -> ComposeResult:
+        """Yield the lines."""
+        log = Log(max_lines=5000, classes="dialog -full")
+        log.border_title = Content(printable(self._path.name))
+        log.border_subtitle = Content("end follows  Y copies  esc closes")
+        yield log
+
+    def on_mount(self) -> None:
+        """Read the end of the file, and what is added to it."""
+        self._read()
+        self.set_interval(0.5, self._read)
+
+    def _read(self) -> None:
+        lines = self._tail.read()
+        if lines:
+            self.query_one(Log).write_lines(drawable(self, Content(line)).plain for line in lines)
+
+    def action_copy(self) -> None:
+        """Copy the lines to the clipboard (OSC 52: the terminal must allow it)."""
+        self.app.copy_to_clipboard("\n".join(self.query_one(Log).lines))
+        self.app.notify("copied", markup=False, timeout=3)
+
+    async def action_dismiss(self, result: None = None) -> None:
+        """Close the log."""
+        self.dismiss(None)
+
+
+class SettingScreen(ModalScreen[str | None]):
+    """Asks for the value of a setting, and checks it at every key; closes with the value, or None.
+
+    Args:
+        title: What is set, with its present value.
+        hint: What can be typed.
+        check: Returns what is wrong with a text, or what it means; the first is True if it can be sent.
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [("escape", "cancel", "cancel")]
+    AUTO_FOCUS = "Input"
+
+    def __init__(self, title: str, hint: str, check: Callable[[str], tuple[bool, str]]) -> None:
+        super().__init__()
+        self._title, self._hint, self._check = title, hint, check
+
+    def compose(self) -> ComposeResult:
+        """Yield a box with an input line and the verdict."""
+        with VerticalScroll(classes="dialog -setting") as box:
+            box.border_title = Content(self._title)
+            box.border_subtitle = Content("enter sends  esc closes")
+            yield Input(placeholder=self._hint, compact=True)
+            yield Static(self._hint, classes="wrapped", id="verdict", markup=False)
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """Show what is wrong with the text, or what it means."""
+        event.stop()
+        is_good, text = self._check(event.value) if event.value else (True, self._hint)
+        style = "$text-success" if is_good and event.value else "$text-error" if not is_good else "$text-muted"
+        self.query_one("#verdict", Static).update(drawable(self, Content.styled(text, style)))
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Close with the value, if it is good."""
+        event.stop()
+        if event.value and self._check(event.value)[0]:
+            self.dismiss(event.value)
+
+    def action_cancel(self) -> None:
+        """Close without a value."""
+        self.dismiss(None)

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from textual.binding import Binding
 from textual.content import Content
 
+from segapp.tui.panes.glyphs import Glyphs
+
 _SHOWN = {
     "question_mark": "?",
     "left_square_bracket": "[",
@@ -36,40 +38,91 @@ class Key(NamedTuple):
     """The equivalent `segapp ctl` command."""
     is_control: bool = False
     """True if the action sends a command to the trainer; hidden and disabled in a read-only view."""
+    panes: str = ""
+    """Names of the panes, separated by spaces, in which the action does something; empty: everywhere."""
+    words: str = ""
+    """Everyday words under which the command palette finds the action."""
+    is_bound: bool = True
+    """False for a key that the focused widget handles itself."""
 
 
 KEYS = (
-    Key("detach", "q,ctrl+q", "Detach", "leave; the training goes on"),
+    Key("detach", "q,ctrl+q", "Leave", "leave; the training goes on", words="quit, exit, detach"),
     Key("toggle_pause", "space", "Pause", "pause at the next micro-batch, or resume", "pause, resume", True),
-    Key("edit_gpu0", "b", "gpu0_bsz", "change the share of GPU 0 from the next epoch on", "set gpu0_bsz=N", True),
-    Key("undo_gpu0", "u", "", "cancel a pending change, or request the value before", "cancel", True),
-    Key("checkpoint", "c", "Ckpt", "save a checkpoint now", "checkpoint", True),
-    Key("stop", "S", "Stop", "stop after this epoch, or now; asks first", "stop, stop epoch", True),
-    Key("pane('loss')", "1", "", "loss chart"),
-    Key("pane('gpu')", "2", "", "devices and gpu0_bsz"),
+    Key(
+        "edit_gpu0",
+        "b",
+        "gpu0_bsz",
+        "change the share of GPU 0 from the next epoch on",
+        "set gpu0_bsz=N",
+        True,
+        words="batch split",
+    ),
+    Key("edit_lr_factor", "l", "lr", "set the factor on the learning rate", "set lr_factor=X", True, panes="loss"),
+    Key("edit_shares", "G", "Shares", "set the images of a batch on every device", "set shares=A,B", True, panes="gpu"),
+    Key("checkpoint", "c", "Save", "save a checkpoint now", "checkpoint", True),
+    Key("stop", "S", "Stop", "stop after this epoch, or now; asks first", "stop, stop epoch", True, words="end, kill"),
+    Key("metric(1)", "v", "Metric", "next metric in the chart", panes="loss", words="mIoU, learning rate, grad norm"),
+    Key("metric(-1)", "V", "", "metric before", panes="loss"),
+    Key(
+        "window(-1)",
+        "plus,equals_sign,left_square_bracket",
+        "Zoom",
+        "shorter part of the curve; also the wheel",
+        panes="loss",
+        words="zoom in",
+    ),
+    Key("window(1)", "minus,right_square_bracket", "", "longer part of the curve", panes="loss", words="zoom out"),
+    Key("pan(-1)", "shift+left", "", "earlier part of the curve; also by dragging", panes="loss"),
+    Key("pan(1)", "shift+right", "", "later part of the curve", panes="loss"),
+    Key("jump(0)", "home", "", "first steps", panes="loss"),
+    Key("jump(1)", "end", "", "newest steps, which are followed", panes="loss"),
+    Key("cursor(-1)", "left", "Read", "read the curve to the left; the picture before", panes="loss pictures"),
+    Key("cursor(1)", "right", "", "read the curve to the right; the next picture", panes="loss pictures"),
+    Key("toggle_log", "y", "Log y", "logarithmic vertical axis", panes="loss"),
+    Key("smooth", "m", "Smooth", "smoothing: auto, 0.98, 0.9, 0.6, none", panes="loss"),
+    Key("x_axis", "x", "X axis", "curve over steps, epochs or time", panes="loss"),
+    Key("select", "enter", "Chart", "chart of the class under the cursor", panes="classes", is_bound=False),
+    Key("sort", "o", "Sort", "order of the classes: worst, best, drop, name, id", panes="classes"),
+    Key("open", "enter", "Open", "the whole event under the cursor", panes="events", is_bound=False),
+    Key(
+        "kind",
+        "k",
+        "Kind",
+        "events: all, alerts, commands, evaluations, checkpoints, starts",
+        panes="events",
+        words="filter events",
+    ),
+    Key(
+        "filter",
+        "slash",
+        "Find",
+        "show the events, or the classes, that contain a text",
+        panes="events classes",
+        words="search",
+    ),
+    Key("details", "d", "", "the alert, or the event under the cursor, in full", words="event"),
+    Key("seen", "a", "", "acknowledge the alert in the banner", words="dismiss"),
+    Key("runs", "R", "Runs", "the list of runs: opens one, marks some for the chart, compares configs", words="list"),
+    Key("trainer_log", "L", "Log", "the end of trainer.log", words="output, traceback"),
+    Key("copy", "Y", "", "copy the selected text, or the event, to the clipboard", words="clipboard"),
+    Key("undo_gpu0", "u", "", "undo the gpu0_bsz change", "cancel", True),
+    Key("pane('loss')", "1", "", "chart"),
+    Key("pane('gpu')", "2", "", "devices and gpu0_bsz", words="memory"),
     Key("pane('classes')", "3", "", "IoU of every class"),
     Key("pane('events')", "4", "", "events of the run"),
-    Key("pictures", "i,5", "", "sample pictures, and back"),
-    Key("zoom", "f", "", "the selected pane alone, and back"),
-    Key("toggle_log", "y", "Log y", "logarithmic loss axis"),
-    Key("smooth", "m", "Smooth", "smoothing: by length, 0.98, 0.9, 0.6, none"),
-    Key("x_axis", "x", "", "curve over steps, epochs or time"),
-    Key("window(-1)", "left_square_bracket", "", "shorter part of the curve"),
-    Key("window(1)", "right_square_bracket", "", "longer part of the curve"),
-    Key("cursor(-1)", "left", "", "read the curve to the left; the picture before"),
-    Key("cursor(1)", "right", "", "read the curve to the right; the next picture"),
-    Key("sort", "o", "", "order of the classes: worst, best, drop, name, id"),
-    Key("filter", "slash", "", "show the classes whose names contain a text"),
-    Key("theme", "t", "", "next theme"),
+    Key("pictures", "i,5", "", "sample pictures, and back", words="images"),
+    Key("zoom", "f", "Zoom", "the selected pane alone, and back", words="full screen"),
+    Key("theme", "t", "", "next theme", words="colours, dark, light"),
     Key("help", "question_mark,f1,h", "Help", "this page"),
-    Key("escape", "escape", "", "close, clear, or dismiss an alert"),
+    Key("escape", "escape", "", "close, clear, or acknowledge an alert"),
     Key("redraw", "r", "", "draw the screen again"),
 )
 
 
 def bindings() -> list[Binding]:
     """Return the bindings of the app; `MonitorApp.check_action` disables some in a read-only view."""
-    return [Binding(key.keys, key.action, key.help, id=binding_id(key)) for key in KEYS]
+    return [Binding(key.keys, key.action, key.help, id=binding_id(key)) for key in KEYS if key.is_bound]
 
 
 def binding_id(key: Key) -> str:
@@ -98,27 +151,41 @@ def key_bar(keys: Sequence[Key], keymap: Mapping[str, str], labels: Mapping[str,
     """Return the key bar: as many keys as fit, in the order of the table, help always."""
     shown = [key for key in keys if key.label]
     shown.sort(key=lambda key: key.action == "help")
-    pieces = [
-        Content.assemble(
-            (f" {shown_key(key, keymap)} ", "$text-accent bold"), (labels.get(key.action, key.label), "$foreground")
-        )
-        for key in shown
-    ]
+    return bar([(shown_key(key, keymap), labels.get(key.action, key.label)) for key in shown], width)
+
+
+def here(keys: Sequence[Key], pane: str) -> list[Key]:
+    """Return the keys that act in a pane, those of the pane alone first behind the commands."""
+    found = [key for key in keys if not key.panes or pane in key.panes.split()]
+    return sorted(found, key=lambda key: (not key.is_control and not key.panes and key.action != "detach",))
+
+
+def bar(items: Sequence[tuple[str, str]], width: int) -> Content:
+    """Return a line of keys with their labels; those that do not fit are left out, but not the last one."""
+    pieces = [Content.assemble((f" {name} ", "$text-accent bold"), (label, "$foreground")) for name, label in items]
     while len(pieces) > 1 and sum(piece.cell_length + 1 for piece in pieces) > width:
         del pieces[-2]
     return Content(" ").join(pieces)
 
 
-def help_lines(keys: Sequence[Key], keymap: Mapping[str, str], *, is_ascii: bool) -> Content:
-    """Return the help page."""
+def help_lines(keys: Sequence[Key], keymap: Mapping[str, str], *, glyphs: Glyphs) -> Content:
+    """Return the help page: the keys, and the signs of the chart."""
+    is_ascii = glyphs.diamond.isascii()
     lines = [
         Content.assemble(
-            (f"{shown_key(key, keymap, is_ascii=is_ascii):>7}  ", "$text-accent bold"),
+            (f"{shown_key(key, keymap, is_ascii=is_ascii):>11}  ", "$text-accent bold"),
             key.help,
+            (f"  ({key.panes.replace(' ', ', ')})" if key.panes else "", "$text-muted"),
             (f"  (ctl: {key.ctl})" if key.ctl else "", "$text-muted"),
         )
         for key in keys
     ]
-    return Content("\n").join(
-        [*lines, Content.assemble((f"{'ctrl+p':>7}  ", "$text-accent bold"), "all of this by name")]
-    )
+    signs = (
+        (glyphs.diamond, "evaluation"), (glyphs.star, "best checkpoint"), (glyphs.v_mark, "change of gpu0_bsz, resume"),
+        (glyphs.bad, "not a finite number"), (glyphs.clipped, "beyond the scale"),
+        (f"{glyphs.up} {glyphs.down}", "IoU since the evaluation before"), ("!", "a class that lost more than 0.02"),
+    )  # fmt: skip
+    legend = [Content.assemble((f"{sign:>11}  ", "$text-success bold"), meaning) for sign, meaning in signs]
+    palette = Content.assemble((f"{'ctrl+p':>11}  ", "$text-accent bold"), "all of this by name; themes; screenshot")
+    mouse = Content.assemble((f"{'shift+drag':>11}  ", "$text-accent bold"), "the terminal's own selection of text")
+    return Content("\n").join([*lines, palette, mouse, Content(""), *legend])

@@ -6,8 +6,10 @@ import asyncio
 import os
 import signal
 import threading
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from textual import events
 from textual.app import App, ComposeResult
@@ -17,22 +19,45 @@ from textual.geometry import Size
 from textual.widget import Widget
 
 from segapp.failpoints import failpoint
+from segapp.memory.saved_plan import SavedMemoryPlan, read_saved_plan
+from segapp.run.folder import RunFolder
 from segapp.run.text import printable
 from segapp.tui import keys, layout, themes
+from segapp.tui.announcer import RESTORE_TITLE, SAVE_TITLE, Announcer
+from segapp.tui.event_log import EventsPane
 from segapp.tui.panes import header
-from segapp.tui.panes.chart import LossChart
-from segapp.tui.panes.classes import classes_content, classes_title
+from segapp.tui.panes.chart import ChartOptions, LossChart, Other
+from segapp.tui.panes.classes import TableOptions, class_rows, classes_content, classes_title
 from segapp.tui.panes.devices import Draft, gpu0_content, gpu_content
 from segapp.tui.panes.glyphs import ASCII, UNICODE
 from segapp.tui.panes.pictures import PictureView
+from segapp.tui.panes.viewport import Viewport
+from segapp.tui.runs_screen import RunsScreen
+from segapp.tui.seen import load_seen
 from segapp.tui.settings import UiSettings, save_settings
-from segapp.tui.state.source import RunSource, newest_pictures
+from segapp.tui.state.metrics import metric_title, step_field
+from segapp.tui.state.runs import RunList
+from segapp.tui.state.source import LiveSource, RunSource, Status, newest_pictures
+from segapp.tui.state.tail import LogTail
+from segapp.tui.state.view import View
 from segapp.tui.terminal import is_hung_up
-from segapp.tui.widgets import ClassesPane, EventsPane, Gpu0Pane, LiteralText, Pane, set_title
+from segapp.tui.widgets import ClassesPane, Gpu0Pane, LiteralText, Pane, set_title
 
 TICK_S = 0.5
+EDITOR_KEYS = (
+    ("0-9", "number"), ("+", "more"), ("-", "less"), ("e", "even"), ("enter", "send"), ("!", "send anyway"),
+    ("esc", "close"), ("?", "Help"),
+)  # fmt: skip
 LEAVE_S = 5.0
 _OTHER_PANES = {"loss": "1 Loss", "gpu": "2 GPU", "classes": "3 Classes", "events": "4 Events"}
+
+
+@dataclass(frozen=True)
+class UserFiles:
+    """Files that outlive a screen; None: nothing is kept."""
+
+    settings: Path | None = None
+    seen: Path | None = None
 
 
 class Monitor(App[None]):
@@ -47,33 +72,56 @@ class Monitor(App[None]):
         source: RunSource,
         *,
         readonly: bool = False,
+        starts_with_list: bool = False,
         settings: UiSettings | None = None,
-        settings_file: Path | None = None,
+        files: UserFiles | None = None,
         ascii_only: bool = False,
     ) -> None:
         super().__init__()
         self.source = source
         self.readonly = readonly
+        self.starts_with_list = starts_with_list
+        self.marked: set[Path] = set()
+        """Paths of the further runs whose curves the chart draws."""
+        self._others: dict[Path, LiveSource] = {}
         self.settings = settings or UiSettings()
         self.glyphs = ASCII if ascii_only else UNICODE
         self.draft: Draft | None = None
         self.failure: Exception | None = None
         """The error that ended the screen; None if the user left."""
-        self._settings_file = settings_file
+        self._files = files or UserFiles()
         self.is_ascii = ascii_only
         self.run_name = printable(source.folder.name)
+        self.run_id, self.seen_s = self._identify()
         self.pane = "loss"
         self.is_zoomed = False
         self.wanted = ""
-        self.seen_alert_s = 0.0
+        """Part of a class name to show."""
+        self.searched, self.event_group = "", "all"
+        self.has_trainer_ended: Callable[[], bool] | None = None
+        """For a trainer that is starting; see `run_ui`."""
         self.unanswered: dict[str, str] = {}
         """Commands that were sent and have no final answer: id -> text."""
         self._layout: layout.Layout | None = None
         self._screen_size: Size | None = None
         self._is_reading = self._was_reading = False
+        self._is_starting: bool | None = None
+        self._plan: tuple[Path, SavedMemoryPlan | None] | None = None
+        self._log_tail, self._log_lines = LogTail(source.folder.log), list[str]()
         for own in themes.OWN:
             self.register_theme(own)
         self.theme = self.settings.theme if self.settings.theme in themes.NAMES else themes.NAMES[0]
+
+    @property
+    def seen_file(self) -> Path | None:
+        """The file of the alerts that were seen."""
+        return self._files.seen
+
+    def _identify(self) -> tuple[str, dict[str, float]]:
+        """Return the id of the run, and which of its alerts the user has seen."""
+        info = self.source.folder.read_info()
+        run_id = info.id if info is not None else str(self.source.folder.path)
+        return run_id, load_seen(self.seen_file, run_id)
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -83,6 +131,7 @@ class Monitor(App[None]):
         yield LiteralText(id="head", classes="lines")
         yield LiteralText(id="progress", classes="lines")
         yield LiteralText(id="banner", classes="lines")
+        yield LiteralText(id="starting", classes="wrapped")
         with Horizontal(id="main"):
             with Vertical(id="left"):
                 yield LossChart(self.glyphs, id="loss", classes="pane")
@@ -103,20 +152,24 @@ class Monitor(App[None]):
         if self.settings.keymap:
             self.set_keymap(self.settings.keymap)
         chart = self.query_one(LossChart)
-        options = {name: getattr(self.settings, name) for name in ("smoothing", "is_log", "window", "x_axis")}
-        chart.options = replace(chart.options, **options)
+        chart.options = self._chart_options()
         chart.focus()
         if not self.is_headless:
             for number in (signal.SIGHUP, signal.SIGTERM):
                 asyncio.get_running_loop().add_signal_handler(number, self._leave)
         self.apply_layout()
+        self._announcer = Announcer(self._write_control, self.settings.notify)
+        self._write_control(SAVE_TITLE)
         self.call_after_refresh(self._tick)
+        if self.starts_with_list:
+            self.show_runs()
         self.set_interval(TICK_S, self._tick)
 
     def on_unmount(self) -> None:
-        """Save the settings."""
-        if self._settings_file is not None:
-            save_settings(self._settings_file, self.settings)
+        """Save the settings, and give the terminal its title back."""
+        self._write_control(RESTORE_TITLE)
+        if self._files.settings is not None:
+            save_settings(self._files.settings, self.settings)
 
     def on_resize(self, event: events.Resize) -> None:
         """Select the panes for the new size, before the app's own `size` is updated."""
@@ -137,11 +190,57 @@ class Monitor(App[None]):
             return
         if not self._is_reading:
             self._read_on()
+        if self.has_trainer_ended is not None and self.source.view.start is None and self.has_trainer_ended():
+            self.exit()
+            return
         self.after_poll()
+        self._announcer.update(self.source.view, self.status(), self.run_name)
         self.show_view()
+
+    def _write_control(self, codes: str) -> None:
+        """Write control codes to the terminal, between Textual's own."""
+        if self._driver is not None and not self.is_headless:
+            self._driver.write(codes)
 
     def after_poll(self) -> None:
         """Hook for subclasses, called after new events were read."""
+
+    def show_runs(self) -> None:
+        """Show the list of the runs beside the one on the screen; open the one that the user chooses."""
+        runs = RunList(self.source.folder.path.parent)
+        self.push_screen(RunsScreen(runs, self.marked, self.glyphs), self._open)
+
+    def _open(self, folder: RunFolder | None) -> None:
+        if folder is None or folder.path == self.source.folder.path:
+            return
+        self.source, self.has_trainer_ended = LiveSource(folder), None
+        self.run_name = printable(folder.name)
+        self.run_id, self.seen_s = self._identify()
+        self.draft, self._is_starting = None, None
+        self._announcer.restart()
+        self._log_tail, self._log_lines = LogTail(folder.log), []
+        self.unanswered.clear()
+        self.query_one(LossChart).options = self._chart_options(metric="loss", part=Viewport(), cursor=None)
+        self.apply_layout()
+        self._tick()
+
+    def _other_curves(self, metric: str) -> list[Other]:
+        """Return the marked runs beside the one on the screen, each read on by a slice."""
+        paths = self.marked - {self.source.folder.path}
+        self._others = {path: self._others.get(path) or LiveSource(RunFolder(path)) for path in sorted(paths)}
+        field = step_field(metric)
+        others = []
+        for path, source in self._others.items():
+            source.poll()
+            series = None if field is None else source.series(field)
+            others.append(Other(printable(path.name), source.view, series))
+        return others
+
+    def status(self) -> Status:
+        """Return the status of the run; a trainer that has just been started is not taken for a crashed one."""
+        status = self.source.status()
+        is_young = self.has_trainer_ended is not None and self.source.view.start is None
+        return replace(status, state="busy") if is_young and status.state == "crashed" else status
 
     def _read_on(self) -> None:
         """Read a long history in slices, so that keys work meanwhile; panes are updated by the timer."""
@@ -182,7 +281,7 @@ class Monitor(App[None]):
 
     def show_view(self) -> None:
         """Update every visible pane."""
-        view, status, plan = self.source.view, self.source.status(), self._layout
+        view, status, plan = self.source.view, self.status(), self._layout
         if plan is None or not self.is_running:
             return
         (width, height), glyphs = self._screen_size or self.size, self.glyphs
@@ -190,26 +289,50 @@ class Monitor(App[None]):
             self._text("notice").show(header.notice(view, status, self.run_name, width, height, glyphs))
             return
         line = width - 2
-        self._text("head").show(header.header(view, status, self.run_name, line, glyphs, is_readonly=self.readonly))
+        place, unseen = header.Place(self.run_name, line, glyphs), header.unseen_alerts(view, self.seen_s)
+        self._text("head").show(header.header(view, status, place, is_readonly=self.readonly, num_alerts=len(unseen)))
         self._text("progress").show(header.progress_line(view, status, line, glyphs))
-        found = header.banner(view, status, self.run_name, self.seen_alert_s)
+        found = header.banner(view, status, self.run_name, unseen)
         self.query_one("#banner").display = found is not None
         if found is not None:
-            self._text("banner").show(found.truncate(line, ellipsis=True))
+            self._text("banner").show(found)
+        is_starting = not view.history.size and status.loaded_frac == 1
+        if is_starting != self._is_starting:
+            self._is_starting = is_starting
+            self.query_one("#main").display = not is_starting
+            self.query_one("#starting").display = is_starting
+            if not is_starting:
+                self.query_one(LossChart).focus()
+        if is_starting:
+            self._show_start(view, status)
+            return
         if plan.num_summary_rows:
             self._text("summary").show(header.small_summary(view, line, plan.num_summary_rows, glyphs))
         self._show_left(plan)
         self._show_right(plan)
         labels = {"toggle_pause": "Resume" if view.is_paused else "Pause"}
-        shown = keys.available(self.readonly or status.is_over)
+        if self.draft is not None:
+            self._text("keys").show(keys.bar(EDITOR_KEYS, width))
+            return
+        shown = keys.here(keys.available(self.readonly or status.is_over), self.pane)
         self._text("keys").show(keys.key_bar(shown, self.settings.keymap, labels, width))
+
+    def _show_start(self, view: View, status: Status) -> None:
+        """Show what the trainer does before its first step, and the last lines of its log."""
+        self._log_lines = [*self._log_lines, *self._log_tail.read()][-200:]
+        room = max(3, self.query_one("#starting").size.height - 4)
+        self._text("starting").show(header.starting(view, status, self._log_lines, room))
+        shown = keys.here(keys.available(self.readonly or status.is_over), "starting")
+        self._text("keys").show(keys.key_bar(shown, self.settings.keymap, {}, self.size.width))
 
     def _show_left(self, plan: layout.Layout) -> None:
         view = self.source.view
         if "loss" in plan.panes:
             chart = self.query_one(LossChart)
-            self._set_title(chart, Content.styled("1 Loss", "bold"), plan)
-            chart.show(view)
+            self._set_title(chart, Content.styled(f"1 {chart_title(chart.options.metric)}", "bold"), plan)
+            field = step_field(chart.options.metric)
+            series = None if field is None else self.source.series(field)
+            chart.show(view, series, self._other_curves(chart.options.metric))
         if "pictures" in plan.panes:
             self._show_pictures(plan)
         if plan.has_throughput:
@@ -217,21 +340,26 @@ class Monitor(App[None]):
             line.show(header.throughput_line(view, max(1, line.size.width - 2), self.glyphs))
         if "events" in plan.panes:
             log = self.query_one(EventsPane)
-            log.show_log(view)
-            self._set_title(log, Content.styled("4 Events", "bold"), plan)
+            log.show_log(view, self.event_group, self.searched)
+            chosen = self.event_group if self.event_group != "all" else ""
+            if self.searched:
+                chosen += f" /{self.searched} {log.num_shown} of {len(view.log)}"
+            self._set_title(log, Content.assemble(("4 Events ", "bold"), (chosen, "$text-warning")), plan)
 
     def _show_right(self, plan: layout.Layout) -> None:
         view, glyphs = self.source.view, self.glyphs
         if "gpu" in plan.panes:
             pane = self.query_one("#gpu", Pane)
             title = Content.assemble(("2 GPU", "bold"), ("  used/total GiB  peak", "$text-muted"))
-            pane.show(gpu_content(view, pane.inner_width, glyphs))
+            most = int(0.4 * self.query_one("#right").size.height) - 2
+            size = Size(pane.inner_width, pane.size.height if "classes" not in plan.panes else most)
+            pane.show(gpu_content(view, self._predicted_mib(), size, glyphs))
             self._set_title(pane, title, plan)
         if "gpu0" in plan.panes:
             editor = self.query_one(Gpu0Pane)
             room = self.query_one("#right").size.height
             above = min(view.num_devices + 2, int(0.4 * room)) if "gpu" in plan.panes else 0
-            size = (max(1, editor.content_size.width), room - above - 2)
+            size = Size(max(1, editor.content_size.width), room - above - 2)
             can_edit = not self.readonly
             editor.show(gpu0_content(view, self.source.status(), self.draft, size, glyphs, can_edit=can_edit))
             set_title(editor, Content.styled("gpu0_bsz", "bold"))
@@ -240,8 +368,19 @@ class Monitor(App[None]):
             title = classes_title(
                 view, self.settings.sort, self.wanted, table.size.width - (4 if plan.has_left else 34), glyphs
             )
-            table.show(classes_content(view, self.settings.sort, self.wanted, table.inner_width, glyphs))
+            options = TableOptions(self.settings.sort, self.wanted, table.cursor)
+            size = Size(table.inner_width, max(1, table.size.height - 2))
+            table.show(classes_content(view, options, size, glyphs))
+            table.names = [row.name for row in class_rows(view, self.settings.sort, self.wanted)]
             self._set_title(table, title, plan)
+
+    def _predicted_mib(self) -> tuple[float | None, ...]:
+        """Return the peaks that the plan of the run predicted for the present split; empty without a plan."""
+        path = self.source.folder.saved_plan
+        if self._plan is None or self._plan[0] != path:
+            self._plan = (path, read_saved_plan(path))
+        plan = self._plan[1]
+        return plan.predicted_mib(self.source.view.split) if plan is not None else ()
 
     def _show_pictures(self, plan: layout.Layout) -> None:
         """Show new pictures."""
@@ -255,5 +394,16 @@ class Monitor(App[None]):
         text = "  ".join(label for name, label in others.items() if name not in plan.panes)
         set_title(pane, header.with_tabs(title, text, pane.size.width - 4))
 
+    def _chart_options(self, **changes: Any) -> ChartOptions:
+        """Return the chart's options with the settings that are kept, and changes."""
+        kept = {name: getattr(self.settings, name) for name in ("smoothing", "is_log", "x_axis")}
+        return replace(self.query_one(LossChart).options, **kept, **changes)
+
     def _text(self, name: str) -> LiteralText:
         return self.query_one(f"#{name}", LiteralText)
+
+
+def chart_title(metric: str) -> str:
+    """Return the title of the chart: the metric with a capital letter."""
+    title = metric_title(metric)
+    return title if title.startswith("mIoU") else title[:1].upper() + title[1:]

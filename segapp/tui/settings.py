@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from segapp.run.files import write_atomic
-from segapp.tui.panes.chart import AUTO, WINDOWS, X_AXES
+from segapp.tui.panes.chart import AUTO, X_AXES
 from segapp.tui.panes.classes import SORTS
 from segapp.tui.state.history import SMOOTHINGS
+
+NOTIFICATIONS = ("off", "bell", "osc9", "osc777")
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "smoothing": (AUTO, 0.0, *SMOOTHINGS),
     "is_log": (False, True),
-    "window": WINDOWS,
+    "notify": NOTIFICATIONS,
     "x_axis": X_AXES,
     "sort": SORTS,
 }
@@ -31,9 +33,10 @@ class UiSettings:
     theme: str = "segapp-dark"
     smoothing: float = AUTO
     is_log: bool = False
-    window: str = "all"
     x_axis: str = "step"
     sort: str = "worst"
+    notify: str = "bell"
+    """How the end of a run and an alert are announced: `off`, `bell`, or a desktop notification by OSC 9 or 777."""
     keymap: dict[str, str] = field(default_factory=dict)
     """Keys that replace the defaults: `toggle_pause = "p"`."""
 

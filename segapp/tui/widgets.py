@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import time
+from typing import ClassVar
 
 from textual.app import ComposeResult
+from textual.binding import BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
+from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import Input, Static
 
 from segapp.tui.panes.glyphs import ascii_text
-from segapp.tui.state.view import View
-from segapp.tui.state.wording import LogLine
-
-KIND_STYLES = {
-    "val": "$text-success",
-    "best": "$text-success bold",
-    "saved": "$text-primary",
-    "ctl": "$text-accent",
-    "gpu0": "$text-accent bold",
-    "alert": "$text-error bold",
-    "end": "$text-warning bold",
-    "start": "$text-warning",
-}
-_MAX_LINES = 500
 
 
 class LiteralText(Static):
@@ -37,7 +25,7 @@ class LiteralText(Static):
 
     def show(self, content: Content) -> None:
         """Show a content."""
-        content = _drawable(self, content)
+        content = drawable(self, content)
         key = (content.plain, tuple(content.spans))
         if key == self._key:
             return
@@ -69,31 +57,43 @@ class Pane(VerticalScroll, can_focus=True):
         return max(1, self.scrollable_content_region.width)
 
 
-class EventsPane(Pane):
-    """The log of events, latest last; follows the end unless the user has scrolled up."""
-
-    _last: LogLine | None = None
-    _num_shown = -1
-
-    def show_log(self, view: View) -> None:
-        """Show the log of a view."""
-        last = view.log[-1] if view.log else None
-        if last is self._last and len(view.log) == self._num_shown:
-            return
-        is_at_end = self.max_scroll_y - self.scroll_y <= 1
-        self._last, self._num_shown = last, len(view.log)
-        self._lines.show(Content("\n").join([log_content(line) for line in list(view.log)[-_MAX_LINES:]]))
-        if is_at_end:
-            self.scroll_end(animate=False)
+class _Rows(VerticalScroll, can_focus=True, inherit_bindings=False):
+    """Scrolls with the cursor of its pane, which handles the keys."""
 
 
 class ClassesPane(Vertical):
-    """The class table, with an input line for the filter."""
+    """The class table with a cursor, and an input line for the filter."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        ("down,j", "move(1)", "down"),
+        ("up", "move(-1)", "up"),
+        ("pagedown", "move(10)", "page down"),
+        ("pageup", "move(-10)", "page up"),
+        ("enter", "choose", "chart of the class"),
+    ]
+
+    class Moved(Message):
+        """The cursor has moved."""
+
+    class Chosen(Message):
+        """A class was chosen.
+
+        Attributes:
+            name: Of the class.
+        """
+
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
 
     def __init__(self, *, id: str) -> None:
         super().__init__(id=id, classes="pane")
+        self.names: list[str] = []
+        """Of the rows, in order."""
+        self.cursor: int | None = None
+        """Index of the selected row; None before the first key."""
         self._lines = LiteralText(classes="lines")
-        self._box = VerticalScroll(self._lines, can_focus=True, id="class-lines")
+        self._box = _Rows(self._lines, id="class-lines")
 
     def compose(self) -> ComposeResult:
         """Yield the filter, hidden at first, and the table."""
@@ -113,6 +113,23 @@ class ClassesPane(Vertical):
         """Focus the table."""
         self._box.focus()
 
+    def action_move(self, by: int) -> None:
+        """Move the cursor by rows, and keep it in view."""
+        if not self.names:
+            return
+        self.cursor = min(max(0 if self.cursor is None else self.cursor + by, 0), len(self.names) - 1)
+        self.post_message(self.Moved())
+        height = max(1, self._box.size.height)
+        if self._lines.size.height > height:  # one column
+            top = self._box.scroll_y
+            at = self.cursor + 1
+            self._box.scroll_to(y=min(max(top, at - height + 1), at), animate=False)
+
+    def action_choose(self) -> None:
+        """Choose the class under the cursor."""
+        if self.cursor is not None and self.cursor < len(self.names):
+            self.post_message(self.Chosen(self.names[self.cursor]))
+
 
 class Gpu0Pane(LiteralText, can_focus=True):
     """The pane of `gpu0_bsz`; the app focuses it and handles its keys while the editor is open."""
@@ -120,28 +137,15 @@ class Gpu0Pane(LiteralText, can_focus=True):
 
 def set_title(widget: Widget, title: Content) -> None:
     """Set a border title; redraw the border only if it differs."""
-    title = _drawable(widget, title)
+    title = drawable(widget, title)
     key = (title.plain, tuple(title.spans))
     if getattr(widget, "_segapp_title", None) != key:
         widget._segapp_title = key  # type: ignore[attr-defined]
         widget.border_title = title
 
 
-def _drawable(widget: Widget, content: Content) -> Content:
+def drawable(widget: Widget, content: Content) -> Content:
     """Return the content as the terminal can draw it: on an ASCII screen all text is converted to ASCII."""
     if content.plain.isascii() or not widget.app.has_class("-ascii"):
         return content
     return Content(ascii_text(content.plain), list(content.spans))
-
-
-def log_content(line: LogLine, now_s: float | None = None) -> Content:
-    """Return a line of the log; with its date if older than a day."""
-    now_s = time.time() if now_s is None else now_s
-    form = "%H:%M:%S" if abs(now_s - line.t) < 86_400 else "%d %b %H:%M"
-    try:
-        clock = time.strftime(form, time.localtime(line.t))
-    except (OverflowError, ValueError, OSError):
-        clock = "--:--:--"
-    return Content.assemble(
-        (f"{clock} ", "$text-muted"), (f"{line.kind:<6}", KIND_STYLES.get(line.kind, "")), line.text
-    )

@@ -11,7 +11,7 @@ replacement (`EventReader.generation` increases) and read the file again from it
 when it meets the field is right in both.
 """
 
-from segapp.run.events.decode import StepRun, is_known, parse_event, parse_line
+from segapp.run.events.decode import StepRun, is_known, parse_event, parse_line, step_column
 from segapp.run.events.reader import EventReader, read_answers
 from segapp.run.events.types import (
     EVENT_TYPES,
@@ -71,4 +71,5 @@ __all__ = [
     "parse_event",
     "parse_line",
     "read_answers",
+    "step_column",
 ]

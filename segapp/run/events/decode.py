@@ -5,6 +5,7 @@ the fields of every line) 5 s, and `parse_event` (types of all fields) ten times
 that only `parse_event` checks an event's own fields.
 """
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -88,6 +89,23 @@ class StepRun(NamedTuple):
         """The split of the last step, unparsed: enough to detect a change."""
         start = self.last_line.find(b'"split":')
         return self.last_line[start : self.last_line.find(b"]", start)] if start >= 0 else b""
+
+
+def step_column(field: str) -> re.Pattern[bytes]:
+    """Return the pattern of a number in `step` lines: groups t, step, value.
+
+    Args:
+        field: Name of the field, or `terms.NAME` for a term of the loss.
+    """
+    inside, _, name = field.rpartition(".")
+    key = re.escape(json.dumps(name or field).encode())
+    where = rb'[^\n]*?"terms":\{[^}\n]*?' if inside else rb"[^\n]*?"
+    return re.compile(
+        rb'"t":(-?\d[\d.eE+-]*+),"type":"step","epoch":\d+,"step":(\d{1,15}),'
+        + where
+        + key
+        + rb":(null|-?\d[\d.eE+-]*+)"
+    )
 
 
 def skim_block(block: bytes) -> Iterator[StepRun | bytes]:

@@ -1,7 +1,9 @@
 """Reads events.jsonl while it is being written, and waits for the answer to a command."""
 
 import contextlib
+import math
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,20 @@ class EventReader:
                 else:
                     items.extend(self._parse_block(part))
         return items
+
+    def read_column(self, field: re.Pattern[bytes], max_bytes: int | None = None) -> list[tuple[float, int, float]]:
+        """Return time, step and value of a number in the new `step` events; nan where it was null.
+
+        Args:
+            field: From `step_column`.
+            max_bytes: Read about this much at most; None reads to the end.
+        """
+        found = []
+        for block in self._blocks(max_bytes):
+            for t, step, value in field.findall(block):
+                with contextlib.suppress(ValueError):  # such as 1.2.3
+                    found.append((float(t), int(step), math.nan if value == b"null" else float(value)))
+        return found
 
     @property
     def num_bytes_left(self) -> int:

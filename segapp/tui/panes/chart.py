@@ -1,37 +1,39 @@
-"""The loss chart: raw curve as a band, average as a line, evaluations as diamonds, and marks of changes."""
+"""The chart: a metric as a band with its average, evaluations, marks of changes, and the curves of other runs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.segment import Segment
 from rich.style import Style
+from textual import events
 from textual.content import Content
 from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 
+from segapp.tui.panes.canvas import Canvas
 from segapp.tui.panes.glyphs import UNICODE, Glyphs
 from segapp.tui.panes.plot import (
     Columns,
     Floats,
     Scale,
     choose_scale,
-    draw_columns,
-    pack_dots,
     padded_range,
     reduce_columns,
+    row_labels,
+    usual_range,
 )
-from segapp.tui.state.history import SMOOTHINGS
+from segapp.tui.panes.readout import cursor_readout
+from segapp.tui.panes.viewport import Viewport
+from segapp.tui.state.history import SMOOTHINGS, History
+from segapp.tui.state.metrics import Curve, curve_of, metric_title
 from segapp.tui.state.view import View
 from segapp.tui.state.wording import duration, number
-
-WINDOWS = ("all", "epoch", "1000", "100")
-"""The visible part of the history: all, the steps of one epoch, the last 1000, the last 100."""
 
 AUTO = -1.0
 """Select the smoothing by the length of the curve."""
@@ -39,27 +41,41 @@ AUTO = -1.0
 X_AXES = ("step", "epoch", "time")
 GUTTER = 8
 
-_BLANK, _RAW, _MARK, _AVERAGE, _VAL, _BAD, _BEST, _CURSOR, _AXIS = range(9)
-_CLASSES = ("blank", "raw", "mark", "average", "val", "bad", "best", "cursor", "axis")
+_BLANK, _RAW, _MARK, _AVERAGE, _VAL, _BAD, _BEST, _CURSOR, _AXIS, _OTHER = range(10)
+_CLASSES = (
+    "blank", "raw", "mark", "average", "val", "bad", "best", "cursor", "axis", "other-0", "other-1", "other-2",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ChartOptions:
     """Display options of the chart; changed by keys."""
 
+    metric: str = "loss"
+    """One of `metric_names`, or `IoU CLASS`."""
     smoothing: float = AUTO
     """One of `SMOOTHINGS`; 0: the raw curve alone; `AUTO`: by the number of steps."""
     is_log: bool = False
-    window: str = "all"
     x_axis: str = "step"
+    part: Viewport = field(default_factory=Viewport)
+    """The visible steps."""
     cursor: int | None = None
     """Position in cells from the left edge of the plot; None: no cursor."""
 
 
-class LossChart(Widget, can_focus=True):
-    """Draws `View.history` with the numpy functions of `plot`; a refresh reads every point once.
+class Other(NamedTuple):
+    """Another run whose curve is drawn too."""
 
-    Every segment has a style, because Textual's NO_COLOR filter fails on a segment without one.
+    name: str
+    view: View
+    series: History | None
+
+
+class LossChart(Widget, can_focus=True):
+    """Draws a metric with the numpy functions of `plot`; a refresh reads every point once.
+
+    The wheel zooms, dragging moves the visible part, a click sets the cursor. Every segment has a style, because
+    Textual's NO_COLOR filter fails on a segment without one.
     """
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"loss-chart--{name}" for name in _CLASSES}
@@ -74,6 +90,9 @@ class LossChart(Widget, can_focus=True):
         .loss-chart--best { color: $success; text-style: bold; }
         .loss-chart--cursor { color: $foreground; text-style: bold; }
         .loss-chart--axis { color: $text-muted; }
+        .loss-chart--other-0 { color: $primary; }
+        .loss-chart--other-1 { color: $accent; }
+        .loss-chart--other-2 { color: $error; }
     }
     """
 
@@ -82,9 +101,13 @@ class LossChart(Widget, can_focus=True):
         self.glyphs = glyphs
         self.options = ChartOptions()
         self._view = View()
+        self._series: History | None = None
+        self._others: Sequence[Other] = ()
+        self._curve = Curve(None, [])
         self._strips: list[Strip] = []
         self._built: tuple[object, ...] | None = None
         self._x_range = (0.0, 1.0)
+        self._dragged_from: tuple[int, Viewport] | None = None
         self._subtitle = ""
 
     @property
@@ -92,12 +115,19 @@ class LossChart(Widget, can_focus=True):
         """The smoothing factor in use; 0 for none."""
         if self.options.smoothing != AUTO:
             return self.options.smoothing
-        num_steps = self._view.history.num_steps
+        history = self._curve.history
+        num_steps = history.num_steps if history is not None else 0
         return SMOOTHINGS[0] if num_steps < 200 else SMOOTHINGS[1] if num_steps < 4000 else SMOOTHINGS[2]
 
-    def show(self, view: View) -> None:
-        """Show a view; redraws only if it has changed."""
-        self._view = view
+    def show(self, view: View, series: History | None = None, others: Sequence[Other] = ()) -> None:
+        """Show a view; redraws only if it has changed.
+
+        Args:
+            view: The run.
+            series: Values of the metric, if it is a number of the steps beside the loss.
+            others: Further runs to draw.
+        """
+        self._view, self._series, self._others = view, series, others[: len(_CLASSES) - _OTHER]
         if self._key() == self._built:
             return
         before, size = self._strips, self.content_size
@@ -114,18 +144,73 @@ class LossChart(Widget, can_focus=True):
                 self.refresh(*(Region(0, y, size.width, 1) for y in rows))
 
     def _make(self) -> None:
+        self._curve = curve_of(self._view, self.options.metric, self._series)
         self._strips, self._built = self._build(), self._key()
 
     def change(self, **options: object) -> None:
         """Change some of `ChartOptions`."""
         self.options = replace(self.options, **options)  # type: ignore[arg-type]
-        self.show(self._view)
+        self.show(self._view, self._series, self._others)
+
+    # --- moving about ----------------------------------------------------------------------------------------------
 
     def move_cursor(self, by: int) -> None:
         """Move the cursor; the first move puts it at the right edge."""
         width = max(1, self._plot_size()[0])
         at = width - 1 if self.options.cursor is None else min(max(self.options.cursor + by, 0), width - 1)
         self.change(cursor=at)
+
+    def zoom(self, factor: float, at: float = 1.0) -> None:
+        """Show fewer (factor below 1) or more steps; the step at a fraction of the width keeps its place."""
+        self.change(part=self.options.part.zoomed(factor, at, *self._ends()))
+
+    def pan(self, frac: float) -> None:
+        """Move the visible part by a fraction of its width; positive is towards the newest step."""
+        self.change(part=self.options.part.panned(frac, *self._ends()))
+
+    def jump(self, *, to_end: bool) -> None:
+        """Move to the first or to the newest steps; the newest are followed."""
+        self.change(part=self.options.part.jumped(*self._ends(), to_end=to_end))
+
+    def _ends(self) -> tuple[float, float]:
+        """Return the first and the last step."""
+        steps = self._steps()
+        first, last = (float(steps[0]), float(steps[-1])) if len(steps) else (0.0, 1.0)
+        return first, max(last, first + 1)
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        """Zoom in around the pointer."""
+        self.zoom(0.7, self._fraction(event.x))
+        event.stop()
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        """Zoom out around the pointer."""
+        self.zoom(1 / 0.7, self._fraction(event.x))
+        event.stop()
+
+    def on_mouse_down(self, event: events.MouseDown) -> None:
+        """Begin to drag."""
+        self._dragged_from = (event.x, self.options.part)
+        self.capture_mouse()
+
+    def on_mouse_move(self, event: events.MouseMove) -> None:
+        """Move the visible part along with the pointer."""
+        if self._dragged_from is not None:
+            at, part = self._dragged_from
+            self.change(part=part.panned((at - event.x) / max(1, self._plot_size()[0]), *self._ends()))
+
+    def on_mouse_up(self, event: events.MouseUp) -> None:
+        """End a drag; without a movement, set the cursor."""
+        self.release_mouse()
+        if self._dragged_from is not None and abs(event.x - self._dragged_from[0]) < 1:
+            self.change(cursor=int(self._fraction(event.x) * max(1, self._plot_size()[0] - 1)))
+        self._dragged_from = None
+
+    def _fraction(self, x: int) -> float:
+        inside = x - self.gutter.left - GUTTER - 1
+        return min(max(inside / max(1, self._plot_size()[0] - 1), 0.0), 1.0)
+
+    # --- rendering ---------------------------------------------------------------------------------------------------
 
     def render_line(self, y: int) -> Strip:
         """Return one line of the widget's content."""
@@ -142,9 +227,10 @@ class LossChart(Widget, can_focus=True):
         super().notify_style_update()
 
     def _key(self) -> tuple[object, ...]:
-        view = self._view
-        return (id(view), view.history.num_steps, view.history.size, len(view.vals), len(view.marks),
-                self.options, self.content_size)  # fmt: skip
+        view, series = self._view, self._series
+        others = tuple((other.name, other.view.history.num_steps, len(other.view.vals)) for other in self._others)
+        return (id(view), view.history.num_steps, view.history.size, len(view.vals), len(view.marks), others,
+                series.num_steps if series else 0, self.options, self.content_size)  # fmt: skip
 
     def _plot_size(self) -> tuple[int, int]:
         """Return width and height of the plot in cells, without legend, labels and axis."""
@@ -152,102 +238,169 @@ class LossChart(Widget, can_focus=True):
 
     # --- the x axis ------------------------------------------------------------------------------------------------
 
-    def _x_of(self, steps: Floats) -> Floats:
-        """Return the positions of steps on the x axis."""
-        if self.options.x_axis != "time":
+    def _steps(self) -> Floats:
+        """Return the steps at which the metric has values."""
+        history, points = self._curve.history, self._curve.points
+        if history is not None and history.size:
+            return history.step
+        return np.array([step for step, _ in points], float)
+
+    def _x_of(self, steps: Floats, view: View | None = None) -> Floats:
+        """Return the positions of a run's steps on the x axis."""
+        view = view or self._view
+        if self.options.x_axis == "epoch":
+            return steps / max(view.start.steps_per_epoch if view.start is not None else 1, 1)
+        if self.options.x_axis == "step" or not view.history.size:
             return steps
-        history = self._view.history
-        return np.interp(steps, history.step, np.maximum.accumulate(history.t))
+        times_s = np.maximum.accumulate(view.history.t)
+        return np.interp(steps, view.history.step, times_s - (view.first_start_s or float(times_s[0])))
 
     def _find_range(self) -> tuple[float, float]:
-        steps = self._view.history.step
-        last, first = float(steps[-1]), float(steps[0])
-        start = self._view.start
-        if self.options.window == "epoch" and start is not None:
-            first = max(first, last - start.steps_per_epoch)
-        elif self.options.window.isdigit():
-            first = max(first, last - int(self.options.window))
-        x0, x1 = (float(x) for x in self._x_of(np.array([first, last])))
+        left, right = self.options.part.visible(*self._ends())
+        x0, x1 = (float(x) for x in self._x_of(np.array([left, right])))
+        if self.options.part.end is not None:
+            return x0, max(x1, x0 + 1e-6)
+        for other in self._others if self.options.part.span is None else ():
+            if other.view.history.size:
+                x1 = max(x1, float(self._x_of(other.view.history.step[-1:], other.view)[0]))
         return padded_range(x0, x1)
 
     def _x_label(self, x: float) -> str:
         if self.options.x_axis == "time":
-            return duration(x - (self._view.first_start_s or float(self._view.history.t[0])))
-        if self.options.x_axis == "epoch" and self._view.start is not None:
-            return f"e{x / max(self._view.start.steps_per_epoch, 1):.4g}"
-        return f"{x:.0f}"
-
-    # --- drawing ---------------------------------------------------------------------------------------------------
-
-    def _build(self) -> list[Strip]:
-        width, height = self._plot_size()
-        history = self._view.history
-        if width < 4 or height < 2:
-            return []
-        if not history.size:
-            text = "no step yet"
-            return [Strip([Segment(" " * GUTTER + text, self._style(_AXIS))], GUTTER + len(text))]
-        self._x_range = self._find_range()
-        num_columns = width * self.glyphs.dots_per_cell[1]
-        x = self._x_of(history.step) if self.options.x_axis != "time" else np.maximum.accumulate(history.t)
-        raw = reduce_columns(x, history.low, history.high, history.is_bad, *self._x_range, num_columns)
-        average = self._average(x, num_columns) if self.smoothing else raw
-        vals = [(val.step, val.loss) for val in self._view.vals if val.loss is not None]
-        val_x, val_y = self._x_of(np.array([v[0] for v in vals], float)), np.array([v[1] for v in vals], float)
-        is_shown = (val_x >= self._x_range[0]) & (val_x <= self._x_range[1])
-        scale = choose_scale(raw, average, val_y[is_shown], is_log=self.options.is_log)
-        if scale is None:
-            text = "no finite loss yet" if not self.options.is_log else "no loss above 0: y shows it without logarithm"
-            return [Strip([Segment(" " * GUTTER + text, self._style(_BAD))], GUTTER + len(text))]
-        canvas = _Canvas(width, height, self.glyphs)
-        canvas.curve(raw, scale, _RAW)
-        self._draw_marks(canvas, height)
-        if self.smoothing:
-            canvas.curve(average, scale, _AVERAGE)
-        canvas.clipped(raw, scale)
-        for at_x, at_y in zip(val_x[is_shown], val_y[is_shown], strict=True):
-            canvas.point(self._cell(at_x, width), float(scale.fraction(np.array([at_y]))[0]), self.glyphs.diamond, _VAL)
-        if self.options.cursor is not None:
-            canvas.line(min(self.options.cursor, width - 1), self.glyphs.v_cursor, _CURSOR)
-        rows = canvas.rows([self._style(i) for i in range(len(_CLASSES))])
-        labels = _row_labels(scale, height)
-        axis = self._style(_AXIS)
-        strips = [
-            Strip([Segment(labels[i] + self.glyphs.v_axis, axis), *row], GUTTER + 1 + width)
-            for i, row in enumerate(rows)
-        ]
-        return [self._legend(), *strips, self._axis_line(raw, width)]
-
-    def _legend(self) -> Strip:
-        """Return the legend, with the latest values."""
-        history, vals = self._view.history, self._view.vals
-        segments = [Segment(" " * (GUTTER + 1), self._style(_BLANK))]
-        segments.append(Segment(f"last {number(float(history.low[-1]))}", self._style(_AXIS)))
-        if self.smoothing:
-            text = f"  ema {number(history.last_average(self.smoothing))} ({self.smoothing:g})"
-            segments.append(Segment(text, self._style(_AVERAGE)))
-        if vals and vals[-1].loss is not None:
-            text = f"  {self.glyphs.diamond} val {number(vals[-1].loss)} epoch {vals[-1].epoch}"
-            segments.append(Segment(text, self._style(_VAL)))
-        return Strip(segments)
-
-    def _average(self, x: Floats, num_columns: int) -> Columns:
-        history = self._view.history
-        values = history.average(self.smoothing)
-        return reduce_columns(x, values, values, history.is_bad & np.isnan(values), *self._x_range, num_columns)
+            return duration(x)
+        return f"e{x:.4g}" if self.options.x_axis == "epoch" else f"{x:.0f}"
 
     def _cell(self, x: float, width: int) -> int:
         x0, x1 = self._x_range
         return int(min(max((x - x0) / (x1 - x0), 0.0) * width, width - 1))
 
-    def _draw_marks(self, canvas: _Canvas, height: int) -> None:
+    # --- drawing ---------------------------------------------------------------------------------------------------
+
+    def _build(self) -> list[Strip]:
+        width, height = self._plot_size()
+        if width < 4 or height < 2:
+            return []
+        if not len(self._steps()):
+            is_loss = self.options.metric == "loss"
+            return [self._message("no step yet" if is_loss else f"no {metric_title(self.options.metric)} yet", _AXIS)]
+        self._x_range = self._find_range()
+        raw, average = self._band(self._curve.history, self._view, width)
+        others = [self._other(other, width) for other in self._others]
+        at = np.array([step for step, _ in self._curve.points], float)
+        point_x, point_y = self._x_of(at), np.array([value for _, value in self._curve.points], float)
+        is_shown = (point_x >= self._x_range[0]) & (point_x <= self._x_range[1])
+        firm = np.concatenate(
+            (average.low, average.high, point_y[is_shown], *(c.low for c in others), *(c.high for c in others))
+        )
+        scale = choose_scale(raw, firm, is_log=self.options.is_log, usual=self._usual_range())
+        if scale is None:
+            text = (
+                "no finite value yet" if not self.options.is_log else "no value above 0: y draws it without logarithm"
+            )
+            return [self._message(text, _BAD)]
+        canvas = Canvas(width, height, self.glyphs)
+        canvas.curve(raw, scale, _RAW)
+        self._draw_marks(canvas)
+        for i, columns in enumerate(others):
+            canvas.curve(columns, scale, _OTHER + i)
+        if self.smoothing:
+            canvas.curve(average, scale, _AVERAGE)
+        canvas.clipped(raw, scale, _BAD)
+        self._draw_points(canvas, scale, point_x[is_shown], point_y[is_shown])
+        if self.options.cursor is not None:
+            canvas.line(min(self.options.cursor, width - 1), self.glyphs.v_cursor, _CURSOR)
+        rows = canvas.rows([self._style(i) for i in range(len(_CLASSES))])
+        labels, axis = row_labels(scale, height, GUTTER), self._style(_AXIS)
+        strips = [
+            Strip([Segment(labels[i] + self.glyphs.v_axis, axis), *row], GUTTER + 1 + width)
+            for i, row in enumerate(rows)
+        ]
+        return [self._legend(width), *strips, self._axis_line(raw, width)]
+
+    def _message(self, text: str, style: int) -> Strip:
+        return Strip([Segment(" " * GUTTER + text, self._style(style))], GUTTER + len(text))
+
+    def _band(self, history: History | None, view: View, width: int) -> tuple[Columns, Columns]:
+        """Return the extremes and the average of the steps' values, by columns of dots."""
+        num_columns = width * self.glyphs.dots_per_cell[1]
+        if history is None or not history.size:
+            empty = np.full(num_columns, np.nan)
+            columns = Columns(empty, empty, np.zeros(num_columns, dtype=bool))
+            return columns, columns
+        x = self._x_of(history.step, view)
+        raw = reduce_columns(x, history.low, history.high, history.is_bad, *self._x_range, num_columns)
+        if not self.smoothing:
+            return raw, raw
+        values = history.average(self.smoothing)
+        is_bad = history.is_bad & np.isnan(values)
+        return raw, reduce_columns(x, values, values, is_bad, *self._x_range, num_columns)
+
+    def _other(self, other: Other, width: int) -> Columns:
+        """Return the curve of another run: its average, or its evaluations."""
+        curve = curve_of(other.view, self.options.metric, other.series)
+        if curve.history is not None:
+            return self._band(curve.history, other.view, width)[1]
+        return self._joined(self._x_of(np.array([s for s, _ in curve.points], float), other.view),
+                            np.array([value for _, value in curve.points], float), width)  # fmt: skip
+
+    def _joined(self, x: Floats, y: Floats, width: int) -> Columns:
+        num_columns = width * self.glyphs.dots_per_cell[1]
+        return reduce_columns(x, y, y, np.zeros(len(x), dtype=bool), *self._x_range, num_columns)
+
+    def _usual_range(self) -> tuple[float, float] | None:
+        """Return the range of the visible points without the rarest."""
+        history = self._curve.history
+        if history is None or not history.size:
+            return None
+        left, right = self.options.part.visible(*self._ends())
+        part = slice(*np.searchsorted(history.step, [left, right + 1]))
+        return usual_range(history.low[part], history.high[part])
+
+    def _draw_points(self, canvas: Canvas, scale: Scale, x: Floats, y: Floats) -> None:
+        """Draw the evaluations: diamonds where there is room between them, else a line; the best one as a star."""
+        has_line = self._curve.history is None or len(x) > canvas.width // 4
+        if has_line and len(x) > 1:
+            canvas.curve(self._joined(x, y, canvas.width), scale, _VAL)
+        if len(x) <= canvas.width // 4:
+            for at_x, at_y in zip(x, y, strict=True):
+                self._draw_point(canvas, scale, at_x, at_y, self.glyphs.diamond, _VAL)
+        best = self._view.best
+        found = [value for step, value in self._curve.points if best is not None and step == best.step]
+        if best is not None and found:
+            best_x = float(self._x_of(np.array([float(best.step)]))[0])
+            if self._x_range[0] <= best_x <= self._x_range[1]:
+                self._draw_point(canvas, scale, best_x, found[0], self.glyphs.star, _BEST)
+
+    def _draw_point(self, canvas: Canvas, scale: Scale, x: float, y: float, char: str, style: int) -> None:
+        canvas.point(self._cell(x, canvas.width), float(scale.fraction(np.array([y]))[0]), char, style)
+
+    def _draw_marks(self, canvas: Canvas) -> None:
         for mark in self._view.marks:
             x = float(self._x_of(np.array([float(mark.step)]))[0])
             if mark.kind != "best" and self._x_range[0] <= x <= self._x_range[1]:
                 canvas.line(self._cell(x, canvas.width), self.glyphs.v_mark, _MARK)
 
+    def _legend(self, width: int) -> Strip:
+        """Return the legend, with the latest values."""
+        history, points = self._curve.history, self._curve.points
+        parts = [(other.name[:24], _OTHER + i) for i, other in enumerate(self._others)]
+        if history is not None and history.size:
+            parts.append((f"last {number(float(history.low[-1]))}", _AXIS))
+            if self.smoothing:
+                text = f"smoothed {number(history.last_average(self.smoothing))} ({self.smoothing:g})"
+                parts.append((text, _AVERAGE))
+        if points:
+            epoch = f" epoch {self._view.vals[-1].epoch}" if self._view.vals else ""
+            parts.append((f"{self.glyphs.diamond} val {number(points[-1][1])}{epoch}", _VAL))
+        segments, left = [Segment(" " * (GUTTER + 1), self._style(_BLANK))], width
+        for text, style in parts:
+            if len(text) + 2 <= left or len(segments) == 1:
+                segments.append(Segment(text + "  ", self._style(style)))
+                left -= len(text) + 2
+        return Strip(segments)
+
     def _axis_line(self, raw: Columns, width: int) -> Strip:
-        """Return the x axis with its labels, × where a loss was not finite, and a star at the best checkpoint."""
+        """Return the x axis with its labels, and a × where a value was not finite."""
         text = [self.glyphs.h_axis] * width
         styles = [_AXIS] * width
         end, previous = 0, ""
@@ -256,104 +409,33 @@ class LossChart(Widget, can_focus=True):
             if label != previous and at >= end and at + len(label) < width:  # all equal in a range of one step
                 text[at : at + len(label)] = label
                 end, previous = at + len(label) + 1, label
-        stars = self._best_cells(width)
-        for cell in stars:
-            if cell == stars[-1] or text[cell] == self.glyphs.h_axis:
-                text[cell] = self.glyphs.star if cell == stars[-1] else self.glyphs.former
-                styles[cell] = _BEST
         for column in np.flatnonzero(raw.is_bad):
             cell = int(column) // self.glyphs.dots_per_cell[1]
             text[cell], styles[cell] = self.glyphs.bad, _BAD
+        edges = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(styles)) if a != b), width]
         segments = [Segment(" " * GUTTER + self.glyphs.corner, self._style(_AXIS))]
-        segments += [Segment(char, self._style(style)) for char, style in zip(text, styles, strict=True)]
-        return Strip(segments, GUTTER + 1 + width).simplify()
-
-    def _best_cells(self, width: int) -> list[int]:
-        """Return the columns of the best checkpoints, the last one last."""
-        x0, x1 = self._x_range
-        at = [float(self._x_of(np.array([float(m.step)]))[0]) for m in self._view.marks if m.kind == "best"]
-        return [self._cell(x, width) for x in at if x0 <= x <= x1]
+        segments += [Segment("".join(text[a:b]), self._style(styles[a])) for a, b in pairwise(edges)]
+        return Strip(segments, GUTTER + 1 + width)
 
     def _style(self, index: int) -> Style:
         return self.get_component_rich_style(f"loss-chart--{_CLASSES[index]}")
 
     def _readout(self) -> str:
         """Return the values at the cursor, or the display options, as plain text for the border."""
-        history, options = self._view.history, self.options
-        if options.cursor is not None and history.size:
-            return self._cursor_readout()
-        parts = ["log" if options.is_log else "linear", f"last {options.window}" if options.window != "all" else "all"]
+        options, steps = self.options, self._steps()
+        separator = f" {self.glyphs.separator} "
+        if options.cursor is not None and len(steps):
+            width = max(1, self._plot_size()[0])
+            x0, x1 = self._x_range
+            x = x0 + (min(options.cursor, width - 1) + 0.5) / width * (x1 - x0)
+            index = min(int(np.searchsorted(self._x_of(steps), x)), len(steps) - 1)
+            tolerance = (x1 - x0) / width * (steps[-1] - steps[0] + 1) / max(x1 - x0, 1e-9)
+            parts = cursor_readout(self._view, self._curve, index, self.smoothing, max(tolerance, 1.0))
+            return separator.join(parts)
+        parts = ["log" if options.is_log else "linear"]
+        parts.append("all" if options.part.span is None else f"{options.part.span:.0f} steps")
+        if options.part.end is not None:
+            parts.append("end: newest")
         if options.x_axis != "step":
             parts.append(f"by {options.x_axis}")
-        return f" {self.glyphs.separator} ".join(parts)
-
-    def _cursor_readout(self) -> str:
-        history = self._view.history
-        width = max(1, self._plot_size()[0])
-        x0, x1 = self._x_range
-        x = x0 + (min(self.options.cursor or 0, width - 1) + 0.5) / width * (x1 - x0)
-        index = int(np.searchsorted(self._x_of(history.step), x))
-        index = min(index, history.size - 1)
-        low, high = float(history.low[index]), float(history.high[index])
-        loss = number(low) if low == high or low != low else f"{number(low)} to {number(high)}"
-        smooth = f"  ema {number(float(history.average(self.smoothing)[index]))}" if self.smoothing else ""
-        return f"step {history.step[index]:.0f}  loss {loss}{smooth}"
-
-
-class _Canvas:
-    """Cells with a character and a style each; later drawing overwrites earlier."""
-
-    def __init__(self, width: int, height: int, glyphs: Glyphs) -> None:
-        self.width, self.height = width, height
-        self._glyphs = glyphs
-        self._chars = np.full((height, width), " ", dtype="<U1")
-        self._styles = np.zeros((height, width), dtype=np.int8)
-        self._table = np.array(list(glyphs.dot_cells), dtype="<U1")
-
-    def curve(self, columns: Columns, scale: Scale, style: int) -> None:
-        """Draw a curve in dots."""
-        dots = draw_columns(columns, scale, self.height * self._glyphs.dots_per_cell[0])
-        packed = pack_dots(dots, self._glyphs.dot_weights)
-        is_set = packed > 0
-        self._chars[is_set] = self._table[packed[is_set]]
-        self._styles[is_set] = style
-
-    def clipped(self, columns: Columns, scale: Scale) -> None:
-        """Mark in the top row where the curve exceeds the scale."""
-        with np.errstate(invalid="ignore"):
-            beyond = np.flatnonzero(columns.high > scale.top * (1 + 1e-12))
-        for cell in set((beyond // self._glyphs.dots_per_cell[1]).tolist()):
-            self._set(0, cell, self._glyphs.clipped, _BAD)
-
-    def point(self, column: int, fraction: float, char: str, style: int) -> None:
-        """Draw a character at a height from 0 (bottom) to 1 (top); nothing outside that range."""
-        if 0 <= fraction <= 1:
-            self._set(min(int((1 - fraction) * self.height), self.height - 1), column, char, style)
-
-    def line(self, column: int, char: str, style: int) -> None:
-        """Draw a vertical line where there is no curve."""
-        is_empty = self._chars[:, column] == " "
-        self._chars[is_empty, column] = char
-        self._styles[is_empty, column] = style
-
-    def rows(self, styles: list[Style]) -> list[list[Segment]]:
-        """Return the rows as segments, one for each run of equal style."""
-        return [self._row(chars, own, styles) for chars, own in zip(self._chars, self._styles, strict=True)]
-
-    def _row(self, chars: NDArray[np.str_], own: NDArray[np.int8], styles: list[Style]) -> list[Segment]:
-        text = "".join(chars.tolist())
-        edges = [0, *(np.flatnonzero(own[1:] != own[:-1]) + 1).tolist(), len(text)]
-        return [Segment(text[a:b], styles[int(own[a])]) for a, b in pairwise(edges)]
-
-    def _set(self, row: int, column: int, char: str, style: int) -> None:
-        self._chars[row, column], self._styles[row, column] = char, style
-
-
-def _row_labels(scale: Scale, height: int) -> list[str]:
-    """Return the label of each row of the plot; most are blank."""
-    labels = [" " * GUTTER] * height
-    for value in reversed(scale.ticks(max(2, height // 3))):
-        fraction = float(scale.fraction(np.array([value]))[0])
-        row = min(int((1 - fraction) * height), height - 1)
-        labels[row] = f"{value:.4g}".rjust(GUTTER - 1)[: GUTTER - 1] + " "
-    return labels
+        return separator.join(parts)

@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rich.cells import cell_len
 from textual.content import Content
+from textual.geometry import Size
 
 from segapp.tui.panes.glyphs import Glyphs, progress, spark
 from segapp.tui.panes.header import Part, fit_parts
+from segapp.tui.state.metrics import class_iou
 from segapp.tui.state.view import View
 from segapp.tui.state.wording import fit_cells, number
 
 SORTS = ("worst", "best", "drop", "name", "id")
 FALL = -0.02
 """Change of IoU between two evaluations from which on a class is marked."""
+
+
+_COLUMN_WIDTH = 46
+"""Smallest width of a column of classes."""
+
+
+class TableOptions(NamedTuple):
+    """How the table is shown."""
+
+    sort: str = "worst"
+    wanted: str = ""
+    """Part of a name."""
+    cursor: int | None = None
+    """Index of the selected row; None: none."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +56,12 @@ def class_rows(view: View, sort: str = "worst", wanted: str = "") -> list[ClassR
     """
     if not view.vals:
         return [ClassRow(i, name, None, None) for i, name in enumerate(view.classes)]
-    now = view.vals[-1].iou
-    before = next((val.iou for val in reversed(view.vals[:-1]) if len(val.iou) == len(now)), [])
+    num_classes = len(view.vals[-1].iou)
+    before = next((val for val in reversed(view.vals[:-1]) if len(val.iou) == num_classes), None)
     rows = []
     for i, name in enumerate(view.classes):
-        iou = now[i] if i < len(now) else None
-        old = before[i] if i < len(before) else None
+        iou = class_iou(view.vals[-1], i)
+        old = class_iou(before, i) if before is not None else None
         rows.append(ClassRow(i, name, iou, iou - old if iou is not None and old is not None else None))
     rows = [row for row in rows if wanted.casefold() in row.name.casefold()]
     return sorted(rows, key=lambda row: _sort_key(row, sort))
@@ -61,35 +78,62 @@ def _sort_key(row: ClassRow, sort: str) -> tuple[bool, float | str, int]:
     return row.iou is None, -iou if sort == "best" else iou, row.index
 
 
-def classes_content(view: View, sort: str, wanted: str, width: int, glyphs: Glyphs) -> Content:
-    """Return one line per class."""
+def classes_content(view: View, options: TableOptions, size: Size, glyphs: Glyphs) -> Content:
+    """Return the classes one below the other; in several columns where they would not all be visible.
+
+    Args:
+        view: The run.
+        options: Order, filter and cursor.
+        size: Cells of the table.
+        glyphs: Characters to draw with.
+    """
     if not view.classes:
         return Content.styled("no classes yet", "$text-muted")
-    rows = class_rows(view, sort, wanted)
+    rows = class_rows(view, options.sort, options.wanted)
     if not rows:
         return Content.styled("no class with that name: esc shows all", "$text-muted")
+    num_columns = min(max(1, size.width // _COLUMN_WIDTH), -(-len(rows) // max(1, size.height - 1)))
+    width = (size.width - 2 * (num_columns - 1)) // num_columns
     longest = max(cell_len(row.name) for row in rows)
-    name_width = max(6, min(longest, width // 2 - 8, 28))
-    lines = [_row_content(row, name_width, width, glyphs) for row in rows]
+    name_width = max(6, min(longest, width // 2 - 8, 28 if width < 80 else 60))
+    layout = _RowLayout(width, name_width, 24 if width - name_width >= 60 else 0, glyphs)
+    cells = [_row_content(view, row, layout, is_selected=i == options.cursor) for i, row in enumerate(rows)]
+    num_rows = -(-len(cells) // num_columns)
+    lines = [Content("  ").join(cells[i::num_rows]) for i in range(num_rows)]
     course = [val.miou for val in view.vals if val.miou is not None]
-    if len(course) > 1 and not wanted:
-        bars = spark(course, width - name_width - 17, glyphs)
-        mean = Content.assemble(
-            (fit_cells("mean", name_width), "bold"), " ", (bars.ljust(width - name_width - 17), "$text-success")
-        )
+    if len(course) > 1 and not options.wanted:
+        room = size.width - name_width - 17
+        bars = spark(course, room, glyphs).ljust(room)
+        mean = Content.assemble((fit_cells("mean", name_width), "bold"), " ", (bars, "$text-success"))
         lines.insert(0, Content.assemble(mean, (f" {course[-1]:.3f}", "bold")))
     return Content("\n").join(lines)
+
+
+class _RowLayout(NamedTuple):
+    """How the row of a class is divided."""
+
+    width: int
+    name_width: int
+    course_width: int
+    """Cells of the sparkline of the evaluations; 0: none."""
+    glyphs: Glyphs
+
+    @property
+    def bar_width(self) -> int:
+        """Cells of the bar."""
+        return self.width - self.name_width - 17 - (self.course_width + 1 if self.course_width else 0)
 
 
 def _iou_style(iou: float) -> str:
     return "$text-error" if iou < 0.25 else "$text-warning" if iou < 0.5 else "$text-primary"
 
 
-def _row_content(row: ClassRow, name_width: int, width: int, glyphs: Glyphs) -> Content:
-    name = fit_cells(row.name, name_width)
-    bar_width = width - name_width - 17
+def _row_content(view: View, row: ClassRow, layout: _RowLayout, *, is_selected: bool) -> Content:
+    glyphs, bar_width = layout.glyphs, layout.bar_width
+    name = (fit_cells(row.name, layout.name_width), "reverse" if is_selected else "")
     if row.iou is None:
-        return Content.assemble((f"{name} {' ' * max(0, bar_width)} {'-':>5}", "$text-muted"))
+        empty = " " * max(0, layout.width - layout.name_width - 16)
+        return Content.assemble(name, (f" {empty} {'-':>5}{' ' * 9}", "$text-muted"))
     if row.delta is None:
         change, style = "", ""
     else:
@@ -98,8 +142,15 @@ def _row_content(row: ClassRow, name_width: int, width: int, glyphs: Glyphs) -> 
         style = "$text-success" if row.delta > 0 else "$text-error" if row.delta < FALL else "$text-muted"
     warning = " !" if row.delta is not None and row.delta < FALL else "  "
     done, left = progress(row.iou, bar_width, glyphs) if bar_width >= 3 else ("", "")
+    course = ""
+    if layout.course_width:
+        shown = [class_iou(val, row.index) for val in view.vals[-layout.course_width :]]
+        values = [value for value in shown if value is not None]
+        course = spark(values, layout.course_width, glyphs).ljust(layout.course_width) + " "
     return Content.assemble(
-        f"{name} ",
+        name,
+        " ",
+        (course, "$secondary"),
         (done, _iou_style(row.iou)),
         " " * len(left),
         f" {row.iou:.3f} ",

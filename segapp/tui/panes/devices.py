@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from rich.cells import cell_len
 from textual.content import Content
+from textual.geometry import Size
 
 from segapp.run.events import DeviceMemory
 from segapp.run.memory_fit import MemoryFit
+from segapp.run.text import printable
 from segapp.run.verdict import FULL_FRAC, TIGHT_FRAC, SplitFacts, SplitVerdict, split_verdict, usable_mib
 from segapp.tui.panes.glyphs import Glyphs, progress
 from segapp.tui.panes.header import Part, device_label, etas_s, fit_parts
+from segapp.tui.panes.plot import Columns, Scale, draw_columns, pack_dots
 from segapp.tui.state.source import Status
 from segapp.tui.state.view import View
 from segapp.tui.state.wording import dots, duration, gib, percent, share_text
@@ -35,12 +40,62 @@ def headroom_level(used_mib: float | None, total_mib: float | None) -> str:
     return "full" if frac > FULL_FRAC else "tight" if frac > TIGHT_FRAC else "ok"
 
 
-def gpu_content(view: View, width: int, glyphs: Glyphs) -> Content:
-    """Return one line per device: memory as a bar and in GiB, peak, load, temperature, samples, headroom."""
+def gpu_content(view: View, predicted_mib: Sequence[float | None], size: Size, glyphs: Glyphs) -> Content:
+    """Return one line per device: memory as a bar and in GiB, peak, load, temperature, samples, headroom.
+
+    Where there is room, with the allocator's numbers, the plan's prediction and a graph of the memory below it.
+
+    Args:
+        view: The run.
+        predicted_mib: Peak of each device by the plan of the run; empty without a plan.
+        size: Cells of the pane.
+        glyphs: Characters to draw with.
+    """
     if not view.devices:
         text = "no sample yet" if view.start is None or view.end is None else "no sample was written"
         return Content.styled(text, "$text-muted")
-    return Content("\n").join([_device_line(view, i, device, width, glyphs) for i, device in enumerate(view.devices)])
+    num_more = size.height // len(view.devices) - 1
+    lines = []
+    for i, device in enumerate(view.devices):
+        lines.append(_device_line(view, i, device, size.width, glyphs))
+        if num_more >= 1:
+            predicted = predicted_mib[i] if i < len(predicted_mib) else None
+            lines.append(_numbers(view, i, device, predicted, size.width))
+        if num_more >= 3:
+            lines += memory_graph(view, i, device.total_mib, Size(size.width, min(num_more - 1, 6)), glyphs)
+    return Content("\n").join(lines)
+
+
+def _numbers(view: View, index: int, device: DeviceMemory, predicted_mib: float | None, width: int) -> Content:
+    """Return the allocator's memory, the measured peak and the predicted one."""
+    peaks = view.peaks_mib.get(view.split or (), [])
+    peak = peaks[index] if index < len(peaks) else device.peak_mib
+    known = (
+        ("allocated", device.allocated_mib), ("reserved", device.reserved_mib),
+        ("peak", peak), ("predicted", predicted_mib),
+    )  # fmt: skip
+    parts = [Part(rank, Content(f"{word} {gib(mib)}")) for rank, (word, mib) in enumerate(known) if mib is not None]
+    if device.phase and peak is not None:
+        parts.append(Part(9, Content(f"in {printable(device.phase)}")))
+    return Content.styled("  " + fit_parts(parts, width - 2).plain, "$text-muted")
+
+
+def memory_graph(view: View, index: int, total_mib: float | None, size: Size, glyphs: Glyphs) -> list[Content]:
+    """Return the course of a device's used memory in dots, from 0 to its total or its highest value."""
+    rows, columns = glyphs.dots_per_cell
+    num = (size.width - 2) * columns
+    samples = [sample[index][0] if index < len(sample) else np.nan for sample in list(view.memory)[-num:]]
+    values = np.array(samples)
+    known = values[np.isfinite(values)]
+    if len(known) < 2 or num < 8:
+        return []
+    scale = Scale(0.0, max(total_mib or 0.0, float(known.max()), 1.0))
+    curve = np.full(num, np.nan)
+    curve[num - len(values) :] = values
+    filled = Columns(np.where(np.isfinite(curve), 0.0, np.nan), curve, np.zeros(num, dtype=bool))
+    packed = pack_dots(draw_columns(filled, scale, size.height * rows), glyphs.dot_weights)
+    table = glyphs.dot_cells
+    return [Content.styled("  " + "".join(table[int(cell)] for cell in row), "$secondary") for row in packed]
 
 
 def _device_line(view: View, index: int, device: DeviceMemory, width: int, glyphs: Glyphs) -> Content:
@@ -54,7 +109,7 @@ def _device_line(view: View, index: int, device: DeviceMemory, width: int, glyph
         Part(2, Content(f"{_peak(view, index, device):>5}")),
         Part(4, Content(f"{percent(device.utilization):>4}")),
         Part(5, Content(f"{_temperature(device.temperature, glyphs):>4}")) if not is_cpu else None,
-        Part(1, Content(f"n={share}".ljust(4))) if share is not None else None,
+        Part(1, Content(f"{share} img".ljust(6))) if share is not None else None,
         Part(3, Content.assemble((word.ljust(5), style))),
     ]
     label = f"{device_label(device.device, index)} " if width >= 60 else f"{index} "
@@ -89,9 +144,9 @@ class Draft:
 
     text: str
     is_fresh: bool = False
-    """True until the first key: the first digit replaces the number."""
+    """True if the next digit replaces the number: at first, and after a step up or down."""
     is_confirmed: bool = False
-    """True after the first enter on a tight split."""
+    """True after the first enter on a tight split, or the first ! on one that is not expected to fit."""
 
     @property
     def value(self) -> int | None:
@@ -135,7 +190,7 @@ def _stepped(draft: Draft, view: View, by: int) -> Draft:
     value = draft.value
     if value is None:
         value = view.split[0] if view.split else 0
-    return Draft(str(min(max(value + by, 0), most)))
+    return Draft(str(min(max(value + by, 0), most)), is_fresh=True)
 
 
 def _submitted(draft: Draft, view: View, *, insists: bool) -> tuple[Draft | None, bool]:
@@ -143,7 +198,9 @@ def _submitted(draft: Draft, view: View, *, insists: bool) -> tuple[Draft | None
     if verdict.level == "no change" and view.gpu0.pending is None:
         return None, False
     if insists:
-        return (None, True) if verdict.is_possible else (draft, False)
+        if not verdict.is_possible:
+            return draft, False
+        return (None, True) if draft.is_confirmed else (Draft(draft.text, is_confirmed=True), False)
     if verdict.level == "tight" and not draft.is_confirmed:
         return Draft(draft.text, is_confirmed=True), False
     if verdict.is_allowed or verdict.level == "no change":
@@ -151,7 +208,7 @@ def _submitted(draft: Draft, view: View, *, insists: bool) -> tuple[Draft | None
     return draft, False
 
 
-def evaluate_split(view: View, gpu0_bsz: int | None) -> SplitVerdict:
+def evaluate_split(view: View, gpu0_bsz: int | None, shares: Sequence[int] | None = None) -> SplitVerdict:
     """Return the verdict on a split, by the trainer's own function, from the memory observed so far."""
     batch_size = view.start.batch_size if view.start is not None else sum(view.split or (0,))
     facts = SplitFacts(
@@ -162,13 +219,15 @@ def evaluate_split(view: View, gpu0_bsz: int | None) -> SplitVerdict:
         observed=view.peaks_mib,
         ceiling=view.gpu0.ceiling,
     )
-    return split_verdict(facts, gpu0_bsz)
+    return split_verdict(facts, gpu0_bsz, shares)
 
 
 def gpu0_content(
     view: View, status: Status, draft: Draft | None, size: tuple[int, int], glyphs: Glyphs, *, can_edit: bool
 ) -> Content:
     """Return the pane of `gpu0_bsz`: the value in force and the pending one, or the editor."""
+    if view.start is None:
+        return Content.styled("known when the training has begun", "$text-muted")
     if view.num_devices < 2:
         return Content.styled("one device: nothing to split", "$text-muted")
     if draft is not None:
@@ -182,7 +241,8 @@ def gpu0_content(
 def _idle_lines(view: View, glyphs: Glyphs, can_edit: bool) -> list[Content]:
     gpu0 = view.gpu0
     batch = f"  batch {view.start.batch_size}" if view.start is not None else ""
-    lines = [Content.assemble((share_text(gpu0.value), "bold"), f"  split {dots(view.split)}{batch}")]
+    how = "  auto" if view.is_auto else ""
+    lines = [Content.assemble((share_text(gpu0.value), "bold"), f"{how}  split {dots(view.split)}{batch}")]
     last = gpu0.last
     if last is not None and last.status == "applied":
         peaks = _observed(view, last.predicted_mib, last.observed_mib)
@@ -203,7 +263,8 @@ def _observed(view: View, predicted: list[float | None] | None, observed: list[f
     if seen is None:
         return ""
     first = next(iter(predicted or []), None)
-    return f", {device_label(None, 0)} peak {gib(seen)}" + (f" (predicted {gib(first)})" if first is not None else "")
+    device = view.devices[0].device if view.devices else None
+    return f", {device_label(device, 0)} peak {gib(seen)}" + (f" (predicted {gib(first)})" if first is not None else "")
 
 
 def _pending_lines(view: View, status: Status, glyphs: Glyphs) -> list[Content]:
@@ -283,7 +344,7 @@ def _hint(verdict: SplitVerdict, draft: Draft) -> str:
     if verdict.level == "tight":
         return "enter again sends it  esc" if draft.is_confirmed else "+ - change  enter twice  esc"
     if verdict.level == "won't fit":
-        return "+ - change  ! insists  esc"
+        return "! again sends it anyway  esc" if draft.is_confirmed else "+ - change  ! send anyway  esc"
     return "+ - change  e even  enter  esc" if verdict.is_allowed else "+ - change  e even  esc"
 
 

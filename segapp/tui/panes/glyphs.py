@@ -120,10 +120,13 @@ def progress(frac: float | None, width: int, glyphs: Glyphs) -> tuple[str, str]:
 
 
 def spark(values: Sequence[float], width: int, glyphs: Glyphs) -> str:
-    """Return the last `width` values as a sparkline from 0 up; shorter if there are fewer values."""
-    shown = list(values)[-width:]
-    top = max(shown, default=0.0)
-    if top <= 0:
-        return ""
+    """Return the last `width` values as a sparkline between their extremes; shorter if there are fewer values.
+
+    Values that differ by less than 2 % are drawn at half height: noise must not look like a course.
+    """
+    shown = list(values)[-width:] if width > 0 else []
+    bottom, top = min(shown, default=0.0), max(shown, default=0.0)
     last = len(glyphs.spark) - 1
-    return "".join(glyphs.spark[round(max(0.0, value) / top * last)] for value in shown)
+    if top - bottom <= 0.02 * abs(top):
+        return glyphs.spark[last // 2] * len(shown)
+    return "".join(glyphs.spark[round((value - bottom) / (top - bottom) * last)] for value in shown)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from textual.content import Content
 
+from segapp.run.starting import last_announced
 from segapp.run.text import printable
 from segapp.tui.panes.glyphs import Glyphs, progress, spark
+from segapp.tui.state.records import Raised
 from segapp.tui.state.source import Status
 from segapp.tui.state.view import View
 from segapp.tui.state.wording import age, clip, dots, duration, gib, learning_rate, number, percent, share_text
@@ -19,6 +21,8 @@ MIN_WIDTH, MIN_HEIGHT = 60, 15
 STATE_STYLES = {
     "live": "$text-success bold",
     "busy": "$text-primary bold",
+    "reading": "$text-primary bold",
+    "paused": "$text-warning bold",
     "stale": "$text-warning bold",
     "lost": "$text-warning bold",
     "crashed": "$text-error bold",
@@ -27,6 +31,15 @@ STATE_STYLES = {
     "failed": "$text-error bold",
     "gone": "$text-error bold",
 }
+
+
+class Place(NamedTuple):
+    """Where a line is drawn."""
+
+    name: str
+    """Of the run."""
+    width: int
+    glyphs: Glyphs
 
 
 class Part(NamedTuple):
@@ -48,8 +61,10 @@ def fit_parts(parts: Sequence[Part | None], width: int, gap: int = 2) -> Content
 
 
 def state_label(status: Status) -> str:
-    """Return the state of the run; `gone` if its folder was removed."""
-    return status.state if status.is_there else "gone"
+    """Return the state of the run; `gone` if its folder was removed, `reading` while the history is read."""
+    if not status.is_there:
+        return "gone"
+    return "reading" if status.loaded_frac < 1 else status.state
 
 
 def state_content(view: View, status: Status, glyphs: Glyphs) -> Content:
@@ -57,21 +72,21 @@ def state_content(view: View, status: Status, glyphs: Glyphs) -> Content:
     word = state_label(status)
     style = STATE_STYLES[word]
     dot = glyphs.hollow_dot if status.is_over and not status.is_replay else glyphs.dot
-    doing = "paused" if view.is_paused else view.phase
     is_going = word in ("live", "busy", "stale", "lost")
-    if word == "live" and not view.is_paused:
-        doing = "train"
-    text = f"{dot} {word.upper()}" + (f" {doing}" if doing and is_going else "")
-    return Content.assemble((text, style))
+    if view.is_paused and word in ("live", "busy"):
+        return Content.styled(f"{dot} PAUSED", STATE_STYLES["paused"])
+    text = f"{dot} {word.upper()}" + (f" {view.phase}" if view.phase and is_going else "")
+    return Content.styled(text, style)
 
 
-def header(view: View, status: Status, name: str, width: int, glyphs: Glyphs, *, is_readonly: bool) -> Content:
-    """Return the first line: name, state, position, and the age of the last event."""
-    start, step = view.start, view.step
+def header(view: View, status: Status, place: Place, *, is_readonly: bool, num_alerts: int = 0) -> Content:
+    """Return the first line: name, state, unseen alerts, position, and the age of the last event."""
+    start, step, (name, width, glyphs) = view.start, view.step, place
     parts = [
         Part(9, Content.styled("segapp", "$text-muted")) if width >= 76 else None,
         Part(1, Content.styled(clip(name, max(8, width // 4)), "bold")),
         Part(0, state_content(view, status, glyphs)),
+        Part(1, Content.styled(_alert_count(num_alerts), "$text-error bold")) if num_alerts else None,
         Part(2, Content(_epoch(view))) if view.epoch is not None else None,
         Part(4, Content(_steps(view))) if step is not None and start is not None else None,
         Part(5, Content(f"lr {learning_rate(view.lr)}")) if view.lr is not None else None,
@@ -88,13 +103,17 @@ def _epoch(view: View) -> str:
     return f"epoch {view.epoch}/{view.start.epochs}" if view.start is not None else f"epoch {view.epoch}"
 
 
+def _alert_count(count: int) -> str:
+    return f"{count} alert{'s' if count > 1 else ''}"
+
+
 def _steps(view: View) -> str:
     assert view.start is not None
     assert view.step is not None
     if view.start.steps is not None:
         return f"step {view.step.step}/{view.start.steps}"
     per_epoch = view.start.steps_per_epoch
-    return f"step {view.step.step - (view.step.epoch - 1) * per_epoch}/{per_epoch}"
+    return f"step {max(0, view.step.step - ((view.epoch or 1) - 1) * per_epoch)}/{per_epoch}"
 
 
 def _up_s(view: View, status: Status) -> float | None:
@@ -171,8 +190,8 @@ def throughput_line(view: View, width: int, glyphs: Glyphs) -> Content:
         Part(0, Content.assemble((number(step.images_per_s), "bold"), " img/s")),
         Part(4, Content.styled(spark(view.rates, min(30, width // 4), glyphs), "$secondary")),
         Part(2, Content(f"step {_milliseconds(step.step_s)}")) if step.step_s is not None else None,
-        Part(1, Content.assemble("data ", (percent(wait), wait_style))),
-        Part(3, Content(f"grad {number(step.grad_norm)}")) if step.grad_norm is not None else None,
+        Part(1, Content.assemble("waiting for data ", (percent(wait), wait_style))),
+        Part(3, Content(f"grad norm {number(step.grad_norm)}")) if step.grad_norm is not None else None,
         Part(3, Content.styled(f"skipped {step.skipped}", "$text-error")) if step.skipped else None,
         Part(5, Content(f"scale {step.loss_scale:g}")) if step.loss_scale is not None else None,
         *(Part(6 + i, Content(f"{name} {number(value)}")) for i, (name, value) in enumerate(terms)),
@@ -265,14 +284,24 @@ def device_label(device: str | None, index: int) -> str:
     return f"{kind}{index}"
 
 
-def banner(view: View, status: Status, name: str, seen_alert_s: float) -> Content | None:
-    """Return one line with the problem or alert that the user has to see; None if there is none."""
+def unseen_alerts(view: View, seen_s: Mapping[str, float]) -> list[Raised]:
+    """Return the alerts that the user has not seen, the newest last.
+
+    Args:
+        view: The run.
+        seen_s: Kind of alert -> time of the last one that the user has seen.
+    """
+    return [raised for kind, raised in view.alerts.items() if raised.last.t > seen_s.get(kind, 0.0)]
+
+
+def banner(view: View, status: Status, name: str, unseen: Sequence[Raised]) -> Content | None:
+    """Return the problem or alert that the user has to see; None if there is none."""
     word = state_label(status)
     if word == "gone":
         return Content.styled(f"{name}: the run folder is gone; this is its last state", "$text-error bold")
     if word == "crashed":
         return Content.styled(
-            f"the trainer's process is gone: see trainer.log for the reason; `segapp train --resume {name}` continues",
+            f"the trainer's process is gone: L shows its log; `segapp train --resume {name}` continues",
             "$text-error bold",
         )
     if word == "failed" and view.end is not None:
@@ -284,9 +313,38 @@ def banner(view: View, status: Status, name: str, seen_alert_s: float) -> Conten
         return Content.styled(
             f"no events from the trainer{where}, and its process cannot be checked from this host", "$text-warning"
         )
-    if view.alert is not None and view.alert.t > seen_alert_s:
-        return Content.styled(f"{printable(view.alert.message)}  (esc)", "$text-error bold")
-    return None
+    return _alert(unseen) if unseen else None
+
+
+def _alert(unseen: Sequence[Raised]) -> Content:
+    raised = unseen[-1]
+    times = f" ({raised.times} times)" if raised.times > 1 else ""
+    others = f"  {len(unseen) - 1} more" if len(unseen) > 1 else ""
+    return Content.assemble(
+        (f"{printable(raised.last.kind)}{times}: {printable(raised.last.message)}", "$text-error bold"),
+        (f"  a seen, d details{others}", "$text-muted"),
+    )
+
+
+def starting(view: View, status: Status, log_lines: list[str], num_lines: int) -> Content:
+    """Return what a trainer does before its first step, and the last lines of its log.
+
+    Args:
+        view: The run.
+        status: Of the run.
+        log_lines: Of trainer.log.
+        num_lines: Number of them to show.
+    """
+    doing = last_announced(log_lines) or "the trainer's process"
+    if view.end is not None:
+        reason = printable(view.end.reason or "no reason given")
+        title = Content.styled(f"{view.end.status}: {reason}", "$text-error bold")
+    elif status.is_over:
+        title = Content.styled("the trainer ended before its first step", "$text-error bold")
+    else:
+        title = Content.assemble(("starting: ", "bold"), (printable(doing), "$text-primary bold"))
+    lines = [line for line in log_lines if line.strip()][-num_lines:]
+    return Content.assemble(title, "\n\n", ("\n".join(lines), "$text-muted"))
 
 
 def notice(view: View, status: Status, name: str, width: int, height: int, glyphs: Glyphs) -> Content:

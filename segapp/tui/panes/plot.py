@@ -134,24 +134,25 @@ def pack_dots(dots: NDArray[np.bool_], weights: NDArray[np.uint16]) -> NDArray[n
     return packed
 
 
-def choose_scale(raw: Columns, average: Columns, points: Floats, *, is_log: bool) -> Scale | None:
-    """Return a scale that covers the average, the points, and the raw curve without its rarest spikes.
+def choose_scale(raw: Columns, firm: Floats, *, is_log: bool, usual: tuple[float, float] | None = None) -> Scale | None:
+    """Return a scale that covers certain values, and a curve without its rarest values.
 
     Args:
-        raw: Extremes of the raw curve.
-        average: Extremes of the smoothed curve.
-        points: Values of single marks.
+        raw: Extremes of the curve.
+        firm: Values that must be inside: of smoothed curves and single marks.
         is_log: Logarithmic; values of 0 and below are left out.
+        usual: `usual_range` of the curve's points; None: of its columns.
 
     Returns:
         The scale; None if there is no value.
     """
-    firm = np.concatenate((average.low, average.high, points))
     loose = np.concatenate((raw.low, raw.high))
     firm, loose = (values[np.isfinite(values) & ((values > 0) | (not is_log))] for values in (firm, loose))
     if not len(firm) and not len(loose):
         return None
-    bottom, top = _range(loose if len(loose) else firm)
+    if usual is None or (is_log and usual[0] <= 0):
+        usual = usual_range(loose, loose)
+    bottom, top = usual or (math.inf, -math.inf)
     if len(firm):
         bottom, top = min(bottom, float(firm.min())), max(top, float(firm.max()))
     if is_log:
@@ -160,12 +161,38 @@ def choose_scale(raw: Columns, average: Columns, points: Floats, *, is_log: bool
     return Scale(bottom - margin, top + margin)
 
 
-def _range(values: Floats) -> tuple[float, float]:
-    """Return the smallest and largest value; the 98th percentile if the largest is far beyond the rest."""
-    bottom, top = float(values.min()), float(values.max())
-    nth = int(0.98 * (len(values) - 1))
-    usual = float(np.partition(values, nth)[nth])  # importing numpy's quantile takes another 45 ms
-    return (bottom, usual) if top - bottom > 3 * (usual - bottom) > 0 else (bottom, top)
+def usual_range(low: Floats, high: Floats) -> tuple[float, float] | None:
+    """Return the extremes of points, without the rarest 0.5 % where these are far beyond the rest.
+
+    Args:
+        low: Smallest value of each point.
+        high: Largest value of each point.
+
+    Returns:
+        The range; None without a finite value.
+    """
+    low, high = low[np.isfinite(low)], high[np.isfinite(high)]
+    if not len(low):
+        return None
+    bottom, top = float(low.min()), float(high.max())
+    rare = len(high) // 200
+    first, last = _nth(low, rare), _nth(high, len(high) - 1 - max(rare, int(len(high) > 20)))
+    span = last - first
+    return (first if first - bottom > span > 0 else bottom, last if top - last > 2 * span > 0 else top)
+
+
+def _nth(values: Floats, index: int) -> float:
+    return float(np.partition(values, index)[index])  # importing numpy's quantile takes another 45 ms
+
+
+def row_labels(scale: Scale, height: int, width: int) -> list[str]:
+    """Return the label of each row of a plot, in `width` characters; most are blank."""
+    labels = [" " * width] * height
+    for value in reversed(scale.ticks(max(2, height // 3))):
+        fraction = float(scale.fraction(np.array([value]))[0])
+        row = min(int((1 - fraction) * height), height - 1)
+        labels[row] = f"{value:.4g}".rjust(width - 1)[: width - 1] + " "
+    return labels
 
 
 def _padded_log(bottom: float, top: float) -> Scale:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
@@ -20,7 +22,7 @@ _BLOCK = 64
 
 
 class PastVal(NamedTuple):
-    """An old evaluation without its classes: a quarter of the event's memory."""
+    """An old evaluation in a tenth of the event's memory."""
 
     epoch: int
     step: int
@@ -30,14 +32,15 @@ class PastVal(NamedTuple):
     num_images: int | None
     val_s: float | None
     mean_dice: float | None
-    iou: Sequence[float | None] = ()
+    iou: Sequence[float | None]
+    """nan in place of None."""
 
     @classmethod
-    def of(cls, val: Val | PastVal) -> PastVal:
-        """Return an evaluation without its classes."""
-        return cls(
-            val.epoch, val.step, val.loss, val.miou, val.pixel_accuracy, val.num_images, val.val_s, val.mean_dice
-        )
+    def of(cls, val: Val) -> PastVal:
+        """Return the short form of an evaluation."""
+        iou = array("f", (math.nan if value is None else value for value in val.iou))
+        scores = (val.loss, val.miou, val.pixel_accuracy, val.num_images, val.val_s, val.mean_dice)
+        return cls(val.epoch, val.step, *scores, iou)
 
 
 class History:

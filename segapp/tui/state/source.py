@@ -12,7 +12,10 @@ from typing import Any, Protocol
 from segapp.errors import RunError
 from segapp.run.events import EventReader, StepRun
 from segapp.run.folder import RunFolder
+from segapp.run.process import ProcessId
 from segapp.run.state import RunFacts, State, derive_state, is_trainer_alive, was_acquired_after
+from segapp.tui.state.history import History
+from segapp.tui.state.series import SeriesReader
 from segapp.tui.state.view import View, fold_events
 
 _SKIM_BYTES = 2**20
@@ -47,6 +50,19 @@ class Status:
         return self.is_replay or not self.is_there or self.state in ("finished", "stopped", "failed", "crashed")
 
 
+@dataclass(frozen=True)
+class _Found:
+    """What a run folder says about its trainer."""
+
+    checked_s: float
+    is_there: bool
+    is_alive: bool | None
+    is_again: bool
+    """True if a trainer holds the folder again, after the end of the training."""
+    process: ProcessId | None
+    """The holder of the folder, else the process that created it."""
+
+
 class RunSource(Protocol):
     """A live or a replayed run, polled by the screen twice a second."""
 
@@ -59,6 +75,10 @@ class RunSource(Protocol):
 
     def status(self) -> Status:
         """Return the current status."""
+        ...
+
+    def series(self, field: str) -> History:
+        """Return the values of a number of the `step` events, as far as they have been read."""
         ...
 
 
@@ -81,7 +101,8 @@ class LiveSource:
         self._is_void = False
         self._arrived: float | None = None
         self._step_arrived: float | None = None
-        self._liveness: tuple[float, bool | None, bool, bool] | None = None
+        self._found: _Found | None = None
+        self._series: dict[str, SeriesReader] = {}
 
     def poll(self) -> bool:
         """Read for at most 0.1 s; return True if more is waiting."""
@@ -103,6 +124,15 @@ class LiveSource:
             if self._monotonic() >= deadline:
                 return left_now > 0
 
+    def series(self, field: str) -> History:
+        """Return the values of a number of the `step` events; each call reads a slice of the file."""
+        reader = self._series.get(field)
+        if reader is None:
+            self._series = {field: SeriesReader(self.folder.events, field)}  # the one that is shown
+            reader = self._series[field]
+        reader.poll()
+        return reader.history
+
     def _take(self, items: list[dict[str, Any] | StepRun]) -> None:
         if self._is_void:  # the file was replaced, truncated or removed; the old view stays until there are new events
             self.view, self._is_void, self._is_caught_up, self._num_read = View(), False, False, 0
@@ -123,25 +153,26 @@ class LiveSource:
         """
         now_s, view = self._clock(), self.view
         skew_s = self._skew_s(now_s)
-        alive, is_again, is_there = self._check_trainer()
+        found = self._look()
         age_s = self._age_s(view.last_s, self._arrived, now_s)
         facts = RunFacts(
-            end_status=view.end.status if view.end is not None and not is_again else None,
-            is_trainer_alive=alive,
+            end_status=view.end.status if view.end is not None and not found.is_again else None,
+            is_trainer_alive=found.is_alive,
             event_age_s=age_s,
             step_age_s=self._age_s(view.last_step_s, self._step_arrived, now_s),
             step_interval_s=view.step_interval_s,
         )
         left = self._reader.num_bytes_left
-        start = view.start
+        is_reading = left > 0 and not self._is_caught_up
+        process = found.process
         return Status(
-            state=derive_state(facts),
-            is_there=is_there,
+            state="busy" if is_reading else derive_state(facts),  # the end may be in what is not read yet
+            is_there=found.is_there,
             age_s=age_s,
             now_s=now_s + skew_s,
-            loaded_frac=self._num_read / (self._num_read + left) if left and not self._is_caught_up else 1.0,
-            host=start.host if start else None,
-            pid=start.pid if start else None,
+            loaded_frac=self._num_read / (self._num_read + left) if is_reading else 1.0,
+            host=process.host if process else None,
+            pid=process.pid if process else None,
             skew_s=skew_s,
         )
 
@@ -156,15 +187,20 @@ class LiveSource:
             return max(0.0, self._monotonic() - arrived)
         return None if event_s is None else max(0.0, now_s - event_s)
 
-    def _check_trainer(self) -> tuple[bool | None, bool, bool]:
-        """Return (trainer is alive, it restarted after its end, the folder exists); checked every two seconds."""
+    def _look(self) -> _Found:
+        """Return what the folder says about the trainer; looked up every two seconds."""
         now = self._monotonic()
-        if self._liveness is None or now - self._liveness[0] >= _LIVENESS_S:
+        if self._found is None or now - self._found.checked_s >= _LIVENESS_S:
             is_there = os.path.isdir(self.folder.path)
-            alive = is_trainer_alive(self.folder) if is_there else False
-            is_again = self.view.end is not None and was_acquired_after(self.folder, self.view.end.t)
-            self._liveness = (now, alive, is_again, is_there)
-        return self._liveness[1:]
+            info = self.folder.read_info()
+            self._found = _Found(
+                now,
+                is_there,
+                is_alive=is_trainer_alive(self.folder) if is_there else False,
+                is_again=self.view.end is not None and was_acquired_after(self.folder, self.view.end.t),
+                process=self.folder.read_holder() or (info.process if info else None),
+            )
+        return self._found
 
 
 class ReplaySource:
@@ -190,6 +226,7 @@ class ReplaySource:
         self._due_s = list(_due_times([float(raw["t"]) for raw in self._items]))
         self._next = 0
         self._began = monotonic()
+        self._series_field, self._series_end, self._series = "", 0, History()
 
     def poll(self) -> bool:
         """Fold the events that are due; return True if more are due already."""
@@ -200,6 +237,22 @@ class ReplaySource:
         fold_events(self.view, self._items[self._next : end])
         self._next = end
         return end < len(self._items) and self._due_s[end] <= played_s
+
+    def series(self, field: str) -> History:
+        """Return the values of a number of the `step` events that were replayed."""
+        inside, _, name = field.rpartition(".")
+        if self._series_field != field:
+            self._series_field, self._series_end, self._series = field, 0, History()
+        rows = []
+        for raw in self._items[self._series_end : self._next]:
+            holder = raw.get(inside) if inside else raw
+            value = holder.get(name) if raw["type"] == "step" and isinstance(holder, dict) else None
+            if isinstance(value, int | float) and type(raw.get("step")) is int:
+                rows.append((raw["step"], float(raw["t"]), float(value)))
+        self._series_end = self._next
+        if rows:
+            self._series.extend(*zip(*rows, strict=True))
+        return self._series
 
     def status(self) -> Status:
         """Return the status at the replayed moment."""
@@ -220,8 +273,6 @@ class ReplaySource:
             now_s=now_s,
             loaded_frac=1.0,
             is_replay=True,
-            host=view.start.host if view.start else None,
-            pid=view.start.pid if view.start else None,
         )
 
     def _played_s(self) -> float:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -31,33 +31,15 @@ from segapp.run.events import (
 from segapp.run.memory_fit import MemoryFit, fit_memory
 from segapp.run.text import printable
 from segapp.tui.state.history import History, PastVal
+from segapp.tui.state.records import Gpu0, Mark, MemorySample, Raised
 from segapp.tui.state.wording import LogLine, log_line, share_text
 
-STICKY_ALERTS = frozenset({"oom", "reverted", "non_finite", "storage"})
-"""Kinds of alert that stay on the screen until the user dismisses them."""
+PASSING_ALERTS = frozenset({"compile", "settings"})
+"""Kinds of alert that are only logged; all others stay on the screen until the user has seen them."""
 
 
-class Mark(NamedTuple):
-    """A marked step on the curve."""
-
-    step: int
-    kind: str
-    """`gpu0_bsz`, `best` or `resume`."""
-    text: str
-
-
-@dataclass
-class Gpu0:
-    """`gpu0_bsz`: the value in force, the pending change, and the last change."""
-
-    value: int | None = None
-    pending: Gpu0Bsz | None = None
-    last: Gpu0Bsz | None = None
-    """The last change that was applied, cancelled or reverted."""
-    previous: list[int | None] = field(default_factory=list)
-    """Earlier values, the latest last."""
-    ceiling: int | None = None
-    """Smallest number of samples with which device 0 ran out of memory."""
+NUM_WHOLE_EVENTS = 300
+"""Number of log lines, the last ones, that keep their whole event."""
 
 
 @dataclass
@@ -71,6 +53,8 @@ class View:
     """Printable names."""
     epoch: int | None = None
     lr: float | None = None
+    lr_factor: float = 1.0
+    """Set by the last applied command."""
     step: Step | None = None
     """The last step."""
     history: History = field(default_factory=History)
@@ -80,6 +64,8 @@ class View:
     split: tuple[int, ...] | None = None
     """Samples per device of a full batch, as observed."""
     devices: list[DeviceMemory] = field(default_factory=list)
+    memory: deque[MemorySample] = field(default_factory=lambda: deque(maxlen=600))
+    """The last samples of memory, for each device."""
     peaks_mib: dict[tuple[int, ...], list[float | None]] = field(default_factory=dict)
     """Split -> highest allocation of each device with it, MiB."""
     vals: list[Val | PastVal] = field(default_factory=list)
@@ -95,9 +81,10 @@ class View:
     phase: str | None = None
     """Phase of the last heartbeat: train, eval, save, paused, start."""
     is_paused: bool = False
-    log: deque[LogLine] = field(default_factory=lambda: deque(maxlen=1000))
-    alert: Alert | None = None
-    """The last sticky alert."""
+    log: list[LogLine] = field(default_factory=list)
+    """The last thousand lines and up to 200 more."""
+    alerts: dict[str, Raised] = field(default_factory=dict)
+    """Kind -> the alerts of this kind, the kind that was raised last at the end."""
     end: RunEnd | None = None
     last_s: float | None = None
     """Time of the last event."""
@@ -114,6 +101,12 @@ class View:
     def num_devices(self) -> int:
         """Number of devices; at least 1."""
         return max(1, len(self.start.devices) if self.start else 0)
+
+    @property
+    def is_auto(self) -> bool:
+        """True if `gpu0_bsz` follows the measured memory."""
+        last = self.gpu0.last
+        return bool(last.is_auto if last is not None else self.start is not None and self.start.is_auto)
 
     @property
     def step_interval_s(self) -> float:
@@ -204,6 +197,7 @@ def _note_step(view: View, raw: dict[str, Any]) -> bool:
         return False
     view._raw_step = raw
     view.last_s = view.last_step_s = _number(raw["t"])
+    view.phase = "train"
     view.step_times_s.append(view.last_step_s)
     rate = raw.get("images_per_s")
     if isinstance(rate, float) and math.isfinite(rate):
@@ -228,6 +222,8 @@ def _note_split(view: View, split: Any) -> None:
 def _note_memory(view: View, raw: dict[str, Any]) -> None:
     view._raw_memory = raw
     devices = raw.get("devices")
+    if isinstance(devices, list):
+        view.memory.append(tuple(_memory_of(device) for device in devices[:64]))
     if view.split is None or not isinstance(devices, list) or not all(isinstance(each, dict) for each in devices):
         return
     if view._is_memory_stale:  # its peak may belong to the split before
@@ -238,6 +234,11 @@ def _note_memory(view: View, raw: dict[str, Any]) -> None:
         peak = _number(device.get("peak_mib"))
         if peak > (peaks[i] or 0.0):
             peaks[i] = peak
+
+
+def _memory_of(device: Any) -> tuple[float, float]:
+    found = device if isinstance(device, dict) else {}
+    return _number(found.get("used_mib")), _number(found.get("peak_mib"))
 
 
 def _note_heartbeat(view: View, raw: dict[str, Any]) -> None:
@@ -257,6 +258,7 @@ def _fold_rare(view: View, raw: dict[str, Any]) -> None:
     if isinstance(event, RunStart):
         _fold_start(view, event)
     elif isinstance(event, EpochStart):
+        _parse_step(view)  # a step of the epoch before; its numbers must not replace those of the new one
         view.epoch, view.lr = event.epoch, event.lr
         view.phase = "train"
         _note_split(view, event.split)
@@ -268,6 +270,10 @@ def _fold_rare(view: View, raw: dict[str, Any]) -> None:
         _fold_control(view, event)
     if line is not None:
         view.log.append(line)
+        if len(view.log) > NUM_WHOLE_EVENTS:
+            view.log[-NUM_WHOLE_EVENTS - 1] = view.log[-NUM_WHOLE_EVENTS - 1]._replace(event=None)
+        if len(view.log) > 1200:  # in blocks: a list that loses its first line must be drawn anew
+            del view.log[:200]
 
 
 def _fold_start(view: View, event: RunStart) -> None:
@@ -303,8 +309,8 @@ def _miou(val: Val | PastVal) -> float:
 
 def _fold_val(view: View, event: Val) -> None:
     view.vals.append(event)
-    if len(view.vals) > 64 and view.vals[-65].iou:  # old ones keep their scores, not their classes
-        view.vals[-65] = PastVal.of(view.vals[-65])
+    if len(view.vals) > 64 and isinstance(before := view.vals[-65], Val):
+        view.vals[-65] = PastVal.of(before)
     if event.miou is not None and (view.best is None or _miou(event) > _miou(view.best)):
         view.best = event
 
@@ -321,8 +327,8 @@ def _fold_control(view: View, event: Event) -> None:
     elif isinstance(event, CommandAnswer):
         _fold_answer(view, event)
     elif isinstance(event, Alert):
-        if event.kind in STICKY_ALERTS:
-            view.alert = event
+        if event.kind not in PASSING_ALERTS:
+            _raise(view, event)
     elif isinstance(event, RunEnd):
         view.end = event
         view.pending.clear()
@@ -346,12 +352,17 @@ def _fold_gpu0_bsz(view: View, event: Gpu0Bsz) -> None:
         is_device_0 = event.new is not None and (kept is None or event.new > kept)
         if event.new is not None and is_device_0 and event.is_out_of_memory:
             gpu0.ceiling = min(event.new, gpu0.ceiling or event.new)
-        view.alert = Alert(kind="reverted", message=_reverted(event), t=event.t)
+        _raise(view, Alert(kind="reverted", message=_reverted(event), t=event.t))
     _note_split(view, event.split)
     if event.observed_mib and event.split:
         _note_observed(view, event)
     step = int(view.history.step[-1]) if view.history.size else 0
     view.marks.append(Mark(step, "gpu0_bsz", f"gpu0_bsz {share_text(event.old)} to {share_text(gpu0.value)}"))
+
+
+def _raise(view: View, alert: Alert) -> None:
+    before = view.alerts.pop(alert.kind, None)
+    view.alerts[alert.kind] = Raised(alert, before.times + 1 if before else 1)
 
 
 def _reverted(event: Gpu0Bsz) -> str:
@@ -377,19 +388,14 @@ def _fold_answer(view: View, event: CommandAnswer) -> None:
         del view.answers[next(iter(view.answers))]
     if event.status == "applied" and event.command in ("pause", "resume"):
         view.is_paused = event.command == "pause"
+    factor = (event.changes or {}).get("lr_factor") if event.status == "applied" else None
+    if isinstance(factor, int | float):
+        view.lr_factor = factor
 
 
 def _parse_latest(view: View) -> None:
     """Parse the latest step and memory sample in full, once per fold instead of once per event."""
-    if view._raw_step is not None:
-        try:
-            step = parse_event(view._raw_step)
-        except ValueError:
-            view.num_bad += 1
-        else:
-            assert isinstance(step, Step)
-            view.step, view.epoch, view.lr = step, step.epoch, step.lr
-        view._raw_step = None
+    _parse_step(view)
     if view._raw_memory is not None:
         try:
             memory = parse_event(view._raw_memory)
@@ -399,3 +405,15 @@ def _parse_latest(view: View) -> None:
             assert isinstance(memory, Memory)
             view.devices = memory.devices
         view._raw_memory = None
+
+
+def _parse_step(view: View) -> None:
+    if view._raw_step is not None:
+        try:
+            step = parse_event(view._raw_step)
+        except ValueError:
+            view.num_bad += 1
+        else:
+            assert isinstance(step, Step)
+            view.step, view.epoch, view.lr = step, step.epoch, step.lr
+        view._raw_step = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from segapp.run.events import (
     EpochStart,
     Event,
     Gpu0Bsz,
+    Oom,
     RunEnd,
     RunStart,
     Val,
@@ -31,10 +33,17 @@ class LogLine(NamedTuple):
     kind: str
     """At most five letters; also selects the colour."""
     text: str
+    event: Event | None = None
+    """The whole event."""
 
 
 def log_line(event: Event, classes: Sequence[str], previous: Val | PastVal | None) -> LogLine | None:
     """Return the log line of an event; None for events that are not logged."""
+    line = _line(event, classes, previous)
+    return None if line is None else line._replace(event=event)
+
+
+def _line(event: Event, classes: Sequence[str], previous: Val | PastVal | None) -> LogLine | None:
     if isinstance(event, RunStart):
         return LogLine(event.t, "start", _start(event))
     if isinstance(event, Weights):
@@ -48,10 +57,12 @@ def log_line(event: Event, classes: Sequence[str], previous: Val | PastVal | Non
     if isinstance(event, Checkpoint):
         return LogLine(event.t, "best" if event.is_best else "saved", _checkpoint(event))
     if isinstance(event, CommandAnswer):
-        reason = f": {event.reason}" if event.reason else ""
-        return LogLine(event.t, "ctl", printable(f"{event.by}: {event.command} {event.status}{reason}"))
+        return LogLine(event.t, "ctl", printable(_answer(event)))
     if isinstance(event, Gpu0Bsz):
-        return LogLine(event.t, "gpu0", _gpu0_bsz(event))
+        is_answered = event.status == "cancelled" and event.id is not None  # by the line of the command
+        return None if is_answered else LogLine(event.t, "gpu0", _gpu0_bsz(event))
+    if isinstance(event, Oom):
+        return LogLine(event.t, "oom", printable(_oom(event)))
     if isinstance(event, Alert):
         return LogLine(event.t, "alert", printable(event.message))
     if isinstance(event, RunEnd):
@@ -167,6 +178,19 @@ def _val(event: Val, classes: Sequence[str], previous: Val | PastVal | None) -> 
     if event.val_s is not None:
         parts.append(duration(event.val_s))
     return ", ".join(parts)
+
+
+def _answer(event: CommandAnswer) -> str:
+    canceller = re.fullmatch(r"by [0-9a-f]+ of (.+)", event.reason or "")
+    if event.status == "cancelled" and canceller is not None:
+        return f"{event.command.removeprefix('set ')} cancelled by {canceller[1]}"
+    reason = f": {event.reason}" if event.reason else ""
+    return f"{event.by}: {event.command} {event.status}{reason}"
+
+
+def _oom(event: Oom) -> str:
+    wanted = f", {event.requested_mib:.0f} MiB wanted" if event.requested_mib is not None else ""
+    return f"{event.device} out of memory in {event.phase} after step {event.step}{wanted}: {event.action}"
 
 
 def _checkpoint(event: Checkpoint) -> str:

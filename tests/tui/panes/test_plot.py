@@ -73,26 +73,24 @@ def test_every_braille_dot_has_its_own_character(glyphs) -> None:
 def test_single_spike_is_clipped_but_high_start_is_not() -> None:
     flat = [0.5 + 0.01 * (i % 7) for i in range(400)]
     spiked = reduced([*flat, 90.0, *flat], 100)
-    scale = choose_scale(
-        spiked, spiked.__class__(spiked.low * NAN, spiked.high * NAN, spiked.is_bad), np.array([]), is_log=False
-    )
+    scale = choose_scale(spiked, np.array([]), is_log=False)
     assert scale is not None
     assert scale.top < 5
     falling = reduced([3.0 * math.exp(-i / 100) for i in range(400)], 100)
-    scale = choose_scale(falling, falling, np.array([]), is_log=False)
+    scale = choose_scale(falling, np.array([]), is_log=False)
     assert scale is not None
     assert scale.top >= 3.0
 
 
 def test_log_scale_skips_non_positive_values() -> None:
     columns = reduced([-1.0, 0.0, 0.1, 10.0], 8)
-    scale = choose_scale(columns, columns, np.array([]), is_log=True)
+    scale = choose_scale(columns, np.array([]), is_log=True)
     assert scale is not None
     assert scale.is_log
     assert 0 < scale.bottom <= 0.1
     assert scale.fraction(np.array([1.0]))[0] == pytest.approx(0.5, abs=0.1)
     nothing = reduced([0.0, -1.0], 4)
-    assert choose_scale(nothing, nothing, np.array([]), is_log=True) is None
+    assert choose_scale(nothing, np.array([]), is_log=True) is None
 
 
 @given(st.floats(1e-12, 1e12), st.floats(1.0001, 1e9), st.integers(2, 12), st.booleans())

@@ -1,0 +1,206 @@
+"""The list of runs: state, epoch, mIoU, speed and age of each, live; opens one, marks some for the chart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from textual import events
+from textual.app import ComposeResult
+from textual.binding import BindingType
+from textual.content import Content
+from textual.screen import Screen
+from textual.widgets import Input, OptionList
+
+from segapp.errors import SegappError
+from segapp.run.folder import RunFolder
+from segapp.run.text import printable
+from segapp.tui import keys
+from segapp.tui.dialogs import EventScreen
+from segapp.tui.panes.glyphs import Glyphs, spark
+from segapp.tui.panes.header import STATE_STYLES, Part, fit_parts
+from segapp.tui.state.details import Detail
+from segapp.tui.state.runs import SORTS, FollowedRun, RunList, sorted_runs
+from segapp.tui.state.wording import age, clip, fit_cells, number
+from segapp.tui.widgets import LiteralText, drawable
+
+_SPARK = 14
+
+
+class RunsScreen(Screen[RunFolder | None]):
+    """The runs below a folder; closes with the run to open, or None."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        ("escape,R", "back", "back"),
+        ("q", "app.detach", "leave"),
+        ("space", "mark", "mark"),
+        ("slash", "find", "find"),
+        ("o", "sort", "sort"),
+        ("x", "differences", "compare"),
+    ]
+    AUTO_FOCUS = "#run-lines"
+
+    def __init__(self, runs: RunList, marked: set[Path], glyphs: Glyphs) -> None:
+        super().__init__()
+        self.runs = runs
+        self.marked = marked
+        """Paths of the runs whose curves are drawn; changed in place."""
+        self._glyphs = glyphs
+        self._shown: list[FollowedRun] = []
+        self._sort, self._wanted = SORTS[0], ""
+
+    def compose(self) -> ComposeResult:
+        """Yield the title, the search line, the list, and the keys."""
+        yield LiteralText(id="runs-title", classes="lines")
+        yield Input(placeholder="part of a run's name", id="run-filter", compact=True, select_on_focus=False)
+        yield LiteralText(id="runs-header", classes="lines")
+        yield OptionList(id="run-lines", compact=True)
+        yield LiteralText(id="runs-keys", classes="lines")
+
+    def on_mount(self) -> None:
+        """Read the runs, and again twice a second."""
+        self._tick()
+        self.set_interval(0.5, self._tick)
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Draw the rows for the new width."""
+        self.call_after_refresh(self._show)
+
+    def _tick(self) -> None:
+        if self.runs.poll():
+            self.set_timer(0.01, self._tick)
+        self._show()
+
+    def _show(self) -> None:
+        shown = sorted_runs(self.runs.runs, self._sort, self._wanted)
+        listed = self.query_one("#run-lines", OptionList)
+        width = max(20, self.size.width - 3)
+        names = max([12, *(len(run.folder.name) for run in shown)])
+        rows = [
+            drawable(self, run_row(run, width, min(names, 36), self._glyphs, is_marked=run.folder.path in self.marked))
+            for run in shown
+        ]
+        if [run.folder.path for run in shown] != [run.folder.path for run in self._shown]:
+            selected = self._selected
+            listed.clear_options()
+            listed.add_options(rows)
+            if rows:
+                listed.highlighted = next((i for i, run in enumerate(shown) if run is selected), 0)
+        else:
+            for i, row in enumerate(rows):
+                if listed.get_option_at_index(i).prompt != row:
+                    listed.replace_option_prompt_at_index(i, row)
+        self._shown = shown
+        live = sum(run.summary.state in ("live", "busy") for run in self.runs.runs)
+        count = f"{len(self.runs.runs)} runs in {printable(str(self.runs.root))}, {live} training"
+        found = f"  /{self._wanted}: {len(shown)}" if self._wanted else ""
+        title = Content.assemble(
+            ("segapp  ", "$text-muted"), (count, "bold"), (f"{found}  by {self._sort}", "$text-muted")
+        )
+        self.query_one("#runs-title", LiteralText).show(title)
+        self.query_one("#runs-header", LiteralText).show(run_header(width, min(names, 36)))
+        items = (("enter", "Open"), ("esc", "Back"), ("space", "Mark"), ("x", "Compare configs of two marked"),
+                 ("/", "Find"), ("o", "Sort"), ("q", "Leave"))  # fmt: skip
+        self.query_one("#runs-keys", LiteralText).show(keys.bar(items, self.size.width))
+
+    @property
+    def _selected(self) -> FollowedRun | None:
+        at = self.query_one("#run-lines", OptionList).highlighted
+        return self._shown[at] if at is not None and at < len(self._shown) else None
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        """Open the run under the cursor."""
+        event.stop()
+        if self._selected is not None:
+            self.dismiss(self._selected.folder)
+
+    def action_back(self) -> None:
+        """Close the search, else go back to the run that was shown."""
+        field = self.query_one("#run-filter", Input)
+        if field.has_class("-open") or self._wanted:
+            field.value = ""
+            field.remove_class("-open")
+            self.query_one("#run-lines", OptionList).focus()
+        else:
+            self.dismiss(None)
+
+    def action_mark(self) -> None:
+        """Mark the run under the cursor, or unmark it."""
+        if self._selected is not None:
+            self.marked ^= {self._selected.folder.path}
+            self._show()
+
+    def action_sort(self) -> None:
+        """Select the next order."""
+        self._sort = SORTS[(SORTS.index(self._sort) + 1) % len(SORTS)]
+        self._show()
+
+    def action_find(self) -> None:
+        """Open the search line."""
+        field = self.query_one("#run-filter", Input)
+        field.add_class("-open")
+        field.focus()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """Apply the text on each keystroke."""
+        event.stop()
+        self._wanted = printable(event.value)
+        self._show()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Keep the text and focus the list."""
+        event.stop()
+        event.input.remove_class("-open")
+        self.query_one("#run-lines", OptionList).focus()
+
+    def action_differences(self) -> None:
+        """Show the config keys in which the two marked runs differ."""
+        marked = [run.folder for run in self.runs.runs if run.folder.path in self.marked]
+        if len(marked) != 2:
+            self.notify(f"{len(marked)} runs are marked: mark two with space", markup=False)
+            return
+        self.app.push_screen(EventScreen(differences(*marked), f"{marked[0].name} → {marked[1].name}"))
+
+
+def differences(first: RunFolder, second: RunFolder) -> list[Detail]:
+    """Return the config keys in which two runs differ."""
+    from segapp.config import changed_keys, load_config  # brings yaml, which the screen does not need otherwise
+
+    try:
+        lines = changed_keys(*(load_config(str(folder.config_yaml), []) for folder in (first, second)))
+    except SegappError as error:
+        return [Detail("error", printable(str(error)))]
+    pairs = (line.partition(": ") for line in lines)
+    return [Detail(printable(key), printable(change)) for key, _, change in pairs] or [Detail("configs", "are equal")]
+
+
+def run_header(width: int, name_width: int) -> Content:
+    """Return the titles of the columns of `run_row`."""
+    titles = [Part(0, Content(f"  {fit_cells('RUN', name_width)}")), *(
+        Part(rank, Content(title.ljust(cells) if is_left else title.rjust(cells)))
+        for rank, title, cells, is_left in (
+            (0, "STATE", 9, True), (1, "EPOCH", 9, False), (2, "MIOU", 6, False), (2, "BEST", 6, False),
+            (4, "", _SPARK, True), (5, "IMG/S", 7, False), (6, "DEVICES", 7, True), (3, "AGE", 12, False),
+        )
+    )]  # fmt: skip
+    return Content.styled(fit_parts(titles, width).plain, "$text-muted")
+
+
+def run_row(run: FollowedRun, width: int, name_width: int, glyphs: Glyphs, *, is_marked: bool) -> Content:
+    """Return one line of the list; columns that do not fit are left out."""
+    summary = run.summary
+    epoch = "-" if summary.epoch is None else f"{summary.epoch}/{summary.epochs or '?'}"
+    speed = number(summary.images_per_s) if summary.state in ("live", "busy") else "-"
+    mark, name = glyphs.dot if is_marked else " ", fit_cells(printable(summary.name), name_width)
+    parts = [
+        Part(0, Content.assemble((f"{mark} ", "$text-accent"), (name, "bold"))),
+        Part(0, Content.styled(summary.state.ljust(9), STATE_STYLES[summary.state])),
+        Part(1, Content(clip(epoch, 9).rjust(9))),
+        Part(2, Content(number(summary.miou).rjust(6))),
+        Part(2, Content(number(summary.best_miou).rjust(6))),
+        Part(4, Content.styled(spark(run.mious, _SPARK, glyphs).ljust(_SPARK), "$text-success")),
+        Part(5, Content(speed.rjust(7))),
+        Part(6, Content(run.devices.ljust(7))),
+        Part(3, Content.styled(age(summary.age_s).rjust(12), "$text-muted")),
+    ]
+    return fit_parts(parts, width)

@@ -1,0 +1,131 @@
+"""The runs below a folder, followed while they train: one summary each, and the course of their mIoU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from segapp.run.events import EventReader, StepRun
+from segapp.run.folder import RunFolder, run_folders
+from segapp.run.state import FRESH_S, RunFacts, RunSummary, add_event, derive_state, is_trainer_alive
+
+_SLICE_BYTES = 2**20
+_LIVENESS_S = 2.0
+
+SORTS = ("newest", "name", "state", "mIoU")
+
+
+@dataclass
+class FollowedRun:
+    """One run: its events are folded as they are read."""
+
+    folder: RunFolder
+    reader: EventReader
+    summary: RunSummary
+    mious: list[float] = field(default_factory=list)
+    last_s: float | None = None
+    """Time of the last event."""
+    last_step_s: float | None = None
+    end_status: Any = None
+    is_alive: bool | None = None
+    checked_s: float = -1e9
+    generation: int = 0
+
+    @property
+    def devices(self) -> str:
+        """The devices as text: `4 GPU`, `1 CPU`."""
+        names = [str(device.get("device") or "") for device in self.summary.devices]
+        return f"{len(names)} {'CPU' if names[0].startswith('cpu') else 'GPU'}" if names else "-"
+
+
+class RunList:
+    """Follows every run below a folder.
+
+    Args:
+        root: The folder.
+        clock: Returns Unix seconds.
+    """
+
+    def __init__(self, root: Path, clock: Callable[[], float] = time.time) -> None:
+        self.root = root
+        self.runs: list[FollowedRun] = []
+        """The last one to begin or resume first."""
+        self._clock = clock
+
+    def poll(self, budget_s: float = 0.05) -> bool:
+        """Find new runs and read on, for a limited time; return True if more is waiting."""
+        known = {run.folder.path: run for run in self.runs}
+        self.runs = [known.get(folder.path) or _follow(folder) for folder in run_folders(self.root)]
+        deadline = time.monotonic() + budget_s
+        is_behind = False
+        for run in self.runs:
+            while self._read(run):
+                if time.monotonic() > deadline:
+                    is_behind = True
+                    break
+        for run in self.runs:
+            self._judge(run)
+        return is_behind
+
+    def _read(self, run: FollowedRun) -> bool:
+        """Fold a slice of a run's events; return True if more is waiting."""
+        items = run.reader.read_skimmed(_SLICE_BYTES)
+        if run.reader.generation != run.generation:
+            run.generation = run.reader.generation
+            run.summary, run.mious = RunSummary(run.folder.name, str(run.folder.path), "busy"), []
+        for item in items:
+            raw = item.last if isinstance(item, StepRun) else item
+            if raw is not None:
+                _fold(run, raw)
+        return run.reader.num_bytes_left > 0 and bool(items)
+
+    def _judge(self, run: FollowedRun) -> None:
+        now_s = self._clock()
+        if abs(now_s - run.checked_s) >= _LIVENESS_S:
+            run.checked_s = now_s
+            run.is_alive = is_trainer_alive(run.folder)
+        facts = RunFacts(
+            end_status=run.end_status,
+            is_trainer_alive=run.is_alive,
+            event_age_s=None if run.last_s is None else max(0.0, now_s - run.last_s),
+            step_age_s=None if run.last_step_s is None else max(0.0, now_s - run.last_step_s),
+            step_interval_s=FRESH_S / 5,
+        )
+        run.summary.state = derive_state(facts)
+        run.summary.age_s = facts.event_age_s
+
+
+def _follow(folder: RunFolder) -> FollowedRun:
+    return FollowedRun(folder, EventReader(folder.events), RunSummary(folder.name, str(folder.path), "busy"))
+
+
+def _fold(run: FollowedRun, raw: dict[str, Any]) -> None:
+    add_event(run.summary, raw)
+    kind, run.last_s = raw["type"], float(raw["t"])
+    if kind == "step":
+        run.last_step_s = run.last_s
+    elif kind == "run_start":
+        run.end_status = None
+        at = raw.get("resumed_from_epoch")
+        if isinstance(at, int):  # epochs after it are repeated
+            del run.mious[at:]
+    elif kind == "run_end":
+        run.end_status = raw.get("status") if raw.get("status") in ("finished", "stopped", "failed") else None
+    elif kind == "val" and isinstance(raw.get("miou"), float):
+        run.mious.append(raw["miou"])
+
+
+def sorted_runs(runs: list[FollowedRun], sort: str, wanted: str = "") -> list[FollowedRun]:
+    """Return the runs whose names contain a text, in one of the orders of `SORTS`."""
+    found = [run for run in runs if wanted.casefold() in run.folder.name.casefold()]
+    if sort == "name":
+        return sorted(found, key=lambda run: run.folder.name.casefold())
+    if sort == "state":
+        order = ("live", "busy", "stale", "lost", "crashed", "failed", "stopped", "finished")
+        return sorted(found, key=lambda run: order.index(run.summary.state))
+    if sort == "mIoU":
+        return sorted(found, key=lambda run: -(run.summary.best_miou or 0.0))
+    return found

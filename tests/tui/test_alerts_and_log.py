@@ -1,0 +1,338 @@
+"""Alerts that stay until they are seen, whole events, the event log, trainer.log, and what reaches the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import OptionList
+
+from segapp.run.events import Alert, CommandAnswer, EpochStart, EventReader, Gpu0Bsz, Oom
+from segapp.tui.announcer import Announcer, terminal_title
+from segapp.tui.app import MonitorApp
+from segapp.tui.event_log import EventsPane
+from segapp.tui.run_screen import UserFiles
+from segapp.tui.seen import load_seen, save_seen
+from segapp.tui.state.source import LiveSource
+from segapp.tui.state.tail import LogTail
+from segapp.tui.state.view import NUM_WHOLE_EVENTS, View, fold_events
+from tests.support.recorded_runs import RecordedRun
+from tests.tui.test_screen import press, run_screen, screen_text, settled, source_of
+
+DISK_FULL = (
+    "cannot write a checkpoint in /data/runs/camvid/checkpoints: no space left on device: 117 MB are needed and 9 MB "
+    "are free: delete files, or choose another folder with --run"
+)
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Any:
+    run = RecordedRun(tmp_path / "run", steps_per_epoch=20, epochs=8)
+    run.epoch()
+    run.train(5)
+    run.shift_to_now()
+    run.folder.acquire()
+    yield run
+    run.folder.release()
+
+
+def folded(run: RecordedRun) -> View:
+    view = View()
+    fold_events(view, EventReader(run.folder.events).read_raw())
+    return view
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "storage", "hang", "grace", "oom", "reverted", "non_finite", "data"])
+def test_alert_stays_in_the_banner_until_it_is_seen(fresh: RecordedRun, kind: str) -> None:
+    fresh.alert(kind, DISK_FULL)
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        text = screen_text(app)
+        assert "1 alert" in text.splitlines()[0]
+        assert f"{kind}: cannot write" in text
+        assert "choose another folder with --run" in " ".join(text.split())  # the remedy, behind a line break
+        fresh.train(3)
+        await settled(app, pilot)
+        assert "1 alert" in screen_text(app)
+        await press(app, pilot, "a")
+        assert "1 alert" not in screen_text(app).splitlines()[0]
+        assert "choose another folder" not in " ".join(screen_text(app).split("4 Events")[0].split())
+
+    run_screen(fresh, act)
+
+
+def test_passing_alerts_are_only_logged(fresh: RecordedRun) -> None:
+    fresh.alert("compile", "the network is not compiled")
+    assert not folded(fresh).alerts
+    assert folded(fresh).log[-1].text == "the network is not compiled"
+
+
+def test_alerts_of_several_kinds_are_seen_one_by_one(fresh: RecordedRun) -> None:
+    for kind in ("checkpoint", "hang", "checkpoint", "checkpoint"):
+        fresh.alert(kind, f"{kind} message")
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        assert "2 alerts" in screen_text(app)
+        assert "checkpoint (3 times): checkpoint message" in screen_text(app)
+        await press(app, pilot, "a")
+        assert "hang: hang message" in screen_text(app)
+        await press(app, pilot, "escape")
+        assert "alert" not in screen_text(app).splitlines()[0]
+
+    run_screen(fresh, act)
+
+
+def test_seen_alerts_stay_seen_on_the_next_screen(fresh: RecordedRun, tmp_path: Path) -> None:
+    files = UserFiles(None, tmp_path / "state" / "seen.json")
+    fresh.alert("hang", "no progress for 600 s")
+
+    async def see(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "a")
+
+    async def again(app: MonitorApp, pilot: Pilot[None]) -> None:
+        assert "alert" not in screen_text(app).splitlines()[0]
+        fresh.clock.now_s += 600
+        fresh.alert("hang", "no progress for 1200 s")
+        await settled(app, pilot)
+        assert "hang (2 times): no progress for 1200 s" in screen_text(app)
+
+    run_screen(fresh, see, files=files)
+    run_screen(fresh, again, files=files)
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"run": 3}', '{"run": {"hang": "x"}}', "\x00"])
+def test_damaged_file_of_seen_alerts_reads_as_empty(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "seen.json"
+    path.write_text(content)
+    assert load_seen(path, "run") == {}
+    save_seen(path, "run", {"hang": 3.0})
+    assert load_seen(path, "run") == {"hang": 3.0}
+
+
+def test_details_show_every_field_of_an_event(fresh: RecordedRun) -> None:
+    fresh.write(
+        Oom(device="cuda:0", index=0, phase="backward", step=25, action="the batch is split into 2 pieces",
+            requested_mib=512.0, advice=["train.batch_size=4 saves 3.1 GiB", "train.precision=amp-bf16"],
+            path="reports/oom-1.txt", others=[])
+    )  # fmt: skip
+    fresh.write(Alert(kind="oom", message="cuda:0 ran out of memory"))
+    assert "cuda:0 out of memory in backward after step 25, 512 MiB wanted" in folded(fresh).log[-2].text
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "d")
+        text = screen_text(app)
+        for wanted in ("cuda:0", "requested mib  512", "train.batch_size=4 saves 3.1 GiB", "reports/oom-1.txt",
+                       "next  segapp plan --run run"):  # fmt: skip
+            assert wanted in text, (wanted, text)
+        await pilot.press("Y")
+        assert "train.precision=amp-bf16" in app.clipboard
+        await pilot.press("escape")
+        assert len(app.screen_stack) == 1
+
+    run_screen(fresh, act)
+
+
+def test_cancelled_command_is_one_line_with_its_author(fresh: RecordedRun) -> None:
+    before = len(folded(fresh).log)
+    fresh.write(Gpu0Bsz(status="cancelled", old=4, new=5, id="9f6a12345678"))
+    fresh.write(CommandAnswer(id="9f6a12345678", command="set gpu0_bsz=5", by="a@b", status="cancelled",
+                              reason="by 0123456789ab of root@vm"))  # fmt: skip
+    assert [line.text for line in folded(fresh).log[before:]] == ["gpu0_bsz=5 cancelled by root@vm"]
+
+
+def test_log_follows_its_end_through_bursts(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run", steps_per_epoch=2, epochs=400)
+    for _ in range(30):
+        run.epoch()
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        assert "30 begins" not in screen_text(app).splitlines()[-2]
+        for burst in (1, 3, 20):
+            for i in range(burst):
+                run.alert("compile", f"note {burst} {i}")
+            await settled(app, pilot)
+            assert f"note {burst} {burst - 1}" in screen_text(app)
+        await press(app, pilot, "4", "up", "up")
+        run.alert("compile", "unseen note")
+        await settled(app, pilot)
+        assert "unseen note" not in screen_text(app)
+        await press(app, pilot, "end")
+        assert "unseen note" in screen_text(app)
+        run.alert("compile", "last note")
+        await settled(app, pilot)
+        assert "last note" in screen_text(app)
+
+    run_screen(run, act)
+
+
+def test_log_is_searched_and_filtered_by_kind(fresh: RecordedRun) -> None:
+    fresh.alert("hang", "no progress")
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        pane = app.query_one(EventsPane)
+        await press(app, pilot, "4", "slash", *"MIOU", "enter")
+        assert pane.num_shown == 1
+        assert "/MIOU 1 of" in screen_text(app)
+        await press(app, pilot, "escape", "k")
+        assert pane.num_shown == 1
+        assert "no progress" in screen_text(app).split("4 Events")[1]
+        await press(app, pilot, "enter")
+        assert "line " in screen_text(app)
+        await press(app, pilot, "escape")
+        assert len(app.screen_stack) == 1
+
+    run_screen(fresh, act)
+
+
+def test_zoomed_events_fill_the_screen(fresh: RecordedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "4", "f")
+        assert app.query_one("#event-lines", OptionList).size.height > 25
+
+    run_screen(fresh, act)
+
+
+def test_long_log_keeps_the_last_events_whole(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run")
+    for i in range(1500):
+        run.alert("compile", f"note {i}")
+    log = folded(run).log
+    assert 1000 <= len(log) <= 1200
+    assert log[-1].text == "note 1499"
+    assert sum(line.event is not None for line in log) == NUM_WHOLE_EVENTS
+
+
+def test_trainer_log_is_shown_and_followed(fresh: RecordedRun) -> None:
+    fresh.folder.log.write_text("first line\n\x1b[31mred\n")
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "L")
+        assert "first line" in screen_text(app)
+        assert "\x1b" not in screen_text(app)
+        with fresh.folder.log.open("a") as file:
+            file.write("Traceback (most recent call last):\n")
+        app.screen._read()  # type: ignore[attr-defined]
+        await pilot.pause()
+        assert "Traceback" in screen_text(app)
+        await press(app, pilot, "escape")
+        assert len(app.screen_stack) == 1
+
+    run_screen(fresh, act)
+
+
+def test_tail_reads_whole_lines_of_the_end_only(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    tail = LogTail(path, max_bytes=100)
+    assert tail.read() == []
+    path.write_bytes(b"".join(b"line %03d\n" % i for i in range(50)) + b"half")
+    assert tail.read()[-1] == "line 049"
+    with path.open("ab") as file:
+        file.write(b" and half\n\xff\xfe\n")
+    first, second = tail.read()
+    assert first == "half and half"
+    assert "�" in second or "\\x" in second
+    path.write_bytes(b"new\n")
+    assert tail.read() == ["new"]
+
+
+# --- what reaches the terminal ---------------------------------------------------------------------------------------
+
+
+def announced(run: RecordedRun, how: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    written: list[str] = []
+    announcer = Announcer(written.append, how)
+    source = source_of(run)
+    run.alert("hang", "an old alert")
+
+    def update() -> None:
+        while source.poll():
+            pass
+        announcer.update(source.view, source.status(), "run")
+
+    update()
+    run.alert("checkpoint", "disk full; free 117 MB")
+    update()
+    update()
+    run.end()
+    update()
+    return written
+
+
+@pytest.mark.parametrize(
+    ("how", "wanted"),
+    [
+        ("off", []),
+        ("bell", ["\x07", "\x07"]),
+        ("osc9", ["\x1b]9;run: disk full, free 117 MB\x07", "\x1b]9;run finished\x07"]),
+        (
+            "osc777",
+            ["\x1b]777;notify;segapp;run: disk full, free 117 MB\x07", "\x1b]777;notify;segapp;run finished\x07"],
+        ),
+    ],
+)  # fmt: skip
+def test_new_alerts_and_the_end_are_announced_once(
+    fresh: RecordedRun, monkeypatch: pytest.MonkeyPatch, how: str, wanted: list[str]
+) -> None:
+    written = announced(fresh, how, monkeypatch)
+    titles = [each for each in written if each.startswith("\x1b]2;")]
+    assert [each for each in written if each not in titles] == wanted
+    assert titles[0] == "\x1b]2;run 2/8 mIoU 0.114\x07"
+    assert titles[-1].startswith("\x1b]2;FINISHED run")
+
+
+def test_nothing_rings_with_no_color(fresh: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    written: list[str] = []
+    announcer = Announcer(written.append, "bell")
+    announcer._notify("x")
+    assert written == []
+
+
+def test_title_of_the_terminal_has_no_control_codes(fresh: RecordedRun) -> None:
+    source = source_of(fresh)
+    source.poll()
+    assert "\x1b" not in terminal_title(source.view, source.status(), "a\x1b]0;b\x07")
+
+
+# --- states that were told wrong -------------------------------------------------------------------------------------
+
+
+def test_new_epoch_is_shown_if_a_step_comes_with_its_start(fresh: RecordedRun) -> None:
+    fresh.train(15)  # ends epoch 2
+    fresh.write(EpochStart(epoch=3, lr=0.007, split=[4, 10, 9, 9], step=40))
+    view = folded(fresh)
+    assert view.epoch == 3
+    assert view.lr == 0.007
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        assert "epoch 3/8" in screen_text(app)
+        assert "step 0/20" in screen_text(app)
+
+    run_screen(fresh, act)
+
+
+def test_finished_run_is_not_called_crashed_while_it_is_read(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run", steps_per_epoch=2000, epochs=4)
+    for _ in range(4):
+        run.epoch()
+    run.end()
+    clock = iter(range(10**6))
+    source = LiveSource(run.folder, monotonic=lambda: float(next(clock)))  # each slice takes its time: one block a poll
+    states = []
+    while source.poll():
+        states.append(source.status())
+    assert len(states) >= 1
+    assert {status.state for status in states} == {"busy"}
+    assert all(status.loaded_frac < 1 for status in states)
+    assert source.status().state == "finished"
+
+
+def test_pid_and_host_come_from_the_run_folder(fresh: RecordedRun) -> None:
+    info = fresh.folder.read_info()
+    assert info is not None
+    status = LiveSource(fresh.folder).status()
+    assert (status.pid, status.host) == (info.process.pid, info.process.host)

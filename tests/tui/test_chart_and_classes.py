@@ -1,0 +1,325 @@
+"""The chart's metrics, zoom and readout, the class table's cursor and columns, and the memory of the devices."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from textual.geometry import Size
+from textual.pilot import Pilot
+
+from segapp.run.events import CommandAnswer, EventReader, Step, Val
+from segapp.tui.app import MonitorApp
+from segapp.tui.panes.chart import LossChart
+from segapp.tui.panes.classes import TableOptions, classes_content
+from segapp.tui.panes.devices import gpu_content, memory_graph
+from segapp.tui.panes.glyphs import UNICODE
+from segapp.tui.panes.plot import choose_scale, reduce_columns, usual_range
+from segapp.tui.state.metrics import curve_of, metric_names, step_field
+from segapp.tui.state.series import SeriesReader
+from segapp.tui.state.source import ReplaySource
+from segapp.tui.state.view import View, fold_events
+from tests.support.recorded_runs import RecordedRun
+from tests.tui.test_screen import press, run_screen, screen_text, sent, settled
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RecordedRun:
+    run = RecordedRun(tmp_path / "run", steps_per_epoch=20, epochs=8)
+    for _ in range(3):
+        run.epoch()
+    return run
+
+
+def folded(run: RecordedRun) -> View:
+    view = View()
+    fold_events(view, EventReader(run.folder.events).read_raw())
+    return view
+
+
+# --- metrics ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_metric_has_the_values_of_the_events(run: RecordedRun) -> None:
+    run.write(Step(epoch=4, step=61, loss=0.5, lr=0.002, grad_norm=None, images_per_s=40.0, terms={'pi"xel': 0.25}))
+    raws = EventReader(run.folder.events).read_raw()
+    steps = [raw for raw in raws if raw["type"] == "step"]
+    vals = [raw for raw in raws if raw["type"] == "val"]
+    view = folded(run)
+    assert metric_names(view) == ["loss", 'term pi"xel', "miou", "pixel_accuracy", "lr", "images_per_s"]
+    for field in ("lr", "grad_norm", "images_per_s"):
+        reader = SeriesReader(run.folder.events, field)
+        reader.poll()
+        wanted = [math.nan if raw[field] is None else raw[field] for raw in steps]
+        np.testing.assert_array_equal(reader.history.low, wanted)
+        assert reader.history.step.tolist() == [raw["step"] for raw in steps]
+    terms = SeriesReader(run.folder.events, step_field('term pi"xel') or "")
+    terms.poll()
+    assert terms.history.low.tolist() == [0.25]
+    assert curve_of(view, "miou", None).points == [(raw["step"], raw["miou"]) for raw in vals]
+    assert curve_of(view, "IoU pole", None).points == [(raw["step"], raw["iou"][2]) for raw in vals]
+    assert curve_of(view, "IoU unknown", None).points == []
+
+
+def test_series_follows_a_growing_and_a_replaced_file(run: RecordedRun) -> None:
+    reader = SeriesReader(run.folder.events, "lr")
+    reader.poll()
+    assert reader.history.size == 60
+    run.train(5)
+    reader.poll()
+    assert reader.history.size == 65
+    run.step = 40
+    run.write_start(resumed_from_step=40)
+    run.train(3)
+    reader.poll()
+    assert reader.history.step.tolist() == list(range(1, 44))
+    lines = run.folder.events.read_bytes().splitlines(keepends=True)
+    run.folder.events.unlink()
+    run.folder.events.write_bytes(b"".join(lines[:10]))
+    reader.poll()
+    reader.poll()
+    assert reader.history.size < 10
+
+
+def test_replay_has_the_series_of_the_steps_replayed(run: RecordedRun) -> None:
+    now = [0.0]
+    source = ReplaySource(run.folder, 1.0, monotonic=lambda: now[0])
+    now[0] = 20.0
+    while source.poll():
+        pass
+    first = source.series("lr").size
+    assert 0 < first < 60
+    now[0] = 1e9
+    while source.poll():
+        pass
+    assert source.series("lr").size == 60
+
+
+def test_keys_go_through_the_metrics_and_back(run: RecordedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        titles = []
+        for key in ("1", "v", "v", "v", "v", "v", "v"):
+            await press(app, pilot, key)
+            titles.append(re.search(r"1 ([A-Za-z/ ]+?) [─ ]", screen_text(app)).group(1))  # type: ignore[union-attr]
+        assert titles == ["Loss", "mIoU", "Pixel accuracy", "Learning rate", "Grad norm", "Images/s", "Loss"]
+        await press(app, pilot, "V")
+        assert "Images/s" in screen_text(app)
+
+    run_screen(run, act)
+
+
+def test_chosen_class_is_drawn_in_the_chart(run: RecordedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "3", "down", "down", "enter")
+        assert app.query_one(LossChart).options.metric == "IoU sign"
+        assert "IoU sign" in screen_text(app)
+
+    run_screen(run, act)
+
+
+# --- zoom, cursor, scale ---------------------------------------------------------------------------------------------
+
+
+def test_zoom_pan_and_cursor_keys_move_the_visible_part(run: RecordedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        chart = app.query_one(LossChart)
+        await press(app, pilot, "plus")
+        assert "30 steps" in screen_text(app)
+        await press(app, pilot, "home")
+        assert chart.options.part.visible(1, 60) == (1, 30.5)
+        assert "end: newest" in screen_text(app)
+        await press(app, pilot, "end", "shift+left")
+        assert chart.options.part.end is not None
+        await press(app, pilot, "left")
+        assert re.search(r"step \d+ · epoch \d · \d+\w+ · [\d.]+", screen_text(app))
+        await press(app, pilot, "escape", "escape")
+        assert chart.options.part.span is None
+
+    run_screen(run, act)
+
+
+def test_wheel_zooms_at_the_pointer_and_a_drag_pans(run: RecordedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        chart = app.query_one(LossChart)
+        await pilot.mouse_down(chart, offset=(40, 6))
+        await pilot.mouse_up(chart, offset=(40, 6))
+        assert chart.options.cursor is not None
+        chart.zoom(0.4, 0.5)
+        before = chart.options.part.visible(1, 60)
+        await pilot.mouse_down(chart, offset=(30, 6))
+        await pilot.hover(chart, offset=(45, 6))
+        await pilot.mouse_up(chart, offset=(45, 6))
+        await settled(app, pilot)
+        assert chart.options.part.visible(1, 60)[0] < before[0]
+
+    run_screen(run, act)
+
+
+def test_rare_spikes_do_not_set_the_scale() -> None:
+    rng = np.random.default_rng(0)
+    loss = 0.4 + 0.02 * rng.standard_normal(100_000)
+    loss[:200] += np.linspace(2.0, 0.0, 200)
+    loss[rng.choice(100_000, 30, replace=False)] = 10.0  # 0.03 % of the steps: a spike in many columns
+    steps = np.arange(100_000.0)
+    raw = reduce_columns(steps, loss, loss, np.zeros(100_000, dtype=bool), 0.0, 1e5, 200)
+    scale = choose_scale(raw, np.empty(0), is_log=False, usual=usual_range(loss, loss))
+    assert scale is not None
+    assert scale.top < 3
+    assert scale.bottom > 0
+
+
+def test_dense_evaluations_become_a_line_with_one_star(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run", steps_per_epoch=2, epochs=200)
+    for _ in range(100):
+        run.epoch()
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        plot = screen_text(app).split("4 Events")[0]
+        assert plot.count("★") == 1
+        assert plot.count("◆") <= 1  # of the legend
+        assert "•" not in plot
+
+    run_screen(run, act)
+
+
+def test_axis_labels_are_whole(run: RecordedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        axis = next(line for line in screen_text(app).splitlines() if "└" in line)
+        assert [int(label) for label in re.findall(r"\d+", axis.split("│")[1])] == [0, 20, 40]
+        assert "*" not in axis
+        assert "★" not in axis
+
+    run_screen(run, act)
+
+
+# --- classes ---------------------------------------------------------------------------------------------------------
+
+
+def test_classes_fill_columns_where_there_is_room(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run", classes=[f"class number {i}" for i in range(150)], num_devices=1,
+                      steps_per_epoch=5)  # fmt: skip
+    run.epoch()
+    run.epoch()
+    text = classes_content(folded(run), TableOptions(), Size(196, 54), UNICODE).plain
+    assert all(f"class number {i} " in text for i in range(150))
+    assert len(text.splitlines()) <= 54
+    one = classes_content(folded(run), TableOptions(), Size(46, 30), UNICODE).plain
+    assert len(one.splitlines()) == 151
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "3", "f", *["pagedown"] * 6)
+        worst = classes_content(folded(run), TableOptions(), Size(76, 200), UNICODE).plain.splitlines()
+        name = re.match(r"class number \d+", worst[1 + 50]).group()  # type: ignore[union-attr]
+        assert f"{name} " in screen_text(app), "the cursor stays in view"
+
+    run_screen(run, act, (80, 24))
+
+
+def test_zoomed_classes_show_their_history(run: RecordedRun) -> None:
+    text = classes_content(folded(run), TableOptions("name"), Size(150, 40), UNICODE).plain
+    row = next(line for line in text.splitlines() if line.startswith("bicyclist"))
+    assert re.search("[▁▂▃▄▅▆▇█]{3}", row)
+
+
+def test_old_evaluations_keep_their_classes(tmp_path: Path) -> None:
+    view = View()
+    vals = [
+        Val(epoch=n, step=n, loss=None, miou=0.5, iou=[n / 200, None], seq=n, t=float(n)).model_dump()
+        for n in range(1, 101)
+    ]
+    fold_events(view, vals)
+    view.classes = ["road", "sky"]
+    assert curve_of(view, "IoU road", None).points == [(n, pytest.approx(n / 200)) for n in range(1, 101)]
+    assert curve_of(view, "IoU sky", None).points == []
+
+
+# --- devices and settings --------------------------------------------------------------------------------------------
+
+
+def test_device_pane_shows_more_where_there_is_room(run: RecordedRun) -> None:
+    view = folded(run)
+    small = gpu_content(view, (), Size(60, 5), UNICODE).plain.splitlines()
+    assert len(small) == 4
+    large = gpu_content(view, (16_384.0, 1.0, None, 3.0), Size(80, 24), UNICODE).plain
+    assert large.count("allocated") == 4
+    assert "predicted 16.0" in large
+    assert re.search("[⠁-⣿]{5}", large)
+    graph = memory_graph(view, 0, 22_528.0, Size(40, 4), UNICODE)
+    assert len(graph) == 4
+    assert all(len(line.plain) <= 40 for line in graph)
+
+
+def test_gpu_pane_of_one_column_shows_every_device(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run", num_devices=8, batch_size=64, gpu0_bsz=8, steps_per_epoch=20)
+    run.epoch()
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "2")
+        assert screen_text(app).count(" img ") == 8
+
+    run_screen(run, act, (80, 24))
+
+
+def test_lr_factor_and_shares_are_edited_with_a_check(run: RecordedRun) -> None:
+    run.shift_to_now()
+    run.folder.acquire()
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "l", *"-1")
+        assert "lr_factor" in screen_text(app)
+        await press(app, pilot, "enter")
+        assert sent(run) == []
+        await press(app, pilot, "backspace", "backspace", *"0.5", "enter")
+        assert sent(run) == ["set lr_factor=0.5"]
+        await press(app, pilot, "2", "G", *"8,8,8")
+        await press(app, pilot, "enter")
+        assert len(sent(run)) == 0 or sent(run)[-1] != "set shares=8,8,8"
+        await press(app, pilot, *",8", "enter")
+        await press(app, pilot, "escape")
+        assert sent(run)[-1:] == ["set shares=8,8,8,8"]
+
+    try:
+        run_screen(run, act)
+    finally:
+        run.folder.release()
+
+
+def test_applied_lr_factor_is_known(run: RecordedRun) -> None:
+    run.write(CommandAnswer(id="a" * 12, command="set lr_factor=0.5", by="a@b", status="applied",
+                            changes={"lr_factor": 0.5}))  # fmt: skip
+    assert folded(run).lr_factor == 0.5
+
+
+def test_focus_selects_the_pane_that_keys_act_on(run: RecordedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await pilot.click("#event-lines")
+        await settled(app, pilot)
+        assert app.pane == "events"
+        await press(app, pilot, "f")
+        assert "4 Events" in screen_text(app)
+        assert "1 Loss" in screen_text(app).splitlines()[2], "the chart is a tab, not a pane"
+
+    run_screen(run, act)
+
+
+def test_bar_shows_the_keys_of_the_pane_and_of_the_editor(run: RecordedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "1")
+        assert "Metric" in screen_text(app).splitlines()[-1]
+        await press(app, pilot, "3")
+        assert "Sort" in screen_text(app).splitlines()[-1]
+        assert "Metric" not in screen_text(app).splitlines()[-1]
+        await press(app, pilot, "b")
+        last = screen_text(app).splitlines()[-1]
+        assert "send" in last
+        assert "Stop" not in last
+
+    run.shift_to_now()
+    run.folder.acquire()
+    try:
+        run_screen(run, act)
+    finally:
+        run.folder.release()

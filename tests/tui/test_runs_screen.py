@@ -1,0 +1,172 @@
+"""The list of runs, and the screen of a training that is starting."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.pilot import Pilot
+
+from segapp.run.folder import RunFolder
+from segapp.run.starting import announce, last_announced
+from segapp.run.state import run_state
+from segapp.tui.app import MonitorApp
+from segapp.tui.panes.chart import LossChart
+from segapp.tui.state.runs import RunList, sorted_runs
+from segapp.tui.state.source import LiveSource
+from tests.support.recorded_runs import RecordedRun
+from tests.tui.test_screen import press, run_screen, screen_text, settled, toasts
+
+
+def recorded(root: Path, name: str, epochs: int, end: str | None = None) -> RecordedRun:
+    run = RecordedRun(root / name, steps_per_epoch=10, epochs=8)
+    for _ in range(epochs):
+        run.epoch()
+    if end is not None:
+        run.end(end)
+    run.folder.write_config(f"name: {name}\ndata: {{format: voc, root: x}}\noptim: {{lr: 0.0{epochs}}}\n")
+    return run
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Any:
+    root = tmp_path / "runs"
+    found = [
+        recorded(root, "alpha", 3, "finished"),
+        recorded(root, "beta", 1, "failed"),
+        recorded(root, "gamma", 5),
+    ]
+    for i, run in enumerate(found):
+        os.utime(run.folder.run_json, (i, i))
+    found[2].shift_to_now()
+    found[2].folder.acquire()
+    yield found
+    found[2].folder.release()
+
+
+def test_run_list_equals_the_state_of_each_run(runs: list[RecordedRun]) -> None:
+    followed = RunList(runs[0].folder.path.parent)
+    while followed.poll():
+        pass
+    assert [run.folder.name for run in followed.runs] == ["gamma", "beta", "alpha"]
+    for run in followed.runs:
+        assert run.summary.state == run_state(run.folder.path)
+    assert [len(run.mious) for run in followed.runs] == [5, 1, 3]
+    assert [run.folder.name for run in sorted_runs(followed.runs, "mIoU")] == ["gamma", "alpha", "beta"]
+    assert [run.folder.name for run in sorted_runs(followed.runs, "name", "A")] == ["alpha", "beta", "gamma"]
+    assert next(run.folder.name for run in sorted_runs(followed.runs, "state", "a")) == "gamma"
+    runs[2].epoch()
+    recorded(runs[0].folder.path.parent, "delta", 2, "stopped")
+    while followed.poll():
+        pass
+    assert {run.folder.name: len(run.mious) for run in followed.runs} == {"gamma": 6, "beta": 1, "alpha": 3, "delta": 2}
+
+
+def test_list_opens_runs_and_goes_back(runs: list[RecordedRun]) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "R")
+        text = screen_text(app)
+        assert "3 runs in" in text
+        assert "1 training" in text
+        for wanted in ("gamma", "5/8", "alpha", "finished", "beta", "failed"):
+            assert wanted in text, wanted
+        await press(app, pilot, "down", "down", "enter")
+        assert app.run_name == "alpha"
+        assert "FINISHED" in screen_text(app)
+        assert "alpha" in screen_text(app).splitlines()[0]
+        await press(app, pilot, "R", "slash", *"bet", "enter")
+        assert "gamma" not in screen_text(app)
+        await press(app, pilot, "enter")
+        assert app.run_name == "beta"
+        await press(app, pilot, "R", "escape")
+        assert app.run_name == "beta"
+        assert len(app.screen_stack) == 1
+
+    run_screen(LiveSource(runs[2].folder), act)
+
+
+def test_marked_runs_are_drawn_and_compared(runs: list[RecordedRun]) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "R", "x")
+        assert "mark two" in toasts(app)[0]
+        await press(app, pilot, "down", "space", "down", "space", "x")
+        assert "optim.lr" in screen_text(app)
+        assert "0.01" in screen_text(app)
+        await press(app, pilot, "escape", "escape")
+        assert "alpha  beta" in screen_text(app).split("4 Events")[0]
+        await press(app, pilot, "v")
+        assert app.query_one(LossChart).options.metric == "miou"
+
+    run_screen(LiveSource(runs[2].folder), act)
+
+
+def test_list_comes_first_if_wanted(runs: list[RecordedRun]) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        assert "3 runs in" in screen_text(app)
+
+    run_screen(LiveSource(runs[2].folder), act, starts_with_list=True)
+
+
+# --- the start of a training -----------------------------------------------------------------------------------------
+
+
+def test_start_is_shown_before_the_run_has_any_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder.create(path=tmp_path / "run")
+    announce("building the model")
+    line = capsys.readouterr().out
+    assert last_announced([line.strip(), "another line"]) == "building the model"
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        app.has_trainer_ended = lambda: False
+        await settled(app, pilot)
+        text = screen_text(app)
+        assert "starting: the trainer's process" in text
+        assert "CRASHED" not in text
+        folder.log.write_text("starting: importing torch\nweights: 182 of 182 tensors\n" + line)
+        await settled(app, pilot)
+        text = screen_text(app)
+        assert "starting: building the model" in text
+        assert "weights: 182 of 182 tensors" in text
+
+    run_screen(LiveSource(folder), act)
+
+
+def test_screen_closes_if_the_trainer_ends_before_it_trains(tmp_path: Path) -> None:
+    folder = RunFolder.create(path=tmp_path / "run")
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        app.has_trainer_ended = lambda: True
+        app._tick()
+        await pilot.pause()
+        assert app._exit
+
+    run_screen(LiveSource(folder), act)
+
+
+def test_panes_replace_the_start_at_the_first_step(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run", steps_per_epoch=10)
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        assert "starting" in screen_text(app)
+        run.train(2)
+        await settled(app, pilot)
+        assert "starting" not in screen_text(app)
+        assert "1 Loss" in screen_text(app)
+        assert isinstance(app.focused, LossChart)
+
+    run_screen(run, act)
+
+
+def test_failed_start_shows_the_reason_and_the_log(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run", steps_per_epoch=10)
+    run.folder.log.write_text("starting: first step\nerror: out of memory\n")
+    run.end("failed", "cuda:0 ran out of memory")
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        text = screen_text(app)
+        assert "failed: cuda:0 ran out of memory" in text
+        assert "error: out of memory" in text
+
+    run_screen(run, act)
