@@ -12,7 +12,7 @@ from segapp.tui.state.view import View
 STEP_METRICS = {"lr": "learning rate", "grad_norm": "grad norm", "images_per_s": "images/s"}
 """Field of a `step` event -> title."""
 
-VAL_METRICS = {"miou": "mIoU", "pixel_accuracy": "pixel accuracy"}
+VAL_METRICS = {"miou": "mIoU", "mean_dice": "mean Dice", "pixel_accuracy": "pixel accuracy"}
 """Field of a `val` event -> title."""
 
 TERM, CLASS = "term ", "IoU "
