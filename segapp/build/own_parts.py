@@ -119,7 +119,7 @@ def plain_loss_note(config: RunConfig, criterion: AdditiveCriterion) -> str | No
     return (
         f"{names}: a plain loss, computed at full resolution; it is exact on one device without train.accumulate. "
         "Divided over devices or micro-batches, the step takes the mean of the parts weighted by valid pixels, which "
-        "equals the whole only for a mean over valid pixels"
+        "equals the whole only for a mean over valid pixels (segapp check-part tells)"
     )
 
 

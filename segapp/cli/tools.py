@@ -1,4 +1,4 @@
-"""Commands before a training and around it: schema, completion, plan, profile."""
+"""Commands before a training and around it: schema, completion, plan, profile, check-part."""
 
 from __future__ import annotations
 
@@ -78,3 +78,18 @@ def profile(
     from segapp.commands.profile import print_profile
 
     print_profile(config, overrides or [], steps, as_json=json_out)
+
+
+@app.command("check-part")
+def check_part(
+    name: Annotated[str | None, typer.Argument(metavar="[MODULE:FACTORY]", help="An own part.")] = None,
+    kind: Annotated[str | None, option("--as", "What it is.", "model|loss|data|optim|schedule|transform")] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Try own parts as a training uses them: all those of a config, or the one named. Exit code 2 if a check fails."""
+    from segapp.config import load_config
+
+    loaded = None if config is None else load_config(config)
+    from segapp.commands.check_part import check_part as run_checks
+
+    raise typer.Exit(run_checks(name, kind, loaded))

@@ -50,8 +50,7 @@ class PlainCriterion(MeanCriterion):
         if logits.shape[-2:] != target.shape[-2:]:
             size = (target.shape[-2], target.shape[-1])
             logits = F.interpolate(logits, size, mode="bilinear", align_corners=self.align_corners)
-        with torch.autocast(logits.device.type, enabled=False):
-            mean = self.function(logits, target.long())
+        mean = self.function(logits, target.long())
         return torch.where(count > 0, mean.float() * count.float(), 0.0), count
 
     def denominator(self, target: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ def option_problems(
         p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters
     ):
         return [
-            f"{part.name} takes fewer than the {num_positional} arguments that segapp gives it: see `segapp check-part`"
+            f"{part.name} takes fewer than the {num_positional} arguments that segapp gives it: run segapp check-part"
         ]
     parameters = parameters[num_positional:]
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)

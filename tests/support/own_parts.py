@@ -63,6 +63,20 @@ class WrongChannels(Net):
         super().__init__(num_classes + 1)
 
 
+class MixingNet(Net):
+    """A network that subtracts the mean over the batch."""
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        return super().forward(images - images.mean(0, keepdim=True))
+
+
+class NoisyNet(Net):
+    """A network that adds noise in evaluation too."""
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        return super().forward(images + torch.randn_like(images))
+
+
 def ce() -> Callable[[Tensor, Tensor], Tensor]:
     """Return a plain loss that is a mean over valid pixels."""
     return lambda logits, target: F.cross_entropy(logits, target, ignore_index=255)
@@ -94,6 +108,17 @@ def falling(total_steps: int, end: float = 0.5) -> Callable[[int], float]:
 def negative() -> Callable[[int], float]:
     """Return a schedule that is not allowed."""
     return lambda step: -1.0
+
+
+def counting() -> Callable[[int], float]:
+    """Return a schedule that counts its calls."""
+    calls: list[int] = []
+    return lambda step: float(calls.append(step) or len(calls))
+
+
+def still(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return an optimizer that never moves."""
+    return torch.optim.SGD(groups, lr=0.0)
 
 
 def attack(path: str, **_: Any) -> nn.Module:
