@@ -282,7 +282,7 @@ def test_plan_counts_teacher_and_critic(plain: dict[str, Any], teacher: Path) ->
     taught, plainly = (simulated(each, job) for each in (config, alone))
     state = torch.load(teacher / "checkpoints" / "last.pt", weights_only=True)["model"]
     teacher_mib = sum(t.nbytes for t in state.values()) / 2**20
-    critic = Critic(3, critic_size(config.data.crop_px))
+    critic = Critic(3 + 3, critic_size(config.data.crop_px))
     critic_mib = sum(p.nbytes for p in critic.parameters()) / 2**20
     for with_teacher, without in zip(taught.devices, plainly.devices, strict=True):
         grown = with_teacher["backward"].mib - without["backward"].mib
