@@ -98,13 +98,12 @@ class EomtModel(SegmentationModel):
         then the same pair of each earlier one; in evaluation mode the semantic logits (N, C, h, w).
         """
         encoder: Any = self.encoder
-        grid = images_NCHW.shape[-2] // self.patch_px, images_NCHW.shape[-1] // self.patch_px
-        tokens, rope = self._embed(images_NCHW)
+        tokens, grid, rope = self._embed(images_NCHW)
         earlier: list[Tensor] = []
         first = len(encoder.blocks) - self.num_blocks
         for number, block in enumerate(encoder.blocks):
             if number == first:
-                queries = self.queries.expand(len(tokens), -1, -1).to(tokens.dtype)
+                queries = self.queries.expand(tokens.shape[0], -1, -1).to(tokens.dtype)
                 tokens = torch.cat([tokens[:, : self.num_prefix], queries, tokens[:, self.num_prefix :]], 1)
             options = {} if rope is None else {"rope": rope}
             if number >= first and self.training and self._aux:
@@ -118,12 +117,13 @@ class EomtModel(SegmentationModel):
             return (masks, classes, *earlier), features
         return (semantic_logits(masks, classes),), features
 
-    def _embed(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the tokens before the first block, (N, prefix + gh gw, D), and the rotary embedding, if any."""
+    def _embed(self, images: Tensor) -> tuple[Tensor, tuple[int, int], Tensor | None]:
+        """Return the first block's tokens (N, prefix + gh gw, D), (gh, gw), and the rotary embedding, if any."""
         encoder: Any = self.encoder
-        embedded = encoder._pos_embed(encoder.patch_embed(images))
+        patches = encoder.patch_embed(images)
+        embedded = encoder._pos_embed(patches)
         tokens, rope = embedded if isinstance(embedded, tuple) else (embedded, None)
-        return encoder.norm_pre(tokens), rope
+        return encoder.norm_pre(tokens), patches.shape[1:3], rope
 
     def _predict(self, tokens: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
         encoder: Any = self.encoder

@@ -8,7 +8,10 @@ import hashlib
 import os
 import pickle
 import re
+import socket
 import sys
+import threading
+import urllib.request
 import warnings
 import zipfile
 from collections.abc import Mapping
@@ -16,6 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +38,10 @@ MAX_NAMES = 100
 """Largest number of names of each kind in an event."""
 _MAX_WRAPPERS = 4
 """Largest depth of nested state dicts."""
+
+CONNECT_TIMEOUT_S = 2.0
+"""Longest time in which a server must accept a connection, before a library tries again and again."""
+HUB_FILE = "model.safetensors"
 _HASH_IN_NAME = re.compile(r"-([0-9a-f]{8,})\.")  # torch hub's convention: resnet50-0676ba61.pth
 
 
@@ -108,12 +116,13 @@ def fetch_url(url: str, name: str, key: str) -> Path:
     sha256_prefix = in_name.group(1) if in_name else None
     if not path.exists():
         try:
+            check_reachable(url)
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.hub.download_url_to_file(url, str(path), sha256_prefix, progress=sys.stderr.isatty())
         except (OSError, RuntimeError) as error:  # URLError and timeouts are OSError; RuntimeError: the hash is wrong
             raise CheckpointError(
-                f"{key}={name}: {filename} is not on this machine and could not be downloaded ({_reason(error)}); "
-                f"put the file into {path.parent}, or give the path of a copy as {key}"
+                f"{key}={name}: {filename} is not on this machine and could not be downloaded from {_address(url)} "
+                f"({_reason(error)}); put the file into {path.parent}, or give the path of a copy as {key}"
             ) from error
     elif sha256_prefix and not sha256_of(path, key).startswith(sha256_prefix):
         raise CheckpointError(f"{key}={name}: {path} is damaged (its sha256 is not {sha256_prefix}...); delete it")
@@ -127,13 +136,23 @@ def fetch_hub_file(repo_id: str, revision: str | None, name: str, key: str) -> P
         CheckpointError: the file is not cached and cannot be downloaded.
     """
     import huggingface_hub
+    from huggingface_hub import constants
 
+    cached = huggingface_hub.try_to_load_from_cache(repo_id, HUB_FILE, revision=revision)
+    if isinstance(cached, str):
+        return Path(cached)
+    url = huggingface_hub.hf_hub_url(repo_id, HUB_FILE, revision=revision)
     try:
-        return Path(huggingface_hub.hf_hub_download(repo_id, filename="model.safetensors", revision=revision))
+        if constants.HF_HUB_OFFLINE:
+            raise OSError("HF_HUB_OFFLINE is set")
+        check_reachable(url)
+        return Path(huggingface_hub.hf_hub_download(repo_id, filename=HUB_FILE, revision=revision))
     except Exception as error:  # the hub's client passes on exceptions of its HTTP library
+        folder = Path(constants.HF_HUB_CACHE) / f"models--{repo_id.replace('/', '--')}"
         raise CheckpointError(
-            f"{key}={name}: model.safetensors of {repo_id} is not on this machine and could not be downloaded "
-            f"({type(error).__name__}); give the path of a copy as {key}"
+            f"{key}={name}: {HUB_FILE} of {repo_id} is not on this machine and could not be downloaded from "
+            f"{_address(url)} ({_reason(error)}); copy {folder} from a machine that has it, or give the path of a copy "
+            f"as {key}"
         ) from error
 
 
@@ -146,14 +165,51 @@ def cached_hub_file(repo_id: str, revision: str | None) -> bool:
     """Return True if encoder weights lie in the Hugging Face cache."""
     import huggingface_hub
 
-    return isinstance(huggingface_hub.try_to_load_from_cache(repo_id, "model.safetensors", revision=revision), str)
+    return isinstance(huggingface_hub.try_to_load_from_cache(repo_id, HUB_FILE, revision=revision), str)
+
+
+def check_reachable(url: str, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+    """Check that the server of a URL, or the proxy that leads to it, accepts a connection.
+
+    Args:
+        url: with its scheme.
+        timeout_s: includes the lookup of the server's name, which has no timeout of its own.
+
+    Raises:
+        OSError: it does not.
+    """
+    parts = urlsplit(url)
+    proxy = urllib.request.getproxies().get(parts.scheme)
+    if proxy and not urllib.request.proxy_bypass(parts.hostname or ""):
+        parts = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    server = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    results: list[OSError | None] = []
+
+    def connect() -> None:
+        try:
+            socket.create_connection(server, timeout_s).close()
+            results.append(None)
+        except OSError as error:
+            results.append(error)
+
+    thread = threading.Thread(target=connect, name="segapp-connect", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if not results:
+        raise TimeoutError(f"no answer from {server[0]} within {timeout_s:g} s")
+    if results[0] is not None:
+        raise results[0]
+
+
+def _address(url: str) -> str:
+    return url.partition("://")[2]
 
 
 def _reason(error: Exception) -> str:
-    """Return an error's reason, without URLs."""
+    """Return an error's reason in one line, without URLs."""
     reason = getattr(error, "reason", None)
-    text = str(reason) if reason is not None else str(error)
-    return re.sub(r"https?://\S+", "the address", text) or type(error).__name__
+    lines = str(reason if reason is not None else error).strip().splitlines()
+    return re.sub(r"https?://\S+", "the address", lines[0]) if lines else type(error).__name__
 
 
 def sha256_of(path: Path, key: str) -> str:

@@ -16,7 +16,8 @@ from tests.support import ROOT
 from tests.support.runs import draw_scene, events, train
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-HEAVY = {"cityscapes-pspnet", "ade20k", "voc"}  # ResNet-50; cityscapes stands for them in the default suite
+# ResNet-50 and transformers: cityscapes and tests/train/test_modern_networks.py stand for them in the default suite.
+HEAVY = {"cityscapes-pspnet", "ade20k", "voc", "ade20k-segformer-b2", "cityscapes-eomt-vits"}
 TEACHER = ROOT / "configs" / "camvid.yaml"
 NUM_STEPS = 10
 SIZE = 48, 64

@@ -1,6 +1,8 @@
 import hashlib
 import os
 import pickle
+import socket
+import time
 import urllib.error
 
 import pytest
@@ -10,7 +12,7 @@ from safetensors.torch import save_file
 from segapp.errors import CheckpointError, ConfigError
 from segapp.models import build_model
 from segapp.models.keys import KeyMap
-from segapp.models.weights import LoadReport, read_weights_file
+from segapp.models.weights import LoadReport, check_reachable, fetch_hub_file, read_weights_file
 
 BACKBONE = "mobilenet_v3_small"
 
@@ -312,6 +314,7 @@ def test_file_without_permission_is_named(tmp_path, state):
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
+    monkeypatch.setattr("segapp.models.weights.check_reachable", lambda url: None)
     return tmp_path / "hub" / "checkpoints"
 
 
@@ -346,6 +349,7 @@ def test_missing_network_is_one_clear_error(hub, monkeypatch, error, key):
     message = str(raised.value)
     assert message.startswith(f"model.{key}=DEFAULT: ")
     assert f"put the file into {hub}" in message
+    assert "from download.pytorch.org/models/" in message
     assert "mobilenet_v3_large-" in message
     assert "://" not in message
     assert "\n" not in message
@@ -382,6 +386,8 @@ def test_named_encoder_weights_of_smp_come_from_its_hub(tmp_path, monkeypatch):
     published = torchvision.models.resnet18(weights=None).state_dict()
     save_file(published, tmp_path / "model.safetensors")
     asked = []
+    monkeypatch.setattr("segapp.models.weights.check_reachable", lambda url: None)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
 
     def download(repo_id, filename, revision):
         asked.append((repo_id, filename))
@@ -402,3 +408,66 @@ def test_named_encoder_weights_of_smp_come_from_its_hub(tmp_path, monkeypatch):
         assert f"model.weights_backbone={name}: model.safetensors of " in str(raised.value)
         assert "give the path of a copy as model.weights_backbone" in str(raised.value)
         assert "://" not in str(raised.value)
+        assert f"copy {tmp_path / 'cache'}/models--" in str(raised.value)
+        assert "/resolve/" in str(raised.value)
+
+
+def write_to_hub_cache(cache, repo_id, state):
+    """Lay out a file as huggingface_hub does: a blob, a snapshot that links to it, and the branch's commit."""
+    folder, commit = cache / f"models--{repo_id.replace('/', '--')}", "0123456789abcdef0123456789abcdef01234567"
+    for name in ("blobs", "refs", f"snapshots/{commit}"):
+        (folder / name).mkdir(parents=True)
+    save_file(state, folder / "blobs" / "content")
+    (folder / "refs" / "main").write_text(commit)
+    (folder / "snapshots" / commit / "model.safetensors").symlink_to("../../blobs/content")
+
+
+def test_weights_in_the_hub_cache_need_no_network(tmp_path, monkeypatch):
+    import timm
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("segapp.models.weights.check_reachable", lambda url: pytest.fail("asked for the network"))
+    published = timm.create_model("test_vit").state_dict()
+    write_to_hub_cache(tmp_path, timm.get_pretrained_cfg("test_vit").hf_hub_id, published)
+    encoder, options = "tu-test_vit", {"num_blocks": 2}
+    model = build_model("segapp", "eomt", 3, encoder=encoder, weights_backbone="DEFAULT", options=options)
+    own = {name: tensor for name, tensor in published.items() if not name.startswith(("head.", "fc_norm."))}
+    assert_same_tensors(model.backbone_module, own)
+    model = build_model("smp", "DPT", 3, encoder=encoder, weights_backbone="imagenet")
+    assert model.load_reports[0].keys.taken
+
+
+@pytest.mark.parametrize("fault", ["no name server", "no route", "refused", "HF_HUB_OFFLINE"])
+def test_missing_network_is_found_out_within_three_seconds(tmp_path, monkeypatch, fault):
+    def hang(*args, **kwargs):
+        time.sleep(4)
+        raise OSError("too late")
+
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    if fault == "no name server":
+        monkeypatch.setattr(socket, "getaddrinfo", hang)
+    elif fault == "no route":
+        monkeypatch.setattr(socket, "create_connection", hang)
+    elif fault == "refused":
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    else:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    start = time.monotonic()
+    with pytest.raises(CheckpointError) as raised:
+        fetch_hub_file("timm/test_vit.r160_in1k", None, "DEFAULT", "model.weights_backbone")
+    assert time.monotonic() - start < 3
+    message = str(raised.value)
+    assert "/timm/test_vit.r160_in1k/resolve/main/model.safetensors" in message
+    assert f"copy {tmp_path}/models--timm--test_vit.r160_in1k from a machine that has it" in message
+
+
+def test_reachable_server_or_proxy_is_accepted(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setattr("urllib.request.getproxies", dict)
+        check_reachable(f"{address}/file")
+        monkeypatch.setattr("urllib.request.getproxies", lambda: {"https": address})
+        check_reachable("https://host.example/file")
+    with pytest.raises(OSError, match="refused"):
+        check_reachable("https://host.example/file")
