@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from segapp.commands.models import print_models
-from segapp.commands.models.measure import measure_model
 from segapp.commands.models.names import ModelName, all_names, matching_names
 from segapp.errors import ConfigError
 from segapp.models import build_model
@@ -41,7 +43,14 @@ def test_pattern_is_a_part_or_a_glob() -> None:
 
 
 def test_figures_are_those_of_the_network() -> None:
-    facts = measure_model(ModelName("torchvision", "fcn", "resnet18"), (64, 96), with_memory=True)
+    # In a process of its own: a simulation of memory registers devices that other tests must not see.
+    code = (
+        "import pickle, sys; from segapp.commands.models.measure import measure_model; "
+        "from segapp.commands.models.names import ModelName; "
+        "facts = measure_model(ModelName('torchvision', 'fcn', 'resnet18'), (64, 96), with_memory=True); "
+        "sys.stdout.buffer.write(pickle.dumps(facts))"
+    )
+    facts = pickle.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
     model = build_model("torchvision", "fcn", 19, encoder="resnet18")
     assert facts.problem is None
     assert facts.num_params == sum(parameter.numel() for parameter in model.parameters())

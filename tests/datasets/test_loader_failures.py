@@ -35,7 +35,9 @@ class Misbehaving:
     def __init__(self, act: Callable[[], object]) -> None:
         self.act = act
 
-    def __call__(self, image: np.ndarray, mask: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(
+        self, image: np.ndarray, mask: np.ndarray, seed: int, aim: object = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         if image.shape[1] == 41:
             self.act()
         return image[:8, :8].copy(), mask[:8, :8].copy()

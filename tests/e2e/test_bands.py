@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,6 @@ from segapp.errors import DataError
 from segapp.export.runner import ExportedModel
 from segapp.parallel.ranks import Ranks
 from segapp.run.folder import RunFolder
-from segapp.train.planning.simulate import build_simulator
 from segapp.train.process import signals
 from segapp.train.request import TrainRequest
 from segapp.train.session import run_session
@@ -127,6 +129,13 @@ def test_cached_samples_of_bands_equal_decoded_ones(
 
 
 def test_planned_batch_has_the_bands_and_type_of_the_files(data: dict[str, Any]) -> None:
-    batch = build_simulator(config_of(data)).batch(3)
-    assert batch.images.shape == (3, 4, 32, 32)
-    assert batch.images.dtype == torch.uint16
+    # In a process of its own: a simulation registers devices that other tests must not see.
+    code = (
+        "import json, sys; from segapp.config import validate_config; "
+        "from segapp.train.planning.simulate import build_simulator; "
+        "images = build_simulator(validate_config(json.load(sys.stdin))).batch(3).images; "
+        "print(*images.shape, images.dtype)"
+    )
+    config = json.dumps(config_of(data).model_dump(mode="json"))
+    done = subprocess.run([sys.executable, "-c", code], input=config, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["3", "4", "32", "32", "torch.uint16"]

@@ -118,7 +118,7 @@ def test_run_survives_a_lost_terminal_and_is_controlled_again(
     assert (applied["new"], applied["split"]) == (2, [2, 1, 0])
     terminal.wait_for("2·1·0")
     terminal.keys("Space")
-    terminal.wait_for("paused  epoch")
+    terminal.wait_for("PAUSED  epoch")
     terminal.keys("c")
     at = events(run, "step")[-1]["step"]
     until(lambda: [e for e in events(run, "checkpoint") if e["step"] == at])

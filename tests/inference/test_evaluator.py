@@ -34,6 +34,7 @@ class ColorNet(nn.Module):
     """A network whose logits are averaged colours; out of memory for images of more pixels than its capacity."""
 
     fixed_size_px = None
+    in_channels = 3
 
     def __init__(self, capacity_px: int = 10**9) -> None:
         super().__init__()

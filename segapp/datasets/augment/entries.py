@@ -141,7 +141,8 @@ class TransformBuilder:
         return None
 
     def _check_names(self, kind: type, arguments: Mapping[str, Any], place: str) -> None:
-        known = [name for name in _parameters(kind) if name not in _GIVEN]
+        given = _GIVEN if kind in OWN_TRANSFORMS.values() else ("strict",)
+        known = [name for name in _parameters(kind) if name not in given]
         for argument in arguments:
             if argument not in known:
                 near = difflib.get_close_matches(argument, known, n=1)
@@ -201,7 +202,7 @@ class SeededFunction(A.DualTransform):  # type: ignore[misc]  # albumentations h
 _TRANSFORMS = (A.BasicTransform, A.BaseCompose)
 
 _GIVEN = ("ignore_index", "resize_px", "fill", "ranges", "strict")
-"""Arguments that segapp gives."""
+"""Arguments that segapp gives to its own transforms."""
 
 _NEAREST = (cv2.INTER_NEAREST, cv2.INTER_NEAREST_EXACT)
 
