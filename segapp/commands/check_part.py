@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import itertools
-import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -284,7 +284,8 @@ def _of_data(data: Any) -> Iterator[Check]:
     if len(data):
         yield _tried("images and masks have the right types", typed)
         yield _tried("it repeats its result", lambda: repeats(data.source))
-        spawned = _tried("it can be pickled for data workers", lambda: repeats(pickle.loads(pickle.dumps(data.source))))
+        copied = ForkingPickler  # what hands objects to spawned data workers
+        spawned = _tried("it can be pickled for data workers", lambda: repeats(copied.loads(copied.dumps(data.source))))
         yield spawned
 
 
@@ -376,7 +377,7 @@ def _of_transform(transform: TrainTransform) -> Iterator[Check]:
     yield _tried(what, lambda: check_transform(transform, sizes, (3, np.uint8), np.dtype(np.uint8)))
 
     def pickled() -> str | None:
-        pickle.dumps(transform)
+        ForkingPickler.dumps(transform)
         return None
 
     yield _tried("it can be pickled for data workers", pickled)
