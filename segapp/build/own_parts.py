@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,16 +16,8 @@ from segapp.datasets.own_data import OwnData
 from segapp.errors import ConfigError
 from segapp.losses import AdditiveCriterion, PlainCriterion
 from segapp.parts import build_part, find_source, is_part, load_part, option_problems, sha256_of_source
+from segapp.parts.contracts import DataSource, Loss, Schedule, given_arguments
 from segapp.parts.loading import takes
-
-OFFERED = {
-    "model": ("num_classes", "in_channels"),
-    "loss": ("num_classes", "ignore_index", "align_corners", "aux_weight", "weight"),
-    "data": ("root", "split"),
-    "optim": ("lr",),
-    "schedule": ("total_steps", "steps_per_epoch"),
-}
-"""Arguments that segapp gives to a factory that takes them, by section; an optimizer gets its groups by position."""
 
 
 def check_parts(config: RunConfig) -> None:
@@ -46,7 +38,7 @@ def check_parts(config: RunConfig) -> None:
         if key not in options:  # a transform, whose options are checked where it is made
             continue
         where = f"{key.rpartition('.')[0]}.options"
-        problems += option_problems(part, where, options[key], OFFERED[section], int(section == "optim"))
+        problems += option_problems(part, where, options[key], *given_arguments(section))
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems)
         raise ConfigError(problems[0] if len(problems) == 1 else f"{len(problems)} problems in own parts:{listed}")
@@ -80,7 +72,7 @@ def own_data(data: DataConfig, split: str) -> OwnData:
     Raises:
         ConfigError: the part cannot be made or is no data set.
     """
-    made = build_part(data.format, "data.format", data.options, offered={"root": data.root, "split": split})
+    made: DataSource = build_part(data.format, "data.format", data.options, offered={"root": data.root, "split": split})
     return OwnData(made, data.format, split)
 
 
@@ -100,7 +92,7 @@ def own_criterion(term: LossTerm, num_classes: int, ignore_index: int, weight: T
         if not takes(load_part(term.name, "loss.name").factory, "weight"):
             raise ConfigError(f"loss.class_weights: {term.name} takes no argument `weight`: leave them out")
         offered["weight"] = weight
-    made = build_part(term.name, "loss.name", term.options, offered=offered)
+    made: Loss | AdditiveCriterion = build_part(term.name, "loss.name", term.options, offered=offered)
     if isinstance(made, AdditiveCriterion):
         return made
     if not callable(made):
@@ -142,7 +134,7 @@ def own_optimizer(section: OptimConfig, groups: Sequence[Mapping[str, Any]]) -> 
     return optimizer
 
 
-def own_schedule(section: ScheduleConfig, *, total_steps: int, steps_per_epoch: int) -> Callable[[int], float]:
+def own_schedule(section: ScheduleConfig, *, total_steps: int, steps_per_epoch: int) -> Schedule:
     """Return the factor on the learning rate at each step, from 1, of an own part.
 
     Args:
@@ -154,14 +146,14 @@ def own_schedule(section: ScheduleConfig, *, total_steps: int, steps_per_epoch: 
         ConfigError: the part cannot be made, or gives something else than a number from 0 on.
     """
     offered = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch}
-    made = build_part(section.name, "schedule.name", section.options, offered=offered)
+    made: Schedule = build_part(section.name, "schedule.name", section.options, offered=offered)
     if not callable(made):
         raise ConfigError(
             f"schedule.name = {section.name} made a {type(made).__name__}: return a function of the step, from 1, that "
             "gives a factor on optim.lr"
         )
 
-    def factor(step: int) -> float:
+    def factor(step: int, /) -> float:
         value = made(step)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             raise ConfigError(f"schedule.name = {section.name} gave {value!r} at step {step}: give a number from 0 on")

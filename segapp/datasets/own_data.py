@@ -16,6 +16,7 @@ from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import train_ids
 from segapp.errors import ConfigError, DataError
+from segapp.parts.contracts import DataSource
 
 Pixels = NDArray[Any]
 
@@ -24,7 +25,7 @@ class OwnData:
     """A checked reader around an object of the user's code.
 
     Args:
-        source: has `__len__` and `image_and_mask(index)`, and perhaps `name(index)`.
+        source: of the user's code.
         part: name of the part, for messages.
         split: name of the split.
 
@@ -32,7 +33,7 @@ class OwnData:
         ConfigError: the object has not these methods.
     """
 
-    def __init__(self, source: Any, part: str, split: str) -> None:
+    def __init__(self, source: DataSource, part: str, split: str) -> None:
         for method in ("__len__", "image_and_mask"):
             if not callable(getattr(source, method, None)):
                 raise ConfigError(f"data.format = {part}: {type(source).__name__} has no method {method}: add it")

@@ -21,8 +21,8 @@ class PlainCriterion(MeanCriterion):
     the whole step only if the function is a mean over valid pixels; on one device, without `accumulate`, it always is.
 
     Args:
-        function: takes float logits (N, C, H, W) at the target's resolution and int64 targets (N, H, W) with
-            `ignore_index`; returns a scalar. A module's buffers follow the device.
+        function: takes logits (N, C, H, W), float32 or float64, at the target's resolution and int64 targets (N, H, W)
+            with `ignore_index`; returns a scalar. A module's buffers follow the device.
         ignore_index: target value of the pixels that are not valid.
         align_corners: of the bilinear upsampling of the logits.
         aux_weight: factor of each auxiliary head's loss.
@@ -46,12 +46,13 @@ class PlainCriterion(MeanCriterion):
         """Return (mean x valid pixels, valid pixels) of one head's logits (N, C, h, w)."""
         count = self.denominator(target)
         # Without a valid pixel a mean is NaN; neither it nor its gradient may reach the sums.
-        logits = torch.where(count > 0, logits.float(), 0.0)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = torch.where(count > 0, logits, 0.0)
         if logits.shape[-2:] != target.shape[-2:]:
             size = (target.shape[-2], target.shape[-1])
             logits = F.interpolate(logits, size, mode="bilinear", align_corners=self.align_corners)
-        mean = self.function(logits, target.long())
-        return torch.where(count > 0, mean.float() * count.float(), 0.0), count
+        mean = self.function(logits, target.long()).to(logits.dtype)
+        return torch.where(count > 0, mean * count.to(logits.dtype), 0.0), count
 
     def denominator(self, target: Tensor) -> Tensor:
         """Return the number of valid pixels, a float64 scalar."""

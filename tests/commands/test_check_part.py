@@ -59,9 +59,28 @@ def test_broken_rule_is_named(name: str, kind: str, problem: str, capsys: pytest
 
 def test_plain_loss_that_is_no_mean_is_a_note(capsys: pytest.CaptureFixture[str]) -> None:
     assert check_part(f"{PARTS}:largest_pixel", "loss", None) == 0
-    assert (
-        "note   a divided step gives the same loss and gradient: no mean over valid pixels" in capsys.readouterr().out
-    )
+    said = "note   a divided step gives the same loss and gradient in float32: no mean over valid pixels"
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["ce", "additive_ce"])
+def test_loss_is_exact_at_splits_in_both_precisions(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_part(f"{PARTS}:{name}", "loss", None) == 0
+    printed = capsys.readouterr().out
+    for precision in ("float32", "float64"):
+        assert f"ok     a divided step gives the same loss and gradient in {precision}\n" in printed
+
+
+def test_small_error_at_splits_shows_in_float64_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_part(f"{PARTS}:NearlyExact", "loss", None) == 2
+    printed = capsys.readouterr().out
+    assert "ok     a divided step gives the same loss and gradient in float32\n" in printed
+    assert "FAILED a divided step gives the same loss and gradient in float64: off by 1e-06" in printed
+
+
+def test_loss_that_rounds_to_float32_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_part(f"{PARTS}:rounded_ce", "loss", None) == 0
+    assert "in float64: not tried, it rounds float64 logits" in capsys.readouterr().out
 
 
 def data_config(tiny: dict[str, Any], name: str) -> RunConfig:

@@ -100,6 +100,19 @@ class PixelOfChunk(CriterionCE):
         return loss / count.float(), torch.ones_like(count) * len(target) ** 2
 
 
+class NearlyExact(CriterionCE):
+    """A criterion that is wrong by one part in a million: the sum of a chunk depends on its number of images."""
+
+    def statistics(self, outputs: Any, target: Tensor) -> tuple[Tensor, ...]:
+        loss, count = super().statistics(outputs, target)
+        return loss * (1 + 1e-6 * (len(target) < 4)), count
+
+
+def rounded_ce() -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a plain loss that computes in float32 whatever it gets."""
+    return lambda logits, target: F.cross_entropy(logits.float(), target, ignore_index=255)
+
+
 def falling(total_steps: int, end: float = 0.5) -> Callable[[int], float]:
     """Return a line from 1 at the first step towards `end`."""
     return lambda step: 1 - (1 - end) * (step - 1) / total_steps

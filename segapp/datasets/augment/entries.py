@@ -3,7 +3,7 @@
 import difflib
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -16,6 +16,7 @@ from segapp.datasets.augment.color import PhotometricChange
 from segapp.datasets.augment.crop import ScaledCrop
 from segapp.errors import ConfigError
 from segapp.parts import build_part, is_part
+from segapp.parts.contracts import Transform
 
 Pixels = NDArray[Any]
 
@@ -189,7 +190,7 @@ class TransformBuilder:
 class SeededFunction(A.DualTransform):  # type: ignore[misc]  # albumentations has no types
     """A function of (image, mask, seed), which returns image and mask, as a transform."""
 
-    def __init__(self, function: Callable[[Pixels, Pixels, int], tuple[Pixels, Pixels]]) -> None:
+    def __init__(self, function: Transform) -> None:
         super().__init__(p=1.0)
         self.function = function
 
