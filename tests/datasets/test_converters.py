@@ -25,6 +25,7 @@ from tests.support.drawn_annotations import (
     flat,
     label_studio,
     labelme,
+    nnunet,
     supervisely,
     yolo,
 )
@@ -217,6 +218,43 @@ def test_parquet_rows_become_images_and_masks(tmp_path: Path) -> None:
     assert (len(names["train"]), len(names["val"])) == (5, 2)
     mask = written(tmp_path, "masks/train/train-00000-of-00001-000004")
     assert (mask == expected(1, 1)).all()
+
+
+def test_nnunet_channels_become_the_bands_of_one_image(tmp_path: Path) -> None:
+    tifffile = pytest.importorskip("tifffile")
+    pytest.importorskip("rasterio", reason="the extra geo is not installed")
+    nnunet(tmp_path / "d", num_channels=3)
+    config, result, names = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert (len(names["train"]), len(names["val"])) == (5, 1)
+    assert (config.data.root, config.data.mask_root) == (str(tmp_path / "made-images"), str(tmp_path / "d"))
+    assert (config.data.bands, config.data.dtype, config.data.classes) == ((1, 2, 3), "uint8", ["ground", "road"])
+    assert "note: the bands are the channels of nnU-Net: 1 T1, 2 T2, 3 FLAIR" in result.lines
+    assert "1 T1, 2 T2, 3 FLAIR" in (tmp_path / "made.yaml").read_text()
+    for name in NAMES:
+        channels = [np.asarray(Image.open(tmp_path / f"d/imagesTr/p{name}_{i:04}.png")) for i in range(3)]
+        stored = tifffile.imread(tmp_path / f"made-images/imagesTr/p{name}.tif")
+        np.testing.assert_array_equal(stored, np.stack(channels, axis=-1))
+
+    before = listing(tmp_path / "made-images")
+    Image.fromarray(np.full((HEIGHT, WIDTH), 9, np.uint8)).save(tmp_path / "d/imagesTr/p0001_0002.png")
+    (tmp_path / "d/imagesTr/p0002_0001.png").unlink()
+    _, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml", force=True)
+    said = " ".join(result.lines)
+    assert "5 in " in said
+    assert ", 4 of them there already" in said
+    assert "1 cases have other files and are left out, such as imagesTr/p0002" in said
+    after = listing(tmp_path / "made-images")
+    changed = {name for name in after if name.endswith(".tif") and after[name] != before[name]}
+    assert changed == {"imagesTr/p0001.tif"}
+
+
+def test_nnunet_channels_of_two_sizes_are_named(tmp_path: Path) -> None:
+    pytest.importorskip("rasterio", reason="the extra geo is not installed")
+    nnunet(tmp_path / "d", num_channels=2)
+    Image.fromarray(np.zeros((HEIGHT, WIDTH + 1), np.uint8)).save(tmp_path / "d/imagesTr/p0003_0001.png")
+    _, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml", layout="nnunet-channels")
+    assert "the channels of the case differ in size or type" in " ".join(result.lines)
+    assert not (tmp_path / "made-images/imagesTr/p0003.tif").exists()
 
 
 # --- malformed annotations -------------------------------------------------------------------------------------------

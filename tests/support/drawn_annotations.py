@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tests.support.drawn_folders import draw_image
+from tests.support.drawn_folders import draw_image, draw_mask
 
 HEIGHT, WIDTH = 48, 64
 NAMES = [f"{number:04}" for number in range(6)]
@@ -140,3 +140,17 @@ def supervisely(root: Path) -> None:
         content = {"size": {"height": HEIGHT, "width": WIDTH}, "objects": objects}
         (root / "ds0" / "ann" / f"{name}.jpg.json").write_text(json.dumps(content))
     (root / "meta.json").write_text(json.dumps({"classes": [{"title": "road"}, {"title": "car"}]}))
+
+
+def nnunet(root: Path, num_channels: int) -> None:
+    """nnU-Net's raw data: a grey file for each channel of a case."""
+    for number, name in enumerate(NAMES):
+        rng = np.random.default_rng(number)
+        (root / "imagesTr").mkdir(parents=True, exist_ok=True)
+        for channel in range(num_channels):
+            pixels = rng.integers(0, 255, (HEIGHT, WIDTH), np.uint8)
+            Image.fromarray(pixels).save(root / "imagesTr" / f"p{name}_{channel:04}.png")
+        draw_mask(root / "labelsTr" / f"p{name}.png", np.array([0, 1], np.uint8), (HEIGHT, WIDTH))
+    channels = {str(i): name for i, name in enumerate(("T1", "T2", "FLAIR")[:num_channels])}
+    content = {"channel_names": channels, "labels": {"ground": 0, "road": 1}, "file_ending": ".png"}
+    (root / "dataset.json").write_text(json.dumps(content))

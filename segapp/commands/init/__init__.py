@@ -20,7 +20,7 @@ from segapp.commands.init.splitting import Division, check_request, divided
 from segapp.commands.init.text import Facts, config_text
 from segapp.config import load_config
 from segapp.datasets.convert.cleaning import cleaned
-from segapp.datasets.convert.conversion import Item, some_problems, write_masks
+from segapp.datasets.convert.conversion import Conversion, Item, some_problems, write_files
 from segapp.datasets.files import ImagePair, shared_images, shown
 from segapp.datasets.images.measure import measure_pixels
 from segapp.datasets.layouts.formats import DATASETS
@@ -87,7 +87,6 @@ def propose_config(request: InitRequest) -> InitResult:
     check_request(request.val_share, request.folds)
     tree = survey_tree(root)
     check_place(root, out)
-    masks_dir = out.with_name(f"{out.stem}-masks")
     paths = [out.with_name(f"{out.stem}-fold{i}{out.suffix}") for i in range(request.folds)] if request.folds else [out]
     for path in paths:
         if path.exists() and not request.force:
@@ -99,14 +98,14 @@ def propose_config(request: InitRequest) -> InitResult:
         save_candidates(request.html, tree, found)
     chosen = choose(root, found, request.layout)
     lines = [*found_lines(found, chosen)]
-    materials = _Materials(tree, chosen, masks_dir, request.clean_masks)
+    materials = _Materials(tree, chosen, out, request.clean_masks)
     pairs, root_of_images, mask_root = materials.pairs()
     lines += materials.lines
     division = divided(
         pairs, request.val_share, request.group, request.folds, request.seed, is_published=chosen.name in DATASETS
     )
     lines += division.lines
-    facts = materials.facts(name, division, root_of_images, mask_root, out)
+    facts = materials.facts(name, division, root_of_images, mask_root)
     lines += _class_lines(facts)
     if facts.pixels is not None:
         lines.append(f"images: {facts.pixels.layout}, with their measured range in data.value_range")
@@ -121,8 +120,8 @@ def propose_config(request: InitRequest) -> InitResult:
 class _Materials:
     """The pairs of a candidate and the classes of their masks; masks are written where there are none that fit."""
 
-    def __init__(self, tree: Tree, chosen: Candidate, masks_dir: Path, clean_masks: bool) -> None:
-        self._tree, self._chosen, self._masks_dir = tree, chosen, masks_dir
+    def __init__(self, tree: Tree, chosen: Candidate, out: Path, clean_masks: bool) -> None:
+        self._tree, self._chosen, self._out = tree, chosen, out
         self._clean_masks = clean_masks
         self._classes: Classes | None = None
         self.lines: list[str] = []
@@ -136,17 +135,18 @@ class _Materials:
             self.lines += [f"left out, without a mask: {text}" for text in some_problems(self._chosen.unpaired)]
             return list(self._chosen.pairs), root, None
         conversion = self._chosen
-        pairs, problems, num_kept = write_masks(conversion, self._masks_dir, _with_progress)
+        written = self._out.with_name(f"{self._out.stem}-{conversion.writes}")
+        pairs, problems, num_kept = write_files(conversion, written, _with_progress)
         self.lines += [f"left out: {text}" for text in some_problems(problems)]
         kept = f", {num_kept} of them there already" if num_kept else ""
-        self.lines.append(f"masks: {len(pairs)} in {shown(self._masks_dir)}{kept}")
+        self.lines.append(f"{conversion.writes}: {len(pairs)} in {shown(written)}{kept}")
         reason = conversion.classes_reason or f"from {conversion.title}"
         if conversion.classes:
             self._classes = Classes(conversion.classes, reason, notes=conversion.notes)
-        has_images = any(item.image_bytes is not None for item in conversion.items)
-        return pairs, self._masks_dir if has_images else root, self._masks_dir
+        has_images = conversion.items[0].image_bytes is not None
+        return pairs, written if has_images else root, written if conversion.writes == "masks" else root
 
-    def facts(self, name: str, division: Division, root: Path, mask_root: Path | None, out: Path) -> Facts:
+    def facts(self, name: str, division: Division, root: Path, mask_root: Path | None) -> Facts:
         """Return what the config is made from."""
         train, val = (
             [ImagePair(root / p.image, (mask_root or root) / p.mask, p.image) for p in pairs]
@@ -158,7 +158,7 @@ class _Materials:
                 "one of the lists"
             )
         content = read_contents([*train, *val])
-        format, keys = "list", {"list_dir": str(out.with_name(f"{out.stem}-lists"))}
+        format, keys = "list", {"list_dir": str(self._out.with_name(f"{self._out.stem}-lists"))}
         if mask_root is not None and mask_root != root:
             keys["mask_root"] = str(mask_root)
         is_layout = isinstance(self._chosen, Layout)
@@ -176,6 +176,9 @@ class _Materials:
         if classes is None:
             mask = division.train[0].mask
             classes = read_classes(content, find_class_files(self._tree), mask)
+            if isinstance(self._chosen, Conversion):
+                classes = replace(classes, notes=(*self._chosen.notes, *classes.notes))
+        uses_root = is_layout or (isinstance(self._chosen, Conversion) and self._chosen.writes == "images")
         return Facts(
             name,
             root,
@@ -184,13 +187,13 @@ class _Materials:
             division,
             classes,
             content,
-            measure_pixels([pair.image for pair in train]),
-            leads_outside=self._tree.leads_outside and is_layout,
+            measure_pixels([pair.image for pair in train], are_bands=uses_root and not is_layout),
+            leads_outside=self._tree.leads_outside and uses_root,
         )
 
 
 def _with_progress(items: Iterable[Item], total: int) -> Iterator[Item]:
-    yield from tqdm(items, "masks", total, unit="mask", disable=None, leave=False)
+    yield from tqdm(items, "writing", total, unit="image", disable=None, leave=False)
 
 
 def _class_lines(facts: Facts) -> list[str]:

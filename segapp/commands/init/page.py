@@ -42,7 +42,9 @@ def _pictures(tree: Tree, candidate: Candidate) -> Iterator[tuple[str, Markup, M
     if isinstance(candidate, Conversion):
         for item in candidate.items[:: max(1, len(candidate.items) // _MAX_PAIRS)][:_MAX_PAIRS]:
             try:
-                if item.image_bytes is not None:
+                if item.preview is not None:
+                    image = read_picture_of(tree.root / item.preview)
+                elif item.image_bytes is not None:
                     decoded = cv2.imdecode(np.frombuffer(item.image_bytes(), np.uint8), cv2.IMREAD_COLOR)
                     image = np.asarray(decoded)[..., ::-1]
                 else:

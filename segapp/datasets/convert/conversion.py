@@ -11,6 +11,7 @@ import io
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,9 @@ class Item:
         split: "train", "val", "test", if the data say it.
         scene: folders of the image.
         image_bytes: the image's file, if it is not one on disk already.
+        has_image: returns True for such a file that is there and need not be written.
+        mask: the mask, relative to the data's root, if it is a file there; none is written then.
+        preview: an image of the data that stands for one of `image_bytes` in pictures.
     """
 
     image: str
@@ -69,6 +73,9 @@ class Item:
     split: str | None = None
     scene: tuple[str, ...] = ()
     image_bytes: Callable[[], bytes] | None = None
+    has_image: Callable[[Path], bool] = Path.is_file
+    mask: str | None = None
+    preview: str | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,11 @@ class Conversion:
     classes_reason: str = ""
     notes: tuple[str, ...] = ()
 
+    @property
+    def writes(self) -> str:
+        """What is written: masks, with or without images, or images for masks that are there."""
+        return "masks" if self.items[0].mask is None else "images"
+
 
 def check_classes(names: Sequence[str], source: str) -> tuple[str, ...]:
     """Return the names.
@@ -109,19 +121,19 @@ def check_classes(names: Sequence[str], source: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def write_masks(
+def write_files(
     conversion: Conversion, folder: Path, progress: Callable[[Iterable[Item], int], Iterable[Item]]
 ) -> tuple[list[Pair], list[str], int]:
-    """Write the masks of a conversion that are not there yet.
+    """Write the masks and images of a conversion that are not there yet.
 
     Args:
         conversion: what to write.
-        folder: of the masks, made if needed.
+        folder: where they are written, made if needed.
         progress: shows how far the items are; gets them and their number.
 
     Returns:
-        The pairs, images relative to their root and masks to the folder; a sentence for each bad entry; the number of
-        masks that were there already.
+        The pairs, each side relative to the folder where it is written, else to the data's root; a sentence for each
+        bad entry; the number of pairs of which everything was there already.
 
     Raises:
         DataError: every entry is bad.
@@ -131,35 +143,48 @@ def write_masks(
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     made: set[Path] = set()
-    targets: set[str] = set()
+    masks: set[str] = set()
     for item in progress(conversion.items, len(conversion.items)):
-        if item.target in targets:
+        if (item.mask or item.target) in masks:
             problems.append(f"{item.origin}: its image {shown(item.image)} has been annotated before: entry left out")
             continue
-        targets.add(item.target)
-        path = folder / f"{item.target}.png"
-        if path.parent not in made:
-            with storage_errors(path.parent):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                remove_dead_temporaries(path.parent)
-            made.add(path.parent)
-        digest = digest_of((conversion.classes, item.content))
+        masks.add(item.mask or item.target)
+        wanted = _wanted(item, conversion.classes, folder)
+        for path in wanted:
+            if path.parent not in made:
+                with storage_errors(path.parent):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    remove_dead_temporaries(path.parent)
+                made.add(path.parent)
         try:
-            if item.image_bytes is not None and not (folder / item.image).exists():
-                _write(folder / item.image, item.image_bytes())
-            if _is_finished(path, digest):
-                num_kept += 1
-            else:
-                _write(path, _encoded(item.paint(), digest))
+            missing = [path for path, (is_there, _) in wanted.items() if not is_there(path)]
+            for path in missing:
+                _write(path, wanted[path][1]())
         except (DataError,) + BAD_ENTRY as error:  # noqa: RUF005 - mypy does not see through the star
-            remove_quietly(path)
+            for path in wanted:
+                remove_quietly(path)
             problems.append(f"{item.origin}: {_reason(error)}")
             continue
-        pairs.append(Pair(item.image, f"{item.target}.png", item.split, None, item.scene))
+        num_kept += not missing
+        pairs.append(Pair(item.image, item.mask or f"{item.target}.png", item.split, None, item.scene))
     if not pairs:
         named = "; ".join(problems[:_MAX_NAMED])
         raise DataError(f"no entry of {conversion.title} can be converted: {named}: correct the annotations")
     return pairs, problems, num_kept
+
+
+def _wanted(
+    item: Item, classes: Sequence[str], folder: Path
+) -> dict[Path, tuple[Callable[[Path], bool], Callable[[], bytes]]]:
+    """Return the files of an item: whether one is there and complete, and its content."""
+    wanted: dict[Path, tuple[Callable[[Path], bool], Callable[[], bytes]]] = {}
+    if item.image_bytes is not None:
+        wanted[folder / item.image] = (item.has_image, item.image_bytes)
+    if item.mask is None:
+        digest = digest_of((classes, item.content))
+        is_finished = partial(_is_finished, digest=digest)
+        wanted[folder / f"{item.target}.png"] = (is_finished, lambda: _encoded(item.paint(), digest))
+    return wanted
 
 
 def some_problems(problems: Sequence[str]) -> Iterator[str]:

@@ -10,6 +10,7 @@ from segapp.datasets.convert.conversion import BAD_ENTRY, Conversion, problem_of
 from segapp.datasets.convert.cvat import find_cvat
 from segapp.datasets.convert.label_studio import find_label_studio
 from segapp.datasets.convert.labelme import find_labelme
+from segapp.datasets.convert.nnunet import find_nnunet
 from segapp.datasets.convert.parquet import find_parquet
 from segapp.datasets.convert.supervisely import find_supervisely
 from segapp.datasets.convert.yolo import find_yolo
@@ -23,6 +24,7 @@ CONVERTERS: dict[str, Callable[[Tree], Conversion | None]] = {
     "CVAT": find_cvat,
     "Supervisely": find_supervisely,
     "parquet": find_parquet,
+    "nnU-Net": find_nnunet,
 }
 """Each returns what it finds in a folder; None where there is nothing of its kind."""
 

@@ -75,9 +75,14 @@ def _range(values: np.ndarray, *, is_whole: bool) -> Range:
     return (low, high) if high > low else (low, low + 1.0)
 
 
-def measure_pixels(paths: Sequence[Path]) -> PixelFormat | None:
-    """Return all bands of images that 8-bit RGB would squeeze, with their ranges; None for others or unread types."""
-    found = stored_pixels(paths)
+def measure_pixels(paths: Sequence[Path], *, are_bands: bool = False) -> PixelFormat | None:
+    """Return all bands of images that 8-bit RGB would squeeze, with their ranges; None for others or unread types.
+
+    Args:
+        paths: the images.
+        are_bands: three bands of 8 bits are no RGB either.
+    """
+    found = read_header(paths[0]).stored if are_bands else stored_pixels(paths)
     if found is None or found.dtype not in DTYPES:
         return None
     pixels = PixelFormat(tuple(range(1, found.bands + 1)), found.dtype)

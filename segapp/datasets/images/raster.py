@@ -81,6 +81,55 @@ def read_bands(path: Path, bands: Sequence[int], window: Window | None = None) -
     return np.ascontiguousarray(np.moveaxis(pixels, 0, -1))
 
 
+def encode_bands(pixels: Pixels, names: Sequence[str], description: str) -> bytes:
+    """Return a TIFF of bands (H, W, B) of any type, compressed without loss, in tiles where it is large.
+
+    Args:
+        pixels: the bands.
+        names: of the first bands, kept in the file.
+        description: kept in the file, see `read_description`.
+
+    Raises:
+        DataError: rasterio is not installed.
+    """
+    require_rasterio(Path(names[0]), "writing an image of several bands")
+    import rasterio
+    from rasterio.io import MemoryFile
+
+    height, width, count = pixels.shape
+    is_large = min(height, width) >= 256
+    options: dict[str, Any] = {"tiled": True, "blockxsize": 256, "blockysize": 256} if is_large else {}
+    with warnings.catch_warnings(), rasterio.Env(GDAL_PAM_ENABLED="NO"), MemoryFile() as memory:
+        warnings.simplefilter("ignore")  # about files without a georeference
+        with memory.open(
+            driver="GTiff",
+            height=height,
+            width=width,
+            count=count,
+            dtype=pixels.dtype.name,
+            compress="deflate",
+            interleave="pixel",
+            photometric="minisblack",
+            alpha="no",
+            **options,
+        ) as file:
+            file.update_tags(TIFFTAG_IMAGEDESCRIPTION=description)
+            for band, name in enumerate(names[:count], start=1):
+                file.set_band_description(band, name)
+            file.write(np.ascontiguousarray(np.moveaxis(pixels, -1, 0)))
+        return bytes(memory.read())
+
+
+def read_description(path: Path) -> str | None:
+    """Return the description of a TIFF; None if it has none or cannot be read."""
+    try:
+        with opened(path) as source:
+            description = source.tags().get("TIFFTAG_IMAGEDESCRIPTION")
+    except DataError:
+        return None
+    return None if description is None else str(description)
+
+
 @dataclass(frozen=True)
 class Georeference:
     """Where the pixels of a GeoTIFF lie.
