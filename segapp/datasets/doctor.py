@@ -10,7 +10,6 @@ import hashlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,6 +24,7 @@ from segapp.datasets.images.reading import read_image
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import UnknownIdsError, likely_cause, name_ids, read_masks
 from segapp.datasets.own_data import OwnPair
+from segapp.datasets.resources import ThreadPool
 from segapp.errors import DataError
 
 RARE_FRAC = 1e-4
@@ -147,7 +147,7 @@ def examine(
         progress()
         return found
 
-    with ThreadPoolExecutor(max(1, threads)) as pool:
+    with ThreadPool(max(1, threads)) as pool:
         try:
             examined = {name: list(pool.map(look_at, pairs)) for name, pairs in splits.items()}
         except BaseException:

@@ -1,7 +1,6 @@
 """Class frequencies of a data set, from which class weights are computed."""
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segapp.datasets.dataset import SegmentationDataset
+from segapp.datasets.resources import ThreadPool
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def compute_class_frequencies(dataset: SegmentationDataset, *, threads: int = 2)
     ignored_px = 0
     classes_of_masks = []
     masked = [index for index, pair in enumerate(dataset.pairs) if pair.mask is not None]
-    with ThreadPoolExecutor(max(1, threads)) as pool:
+    with ThreadPool(max(1, threads)) as pool:
         for counts, num_ignored_px in pool.map(lambda index: _count(dataset, index), masked):
             pixels += counts
             images += counts > 0

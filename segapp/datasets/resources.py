@@ -1,10 +1,14 @@
-"""Memory and processors that this process may use, within the limits of its control group."""
+"""Memory and processors that this process may use, within the limits of its control group; threads that read."""
 
 import os
 import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 _GROUP = Path("/sys/fs/cgroup")
+_END_S = 1.0  # a thread without a Python function ends within milliseconds
 
 
 def available_bytes() -> int | None:
@@ -53,3 +57,22 @@ def shared_bytes_of_rank() -> int | None:
 def _ranks_here() -> int:
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(ranks) if ranks.isdigit() else 1)
+
+
+class ThreadPool(ThreadPoolExecutor):
+    """A thread pool whose threads have also ended for the operating system where its `with` block ends.
+
+    Python joins a thread before its C++ thread-local data are freed, for which OpenCV takes a global lock. A process
+    forked in that moment has the lock taken for ever, and hangs in its next OpenCV call.
+    """
+
+    def __init__(self, num_threads: int, name: str = "") -> None:
+        self._ids: set[int] = set()
+        super().__init__(num_threads, name, initializer=lambda: self._ids.add(threading.get_native_id()))
+
+    def __exit__(self, *error: object) -> None:
+        """End the threads; Linux lists them for a moment longer."""
+        super().__exit__(*error)
+        deadline = time.monotonic() + _END_S
+        while any(Path(f"/proc/self/task/{number}").exists() for number in self._ids) and time.monotonic() < deadline:
+            time.sleep(0.0005)

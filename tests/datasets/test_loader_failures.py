@@ -5,11 +5,13 @@ import errno
 import os
 import pickle
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -19,6 +21,7 @@ from segapp.datasets.augment import TrainTransform
 from segapp.datasets.files import ImagePair
 from segapp.datasets.layouts.formats import ClassScheme
 from segapp.datasets.loader import EvalLoader, LoadOptions, SegmentationDataset, TrainLoader
+from segapp.datasets.resources import ThreadPool
 from segapp.datasets.sampling import sample_order
 from segapp.errors import DataError, WorkerError
 from tests.support.drawn_data import draw_mask
@@ -192,6 +195,23 @@ def test_slow_worker_within_timeout_succeeds(misbehave: Callable[..., Segmentati
         loader = TrainLoader(misbehave(lambda: time.sleep(1.5)), 2, options=LoadOptions(2, timeout_s))
         assert len(list(loader.epoch(0))) == 4
         loader.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="lists threads by /proc")
+def test_no_thread_that_read_is_left_where_workers_are_forked() -> None:
+    """A thread that ends frees OpenCV's data of it under a lock, which a worker forked in that moment never gets."""
+    ids: set[int] = set()
+    mask = np.zeros((300, 80), np.uint8)
+
+    def count(_: int) -> None:
+        ids.add(threading.get_native_id())
+        cv2.calcHist([mask], [0], None, [256], [0, 256])
+
+    for _ in range(60):
+        with ThreadPool(4) as pool:
+            list(pool.map(count, range(8)))
+        assert not [number for number in ids if Path(f"/proc/self/task/{number}").exists()]
+    assert len(ids) >= 60
 
 
 def test_stopped_worker_does_not_block_shutdown(misbehave: Callable[..., SegmentationDataset]) -> None:

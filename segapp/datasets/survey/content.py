@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from segapp.datasets.files import ImagePair, open_bytes, read_bytes, read_header, shown
 from segapp.datasets.layouts.published_classes import Color
+from segapp.datasets.resources import ThreadPool
 from segapp.errors import DataError
 
 MAX_HEADERS, MAX_MASKS = 400, 2000
@@ -75,7 +75,7 @@ def read_contents(pairs: Sequence[ImagePair]) -> MaskContent:
         DataError: no image can be read.
     """
     content = MaskContent(num_all=len(pairs))
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPool(4) as pool:
         for size in pool.map(_size, _evenly(pairs, MAX_HEADERS)):
             if not isinstance(size, DataError):
                 content.sizes_px.append(size)
@@ -99,7 +99,7 @@ def _count_all(content: MaskContent, chosen: Sequence[ImagePair], *, as_rgb: boo
     def count(pair: ImagePair) -> _Counted | None:
         return None if pair.mask is None else count_pixels(pair.mask, as_rgb=as_rgb)
 
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPool(4) as pool:
         for pair, counted in zip(chosen, pool.map(count, chosen), strict=True):
             if pair.mask is None:
                 continue

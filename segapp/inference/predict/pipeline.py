@@ -23,6 +23,7 @@ from PIL import Image
 
 from segapp.datasets.files import read_header, shown
 from segapp.datasets.images.pixel_format import PixelFormat
+from segapp.datasets.resources import ThreadPool
 from segapp.errors import DataError
 from segapp.inference.predict.outputs import ImageOutputs, OutputPlan
 from segapp.inference.predict.predictor import Predictor, likeliest
@@ -256,7 +257,7 @@ def ahead(
     waiting: deque[tuple[int, Future[Item]]] = deque()
     source = iter(calls)
     following = next(source, None)
-    with ThreadPoolExecutor(num_threads, "read") as pool:
+    with ThreadPool(num_threads, "read") as pool:
         try:
             while following is not None or waiting:
                 weighs = sum(weight for weight, _ in waiting)
