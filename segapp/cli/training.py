@@ -72,8 +72,9 @@ def train(
         raise ConfigError("--smoke tries a new training in the foreground: leave --resume and --detach out")
     if json_out and not smoke:
         raise ConfigError("--json belongs to --smoke: add it, or ask a run with segapp status RUN --json")
-    from segapp.config import explain_config
-    from segapp.train.request import plan_request
+    with _no_collection():
+        from segapp.config import explain_config
+        from segapp.train.request import plan_request
 
     request = plan_request(config, overrides or [], run, resume)
     if print_config:
@@ -87,7 +88,11 @@ def train(
 
     if detach or (not plain and is_interactive()):
         trainer = spawn_trainer(request, config=config, resume=resume, overrides=overrides or [])
-        sys.exit(wait_for_start(trainer) if detach else show_training(trainer))
+        if detach:
+            sys.exit(wait_for_start(trainer))
+        with _no_collection():
+            import segapp.tui.app  # noqa: F401
+        sys.exit(show_training(trainer))
     from segapp.run.starting import announce
 
     announce("importing torch")

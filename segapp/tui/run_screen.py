@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import RenderableType
 from textual import events
 from textual.app import App, ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.geometry import Size
+from textual.screen import Screen
 from textual.widget import Widget
 
 from segapp.failpoints import failpoint
@@ -25,6 +27,7 @@ from segapp.run.text import printable
 from segapp.tui import keys, layout, themes
 from segapp.tui.announcer import RESTORE_TITLE, SAVE_TITLE, Announcer
 from segapp.tui.event_log import EventsPane
+from segapp.tui.output.frame import Frame
 from segapp.tui.panes import header
 from segapp.tui.panes.chart import ChartOptions, LossChart, Other
 from segapp.tui.panes.classes import TableOptions, class_rows, classes_content, classes_title
@@ -44,6 +47,8 @@ from segapp.tui.terminal import is_hung_up
 from segapp.tui.widgets import ClassesPane, Gpu0Pane, LiteralText, Pane, set_title
 
 TICK_S = 0.5
+PANES_EVERY, IDLE_EVERY = 2, 4
+"""Ticks between two updates of the panes while events arrive, and while none do; the lines above change every tick."""
 EDITOR_KEYS = (
     ("0-9", "number"), ("+", "more"), ("-", "less"), ("e", "even"), ("enter", "send"), ("!", "send anyway"),
     ("esc", "close"), ("?", "Help"),
@@ -104,9 +109,11 @@ class Monitor(App[None]):
         """Commands that were sent and have no final answer: id -> text."""
         self._layout: layout.Layout | None = None
         self._screen_size: Size | None = None
+        self._num_ticks, self._num_drawn = IDLE_EVERY, 0
         self._is_reading = self._was_reading = False
         self._is_starting: bool | None = None
         self._plan: tuple[Path, SavedMemoryPlan | None] | None = None
+        self._frame = Frame()
         self._log_tail, self._log_lines = LogTail(source.folder.log), list[str]()
         for own in themes.OWN:
             self.register_theme(own)
@@ -195,12 +202,20 @@ class Monitor(App[None]):
             return
         self.after_poll()
         self._announcer.update(self.source.view, self.status(), self.run_name)
-        self.show_view()
+        self._num_ticks += 1
+        if self._num_ticks >= (IDLE_EVERY if self.source.view.num_events == self._num_drawn else PANES_EVERY):
+            self.show_view()
+        else:
+            self._show_status()
 
     def _write_control(self, codes: str) -> None:
         """Write control codes to the terminal, between Textual's own."""
         if self._driver is not None and not self.is_headless:
             self._driver.write(codes)
+
+    def _display(self, screen: Screen[object], renderable: RenderableType | None) -> None:
+        """Write an update to the terminal, without what the terminal shows already."""
+        super()._display(screen, self._frame.updated(renderable))
 
     def after_poll(self) -> None:
         """Hook for subclasses, called after new events were read."""
@@ -223,6 +238,7 @@ class Monitor(App[None]):
         self.query_one(LossChart).options = self._chart_options(metric="loss", part=Viewport(), cursor=None)
         self.apply_layout()
         self._tick()
+        self.show_view()
 
     def _other_curves(self, metric: str) -> list[Other]:
         """Return the marked runs beside the one on the screen, each read on by a slice."""
@@ -280,14 +296,33 @@ class Monitor(App[None]):
         self.call_after_refresh(self.show_view)
 
     def show_view(self) -> None:
-        """Update every visible pane."""
+        """Update every visible part of the screen."""
+        plan = self._layout
+        if not self._show_status() or plan is None:
+            return
+        view, status, (width, _) = self.source.view, self.status(), self._screen_size or self.size
+        self._num_ticks, self._num_drawn = 0, view.num_events
+        if plan.num_summary_rows:
+            summary = header.small_summary(view, width - 2, plan.num_summary_rows, self.glyphs)
+            self._text("summary").show(summary)
+        self._show_left(plan)
+        self._show_right(plan)
+        labels = {"toggle_pause": "Resume" if view.is_paused else "Pause"}
+        if self.draft is not None:
+            self._text("keys").show(keys.bar(EDITOR_KEYS, width))
+            return
+        shown = keys.here(keys.available(self.readonly or status.is_over), self.pane)
+        self._text("keys").show(keys.key_bar(shown, self.settings.keymap, labels, width))
+
+    def _show_status(self) -> bool:
+        """Update the lines above the panes; return True if there are panes below them."""
         view, status, plan = self.source.view, self.status(), self._layout
         if plan is None or not self.is_running:
-            return
+            return False
         (width, height), glyphs = self._screen_size or self.size, self.glyphs
         if plan.is_notice:
             self._text("notice").show(header.notice(view, status, self.run_name, width, height, glyphs))
-            return
+            return False
         line = width - 2
         place, unseen = header.Place(self.run_name, line, glyphs), header.unseen_alerts(view, self.seen_s)
         self._text("head").show(header.header(view, status, place, is_readonly=self.readonly, num_alerts=len(unseen)))
@@ -305,17 +340,7 @@ class Monitor(App[None]):
                 self.query_one(LossChart).focus()
         if is_starting:
             self._show_start(view, status)
-            return
-        if plan.num_summary_rows:
-            self._text("summary").show(header.small_summary(view, line, plan.num_summary_rows, glyphs))
-        self._show_left(plan)
-        self._show_right(plan)
-        labels = {"toggle_pause": "Resume" if view.is_paused else "Pause"}
-        if self.draft is not None:
-            self._text("keys").show(keys.bar(EDITOR_KEYS, width))
-            return
-        shown = keys.here(keys.available(self.readonly or status.is_over), self.pane)
-        self._text("keys").show(keys.key_bar(shown, self.settings.keymap, labels, width))
+        return not is_starting
 
     def _show_start(self, view: View, status: Status) -> None:
         """Show what the trainer does before its first step, and the last lines of its log."""

@@ -25,14 +25,15 @@ class Terminal:
     Args:
         *words: its command line.
         cwd: its working directory, and the folder of its settings.
+        size: columns and rows.
         **env: variables to set.
     """
 
-    def __init__(self, *words: str | Path, cwd: Path, **env: str) -> None:
+    def __init__(self, *words: str | Path, cwd: Path, size: tuple[int, int] = (COLUMNS, ROWS), **env: str) -> None:
         self.output = b""
         self._status: int | None = None
         self._terminal, theirs = pty.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
         self.modes_before = self.modes()
         self.pid = os.fork()
         if self.pid == 0:
@@ -98,6 +99,15 @@ class Terminal:
         """Returns the peak resident memory so far, MiB."""
         return peak_mib(self.pid)
 
+    def shared_mib(self) -> float:
+        """Returns the resident memory, MiB; of pages that processes share, its part (PSS)."""
+        lines = Path(f"/proc/{self.pid}/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
+
+    def cpu_s(self) -> float:
+        """Returns the processor time used so far, seconds, of the main thread (in which a screen works)."""
+        return int(Path(f"/proc/{self.pid}/schedstat").read_text().split()[0]) / 1e9
+
     def close(self) -> None:
         """Kills the program and closes the terminal."""
         self.send(signal.SIGKILL)
@@ -107,9 +117,9 @@ class Terminal:
 
 
 @contextlib.contextmanager
-def terminal(*words: str | Path, cwd: Path, **env: str) -> Iterator[Terminal]:
+def terminal(*words: str | Path, cwd: Path, size: tuple[int, int] = (COLUMNS, ROWS), **env: str) -> Iterator[Terminal]:
     """A `segapp` at a pseudo-terminal; killed at the end of the block."""
-    shown = Terminal(*words, cwd=cwd, **env)
+    shown = Terminal(*words, cwd=cwd, size=size, **env)
     try:
         yield shown
     finally:

@@ -105,6 +105,7 @@ class LossChart(Widget, can_focus=True):
         self._others: Sequence[Other] = ()
         self._curve = Curve(None, [])
         self._strips: list[Strip] = []
+        self._styles: list[Style] = []
         self._built: tuple[object, ...] | None = None
         self._x_range = (0.0, 1.0)
         self._dragged_from: tuple[int, Viewport] | None = None
@@ -224,6 +225,7 @@ class LossChart(Widget, can_focus=True):
     def notify_style_update(self) -> None:
         """Rebuild the strips after a change of theme: they hold the old colours."""
         self._built = None
+        self._styles.clear()
         super().notify_style_update()
 
     def _key(self) -> tuple[object, ...]:
@@ -418,7 +420,9 @@ class LossChart(Widget, can_focus=True):
         return Strip(segments, GUTTER + 1 + width)
 
     def _style(self, index: int) -> Style:
-        return self.get_component_rich_style(f"loss-chart--{_CLASSES[index]}")
+        if not self._styles:
+            self._styles = [self.get_component_rich_style(f"loss-chart--{name}") for name in _CLASSES]
+        return self._styles[index]
 
     def _readout(self) -> str:
         """Return the values at the cursor, or the display options, as plain text for the border."""
