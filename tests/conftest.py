@@ -31,10 +31,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 LONG_FILES = (
+    "train/test_cuda_rules.py",
     "memory/test_simulation.py",
     "train/test_rank_splits.py",
     "train/test_parallel_training.py",
-    "train/test_cuda_rules.py",
+    "train/test_resume.py",
+    "train/test_own_parts.py",
     "losses/fused/test_triton_kernels.py",
     "train/step/test_rank_steps.py",
     "train/recovery/test_out_of_memory.py",
@@ -50,11 +52,20 @@ LONG_FILES = (
     "export/test_export.py",
     "tui/test_screen.py",
     "parallel/test_launch.py",
-    "train/test_resume.py",
-    "losses/fused/test_triton_kernels.py",
     "commands/test_doctor.py",
+    "test_api.py",
+    "e2e/test_commands_of_the_readme.py",
+    "e2e/test_bands.py",
+    "train/test_fine_tuning.py",
+    "commands/sweep/test_sweep_runs.py",
+    "commands/test_models.py",
 )
 """Files that take longest, longest first: a worker that got one last would keep the others waiting."""
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """More workers than cores: a third of the tests' time is spent waiting, for processes and timeouts."""
+    return len(os.sched_getaffinity(0)) + 2
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -70,9 +70,9 @@ class ThreadPool(ThreadPoolExecutor):
         self._ids: set[int] = set()
         super().__init__(num_threads, name, initializer=lambda: self._ids.add(threading.get_native_id()))
 
-    def __exit__(self, *error: object) -> None:
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the threads; Linux lists them for a moment longer."""
-        super().__exit__(*error)
-        deadline = time.monotonic() + _END_S
+        super().shutdown(wait, cancel_futures=cancel_futures)
+        deadline = time.monotonic() + (_END_S if wait else 0)
         while any(Path(f"/proc/self/task/{number}").exists() for number in self._ids) and time.monotonic() < deadline:
             time.sleep(0.0005)
