@@ -80,23 +80,24 @@ def _one_line_errors(is_debug: bool) -> Iterator[None]:
     except SegappError as error:
         if is_debug:
             raise
-        _fail(str(error), error.exit_code)
+        _fail(str(error), error.exit_code, error.topic)
     except OSError as error:
         if is_debug or error.errno not in _STORAGE_ERRNOS | _NAME_ERRNOS:
             raise
         if error.errno in _NAME_ERRNOS:
             name = str(error.filename or "a file")
             _fail(f"{name[:100]}{'...' if len(name) > 100 else ''}: {error.strerror}: use another file or folder", 2)
-        _fail(f"{error.filename or 'disk'}: {error.strerror}: free space or choose another folder", 10)
+        _fail(f"{error.filename or 'disk'}: {error.strerror}: free space or choose another folder", 10, "disk-full")
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def _fail(message: str, code: int) -> NoReturn:
+def _fail(message: str, code: int, topic: str | None = None) -> NoReturn:
     from segapp.run.text import printable
 
     lines = "\n".join(printable(line) for line in message.splitlines())
-    print(f"error: {lines}", file=sys.stderr, flush=True)
+    more = f"\nmore: segapp docs {topic}" if topic else ""
+    print(f"error: {lines}{more}", file=sys.stderr, flush=True)
     sys.exit(code)
 
 

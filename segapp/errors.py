@@ -17,6 +17,7 @@ SegappError                 exit code 1
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Self
 
 
 class SegappError(Exception):
@@ -26,6 +27,13 @@ class SegappError(Exception):
     """
 
     exit_code = 1
+    topic: str | None = None
+    """The page of `segapp docs` that says more, if there is one; printed behind the message."""
+
+    def see(self, topic: str) -> Self:
+        """Return this error with the page of `segapp docs` that says more."""
+        self.topic = topic
+        return self
 
 
 class ConfigError(SegappError):
@@ -38,12 +46,14 @@ class DataError(SegappError):
     """A data set, an image or a mask that cannot be used."""
 
     exit_code = 3
+    topic = "data-refused"
 
 
 class CheckpointError(SegappError):
     """A checkpoint or a weights file that cannot be used."""
 
     exit_code = 4
+    topic = "checkpoint-refused"
 
 
 class CommandError(SegappError):
@@ -60,36 +70,42 @@ class NonFiniteError(RunError):
     """The loss or a gradient was not finite for too many steps in a row."""
 
     exit_code = 5
+    topic = "not-finite"
 
 
 class OutOfMemoryError(RunError):
     """A device ran out of memory and no smaller step was possible."""
 
     exit_code = 6
+    topic = "out-of-memory"
 
 
 class WorkerError(RunError):
     """A data worker died or did not answer in time."""
 
     exit_code = 7
+    topic = "data-workers"
 
 
 class DistributedError(RunError):
     """A rank or a collective failed."""
 
     exit_code = 8
+    topic = "ranks"
 
 
 class RunBusyError(RunError):
     """Another process holds the run folder."""
 
     exit_code = 9
+    topic = "run-busy"
 
 
 class StorageError(RunError):
     """The run folder or an output file cannot be written."""
 
     exit_code = 10
+    topic = "disk-full"
 
 
 def cannot_be_written(path: str | os.PathLike[str], error: Exception, advice: str = "choose another --out") -> str:

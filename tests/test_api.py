@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -18,7 +17,6 @@ from segapp import evaluate, load, predict, train
 from segapp.config import load_config, validate_config
 from segapp.errors import ConfigError, SegappError
 from segapp.run.events import Event
-from tests.support import ROOT
 from tests.support.runs import events
 from tests.support.runs import train as train_plainly
 
@@ -82,22 +80,6 @@ def test_errors_are_segapp_errors_and_none_ends_the_process(tiny: dict[str, Any]
         train(small(tiny), ["parallel.mode=ddp"], run=tmp_path / "ddp")
     with pytest.raises(SegappError, match="no run"):
         load(tmp_path / "nothing")
-
-
-def test_example_of_the_readme_runs(tmp_path: Path) -> None:
-    (tmp_path / "data").symlink_to(ROOT / "data")
-    section = (ROOT / "README.md").read_text().partition("\n## From Python\n")[2]
-    code = section.partition("```python\n")[2].partition("```")[0]
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "finished at step 2" in done.stdout
-    assert "uint8" in done.stdout
 
 
 def test_importing_the_functions_loads_no_torch() -> None:

@@ -106,7 +106,7 @@ def choose_devices(requested: str | Sequence[int | str]) -> tuple[list[torch.dev
     try:
         return list(resolve_devices(named)), "as parallel.devices says"
     except (ValueError, TypeError, RuntimeError) as error:
-        raise ConfigError(f"parallel.devices: {error}") from None
+        raise ConfigError(f"parallel.devices: {error}").see("no-gpu") from None
 
 
 def _names(devices: Sequence[torch.device]) -> str:

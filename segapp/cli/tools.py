@@ -1,4 +1,4 @@
-"""Commands before a training and around it: schema, completion, plan, profile, check-part."""
+"""Commands before a training and around it: schema, completion, plan, profile, check-part, docs."""
 
 from __future__ import annotations
 
@@ -93,3 +93,14 @@ def check_part(
     from segapp.commands.check_part import check_part as run_checks
 
     raise typer.Exit(run_checks(name, kind, loaded))
+
+
+@app.command()
+def docs(
+    topic: Annotated[str | None, typer.Argument(metavar="[TOPIC]", help="A page; by default their list.")] = None,
+    search: Annotated[str | None, option("--search", "Find the pages with these words.", "WORDS")] = None,
+) -> None:
+    """Show the documentation: the list of pages, one page, or the pages with some words."""
+    from segapp.commands.docs import show_docs
+
+    show_docs(topic, search)

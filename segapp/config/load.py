@@ -48,7 +48,8 @@ def find_config(name: str) -> Path:
     known = sorted({path.name for place in places for path in place.parent.glob("*.y*ml") if place.parent != Path()})
     near = difflib.get_close_matches(Path(name).name, known, n=3, cutoff=0.5) or known
     hint = f" Known configs: {', '.join(near)}." if near else ""
-    raise ConfigError(f"config {name!r} not found (looked for it as given, under configs/ and in the package).{hint}")
+    places_shown = "looked for it as given, under configs/ and in the package"
+    raise ConfigError(f"config {name!r} not found ({places_shown}).{hint}").see("config-errors")
 
 
 def parse_overrides(overrides: Iterable[str]) -> dict[tuple[str, ...], Any]:
@@ -134,10 +135,11 @@ def validate_config(raw: Mapping[str, Any], locations: KeyLocations | None = Non
 
 def _all_problems(problems: list[str], num_more: int = 0) -> ConfigError:
     if len(problems) == 1 and num_more <= 0:
-        return ConfigError(problems[0])
+        return ConfigError(problems[0]).see("config-errors")
     more = f"\n  and {num_more} more" if num_more > 0 else ""
     listed = "\n".join(f"  {problem}" for problem in problems)
-    return ConfigError(f"{len(problems) + max(0, num_more)} problems in the config:\n{listed}{more}")
+    listing = f"{len(problems) + max(0, num_more)} problems in the config:\n{listed}{more}"
+    return ConfigError(listing).see("config-errors")
 
 
 def dump_config(config: RunConfig) -> str:

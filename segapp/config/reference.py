@@ -1,4 +1,4 @@
-"""The config reference of the README, generated from the docstrings of the sections' fields."""
+"""The config reference of the documentation, generated from the docstrings of the sections' fields."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from textual.app import SystemCommand
 from textual.screen import Screen
 from textual.widgets import Input, OptionList
 
+from segapp.docs.pages import find_page
 from segapp.run.events import Alert, Event, Oom, RunEnd
 from segapp.run.text import printable
 from segapp.tui import keys, themes
@@ -22,6 +23,7 @@ from segapp.tui.panes.classes import SORTS
 from segapp.tui.panes.pictures import PictureView
 from segapp.tui.panes.viewport import Viewport
 from segapp.tui.run_screen import Monitor
+from segapp.tui.runs_screen import RunsScreen
 from segapp.tui.seen import save_seen
 from segapp.tui.state.details import Detail, details_text, event_details
 from segapp.tui.state.history import SMOOTHINGS
@@ -35,6 +37,12 @@ _PANE_OF = {"loss": "loss", "pictures": "pictures", "gpu": "gpu", "gpu0": "gpu",
             "class-lines": "classes", "filter": "classes", "events": "events", "event-lines": "events",
             "search": "events"}  # fmt: skip
 """Id of a widget that can have the focus -> pane."""
+
+
+_TOPIC_OF = {"loss": "screen#the-chart", "pictures": "screen#the-sample-pictures", "gpu": "screen#the-devices",
+             "classes": "screen#the-classes", "events": "screen#the-events"}  # fmt: skip
+"""Pane -> page of the documentation, with the heading about it."""
+_RUNS_TOPIC = "screen#the-list-of-runs"
 
 
 class BrowsingApp(Monitor):
@@ -272,6 +280,13 @@ class BrowsingApp(Monitor):
         """Show the help page."""
         found = keys.help_lines(keys.available(self.readonly), self.settings.keymap, glyphs=self.glyphs)
         self.push_screen(HelpScreen(found))
+
+    def action_manual(self) -> None:
+        """Show the page of the documentation about the selected pane, or about the list of runs."""
+        from segapp.tui.manual.viewer import DocsScreen  # Textual's Markdown takes a while
+
+        topic = _RUNS_TOPIC if isinstance(self.screen, RunsScreen) else _TOPIC_OF[self.pane]
+        self.push_screen(DocsScreen(*find_page(topic)))
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """Yield the commands of the palette: every key's action, every metric, every theme, and everyday words."""

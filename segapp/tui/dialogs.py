@@ -25,7 +25,7 @@ class HelpScreen(ModalScreen[None]):
     """The help page."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        ("escape,question_mark,f1,h,q,enter,space", "dismiss", "close"),
+        ("escape,question_mark,h,q,enter,space", "dismiss", "close"),
         ("down,j", "scroll(1)", "down"),
         ("up,k", "scroll(-1)", "up"),
     ]

@@ -114,7 +114,8 @@ KEYS = (
     Key("pictures", "i,5", "", "sample pictures, and back", words="images"),
     Key("zoom", "f", "Zoom", "the selected pane alone, and back", words="full screen"),
     Key("theme", "t", "", "next theme", words="colours, dark, light"),
-    Key("help", "question_mark,f1,h", "Help", "this page"),
+    Key("help", "question_mark,h", "Help", "this page"),
+    Key("manual", "f1", "", "the documentation of the selected pane", words="docs, manual"),
     Key("escape", "escape", "", "close, clear, or acknowledge an alert"),
     Key("redraw", "r", "", "draw the screen again"),
 )

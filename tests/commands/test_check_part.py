@@ -96,7 +96,7 @@ def test_data_are_read_as_the_config_says(tiny: dict[str, Any], capsys: pytest.C
 def test_all_parts_of_the_example_pass(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(str(ROOT / "none"))
-    assert check_part(None, None, load_config("examples/own_parts.yaml")) == 0
+    assert check_part(None, None, load_config("segapp/docs/examples/own_parts.yaml")) == 0
     assert capsys.readouterr().out.count(" as ") == 5
 
 

@@ -106,7 +106,7 @@ class SmallNet(SegmentationModel):
 
 
 def run_pt2(path: Path) -> tuple[Callable[[np.ndarray], np.ndarray], dict[str, str]]:
-    """Return the network in a pt2 file, loaded as the README says, and its metadata."""
+    """Return the network in a pt2 file, loaded as the page `export` says, and its metadata."""
     extra_files = {"segapp.json": ""}
     module = torch.export.load(path, extra_files=extra_files).module(check_guards=False)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A picture of 16k x 12k pixels: memory stays under the bound that the README states."""
+"""A picture of 16k x 12k pixels: memory stays under the bound that the page `predict` states."""
 
 from __future__ import annotations
 

@@ -153,8 +153,8 @@ def test_file_beside_the_config_is_named_from_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    config = load_config("examples/own_parts.yaml")
-    assert config.model.name == "examples/own_parts.py:SmallNet"
+    config = load_config("segapp/docs/examples/own_parts.yaml")
+    assert config.model.name == "segapp/docs/examples/own_parts.py:SmallNet"
     monkeypatch.chdir(ROOT / "examples")
     assert load_config("own_parts.yaml").model.name == "own_parts.py:SmallNet"
 

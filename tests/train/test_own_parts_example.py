@@ -20,7 +20,7 @@ def test_example_trains_alike_on_one_and_two_devices(tmp_path: Path, monkeypatch
     splits = {"one": [], "even": dp, "uneven": [*dp, "parallel.gpu0_bsz=1"], "none": [*dp, "parallel.gpu0_bsz=0"]}
     losses = {}
     for name, words in splits.items():
-        assert train(load_config("examples/own_parts.yaml", [*short, *words]), tmp_path / name) == 0
+        assert train(load_config("segapp/docs/examples/own_parts.yaml", [*short, *words]), tmp_path / name) == 0
         losses[name] = [event["loss"] for event in events(tmp_path / name, "step")]
         assert events(tmp_path / name, "alert") == []
         assert (tmp_path / name / "parts" / "own_parts.py").is_file()

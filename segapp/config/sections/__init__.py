@@ -1,6 +1,6 @@
 """The sections of a config file as frozen models, and the settings that may change during a run. No torch.
 
-The docstring of a field is its documentation: the JSON schema and the README's reference are generated from it.
+The docstring of a field is its documentation: the JSON schema and the page `config` are generated from it.
 """
 
 from segapp.config.sections.data import DataConfig

@@ -87,11 +87,11 @@ def _check_state(
         raise CheckpointError(
             f"{path} cannot be resumed with this config, these keys differ (saved -> now):\n{shown}\n"
             "  put them back, or start a new run"
-        )
+        ).see("resume-refused")
     data: Any = state["data"]
     saved_classes = list(state["classes"])
     if data["num_train"] != num_train or saved_classes != list(classes):
         raise CheckpointError(
             f"{path} was trained on {data['num_train']} images of {len(saved_classes)} classes; data.root "
             f"now has {num_train} of {len(classes)}: put the data back, or start a new run"
-        )
+        ).see("resume-refused")

@@ -1,4 +1,4 @@
-"""Own parts for segapp: network, loss, transform, learning-rate schedule. Used by `own_parts.yaml` beside this file."""
+"""Own parts for segapp: a network, a loss, a transform and a schedule; `own_parts.yaml` beside this file names them."""
 
 import math
 from collections.abc import Callable
@@ -12,27 +12,12 @@ from segapp.losses import AdditiveCriterion, Outputs, Statistics
 
 
 class SmallNet(nn.Module):
-    """A network of four convolutions with logits at a quarter of the resolution.
-
-    Args:
-        num_classes: given by segapp, from `data.classes`.
-        width: channels, from `model.options`.
-    """
+    """Three convolutions; segapp gives `num_classes`, `model.options` the width. A `backbone` takes optim.lr."""
 
     def __init__(self, num_classes: int, width: int = 16) -> None:
         super().__init__()
-        self.backbone = (
-            nn.Sequential(  # a submodule of this name takes optim.lr, the rest optim.head_lr_factor times it
-                nn.Conv2d(3, width, 3, stride=2, padding=1, bias=False),
-                nn.BatchNorm2d(width),
-                nn.ReLU(),
-                nn.Conv2d(width, 2 * width, 3, stride=2, padding=1, bias=False),
-                nn.BatchNorm2d(2 * width),
-                nn.ReLU(),
-                nn.Conv2d(2 * width, 2 * width, 3, padding=1),
-                nn.ReLU(),
-            )
-        )
+        first, second = nn.Conv2d(3, width, 3, 2, 1, bias=False), nn.Conv2d(width, 2 * width, 3, 2, 1)
+        self.backbone = nn.Sequential(first, nn.BatchNorm2d(width), nn.ReLU(), second, nn.ReLU())
         self.classifier = nn.Conv2d(2 * width, num_classes, 1)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -41,13 +26,7 @@ class SmallNet(nn.Module):
 
 
 class BrierLoss(AdditiveCriterion):
-    """Squared distance of the probabilities from the target (Brier 1950), the mean over valid pixels.
-
-    Its statistics are sums, so it is exact however a step is divided over devices and micro-batches.
-
-    Args:
-        ignore_index: given by segapp.
-    """
+    """Squared distance of the probabilities from the target (Brier 1950), the mean over valid pixels."""
 
     num_statistics = 2
 
@@ -56,9 +35,8 @@ class BrierLoss(AdditiveCriterion):
         self.ignore_index = ignore_index
 
     def statistics(self, outputs: Outputs, target: Tensor) -> Statistics:
-        """Return (sum of squares, number of valid pixels)."""
-        logits = outputs[0].float()
-        logits = F.interpolate(logits, target.shape[-2:], mode="bilinear", align_corners=True)
+        """Return (sum of squares, number of valid pixels): sums, so the loss is exact at any split."""
+        logits = F.interpolate(outputs[0].float(), target.shape[-2:], mode="bilinear", align_corners=True)
         valid = target != self.ignore_index
         classes = F.one_hot(torch.where(valid, target, 0).long(), logits.shape[1]).movedim(-1, 1)
         squares = (logits.softmax(1) - classes).square().sum(1)
@@ -66,8 +44,7 @@ class BrierLoss(AdditiveCriterion):
 
     def finalize(self, totals: Statistics) -> Tensor:
         """Return the mean; 0 without a valid pixel."""
-        total, count = totals
-        return total / count.clamp(min=1).to(total.dtype)
+        return totals[0] / totals[1].clamp(min=1).to(totals[0].dtype)
 
 
 def evening(p: float = 0.5, darkest: float = 0.4) -> A.BasicTransform:

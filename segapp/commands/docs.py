@@ -1,0 +1,56 @@
+"""`segapp docs`: the list of the pages, one page, or a search. No torch; the screen only in a terminal."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from itertools import groupby
+
+from segapp.commands.spawn import is_interactive
+from segapp.docs.pages import find_page, pages, search_pages
+from segapp.errors import ConfigError
+
+
+def show_docs(topic: str | None, words: str | None) -> None:
+    """Print the list of pages or what a search finds; show a page in a terminal, or print it.
+
+    Raises:
+        ConfigError: there is no such page, or nothing is found.
+    """
+    if words is not None:
+        _print_hits(f"{words} {topic or ''}".strip())
+    elif topic is None:
+        _print_list()
+    else:
+        page, anchor = find_page(topic)
+        if sys.stdout.isatty() and is_interactive():
+            from segapp.tui.manual.viewer import show_page
+
+            show_page(page, anchor)
+        else:
+            print(page.text(), end="")
+
+
+def _print_list() -> None:
+    width = max(len(page.topic) for page in pages())
+    for group, members in groupby(pages(), key=lambda page: page.group):
+        print(group)
+        for page in members:
+            print(_wrapped(f"  {page.topic:{width}}  ", page.about))
+    print("\nsegapp docs TOPIC shows a page; segapp docs --search WORDS finds the pages with these words")
+
+
+def _print_hits(words: str) -> None:
+    hits = search_pages(words)
+    if not hits:
+        raise ConfigError(f"no page has all of the words {words!r}: try fewer words, or segapp docs for the list")
+    width = max(len(hit.page.topic) for hit in hits)
+    for hit in hits:
+        print(_wrapped(f"{hit.page.topic:{width}}  ", hit.line))
+
+
+def _wrapped(start: str, text: str) -> str:
+    columns = min(shutil.get_terminal_size((120, 24)).columns, 120)
+    indent = " " * len(start)
+    return textwrap.fill(text, columns, initial_indent=start, subsequent_indent=indent, break_long_words=False)

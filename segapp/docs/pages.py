@@ -1,0 +1,143 @@
+"""The pages of the documentation: their list, the page of a topic, and a search over all of them."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from segapp.errors import ConfigError
+
+FOLDER = Path(__file__).parent
+INDEX = FOLDER / "README.md"
+"""The list of the pages: a heading for each group, and a link with a sentence for each page."""
+
+_ENTRY = re.compile(r"^- \[(?P<topic>[^\]]+)\]\((?P<path>[^)]+)\): (?P<about>.+)$")
+_COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
+_MAX_NEAREST = 3
+_MAX_HITS = 12
+
+
+class Page(NamedTuple):
+    """One page, as the index lists it."""
+
+    topic: str
+    """The word that names it: the name of its file without `.md`."""
+    group: str
+    """Heading of the index under which it is listed."""
+    path: Path
+    about: str
+    """The question that it answers, in one sentence."""
+
+    def text(self) -> str:
+        """Return the Markdown text without comments, which are for the tests."""
+        return _COMMENT.sub("", self.path.read_text(encoding="utf-8"))
+
+
+class Hit(NamedTuple):
+    """A place that a search has found."""
+
+    page: Page
+    heading: str
+    """The heading above the place."""
+    line: str
+
+
+@functools.cache
+def pages() -> tuple[Page, ...]:
+    """Return all pages in the order of the index."""
+    found, group = [], ""
+    for line in INDEX.read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            group = line[3:].strip()
+        elif entry := _ENTRY.match(line):
+            found.append(Page(entry["topic"], group, FOLDER / entry["path"], entry["about"]))
+    return tuple(found)
+
+
+def find_page(topic: str) -> tuple[Page, str]:
+    """Return the page of a topic, and the anchor in it.
+
+    Args:
+        topic: the name of a page, perhaps with the anchor of one of its headings: `screen#the-chart`.
+
+    Raises:
+        ConfigError: there is no such page; the message names the nearest ones.
+    """
+    name, _, anchor = topic.partition("#")
+    known = {page.topic: page for page in pages()}
+    name = Path(name.strip().lower().replace(" ", "-")).name.removesuffix(".md")
+    if name not in known:
+        nearest = difflib.get_close_matches(name, known, n=_MAX_NEAREST, cutoff=0.5)
+        nearest += [hit.page.topic for hit in search_pages(topic) if hit.page.topic not in nearest]
+        found = list(dict.fromkeys(nearest))[:_MAX_NEAREST]
+        advice = f"the nearest are {', '.join(found)}; segapp docs lists all" if found else "segapp docs lists all"
+        raise ConfigError(f"there is no page {topic!r}: {advice}")
+    page = known[name]
+    anchors = [slug for slug, _ in headings(page.text())]
+    if anchor and anchor not in anchors:
+        raise ConfigError(f"page {name} has no heading {anchor!r}: it has {', '.join(anchors)}")
+    return page, anchor
+
+
+def headings(text: str) -> Iterator[tuple[str, str]]:
+    """Yield (anchor, title) of each heading, the anchor as code hosts and Textual make it."""
+    for level, title in _headings(text):
+        if level:
+            yield slug(title), title
+
+
+def slug(title: str) -> str:
+    """Return the anchor of a heading.
+
+    >>> slug("When `gpu0_bsz` helps, and when not")
+    'when-gpu0_bsz-helps-and-when-not'
+    """
+    return re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")
+
+
+def _headings(text: str) -> Iterator[tuple[int, str]]:
+    """Yield (level, title) for each line that is a heading, (0, line) for each other line."""
+    is_code = False
+    for line in text.splitlines():
+        if line.startswith("```"):
+            is_code = not is_code
+        match = None if is_code else re.match(r"(#{1,6}) (.+)", line)
+        yield (len(match[1]), match[2].strip()) if match else (0, line)
+
+
+def search_pages(words: str) -> list[Hit]:
+    """Return the best line of each page that has all words, at the beginning of a word; the best pages first.
+
+    >>> [hit.page.topic for hit in search_pages("OUT OF memory")][:1]
+    ['out-of-memory']
+    """
+    wanted = [re.compile(rf"(?<![a-z0-9]){re.escape(word)}") for word in _plain(words).split()]
+    found: list[tuple[int, Hit]] = []
+    for page in pages() if wanted else ():
+        title, text = _plain(f"{page.topic} {page.about}"), _plain(page.text())
+        if all(word.search(f"{title} {text}") for word in wanted):
+            num_words, hit = _best_line(page, wanted)
+            is_named = sum(bool(word.search(_plain(page.topic))) for word in wanted)
+            is_told = sum(bool(word.search(title)) for word in wanted)
+            found.append((-4 * is_named - 2 * is_told - num_words, hit))
+    return [hit for _, hit in sorted(found, key=lambda each: each[0])][:_MAX_HITS]
+
+
+def _plain(text: str) -> str:
+    return text.lower().replace("-", " ")
+
+
+def _best_line(page: Page, wanted: list[re.Pattern[str]]) -> tuple[int, Hit]:
+    """Return the first line with most of the words, and their number; the page's sentence if no line has one."""
+    best, heading = (0, Hit(page, "", page.about)), ""
+    for level, line in _headings(page.text()):
+        if level:
+            heading = line
+        num_words = sum(bool(word.search(_plain(line))) for word in wanted)
+        if num_words > best[0]:
+            best = (num_words, Hit(page, heading, line.strip()))
+    return best

@@ -1,0 +1,1 @@
+"""The pages of the documentation on the screen; imported when one is opened."""

@@ -1,0 +1,55 @@
+"""`segapp docs`: the list, a page in a pipe, the search, and the error of an unknown topic."""
+
+from __future__ import annotations
+
+import pytest
+
+from segapp.commands.docs import show_docs
+from segapp.docs.pages import find_page, pages, search_pages
+from segapp.errors import ConfigError
+
+
+def test_list_names_every_page(capsys: pytest.CaptureFixture[str]) -> None:
+    show_docs(None, None)
+    shown = capsys.readouterr().out
+    assert [page.topic for page in pages() if f"  {page.topic} " not in shown] == []
+    assert "Troubleshooting" in shown
+
+
+def test_page_is_plain_text_in_a_pipe_without_comments(capsys: pytest.CaptureFixture[str]) -> None:
+    show_docs("several-gpus", None)
+    shown = capsys.readouterr().out
+    assert shown.startswith("# How do I train on several GPUs?")
+    assert "<!--" not in shown
+
+
+@pytest.mark.parametrize(
+    ("asked", "nearest"),
+    [("memmory", "out-of-memory"), ("out-of-memry", "out-of-memory"), ("mmseg", "mmsegmentation"), ("nccl", "ranks")],
+)
+def test_unknown_topic_names_the_nearest(asked: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=rf"there is no page '{asked}'.*{nearest}"):
+        find_page(asked)
+
+
+def test_topics_are_found_in_other_spellings_and_with_headings() -> None:
+    assert find_page("Out of memory")[0].topic == "out-of-memory"
+    assert find_page("tasks/train.md")[0].topic == "train"
+    assert find_page("screen#the-chart")[1] == "the-chart"
+    with pytest.raises(ConfigError, match="has no heading 'the-charts': it has"):
+        find_page("screen#the-charts")
+
+
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [("out of memory", "out-of-memory"), ("tensorrt", "run-elsewhere"), ("SLURM", "several-machines"), ("OHEM", None)],
+)
+def test_search_finds_the_page_with_all_words(words: str, first: str | None) -> None:
+    hits = search_pages(words)
+    assert hits
+    assert first is None or hits[0].page.topic == first
+
+
+def test_search_without_a_hit_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="no page has all of the words 'zebra crossing'"):
+        show_docs(None, "zebra crossing")

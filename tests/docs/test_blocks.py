@@ -1,0 +1,150 @@
+"""The code blocks of README.md and of the pages: each is run on drawn data, or marked on its page with the reason.
+
+By default the Python blocks and the cheap commands run, in this process; `-m slow` runs all commands of every page in
+order, each page in a folder of its own with small configs under the names that the page uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import yaml
+
+from segapp.__main__ import main
+from tests.support import ROOT
+from tests.support.drawn_folders import BINARY, draw, draw_image
+from tests.support.page_blocks import Block, blocks
+from tests.support.recorded_runs import RecordedRun
+from tests.support.runs import segapp
+
+CHEAP = ("segapp docs", "segapp --", "segapp schema", "segapp completion", "segapp ls", "segapp status")
+"""Beginnings of commands that take a few milliseconds."""
+
+CONFIG = {
+    "name": "demo",
+    "data": {"format": "cityscapes", "root": "data/demo", "crop_px": [32, 64], "workers": 0},
+    "model": {
+        "library": "smp",
+        "name": "DeepLabV3Plus",
+        "encoder": "tu-test_resnet",
+        "options": {"decoder_channels": 8, "decoder_atrous_rates": [3, 6, 9]},
+    },
+    "optim": {"name": "adamw", "lr": 0.001},
+    "train": {"epochs": 1, "batch_size": 3},
+    "log": {"tensorboard": False},
+}
+"""Stands for every config of the shipped ones that a command names, under its name."""
+
+SHELL = [block for block in blocks() if block.language in ("sh", "bash") and block.mark != "not run"]
+PYTHON = [block for block in blocks() if block.language == "python" and not block.mark]
+
+
+def test_blocks_are_counted() -> None:
+    commands = [command for block in blocks() if block.language in ("sh", "bash") for command in block.commands()]
+    run = [command for block in SHELL for command in block.commands()]
+    print(f"{len(blocks())} blocks; {len(run)} of {len(commands)} commands and {len(PYTHON)} Python blocks are run")
+    assert len(run) > 100
+    assert len(run) > 0.6 * len(commands)
+    others = [command for command in run if not command.startswith(("segapp ", "python segapp/docs/examples/"))]
+    assert [command for command in others if not command.startswith("python3 -m pip install uv && ")] == []
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with demo data, a small demo.yaml and two recorded runs, as the current one."""
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    (tmp_path / "demo.yaml").write_text(yaml.safe_dump(CONFIG))
+    for name in ("demo", "demo-2"):
+        run = RecordedRun(tmp_path / "runs" / name, num_devices=1, device="cpu", epochs=1)
+        run.epoch()
+        run.end()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path
+
+
+def test_cheap_commands_succeed(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    commands = dict.fromkeys(command for block in SHELL for command in block.commands() if command.startswith(CHEAP))
+    assert len(commands) >= 8
+    for command in commands:
+        with pytest.raises(SystemExit) as ended:
+            main(shlex.split(command)[1:])
+        assert ended.value.code in (0, None), f"{command}: {capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.place)
+def test_python_blocks_run(block: Block, small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(small / "runs")
+    exec(compile(block.text, block.place, "exec"), {"__name__": "__main__"})
+    shown = capsys.readouterr().out
+    after = block.page.read_text().split(block.text, 1)[1]
+    promised = re.match(r"```\n\n```text\n(.*?)```", after, re.S)
+    if promised and "..." not in promised[1]:
+        assert shown == promised[1]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the commands of the pages name: demo data, configs, photos, a video, trained runs."""
+    folder = tmp_path_factory.mktemp("pages")
+    for kind, ending in (("leftImg8bit", "leftImg8bit"), ("gtFine", "gtFine_labelIds")):
+        for split, count in (("train", 6), ("val", 2)):
+            place = folder / "data/demo" / kind / split / "town"
+            place.mkdir(parents=True)
+            for path in sorted((ROOT / "data/demo" / kind / split).rglob(f"*_{ending}.png"))[:count]:
+                shutil.copy(path, place / path.name)
+    (folder / "segapp").symlink_to(ROOT / "segapp")
+    teacher = {"teacher": "runs/teacher", "critic": {"width": 8}}
+    for name in ("demo", "camvid", "cityscapes", "cityscapes-pspnet", "camvid-distill"):
+        config = {**CONFIG, "name": name, **({"distill": teacher} if name == "camvid-distill" else {})}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
+    (folder / "configs").mkdir()
+    shutil.copy(folder / "demo.yaml", folder / "configs/demo.yaml")
+    draw(folder / "photos", [f"{number:04}" for number in range(10)], "images/{}.jpg", "masks/{}_mask.png", BINARY)
+    for place in ("photo.jpg", "more/below/b.jpg", "big.png"):
+        draw_image(folder / place, (64, 96))
+    cv2.imwrite(str(folder / "big.tif"), cv2.imread(str(folder / "big.png")))
+    writer = cv2.VideoWriter(str(folder / "drive.mp4"), cv2.VideoWriter.fourcc(*"mp4v"), 10, (96, 64))
+    for _ in range(3):
+        writer.write(np.zeros((64, 96, 3), np.uint8))
+    writer.release()
+    with contextlib.chdir(folder):
+        for words in (["init", "photos/"], ["train", "--config", "demo.yaml", "--plain"]):
+            done = segapp(*words, cwd=folder)
+            assert done.returncode == 0, done.stderr
+    for name in ("demo-2", "fold0", "fold1", "fold2", "teacher"):
+        shutil.copytree(folder / "runs/demo", folder / "runs" / name)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("page", list(dict.fromkeys(block.page for block in SHELL)), ids=lambda path: path.stem)
+def test_commands_of_a_page_succeed(page: Path, prepared: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(prepared, folder, symlinks=True)
+    fails = {"doctor": (0, 1)}  # what this machine lacks is none of the page's business
+    for block in blocks():
+        if block.page != page or block.mark == "not run":
+            continue
+        if block.language == "python" and block.mark == "slow":
+            with contextlib.chdir(folder):
+                exec(compile(block.text, block.place, "exec"), {"__name__": "__main__"})
+        for command in block.commands() if block.language in ("sh", "bash") else ():
+            words = shlex.split(command)
+            if words[0] == "python":
+                exec(compile(Path(words[1]).read_text(), words[1], "exec"), {"__name__": "example"})
+                continue
+            if words[0] != "segapp":
+                continue  # the two commands of the README: the gate begins with one, the other is this suite
+            done = segapp(*words[1:], cwd=folder, XDG_STATE_HOME=str(folder / "state"))
+            assert done.returncode in fails.get(words[1], (0,)), (
+                f"{block.place}: {command}\n{done.stdout[-2000:]}\n{done.stderr}"
+            )

@@ -1,0 +1,178 @@
+"""The pages of the documentation: listed, linked, short, and true about commands, options, keys, topics and files."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+import yaml
+
+from segapp import errors
+from segapp.cli import app
+from segapp.config import RunConfig, validate_config
+from segapp.config.sections import section_of
+from segapp.docs.pages import FOLDER, headings, pages, slug
+from tests.support import ROOT
+from tests.support.page_blocks import Block, blocks, page_files
+from tests.support.reference import ENVIRONMENT, INTERNAL, differing, variables_in_code
+
+MINIMAL: dict[str, Any] = {"name": "page", "data": {"format": "folder", "root": "data/mine", "classes": ["a", "b"]}}
+QUESTION_LINES = 3
+"""A page begins with its command within this many lines behind the title."""
+
+
+def test_every_page_is_listed_once_and_exists() -> None:
+    listed = [page.path for page in pages()]
+    assert sorted(listed) == sorted(path for path in FOLDER.rglob("*.md") if path != FOLDER / "README.md")
+    topics = [page.topic for page in pages()]
+    assert topics == [page.path.stem for page in pages()]
+    assert len(set(topics)) == len(topics) > 50
+
+
+def test_readme_has_at_most_200_lines_and_pictures_are_small() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 200
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)
+    assert len(pictures) == 2
+    assert all((ROOT / picture).stat().st_size < 200 * 1024 for picture in pictures)
+
+
+def test_generated_files_are_what_the_code_says() -> None:
+    assert differing() == [], "run: python -m tests.support.reference --write"
+
+
+def test_every_variable_of_the_code_is_explained() -> None:
+    in_code = variables_in_code()
+    assert {name for name in in_code if name not in ENVIRONMENT | INTERNAL} == set()
+    assert {name for name in ENVIRONMENT | INTERNAL if name not in in_code | {"WANDB_MODE"}} == set()
+
+
+@pytest.mark.parametrize("path", page_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_and_anchors_exist(path: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S)
+    own = {anchor for anchor, _ in headings(path.read_text())}
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        file, _, anchor = target.partition("#")
+        linked = (path.parent / file).resolve() if file else path
+        assert linked.exists(), f"{path}: {target}"
+        assert linked.is_relative_to(ROOT), f"{path}: {target}"
+        anchors = {each for each, _ in headings(linked.read_text())} if file and anchor else own
+        assert not anchor or anchor in anchors, f"{path}: {target}"
+
+
+def test_pages_begin_with_a_question_and_a_command() -> None:
+    for page in pages():
+        lines = [line for line in page.text().splitlines() if line]
+        assert lines[0].startswith("# "), page.topic
+        if page.group != "Troubleshooting":
+            assert lines[0].endswith("?"), page.topic
+        begins = next((at for at, line in enumerate(lines[1:]) if line.startswith("```")), 99)
+        assert begins <= QUESTION_LINES, page.topic
+
+
+def words_of(text: str) -> list[str]:
+    """Return the parts of backticked text and shell blocks that are commands of segapp."""
+    inline = re.findall(r"`(segapp [^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
+    return [line.strip() for line in inline]
+
+
+def parsed_problem(command: str) -> str | None:
+    """Return why the parser refuses a command; None if it takes it. Nothing is executed."""
+    words = shlex.split(command.replace("...", " "), comments=True)[1:]
+    here: Any = typer.main.get_command(app)
+    if words[:1] in (["--help"], ["--version"]):
+        return None
+    while hasattr(here, "commands"):
+        if not words or words[0] not in here.commands:
+            return f"no command {words[:1]}"
+        here = here.commands[words.pop(0)]
+    options = {spelling for parameter in here.params for spelling in parameter.opts} | {
+        "--help",
+        "--debug",
+        "--trust-parts",
+    }
+    unknown = [word for word in words if re.match(r"--\w", word) and word.partition("=")[0] not in options]
+    return f"unknown options {unknown}" if unknown else None
+
+
+@pytest.mark.parametrize("path", page_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_named_commands_and_options_are_in_the_parser(path: Path) -> None:
+    own = [block for block in blocks() if block.page == path and block.language in ("sh", "bash")]
+    commands = [command for block in own for command in block.commands() if command.startswith("segapp ")]
+    problems = {command: parsed_problem(command) for command in [*commands, *words_of(path.read_text())]}
+    assert {command: why for command, why in problems.items() if why} == {}
+
+
+def keys_of(model: Any, prefix: str = "") -> set[str]:
+    """Return every key of the config, sections included."""
+    found = set()
+    for name in model.model_fields:
+        found.add(f"{prefix}{name}")
+        section = section_of(model, name)
+        if section is not None:
+            found |= keys_of(section, f"{prefix}{name}.")
+    return found
+
+
+SECTIONS = "data|model|loss|optim|schedule|train|parallel|eval|checkpoint|log|distill"
+NOT_KEYS = re.compile(r"\.(py|md|yaml|txt|log|json|jsonl|pt|onnx|csv)$|segapp|\.unet\b")
+
+
+@pytest.mark.parametrize("path", page_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_named_config_keys_exist(path: Path) -> None:
+    text = path.read_text() if path.name != "config.md" else ""
+    code = re.findall(r"`([^`\n]+)`", text) + [
+        block.text for block in blocks() if block.page == path and block.language == "sh"
+    ]
+    named = {
+        key
+        for part in code
+        for key in re.findall(rf"(?<![\w./-])((?:{SECTIONS})(?:\.[a-z][a-z0-9_]*)+)(?![\w/(])", part)
+    }
+    known = keys_of(RunConfig) | {f"loss.plus.{key}" for key in ("name",)}
+    assert {key for key in named if key not in known and not NOT_KEYS.search(key)} == set()
+
+
+@pytest.mark.parametrize("block", [b for b in blocks() if b.language == "yaml"], ids=lambda block: block.place)
+def test_yaml_blocks_are_accepted_by_the_config(block: Block) -> None:
+    content = yaml.safe_load(block.text)
+    data = {**MINIMAL["data"], **content.get("data", {})}
+    if data["format"] not in ("folder", "list"):
+        data.pop("classes", None)
+    validate_config({**MINIMAL, **content, "data": {**data, **content.get("data", {})}})
+
+
+def test_every_topic_of_an_error_is_a_page() -> None:
+    topics = {page.topic for page in pages()}
+    classes = [
+        kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.SegappError)
+    ]
+    named = {kind.topic for kind in classes if kind.topic}
+    for path in (ROOT / "segapp").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_see = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "see"
+            if is_see and node.args and isinstance(node.args[0], ast.Constant):  # type: ignore[attr-defined]
+                named.add(node.args[0].value)  # type: ignore[attr-defined]
+    assert {"out-of-memory", "data-refused", "resume-refused", "no-gpu", "ranks", "checkpoint-refused", "disk-full",
+            "config-errors"} <= named  # fmt: skip
+    assert named - topics == set()
+
+
+def test_every_exception_has_a_reason_and_its_test_exists() -> None:
+    marked = [block for block in blocks() if block.mark]
+    assert [block.place for block in marked if len(block.reason) < 8] == []
+    named = {name for block in marked for name in re.findall(r"tests/[\w/]+\.py", block.reason)}
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_anchors_are_those_of_code_hosts() -> None:
+    assert slug("The devices") == "the-devices"
+    assert slug("What the masks may hold") == "what-the-masks-may-hold"
+    assert slug("images/ and masks/, in splits") == "images-and-masks-in-splits"

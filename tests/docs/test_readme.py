@@ -1,0 +1,33 @@
+"""The README's table: what its column of segapp says is held by these tests."""
+
+from __future__ import annotations
+
+import re
+
+from tests.support import ROOT
+
+TESTS = {
+    "loss of ranks with unequal ignored pixels": "tests/parallel/test_exactness.py",
+    "another share for each GPU": "tests/train/test_rank_splits.py",
+    "gradient penalties over several devices": "tests/parallel/test_penalties.py",
+    "memory of each GPU before the training": "tests/memory/test_simulation_against_torch.py",
+    "out of memory during a training": "tests/train/recovery/test_out_of_memory.py",
+    "resume within an epoch": "tests/train/test_resume.py",
+    "data checked before the training": "tests/datasets/test_doctor.py",
+    "screen in the terminal, from any shell": "tests/tui/test_terminal.py",
+}
+
+
+def test_each_row_of_the_table_has_a_test() -> None:
+    text = (ROOT / "README.md").read_text()
+    rows = re.findall(r"^\| ([^|]+?) \| ", text.partition("## Compared")[2].partition("##")[0], re.M)
+    assert [row for row in rows if row] == list(TESTS)
+    assert [path for path in TESTS.values() if not (ROOT / path).exists()] == []
+
+
+def test_gate_runs_the_test_commands_of_the_readme() -> None:
+    text = (ROOT / "README.md").read_text()
+    gate = (ROOT / ".ci" / "run").read_text()
+    for command in ("run pytest", "run pytest -m faults"):
+        assert f"uv {command}" in text
+        assert f"$uv {command}\n" in gate + "\n"

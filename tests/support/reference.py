@@ -1,0 +1,318 @@
+"""The generated pages of `segapp/docs/reference`: each is made from the code that it describes.
+
+python -m tests.support.reference           names the pages that differ from what the code says
+python -m tests.support.reference --write   writes them
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import typer.main
+from rich.console import Console
+from rich.text import Text
+
+from segapp import errors
+from segapp.cli import app
+from segapp.config.reference import config_reference
+from segapp.run.events import types as event_types
+from segapp.run.folder import RunFolder
+from tests.support import ROOT
+
+FOLDER = ROOT / "segapp" / "docs" / "reference"
+PLAN_PICTURE = ROOT / "segapp" / "docs" / "pictures" / "plan.svg"
+_NOTE = "<!-- generated: python -m tests.support.reference --write -->\n"
+
+
+def cli_page() -> str:
+    """Return the page of all commands with their arguments and options."""
+    root = typer.main.get_command(app)
+    parts = [
+        "# Which commands and options are there?\n",
+        "```sh\nsegapp --help\n```\n",
+        "Every command has `--help`. With any command, `--debug` prints the traceback of an error, and `--trust-parts` "
+        "imports the own code that a run or a checkpoint names ([own-parts](../tasks/own-parts.md)).\n",
+    ]
+    parts += [_command(f"segapp {name}", command) for name, command in _commands(root)]
+    return "\n".join(parts)
+
+
+def _commands(root: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, command in root.commands.items():
+        if hasattr(command, "commands"):
+            yield from _commands(command, f"{before}{name} ")
+        else:
+            yield f"{before}{name}", command
+
+
+def _command(name: str, command: Any) -> str:
+    lines = [f"## {name}", "", " ".join((command.help or "").split()), ""]
+    rows = [(f"`{_usage(each)}`", each.help or "") for each in command.params if each.name != "help"]
+    if rows:
+        lines += ["| argument or option | meaning |", "|---|---|"]
+        lines += [f"| {_cell(usage)} | {_cell(text)} |" for usage, text in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _usage(parameter: Any) -> str:
+    metavar = parameter.metavar or (parameter.name or "").upper()
+    if parameter.param_type_name == "argument":
+        return metavar
+    options = ", ".join(parameter.opts)
+    return options if getattr(parameter, "is_flag", False) else f"{options} {metavar}"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def config_page() -> str:
+    """Return the page of all keys of a config."""
+    return "\n".join(
+        [
+            "# Which keys does a config have?\n",
+            "```sh\nsegapp train --config demo.yaml --print-config\nsegapp schema --out segapp.schema.json\n```\n",
+            "The first command prints a config with all its defaults, the second writes the JSON schema for editors "
+            "([train](../tasks/train.md#an-editor-that-knows-the-keys)). On the command line a key is `KEY=VALUE` with "
+            "dots: `train.batch_size=4`.\n",
+            config_reference(),
+            "",
+        ]
+    )
+
+
+def run_folder_page() -> str:
+    """Return the page of the files of a run."""
+    folder = RunFolder("RUN")
+    rows = []
+    for name, attribute in vars(RunFolder).items():
+        value = getattr(folder, name) if isinstance(attribute, property) else None
+        if isinstance(value, Path) and value.parts[:1] == ("RUN",) and len(value.parts) > 1:
+            is_folder = "." not in value.name and name not in ("lock",)
+            path = "/".join(value.parts[1:]) + ("/" if is_folder else "")
+            rows.append(f"| `{path}` | {_cell(attribute.__doc__ or '')} |")
+    return "\n".join(
+        [
+            "# What is in the folder of a run?\n",
+            "```sh\nsegapp status demo\n```\n",
+            "Everything that a run writes lies in `runs/NAME`, or in the folder given with `--run`. Any program "
+            "may read it; commands to the trainer are files in `commands/`. `stacks.log`: all stacks, after a hang.\n",
+            "| path | content |",
+            "|---|---|",
+            *rows,
+            "",
+            "A checkpoint is one file of tensors and plain values; without segapp, "
+            '`torch.load("runs/demo/checkpoints/best.pt", weights_only=True)["model"]` is the state dict. '
+            "`segapp ckpt list RUN` names the checkpoints that can be resumed ([train](../tasks/train.md)).\n",
+        ]
+    )
+
+
+def events_page() -> str:
+    """Return the page of the lines of events.jsonl."""
+    tree = ast.parse(Path(event_types.__file__).read_text())
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    shared = [name for name in classes if name not in {model.__name__ for model in event_types.EVENT_TYPES.values()}]
+    parts = [
+        "# What does events.jsonl hold?\n",
+        "```sh\nsegapp status demo --json\n```\n",
+        "`events.jsonl` has one JSON object a line, which the trainer appends; lines are never changed. Readers keep "
+        "a torn last line back and skip types and fields that they do not know. Numbers that are not finite are null. "
+        "Fields without *required* may be missing. From Python: `segapp.run.events.EventReader`, or `on_event` "
+        "([python](../tasks/python.md)).\n",
+        "Every line has:\n",
+        _fields(classes["_Event"]),
+    ]
+    for kind, model in event_types.EVENT_TYPES.items():
+        parts += [
+            f"## {kind}\n",
+            (ast.get_docstring(classes[model.__name__]) or "") + "\n",
+            _fields(classes[model.__name__]),
+        ]
+    parts.append("## Objects within events\n")
+    for name in shared:
+        if not name.startswith("_"):
+            parts += [f"### {name}\n", (ast.get_docstring(classes[name]) or "") + "\n", _fields(classes[name])]
+    return "\n".join(parts)
+
+
+def _fields(node: ast.ClassDef) -> str:
+    rows = ["| field | type | meaning |", "|---|---|---|"]
+    for at, statement in enumerate(node.body):
+        if not isinstance(statement, ast.AnnAssign) or ast.unparse(statement.target) in ("type", "model_config"):
+            continue
+        after = node.body[at + 1] if at + 1 < len(node.body) else None
+        is_doc = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+        text = str(after.value.value) if is_doc else ""  # type: ignore[union-attr]
+        required = "*required.* " if statement.value is None else ""
+        kind = re.sub(r"Annotated\[(\w+), .*?\)\]", r"\1", ast.unparse(statement.annotation)).replace("Text", "str")
+        rows.append(f"| `{ast.unparse(statement.target)}` | `{_cell(kind)}` | {required}{_cell(text)} |")
+    return "\n".join(rows) + "\n"
+
+
+def exit_codes_page() -> str:
+    """Return the page of the exit codes."""
+    rows = {0: "Done.", 75: "Stopped by a signal or a command, and saved: `--resume` continues.",
+            130: "Stopped by Ctrl-C without saving.", 143: "Stopped by SIGTERM without saving."}  # fmt: skip
+    for kind in _error_classes():
+        rows.setdefault(kind.exit_code, (kind.__doc__ or "").splitlines()[0])
+    rows[1] = (
+        "The run failed, and no other code says why; `compare`, `ctl --wait`, `doctor` and `sweep`: see their `--help`."
+    )
+    rows[2] = "A config, an option, a command or a name that cannot be used."
+    topics = {kind.exit_code: kind.topic for kind in _error_classes() if kind.topic}
+    lines = [f"| {code} | {text} | {_link(topics.get(code))} |" for code, text in sorted(rows.items())]
+    return "\n".join(
+        [
+            "# What does an exit code mean?\n",
+            "```sh\nsegapp ckpt verify demo\n```\n",
+            "Errors go to stderr as one line that begins with `error:` and names what is wrong, the value, and what to "
+            "do. `--debug` adds the traceback. Where a page says more, the last line names it.\n",
+            "| code | meaning | page |",
+            "|---|---|---|",
+            *lines,
+            "",
+        ]
+    )
+
+
+def _error_classes() -> list[type[errors.SegappError]]:
+    def below(kind: type[errors.SegappError]) -> Iterator[type[errors.SegappError]]:
+        yield kind
+        for each in kind.__subclasses__():
+            yield from below(each)
+
+    return [kind for kind in below(errors.SegappError) if kind.__module__ == errors.__name__]
+
+
+def _link(topic: str | None) -> str:
+    return f"[{topic}](../troubleshooting/{topic}.md)" if topic else ""
+
+
+ENVIRONMENT = {
+    "SEGAPP_FAILPOINTS": "For tests: faults to inject at named places (`segapp/failpoints.py`).",
+    "SEGAPP_TRUST_PARTS": "`1`: import own code that a run or a checkpoint names, as `--trust-parts`.",
+    "XDG_CACHE_HOME": "Caches lie in `$XDG_CACHE_HOME/segapp`: decoded images, class weights. Default: `~/.cache`.",
+    "XDG_CONFIG_HOME": "Settings of the screen lie in `$XDG_CONFIG_HOME/segapp/ui.toml`. Default: `~/.config`.",
+    "XDG_STATE_HOME": "`$XDG_STATE_HOME/segapp` remembers trusted own code and seen alerts. Default: `~/.local/state`.",
+    "NO_COLOR": "Set to anything: the screen and `doctor` use no colour.",
+    "COLORTERM": "`truecolor` or `24bit`: `doctor` reports that many colours.",
+    "TERM": "`dumb` or empty: no screen; `train` prints lines.",
+    "TMUX": "Read by `doctor`, to name the terminal.",
+    "SSH_CONNECTION": "Read by `doctor`, to name the terminal.",
+    "SSH_TTY": "Read by `doctor`, to name the terminal.",
+    "CUDA_VISIBLE_DEVICES": "The GPUs that segapp sees; numbers in `parallel.devices` count within it.",
+    "CC": "C compiler for Triton; `doctor` reports it.",
+    "PATH": "Where `nvidia-smi` and the C compiler are looked for.",
+    "RANK": "With `WORLD_SIZE`: set by torchrun; `train` is then one rank and shows no screen.",
+    "WORLD_SIZE": "Set by torchrun: the number of ranks.",
+    "LOCAL_RANK": "Set by torchrun: the rank within its machine, which selects the GPU.",
+    "LOCAL_WORLD_SIZE": "Set by torchrun: the ranks of a machine, which share its processors for `data.workers: auto`.",
+    "MASTER_ADDR": "Set by torchrun: the machine of rank 0.",
+    "MASTER_PORT": "Set by torchrun: its port.",
+    "OMP_NUM_THREADS": "CPU threads of each rank; `train` divides the processors among the ranks unless it is set.",
+    "GLOO_SOCKET_IFNAME": "Network interface of gloo; `train` takes `lo` for ranks on one machine unless it is set.",
+    "NCCL_SOCKET_IFNAME": "Network interface of NCCL; `train` takes `lo` for ranks on one machine unless it is set.",
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "Seconds that torch's agent leaves ranks to save; set from `checkpoint.grace_s`.",
+    "PYTORCH_CUDA_ALLOC_CONF": "Options of torch's CUDA allocator; if set, segapp adds no expandable segments.",
+    "PYTORCH_ALLOC_CONF": "The newer name of `PYTORCH_CUDA_ALLOC_CONF`.",
+    "CUBLAS_WORKSPACE_CONFIG": "Set to `:4096:8` by `train.deterministic`, unless it is set.",
+    "WANDB_MODE": "`offline`: `log.wandb` writes to this machine only (read by wandb).",
+}  # fmt: skip
+"""Each variable that the program or a library that it configures reads, and its effect."""
+
+INTERNAL = {
+    "SEGAPP_PARENT_PID": "set for ranks by their parent",
+    "SEGAPP_RANK_DEVICES": "set for ranks by their parent",
+    "NO_ALBUMENTATIONS_UPDATE": "set, never read",
+    "OPENCV_FFMPEG_LOGLEVEL": "set, never read",
+    "KINETO_LOG_LEVEL": "set, never read",
+    "PYTHONUNBUFFERED": "set for child processes",
+    "PYTHONWARNINGS": "set for child processes",
+}
+"""Variables in the code that are not for users, and why."""
+
+
+def environment_page() -> str:
+    """Return the page of the environment variables."""
+    rows = [f"| `{name}` | {_cell(text)} |" for name, text in ENVIRONMENT.items()]
+    return "\n".join(
+        [
+            "# Which environment variables matter?\n",
+            "```sh\nsegapp doctor\n```\n",
+            "Nothing has to be set. These are read:\n",
+            "| variable | effect |",
+            "|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def variables_in_code() -> set[str]:
+    """Return the environment variables named in modules that use the environment: constants like `A_B`, known ones."""
+    found: set[str] = set()
+    for path in (ROOT / "segapp").rglob("*.py"):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)) if "environ" in text or "SpawnOptions" in text else ():
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                is_known = node.value in ENVIRONMENT or node.value in INTERNAL
+                if is_known or re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+", node.value):
+                    found.add(node.value)
+            elif isinstance(node, ast.keyword) and node.arg in INTERNAL:
+                found.add(node.arg)
+    return found
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "cli": cli_page,
+    "config": config_page,
+    "run-folder": run_folder_page,
+    "events": events_page,
+    "exit-codes": exit_codes_page,
+    "environment": environment_page,
+}
+
+
+def plan_picture() -> str:
+    """Return the output on the page `plan` as an SVG picture of a terminal."""
+    text = (ROOT / "segapp/docs/tasks/plan.md").read_text().partition("```text\n")[2].partition("```")[0]
+    console = Console(width=108, record=True, file=io.StringIO(), highlight=False)
+    console.print("[bold]$ segapp plan --config cityscapes.yaml --gpus 3x24220MiB[/bold]")
+    for line in text.rstrip().splitlines():
+        style = "green" if "<- best" in line else "bold" if line.startswith("gpu0_bsz") else ""
+        console.print(Text(line, style=style), soft_wrap=False, overflow="ellipsis", no_wrap=True)
+    return console.export_svg(title="segapp plan", unique_id="plan")
+
+
+def files() -> dict[Path, str]:
+    """Return each generated file with its content."""
+    pages = {FOLDER / f"{topic}.md": _NOTE + make().rstrip("\n") + "\n" for topic, make in PAGES.items()}
+    return {**pages, PLAN_PICTURE: plan_picture()}
+
+
+def differing() -> list[str]:
+    """Return the generated files that are not what the code says."""
+    return [
+        str(path.relative_to(ROOT))
+        for path, text in files().items()
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
+
+
+def main() -> None:
+    """Name the files that differ, or write them."""
+    for name in differing():
+        print(name)
+        if "--write" in sys.argv[1:]:
+            (ROOT / name).write_text(files()[ROOT / name], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
