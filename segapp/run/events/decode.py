@@ -117,7 +117,8 @@ def skim_block(block: bytes) -> Iterator[StepRun | bytes]:
     parts = _STEP_LINE.split(block)
     between, lines = parts[0::5], parts[1::5]
     others = [piece for piece in between if piece]
-    is_whole = all(block.count(mark) == len(lines) + sum(p.count(mark) for p in others) for mark in _ONCE_A_LINE)
+    rest = b"\n".join(others)
+    is_whole = all(block.count(mark) == len(lines) + rest.count(mark) for mark in _ONCE_A_LINE)
     if not is_whole or not all(piece.endswith(b"\n") for piece in others):
         yield block  # damage joined two lines: only the full parser can tell the good from the bad
         return

@@ -222,23 +222,28 @@ def _note_split(view: View, split: Any) -> None:
 def _note_memory(view: View, raw: dict[str, Any]) -> None:
     view._raw_memory = raw
     devices = raw.get("devices")
-    if isinstance(devices, list):
-        view.memory.append(tuple(_memory_of(device) for device in devices[:64]))
-    if view.split is None or not isinstance(devices, list) or not all(isinstance(each, dict) for each in devices):
+    if not isinstance(devices, list):
+        return
+    sample = tuple([_memory_of(device) for device in devices[:64]])
+    view.memory.append(sample)
+    if view.split is None or not all(isinstance(each, dict) for each in devices):
         return
     if view._is_memory_stale:  # its peak may belong to the split before
         view._is_memory_stale = False
         return
     peaks = view.peaks_mib.setdefault(view.split, [None] * len(view.split))
-    for i, device in enumerate(devices[: len(peaks)]):
-        peak = _number(device.get("peak_mib"))
+    for i, (_, peak) in enumerate(sample[: len(peaks)]):
         if peak > (peaks[i] or 0.0):
             peaks[i] = peak
 
 
 def _memory_of(device: Any) -> tuple[float, float]:
-    found = device if isinstance(device, dict) else {}
-    return _number(found.get("used_mib")), _number(found.get("peak_mib"))
+    if not isinstance(device, dict):
+        return math.nan, math.nan
+    used, peak = device.get("used_mib"), device.get("peak_mib")
+    if type(used) is float and type(peak) is float:
+        return used, peak
+    return _number(used), _number(peak)
 
 
 def _note_heartbeat(view: View, raw: dict[str, Any]) -> None:
