@@ -130,6 +130,7 @@ def build_trainer(
     groups = describe_groups(config.optim, engine.model)
     facts = RunFacts(
         classes=list(scheme.names),
+        palette=[(int(r), int(g), int(b)) for r, g, b in scheme.palette],
         num_params=sum(p.numel() for p in engine.model.parameters()),
         devices=_device_facts(context, devices),
         num_train=len(train_set),

@@ -55,6 +55,7 @@ class RunFacts:
 
     Attributes:
         classes: names, in the order of their ids.
+        palette: their RGB colours in pictures.
         num_params: of the model.
         devices: of all ranks.
         num_train: training images.
@@ -69,6 +70,7 @@ class RunFacts:
     """
 
     classes: list[str]
+    palette: list[tuple[int, int, int]]
     num_params: int
     devices: list[Any]
     num_train: int

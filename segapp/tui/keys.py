@@ -77,8 +77,17 @@ KEYS = (
     Key("pan(1)", "shift+right", "", "later part of the curve", panes="loss"),
     Key("jump(0)", "home", "", "first steps", panes="loss"),
     Key("jump(1)", "end", "", "newest steps, which are followed", panes="loss"),
-    Key("cursor(-1)", "left", "Read", "read the curve to the left; the picture before", panes="loss pictures"),
-    Key("cursor(1)", "right", "", "read the curve to the right; the next picture", panes="loss pictures"),
+    Key(
+        "cursor(-1)",
+        "left",
+        "Read",
+        "read the curve to the left; pictures of the evaluation before",
+        panes="loss pictures",
+    ),
+    Key(
+        "cursor(1)", "right", "", "read the curve to the right; pictures of the next evaluation", panes="loss pictures"
+    ),
+    Key("image", "down", "Image", "another image of the evaluation; also up", panes="pictures", is_bound=False),
     Key("toggle_log", "y", "Log y", "logarithmic vertical axis", panes="loss"),
     Key("smooth", "m", "Smooth", "smoothing: auto, 0.98, 0.9, 0.6, none", panes="loss"),
     Key("x_axis", "x", "X axis", "curve over steps, epochs or time", panes="loss"),

@@ -410,7 +410,7 @@ class Monitor(App[None]):
     def _show_pictures(self, plan: layout.Layout) -> None:
         """Show new pictures."""
         pictures = self.query_one(PictureView)
-        pictures.show(newest_pictures(self.source.folder.samples))
+        pictures.show(newest_pictures(self.source.folder.samples), self.source.view)
         self._set_title(pictures, Content.styled("5 Pictures", "bold"), plan)
 
     def _set_title(self, pane: Widget, title: Content, plan: layout.Layout) -> None:

@@ -31,6 +31,10 @@ from segapp.run.events import (
 from segapp.run.folder import RunFolder
 
 CAMVID = ("sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian", "bicyclist")
+PALETTE = [
+    (128, 128, 128), (128, 0, 0), (192, 192, 128), (128, 64, 128), (0, 0, 192), (128, 128, 0), (192, 128, 128),
+    (64, 64, 128), (64, 0, 128), (64, 64, 0), (0, 128, 192),
+]  # fmt: skip
 FINAL_IOU = (0.918, 0.781, 0.287, 0.934, 0.744, 0.738, 0.331, 0.402, 0.762, 0.471, 0.399)
 
 
@@ -117,6 +121,7 @@ class RecordedRun:
                 gpu0_bsz=self.gpu0_bsz,
                 split=list(self.split),
                 resumed_from_step=resumed_from_step,
+                palette=PALETTE if self.classes == list(CAMVID) else None,
             )
         )
 
@@ -200,6 +205,23 @@ class RecordedRun:
                        size_bytes=117_000_000, save_s=0.6, metric=miou),
             0.6,
         )  # fmt: skip
+
+    def draw_samples(self, num_images: int = 3) -> None:
+        """Write the sample pictures of an evaluation: a street, its target, and a prediction that improves."""
+        from PIL import Image
+
+        number = max(1, self.step // self.steps_per_epoch)
+        y, x = np.mgrid[:120, :160]
+        for k in range(num_images):
+            target = np.where(y < 45, 0, np.where(y < 75, 1, 3))
+            target[(y > 20) & (y < 80) & (x > 120)] = 5
+            target[(abs(x - 80 + 15 * k) < 15) & (abs(y - 85) < 11)] = 8
+            prediction = np.roll(target, int(12 * math.exp(-number / 2)), 1)
+            prediction[(x // 8 + y // 8) % max(3, 2 * number) == 0] = 4
+            colors = np.array(PALETTE)
+            parts = [colors[target] // 2 + 60 + (x + y)[..., None] % 9, colors[prediction], colors[target]]
+            picture = Image.fromarray(np.concatenate(parts, axis=1).astype(np.uint8))
+            picture.save(self.folder.samples / f"epoch_{number:04}_{k}.png")
 
     def change_gpu0(self, new: int, *, apply: bool = True, command_id: str = "0123456789ab") -> None:
         """Write a command that changes gpu0_bsz; applied at once, or left pending."""

@@ -612,13 +612,13 @@ def test_sample_images_are_shown_and_damaged_ones_reported(fresh: RecordedRun) -
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "i")
         text = screen_text(app)
-        assert "e0001_0.png 1/1" in text
+        assert "e0001_0.png  evaluation 1 of 1" in text
         assert text.count("▀") > 200
         (fresh.folder.samples / "e0002_[b].png").write_bytes(b"\x89PNG no")
         await settled(app, pilot)
         assert "cannot be shown" in screen_text(app)
         await press(app, pilot, "left")
-        assert "e0001_0.png 2/2" in screen_text(app)
+        assert "e0001_0.png  evaluation 1 of 2" in screen_text(app)
         await press(app, pilot, "i")
         assert "smoothed " in screen_text(app)
 

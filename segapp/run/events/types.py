@@ -103,6 +103,8 @@ class RunStart(_Event):
     freeze_epochs: int | None = None
     """Epochs for which the others are frozen; None: the whole run, or nothing is frozen."""
     param_groups: list[ParamGroup] | None = None
+    palette: list[tuple[int, int, int]] | None = None
+    """RGB colour of each class in the sample pictures."""
 
 
 class Weights(_Event):

@@ -104,7 +104,7 @@ ASCII = Glyphs(
 )
 
 
-_ASCII_FOR = str.maketrans({"·": ".", "→": ">", "…": "~", "×": "x", "±": "~", "°": "C", "—": "-"})
+_ASCII_FOR = str.maketrans({"·": ".", "→": ">", "←": "<", "…": "~", "×": "x", "±": "~", "°": "C", "—": "-"})
 
 
 def ascii_text(text: str) -> str:

@@ -1,62 +1,123 @@
-"""Sample pictures in the terminal: two pixels per cell as half blocks, or characters by brightness without colour."""
+"""Sample pictures in the terminal: two pixels per cell as half blocks; without colour, characters and letters.
+
+A picture of a run shows a validation image, its prediction and its target side by side, in the colours of the classes.
+"""
 
 from __future__ import annotations
 
+import re
+import string
+from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from rich.color import Color
 from rich.segment import Segment
 from rich.style import Style
+from textual.binding import BindingType
 from textual.content import Content
 from textual.strip import Strip
 from textual.widget import Widget
 
 from segapp.run.text import printable
+from segapp.tui.panes.arrangement import Arrangement, arrange
+from segapp.tui.state.view import View
+from segapp.tui.state.wording import clip
 
 _RAMP = " .:-=+*#%@"
 _MAX_PIXELS = 64 * 2**20
+_NAME = re.compile(r"epoch_(\d{1,9})_(\d{1,9})\.png")
+_LABELS = ("image", "target", "prediction")
+_OF_FILE = (0, 2, 1)
+"""Where the pictures of `_LABELS` lie in the file, from the left."""
+
+Rgb = tuple[int, int, int]
+
+
+class LegendEntry(NamedTuple):
+    """A colour of the pictures."""
+
+    color: Rgb
+    name: str
+    """Of its class, or classes."""
+
+
+class Place(NamedTuple):
+    """Which picture of which evaluation a file holds."""
+
+    epoch: int
+    image: int
 
 
 class PictureView(Widget, can_focus=True):
-    """Shows one PNG of the run's `samples`, as large as it fits.
+    """Shows a PNG of the run's `samples`: its three pictures labelled and as large as they fit, with their classes.
 
     Args:
-        has_colour: Draw half blocks in colour; otherwise characters by brightness.
+        has_colour: Draw half blocks in colour; otherwise characters by brightness, and a letter for each class.
     """
 
-    COMPONENT_CLASSES: ClassVar[set[str]] = {"picture-view--text"}
-    DEFAULT_CSS = "PictureView { .picture-view--text { color: $text-muted; } }"
+    COMPONENT_CLASSES: ClassVar[set[str]] = {"picture-view--text", "picture-view--name", "picture-view--label"}
+    DEFAULT_CSS = """
+    PictureView {
+        .picture-view--text { color: $text-muted; }
+        .picture-view--name { color: $foreground; }
+        .picture-view--label { color: $foreground; text-style: bold; }
+    }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [("up", "image(-1)", "image before"), ("down", "image(1)", "next image")]
 
     def __init__(self, *, has_colour: bool, **keywords: str) -> None:
         super().__init__(id=keywords.get("id"), classes=keywords.get("classes"))
         self._has_colour = has_colour
-        self._paths: list[Path] = []
-        self._shown: Path | None = None
+        self._paths: dict[Place, Path] = {}
+        self._shown: Place | None = None
+        self._names: dict[Rgb, str] = {}
         self._strips: list[Strip] = []
         self._built: tuple[object, ...] | None = None
 
-    def show(self, paths: list[Path]) -> None:
-        """Set the available pictures, newest first; a selected one stays on the screen."""
-        was_newest = self._shown is None or (bool(self._paths) and self._shown == self._paths[0])
-        self._paths = paths
-        if was_newest or self._shown not in paths:
-            self._shown = paths[0] if paths else None
+    def show(self, paths: list[Path], view: View) -> None:
+        """Set the available pictures, newest first; a selected one stays, the newest evaluation is followed.
+
+        Args:
+            paths: Of the pictures.
+            view: The run, for the names and colours of its classes.
+        """
+        shown = self._shown
+        was_newest = shown is None or not self._paths or shown.epoch == max(self._paths).epoch
+        self._paths = _places(paths)
+        self._names = _class_names(view)
+        if was_newest or shown not in self._paths:
+            newest = max(self._paths).epoch if self._paths else 0
+            self._shown = self._nearest(newest, shown.image if shown is not None else 0)
         self._announce()
 
     def move(self, by: int) -> None:
-        """Show an older (-1) or a newer (1) picture."""
+        """Show the same image at the evaluation before (-1) or after (1)."""
         if self._shown is not None:
-            index = min(max(self._paths.index(self._shown) - by, 0), len(self._paths) - 1)
-            self._shown = self._paths[index]
+            epochs = sorted({place.epoch for place in self._paths})
+            self._shown = self._nearest(_next(epochs, self._shown.epoch, by), self._shown.image)
             self._announce()
+
+    def action_image(self, by: int) -> None:
+        """Show another image of the same evaluation."""
+        if self._shown is not None:
+            images = sorted(place.image for place in self._paths if place.epoch == self._shown.epoch)
+            self._shown = Place(self._shown.epoch, _next(images, self._shown.image, by))
+            self._announce()
+
+    def _nearest(self, epoch: int, image: int) -> Place | None:
+        return min((p for p in self._paths if p.epoch == epoch), key=lambda p: abs(p.image - image), default=None)
 
     def _announce(self) -> None:
         if self._shown is None:
             self.border_subtitle = Content("none yet")
         else:
-            index = self._paths.index(self._shown) + 1
-            self.border_subtitle = Content(f"{printable(self._shown.name)} {index}/{len(self._paths)}")
+            epochs = sorted({place.epoch for place in self._paths})
+            images = sorted(place.image for place in self._paths if place.epoch == self._shown.epoch)
+            at = f"evaluation {epochs.index(self._shown.epoch) + 1} of {len(epochs)}"
+            number = f"image {images.index(self._shown.image) + 1} of {len(images)}"
+            self.border_subtitle = Content(f"{printable(self._paths[self._shown].name)}  {at}  {number}")
         if self._key() != self._built:
             self.refresh()
 
@@ -70,27 +131,127 @@ class PictureView(Widget, can_focus=True):
             return self._strips[y].crop_extend(0, width, self.rich_style)
         return Strip.blank(width, self.rich_style)
 
+    def notify_style_update(self) -> None:
+        """Rebuild the strips after a change of theme: they hold the old colours."""
+        self._built = None
+        super().notify_style_update()
+
     def _key(self) -> tuple[object, ...]:
-        return (self._shown, self.content_size)
+        return (self._shown and self._paths.get(self._shown), self.content_size, len(self._names))
 
     def _build(self) -> list[Strip]:
         width, height = self.content_size
         if self._shown is None:
             return [self._text("no sample pictures yet: each evaluation draws some")]
-        if width < 2 or height < 1:
+        if width < 2 or height < 2:
             return []
+        path = self._paths[self._shown]
         try:
-            image = load_picture(self._shown, width, 2 * height)
+            image = load_picture(path)
         except (OSError, ValueError, SyntaxError) as error:
-            return [self._text(f"{printable(self._shown.name)} cannot be shown: {printable(str(error))[:60]}")]
-        return _colour_strips(image) if self._has_colour else _grey_strips(image)
+            return [self._text(f"{printable(path.name)} cannot be shown: {printable(str(error))[:60]}")]
+        if _NAME.fullmatch(path.name) is None or image.width % 3:
+            return self._draw(image, {}, width, height)
+        part = image.width // 3
+        pictures = [image.crop((at * part, 0, (at + 1) * part, image.height)) for at in _OF_FILE]
+        legend = find_legend(pictures[1:], self._names)
+        plan = arrange((width, height), (part, image.height), max((len(e.name) + 3 for e in legend), default=0))
+        letters = {e.color: letter for e, letter in zip(legend, string.ascii_uppercase, strict=False)}
+        blocks = [
+            [self._text(label, "label"), *self._draw(picture, letters if i else {}, plan.width, plan.height)]
+            for i, (label, picture) in enumerate(zip(_LABELS, pictures, strict=True))
+        ]
+        return self._join(plan, blocks, self._legend(legend, letters, plan))
 
-    def _text(self, text: str) -> Strip:
-        return Strip([Segment(text, self.get_component_rich_style("picture-view--text"))])
+    def _join(self, plan: Arrangement, blocks: list[list[Strip]], legend: list[Strip]) -> list[Strip]:
+        """Return the labelled pictures in their places, with the legend in the free one."""
+        height = plan.height + 1
+        blocks = [[*block, *[Strip([])] * (height - len(block))] for block in blocks]
+        if plan.columns == 1:
+            stack = [strip for block in blocks for strip in block]
+            return self._beside([stack, legend], plan.width)
+        if plan.columns == 2:
+            lower = self._beside([blocks[2], [self._text("classes" if legend else "", "label"), *legend]], plan.width)
+            return [*self._beside(blocks[:2], plan.width), *lower]
+        return [*self._beside(blocks, plan.width), *legend]
+
+    def _beside(self, blocks: Sequence[list[Strip]], width: int) -> list[Strip]:
+        rows = zip_longest(*blocks, fillvalue=Strip([]))
+        return [Strip.join([*(self._padded(strip, width + 1) for strip in row[:-1]), row[-1]]) for row in rows]
+
+    def _padded(self, strip: Strip, width: int) -> Strip:
+        return strip.crop_extend(0, max(width, strip.cell_length + 1), self.rich_style)
+
+    def _legend(self, legend: Sequence[LegendEntry], letters: dict[Rgb, str], plan: Arrangement) -> list[Strip]:
+        """Return the classes of the pictures, most pixels first, as many as there is room for."""
+        entries = []
+        for entry in legend:
+            sign = "██" if self._has_colour else letters.get(entry.color, "?")
+            style = Style(color=Color.from_rgb(*entry.color)) if self._has_colour else self.rich_style
+            name = self._text(f" {clip(printable(entry.name), max(1, plan.legend_width - 4))}", "name")
+            entries.append(Strip.join([Strip([Segment(sign, self.rich_style + style)]), name]))
+        per_row = max(1, plan.legend_width // (max((e.cell_length for e in entries), default=1) + 2))
+        room = per_row * max(1, plan.legend_height)
+        if len(entries) > room:
+            more = len(entries) - room + 1
+            entries[room - 1 :] = [self._text(f"and {more} more")]
+        widest = max((entry.cell_length for entry in entries), default=0) + 1
+        rows = [entries[i : i + per_row] for i in range(0, len(entries), per_row)]
+        return [self._beside([[entry] for entry in row], widest)[0] for row in rows]
+
+    def _text(self, text: str, name: str = "text") -> Strip:
+        return Strip([Segment(text, self.get_component_rich_style(f"picture-view--{name}"))])
+
+    def _draw(self, image: Any, letters: dict[Rgb, str], width: int, height: int) -> list[Strip]:
+        """Return a picture as large as it fits; class colours take the nearest pixel, an image is averaged."""
+        size = _fitted(image.size, width, 2 * height)
+        is_smaller = size[0] < image.width and not letters
+        scaled = image.resize(size, _resampling("BOX" if is_smaller else "NEAREST"))
+        if self._has_colour:
+            return _colour_strips(scaled)
+        rows = scaled.resize((size[0], size[1] // 2), _resampling("NEAREST"))
+        return _letter_strips(rows, letters, self.rich_style) if letters else _grey_strips(rows, self.rich_style)
 
 
-def load_picture(path: Path, max_width: int, max_height: int) -> Any:
-    """Return a picture as a Pillow RGB image, scaled to fit a size, with its aspect ratio.
+def _next(choices: list[int], current: int, by: int) -> int:
+    return choices[min(max(choices.index(current) + by, 0), len(choices) - 1)]
+
+
+def _places(paths: list[Path]) -> dict[Place, Path]:
+    """Return the place of each picture; one with a name of its own is an evaluation by itself, after the others."""
+    found = {}
+    for i, path in enumerate(reversed(paths)):
+        match = _NAME.fullmatch(path.name)
+        found[Place(int(match[1]), int(match[2])) if match else Place(10**9 + i, 0)] = path
+    return found
+
+
+def _class_names(view: View) -> dict[Rgb, str]:
+    """Return the names of the classes of each colour."""
+    palette = view.start.palette if view.start is not None else None
+    names: dict[Rgb, str] = {}
+    for color, name in zip(palette or [], view.classes, strict=False):
+        names[color] = f"{names[color]}, {name}" if color in names else name
+    return names
+
+
+def find_legend(pictures: Sequence[Any], names: dict[Rgb, str]) -> list[LegendEntry]:
+    """Return the classes that occur in pictures of class colours, those of most pixels first.
+
+    Args:
+        pictures: Pillow RGB images.
+        names: Colour -> class; other colours (ignored pixels, mixtures) are left out.
+    """
+    counts: dict[Rgb, int] = {}
+    for picture in pictures:
+        for count, color in picture.getcolors(picture.width * picture.height) or []:
+            counts[color] = counts.get(color, 0) + count
+    known = [color for color in counts if color in names]
+    return [LegendEntry(color, names[color]) for color in sorted(known, key=lambda color: -counts[color])]
+
+
+def load_picture(path: Path) -> Any:
+    """Return a picture as a Pillow RGB image.
 
     Raises:
         OSError: The file cannot be read, or is damaged.
@@ -100,30 +261,45 @@ def load_picture(path: Path, max_width: int, max_height: int) -> Any:
 
     with Image.open(path, formats=["PNG"]) as opened:
         if opened.width * opened.height > _MAX_PIXELS:
-            raise ValueError(f"{opened.width}x{opened.height} px is too large")
-        image = opened.convert("RGB")
-    scale = min(max_width / image.width, max_height / image.height)
-    size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
-    return image.resize(size, Image.Resampling.BOX if scale < 1 else Image.Resampling.NEAREST)
+            raise ValueError(f"{opened.width} x {opened.height} pixels are too many")
+        return opened.convert("RGB")
+
+
+def _resampling(name: str) -> Any:
+    from PIL import Image
+
+    return Image.Resampling[name]
+
+
+def _fitted(size: tuple[int, int], max_width: int, max_height: int) -> tuple[int, int]:
+    """Return the largest size of the same aspect ratio; its height is even, for half blocks."""
+    scale = min(max_width / size[0], max_height / size[1])
+    return max(1, round(size[0] * scale)), max(2, round(size[1] * scale / 2) * 2)
 
 
 def _colour_strips(image: Any) -> list[Strip]:
-    width, height = image.size
     pixels = image.load()
-    strips = []
-    for y in range(0, height, 2):
-        segments = []
-        for x in range(width):
-            lower = Color.from_rgb(*pixels[x, y + 1]) if y + 1 < height else None
-            segments.append(Segment("▀", Style(color=Color.from_rgb(*pixels[x, y]), bgcolor=lower)))
-        strips.append(Strip(segments, width))
-    return strips
-
-
-def _grey_strips(image: Any) -> list[Strip]:
-    grey = image.convert("L").resize((image.width, max(1, image.height // 2)))
-    pixels = grey.load()
-    rows = [
-        "".join(_RAMP[pixels[x, y] * (len(_RAMP) - 1) // 255] for x in range(grey.width)) for y in range(grey.height)
+    return [
+        Strip(
+            [
+                Segment("▀", Style(color=Color.from_rgb(*pixels[x, y]), bgcolor=Color.from_rgb(*pixels[x, y + 1])))
+                for x in range(image.width)
+            ],
+            image.width,
+        )
+        for y in range(0, image.height, 2)
     ]
-    return [Strip([Segment(row, Style())], grey.width) for row in rows]
+
+
+def _grey_strips(image: Any, style: Style) -> list[Strip]:
+    pixels = image.convert("L").load()
+    rows = [
+        "".join(_RAMP[pixels[x, y] * (len(_RAMP) - 1) // 255] for x in range(image.width)) for y in range(image.height)
+    ]
+    return [Strip([Segment(row, style)], image.width) for row in rows]
+
+
+def _letter_strips(image: Any, letters: dict[Rgb, str], style: Style) -> list[Strip]:
+    pixels = image.load()
+    rows = ["".join(letters.get(pixels[x, y], ".") for x in range(image.width)) for y in range(image.height)]
+    return [Strip([Segment(row, style)], image.width) for row in rows]

@@ -288,7 +288,7 @@ def _due_times(times_s: list[float]) -> Iterator[float]:
         yield due_s
 
 
-def newest_pictures(folder: Path, limit: int = 64) -> list[Path]:
+def newest_pictures(folder: Path, limit: int = 1500) -> list[Path]:
     """Return the sample pictures of a run, newest first."""
     try:
         with os.scandir(folder) as entries:

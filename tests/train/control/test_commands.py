@@ -432,7 +432,11 @@ def test_sample_images_show_all_three_and_change_nothing(
     assert train(config, tmp_path / "run") == 0
     paths = sorted((tmp_path / "run" / "samples").iterdir())
     assert [path.name for path in paths] == ["epoch_0001_0.png", "epoch_0001_1.png", "epoch_0001_2.png"]
-    assert cv2.imread(str(paths[0])).shape == (48, 3 * 64, 3)
+    drawn = cv2.imread(str(paths[0]))
+    assert drawn.shape == (48, 3 * 64, 3)
+    palette = [tuple(color) for color in seen(tmp_path / "run", "run_start")[0]["palette"]]
+    assert {tuple(bgr[::-1]) for bgr in drawn[:, 64:].reshape(-1, 3).tolist()} <= {*palette, (0, 0, 0)}
+    assert len(palette) == 3
     monkeypatch.setattr(SamplePictures, "_write", lambda *_: (_ for _ in ()).throw(OSError("no space")))
     assert train(config, tmp_path / "none") == 0
     assert not differing(model_of(tmp_path / "run"), model_of(tmp_path / "none"))

@@ -1,0 +1,85 @@
+"""The pictures pane: where the pictures go, the classes in them, and the keys from one to the next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+
+from segapp.tui.app import MonitorApp
+from segapp.tui.panes.arrangement import arrange
+from tests.support.recorded_runs import RecordedRun
+from tests.tui.test_screen import press, run_screen, screen_text
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RecordedRun:
+    run = RecordedRun(tmp_path / "run", steps_per_epoch=5, epochs=8)
+    for _ in range(3):
+        run.epoch()
+        run.draw_samples()
+    return run
+
+
+@pytest.mark.parametrize(
+    ("size", "picture", "columns"),
+    [
+        ((60, 60), (200, 100), 1),  # 3 x 19 rows below each other: 38 px high; in two columns 29 px wide
+        ((64, 20), (320, 240), 2),
+        ((120, 14), (320, 240), 3),
+        ((80, 40), (100, 400), 3),
+    ],
+)
+def test_pictures_are_arranged_as_large_as_they_fit(
+    size: tuple[int, int], picture: tuple[int, int], columns: int
+) -> None:
+    plan = arrange(size, picture, 14)
+    assert plan.columns == columns
+    rows = -(-3 // columns)
+    assert columns * plan.width + columns - 1 <= size[0]
+    assert rows * (plan.height + 1) <= size[1]
+    assert min(plan.legend_width, plan.legend_height) > 0
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 36), (200, 60)])
+def test_pictures_are_labelled_with_their_classes(run: RecordedRun, size: tuple[int, int]) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "i", "f")
+        text = screen_text(app)
+        pane = text[text.index("5 Pictures") :]
+        assert all(label in pane for label in ("image", "target", "prediction"))
+        legend = {name for name in app.source.view.classes if f"██ {name}" in pane}
+        assert legend == {"sky", "building", "road", "tree", "car", "pavement"}
+        assert text.count("▀") >= 0.3 * size[0] * size[1], "the pictures use the pane"
+
+    run_screen(run, act, size)
+
+
+def test_without_colour_each_class_has_a_letter(run: RecordedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "i")
+        text = screen_text(app)
+        assert "AAAAAA" in text
+        assert "A road" in text
+
+    run_screen(run, act, ascii_only=True)
+
+
+def test_keys_show_other_evaluations_and_other_images(run: RecordedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "i")
+        assert "epoch_0003_0.png  evaluation 3 of 3  image 1 of 3" in screen_text(app)
+        await press(app, pilot, "down", "left")
+        assert "epoch_0002_1.png  evaluation 2 of 3  image 2 of 3" in screen_text(app)
+        run.epoch()
+        run.draw_samples()
+        await press(app, pilot)
+        assert "epoch_0002_1.png  evaluation 2 of 4" in screen_text(app), "a chosen picture stays"
+        await press(app, pilot, "right", "right")
+        run.epoch()
+        run.draw_samples()
+        await press(app, pilot)
+        assert "epoch_0005_1.png  evaluation 5 of 5  image 2 of 3" in screen_text(app), "the newest is followed"
+
+    run_screen(run, act)
