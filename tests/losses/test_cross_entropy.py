@@ -147,6 +147,17 @@ def test_wrong_inputs_are_named():
         CriterionCE()([], target)
 
 
+def test_weight_is_a_copy_of_the_caller_s():
+    logits, target = draw()
+    weight = class_weight()
+    criterion = CriterionCE(weight=weight)
+    expected = torch_mean(logits, target, class_weight(), 0.0, True)
+    weight.fill_(1.0)
+    assert relative_error(criterion(logits, target), expected) < 1e-12
+    criterion.weight.fill_(2.0)
+    assert torch.equal(weight, torch.ones_like(weight))
+
+
 def test_weight_is_a_buffer():
     criterion = CriterionCE(weight=torch.ones(3))
     assert dict(criterion.named_buffers()).keys() == {"weight"}

@@ -62,6 +62,20 @@ def test_short_batches_never_exceed_a_share_of_the_full_batch(full, num_samples,
     assert not (gpu0_bsz and sum(short)) or short[0] >= 1
 
 
+@pytest.mark.parametrize(
+    ("num_samples", "shares", "split"),
+    [
+        (3, [2, 2], (1, 2)),
+        (4, [3, 3, 3], (1, 2, 1)),
+        (5, [3, 3, 3], (1, 2, 2)),
+        (1, [1, 1, 1], (0, 1, 0)),
+        (5, [4, 2, 2], (3, 1, 1)),  # exact shares 2.5, 1.25, 1.25: a larger remainder still comes first
+    ],
+)
+def test_tie_of_remainders_goes_to_device_0_last(num_samples, shares, split):
+    assert plan_chunks(num_samples, len(shares), shares=shares) == split
+
+
 def test_gpu0_bsz_equals_the_matching_shares():
     assert plan_chunks(8, 3, shares=[2, 3, 3]) == plan_chunks(8, 3, gpu0_bsz=2)
 

@@ -139,6 +139,50 @@ def test_running_statistics_survive_any_split():
         assert module.num_batches_tracked == 1, "one step counts once"
 
 
+class Recorder(nn.Module):
+    """Replaces its buffers in forward instead of changing them in place: the mean, all rows so far, the last row."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("rows", torch.zeros(0, 2))
+        self.register_buffer("last", None)
+
+    def forward(self, x):
+        self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
+        self.rows = torch.cat([self.rows, x])
+        self.last = x[-1]
+        return self.scale * x
+
+    def statistics(self, outputs, target):
+        return (self(outputs).sum(),)
+
+    def finalize(self, totals):
+        return totals[0]
+
+
+def run_model(recorder, x):
+    DataParallelModel(recorder, ["cpu"] * 2, gpu0_bsz=2)(x)
+
+
+def run_criterion(recorder, x):
+    outputs = DataParallelModel(nn.Identity(), ["cpu"] * 2, gpu0_bsz=2)(x)
+    DataParallelCriterion(recorder)(outputs, torch.zeros(len(x)))
+
+
+@pytest.mark.parametrize("run", [run_model, run_criterion])
+def test_buffers_replaced_in_forward_are_kept(run):
+    recorder, bare = Recorder(), Recorder()
+    mean = recorder.mean
+    for x in torch.arange(20.0).view(2, 5, 2):
+        run(recorder, x)
+        bare(x[:2])  # what the first replica, the owner of the buffers, had of the batch
+    assert recorder.mean is mean, "a buffer of the same shape keeps its memory, which a state dict may share"
+    for name, buffer in bare.named_buffers():
+        assert torch.equal(recorder.get_buffer(name), buffer), name
+
+
 def build_constrained(kind):
     torch.manual_seed(1)
     with warnings.catch_warnings():
