@@ -53,6 +53,9 @@ __all__ = [
 FINITE_PARTS = ("model", "ema", "optimizer", "distillation")
 """Parts of a state that must be finite for a commit."""
 
+_POSITION = ("step", "epoch", "position")
+"""Facts of a checkpoint that file and manifest must agree on."""
+
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
@@ -303,8 +306,10 @@ def _read_entry(store: CheckpointFolder, entry: CheckpointEntry) -> dict[str, An
     with store.open_verified(entry) as file:
         state = _read_state(file, f"step {entry.step}")
     about = state["checkpoint"]
-    if (about["step"], about["epoch"], about["position"]) != (entry.step, entry.epoch, entry.position):
-        raise CheckpointError(f"manifest.json says step {entry.step}, the file says step {about['step']}")
+    stored, listed = ({key: facts[key] for key in _POSITION} for facts in (about, entry.model_dump()))
+    if stored != listed:
+        said, found = (", ".join(f"{key} {value}" for key, value in facts.items()) for facts in (listed, stored))
+        raise CheckpointError(f"manifest.json says {said}, the file says {found}")
     return state
 
 
@@ -330,7 +335,7 @@ def _read_state(file: BinaryIO, label: str) -> dict[str, Any]:
         raise CheckpointError(
             f"{label} has format {about.get('format')}, this segapp reads up to {FORMAT}: install the newer"
         )
-    if not all(isinstance(about.get(key), int) for key in ("step", "epoch", "position")):
+    if not all(isinstance(about.get(key), int) for key in _POSITION):
         raise CheckpointError(f"{label} has no step, epoch and position")
     return dict(state)
 

@@ -189,7 +189,7 @@ def test_state_without_model_or_with_prefixed_keys_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("part", ["model", "ema", "optimizer"])
+@pytest.mark.parametrize("part", ["model", "ema", "optimizer", "distillation"])
 def test_non_finite_state_is_never_committed(tmp_path, bad, part):
     save(tmp_path, 1)
     state = state_of(2)
@@ -349,6 +349,28 @@ def test_error_before_commit_is_storage_error_without_leftovers(tmp_path, point,
     failpoints.arm("")
     save(tmp_path, 30)
     assert load_checkpoint(tmp_path).step == 30
+
+
+@pytest.mark.parametrize("how", ["flip", "half"])
+def test_file_changed_before_it_is_read_back_is_refused(tmp_path, how, monkeypatch):
+    save(tmp_path, 10)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    changed = []
+
+    def change(point: str) -> None:
+        if point == "ckpt.after_fsync":
+            (written,) = (path for path in (tmp_path / "objects").iterdir() if path not in before)
+            damage(written, how)
+            changed.append(written)
+
+    monkeypatch.setattr("segapp.run.checkpoints.store.failpoint", change)
+    with pytest.raises(StorageError, match=r"did not read back as it was written \(step 20\)"):
+        save(tmp_path, 20)
+    assert len(changed) == 1
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    monkeypatch.undo()
+    save(tmp_path, 20)
+    assert load_checkpoint(tmp_path).step == 20
 
 
 @pytest.mark.parametrize("point", ["ckpt.before_link", "ckpt.before_name_rename"])
@@ -525,14 +547,25 @@ def test_damaged_manifest_is_refused_and_objects_are_kept(tmp_path, change):
     assert kept in [path.read_bytes() for path in (tmp_path / "objects").iterdir()]
 
 
-@pytest.mark.parametrize(("field", "value"), [("sha256", "0" * 64), ("step", 11), ("epoch", 9), ("size_bytes", 5)])
-def test_manifest_contradicting_its_file_is_refused(tmp_path, field, value):
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("sha256", "0" * 64, "its sha256 is not the one"),
+        ("size_bytes", 5, "bytes instead of 5"),
+        ("step", 11, "says step 11, epoch 3, position 0, the file says step 20, epoch 3, position 0"),
+        ("epoch", 9, "says step 20, epoch 9, position 0, the file says step 20, epoch 3, position 0"),
+        ("position", 4, "says step 20, epoch 3, position 4, the file says step 20, epoch 3, position 0"),
+    ],
+)
+def test_manifest_contradicting_its_file_is_refused(tmp_path, field, value, problem):
     save(tmp_path, 10)
     save(tmp_path, 20)
     raw = json.loads((tmp_path / "manifest.json").read_text())
     raw["entries"][0][field] = value
     (tmp_path / "manifest.json").write_text(json.dumps(raw))
-    assert load_checkpoint(tmp_path).step == 10
+    loaded = load_checkpoint(tmp_path)
+    assert loaded.step == 10
+    assert problem in loaded.messages[0]
 
 
 def test_missing_manifest_error_lists_loadable_files(tmp_path):
