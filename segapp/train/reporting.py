@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,8 +18,10 @@ from segapp.train.recovery.policy import OomPolicy
 from segapp.train.settings import RunFacts, TrainerSettings
 from segapp.train.step.engine import StepEngine
 from segapp.train.step.modules import StepResult
+from segapp.train.telemetry.clock import Clock
 from segapp.train.telemetry.data_watch import DataWatch
 from segapp.train.telemetry.event_log import EventLog
+from segapp.train.telemetry.remaining_time import Observed, Place, RemainingTime, Schedule
 from segapp.train.validation import Validation
 
 if TYPE_CHECKING:
@@ -58,16 +59,23 @@ class TrainingReporter:
         settings: fixed numbers.
         parts: of the trainer.
         progress: of the training.
+        clock: of the training thread.
     """
 
     def __init__(
-        self, event_log: EventLog, settings: TrainerSettings, parts: TrainerParts, progress: TrainingProgress
+        self,
+        event_log: EventLog,
+        settings: TrainerSettings,
+        parts: TrainerParts,
+        progress: TrainingProgress,
+        clock: Clock,
     ) -> None:
-        self._event_log, self._settings, self._progress = event_log, settings, progress
-        self._engine, self._controller = parts.engine, parts.controller
+        self._event_log, self._settings, self._progress, self._clock = event_log, settings, progress, clock
+        self._engine, self._controller, self._oom_policy = parts.engine, parts.controller, parts.oom_policy
         inner = next((part for part in self._engine.network.modules() if isinstance(part, NormalizedInput)), None)
         self._compiled_call = None if inner is None else inner.compiled_call
         self._num_batches = len(parts.train_loader)
+        self._remaining = RemainingTime(self._schedule(parts.validation.num_images))
         self._data_watch = DataWatch(parts.train_loader, parts.validation.loader.dataset)
 
     @property
@@ -75,10 +83,21 @@ class TrainingReporter:
         """Steps of an epoch; the last one may have fewer micro-batches."""
         return math.ceil(self._num_batches / self._settings.accumulate)
 
-    @property
-    def _num_steps(self) -> int:
-        """Steps of the whole run."""
-        return self._settings.total_steps or self._settings.epochs * self.steps_per_epoch
+    def _schedule(self, num_eval_images: int) -> Schedule:
+        """Return what the remaining time is estimated from."""
+        settings, rules = self._settings, self._settings.save_rules
+        return Schedule(
+            settings.epochs,
+            self.steps_per_epoch,
+            settings.total_steps,
+            settings.eval_every_epochs,
+            settings.eval_every_steps,
+            settings.save_every_epochs,
+            rules.every_steps,
+            None if rules.every_minutes is None else 60 * rules.every_minutes,
+            num_eval_images,
+            settings.batch_size * settings.accumulate,
+        )
 
     def run_start(self, facts: RunFacts, resumed_from_step: int | None) -> None:
         """Emit `run_start`, and `weights` for every file of pretrained weights."""
@@ -114,10 +133,10 @@ class TrainingReporter:
         for note in self._compiled_call.take_notes() if self._compiled_call is not None else ():
             self._event_log.emit(Alert(kind="compile", message=note, step=self._progress.position.step))
         loss, norm = float(result.loss), float(result.grad_norm)
-        at, clock, scaler = self._progress.position, self._progress.clock, self._engine.precision.scaler
-        elapsed_s = time.perf_counter() - clock.began
-        step_s = elapsed_s / max(clock.num_steps, 1)
-        eta_epoch_s, eta_run_s = self._etas(step_s)
+        at, clock, scaler = self._progress.position, self._clock, self._engine.precision.scaler
+        elapsed_s = clock.elapsed_s()
+        self._remaining.observe(Observed.of(clock), self._way_of_steps())
+        eta_epoch_s, eta_run_s = self._remaining.etas_s(self._place())
         self._event_log.emit(
             Step(
                 epoch=at.epoch,
@@ -130,7 +149,7 @@ class TrainingReporter:
                 split=result.split,
                 skipped=int(self._engine.bad_steps),
                 loss_scale=None if scaler is None else float(scaler.scale),
-                step_s=step_s,
+                step_s=elapsed_s / max(clock.num_steps, 1),
                 eta_epoch_s=eta_epoch_s,
                 eta_run_s=eta_run_s,
                 terms={name: float(value) for name, value in result.terms.items()} or None,
@@ -143,8 +162,22 @@ class TrainingReporter:
         for message in messages:
             self._event_log.emit(Alert(kind="data", message=message, step=self._progress.position.step))
 
-    def validation(self, found: Evaluation) -> None:
-        """Emit `val`, and an alert if the evaluation has a note."""
+    def _way_of_steps(self) -> Hashable:
+        """Return what the time of a step depends on and may change within a run."""
+        num_pieces = self._oom_policy.fallbacks.num_pieces
+        return self._controller.batch_split.current, num_pieces, self._engine.is_frozen
+
+    def _place(self) -> Place:
+        at = self._progress.position
+        return Place(at.epoch, at.step, math.ceil((self._num_batches - at.batch) / self._settings.accumulate))
+
+    def validation(self, found: Evaluation, val_s: float) -> None:
+        """Emit `val`, and an alert if the evaluation has a note.
+
+        Args:
+            found: by the evaluation.
+            val_s: its time without pauses.
+        """
         at = self._progress.position
         self._event_log.emit(
             Val(
@@ -160,7 +193,7 @@ class TrainingReporter:
                 precision=list(found.scores.precision),
                 recall=list(found.scores.recall),
                 num_images=found.num_images,
-                val_s=self._progress.clock.evaluation_s,
+                val_s=val_s,
             )
         )
         if found.note is not None:
@@ -169,14 +202,3 @@ class TrainingReporter:
     def _split(self) -> list[int] | None:
         split = self._controller.batch_split.current
         return None if split is None else list(split)
-
-    def _etas(self, step_s: float) -> tuple[float, float]:
-        """Return the seconds to the end of the epoch's training, and of the run with its evaluations."""
-        at, settings = self._progress.position, self._settings
-        of_run = max(0, self._num_steps - at.step)
-        of_epoch = min(of_run, math.ceil((self._num_batches - at.batch) / settings.accumulate))
-        if settings.eval_every_steps is not None:
-            evaluations = 1 + of_run // settings.eval_every_steps
-        else:
-            evaluations = 1 + (settings.epochs - at.epoch) // settings.eval_every_epochs
-        return of_epoch * step_s, of_run * step_s + evaluations * self._progress.clock.evaluation_s

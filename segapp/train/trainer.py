@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +61,9 @@ class Trainer:
         self.ranks, self.device_memory = context.ranks, context.device_memory
         self.plateau = parts.plateau
         self.progress = TrainingProgress(settings.epochs, settings.total_steps)
-        self.reporter = TrainingReporter(context.event_log, settings, parts, self.progress)
+        self.activities = context.activities
+        self.activities.step = lambda: self.position.step
+        self.reporter = TrainingReporter(context.event_log, settings, parts, self.progress, self.activities.clock)
         self.saver = CheckpointSaver(parts.store, settings.save_rules, context, self._capture)
         self.safe_point = SafePoint(context, self.controller, self.saver, self.progress)
 
@@ -141,18 +143,19 @@ class Trainer:
 
     def train_epoch(self) -> None:
         """Train the rest of the current epoch, or up to an evaluation or the end of the run within it."""
-        total, settings, clock = len(self.train_loader), self.settings, self.progress.clock
+        settings, clock = self.settings, self.activities.clock
         if self._is_stretch_over():
             return
-        if self.position.batch == 0:  # a run resumed in the middle of an epoch has emitted its start already
-            self._begin_epoch()
-        self.engine.network.train()
-        batches = iter(self.train_loader.epoch(self.position.epoch, self.position.batch))
+        with clock.during("load"):
+            if self.position.batch == 0:  # a run resumed in the middle of an epoch has emitted its start already
+                self._begin_epoch()
+            self.engine.network.train()
+            batches = iter(self.train_loader.epoch(self.position.epoch, self.position.batch))
+            clock.restart()
+            group = self._next_group(batches)
         num_images = len(self.train_loader.dataset)
-        clock.restart()
         is_last = False
         while not is_last:
-            group = self._next_group(batches, min(settings.accumulate, total - self.position.batch))
             result = self.train_step(group)
             clock.count_step(images_in(self.position.batch, len(group), settings.batch_size, num_images))
             self.position.batch += len(group)
@@ -163,6 +166,8 @@ class Trainer:
                 self._stop_if_diverged(group)
             if not is_last and self.saver.is_due(self.position.step):
                 self.saver.begin_or_postpone()
+            if not is_last:
+                group = self._next_group(batches)
         self.controller.after_epoch()
 
     def train_step(self, group: list[Batch]) -> StepResult:
@@ -203,15 +208,18 @@ class Trainer:
         Raises:
             OutOfMemoryError: memory does not suffice, whatever the fallback.
         """
-        clock = self.progress.clock
-        began, away_s = time.perf_counter(), clock.away_s
-        found = self.oom_policy.make_evaluation(
-            lambda fallbacks: self.validation.run(fallbacks, self.safe_point.check), self.position
-        )
-        clock.evaluation_s = time.perf_counter() - began - (clock.away_s - away_s)
-        self.reporter.validation(found)
-        self.validation.draw_samples(self.position.epoch, self.oom_policy.fallbacks)
-        self.device_memory.mark(IDLE)
+        check, clock = self.safe_point.check, self.activities.clock
+
+        def progress(num_done: int) -> None:
+            self.activities.report_evaluated(num_done, self.validation.num_images)
+
+        with self.activities.during("eval"):
+            before_s = clock.spent("eval").seconds
+            found = self.oom_policy.make_evaluation(
+                lambda fallbacks: self.validation.run(fallbacks, check, progress), self.position
+            )
+            self.reporter.validation(found, clock.spent("eval").seconds - before_s)
+            self.validation.draw_samples(self.position.epoch, self.oom_policy.fallbacks)
         return found
 
     # --- epochs ----------------------------------------------------------------------------------------------------
@@ -230,22 +238,24 @@ class Trainer:
                 self.saver.begin()
             if self.engine.device.type == "cuda":
                 torch.cuda.empty_cache()  # blocks of the old sizes
+            self.activities.clock.warm_up()
         self.controller.apply(requested, self.progress.command_position())
         self.device_memory.reset_observed()
         last_frozen = self.settings.freeze_epochs
         if last_frozen is not None and self.position.epoch > last_frozen and self.engine.is_frozen:
             self.engine.thaw()
+            self.activities.clock.warm_up()
             self.oom_policy.after_thaw()
         self.progress.begin_epoch()
         self.reporter.epoch_start(self._lr(self.position.step + 1))
 
-    def _next_group(self, batches: Iterable[Batch], size: int) -> list[Batch]:
-        began = time.perf_counter()
+    def _next_group(self, batches: Iterator[Batch]) -> list[Batch]:
+        """Return the micro-batches of the next step."""
+        began, size = time.perf_counter(), min(self.settings.accumulate, len(self.train_loader) - self.position.batch)
         self.device_memory.report_progress("read")
-        iterator = iter(batches)
-        group = [next(iterator) for _ in range(size)]
+        group = [next(batches) for _ in range(size)]
         self.device_memory.report_progress(IDLE)
-        self.progress.clock.wait_s += time.perf_counter() - began
+        self.activities.clock.wait_s += time.perf_counter() - began
         return group
 
     def _is_stretch_over(self) -> bool:

@@ -55,12 +55,20 @@ class Validation:
         average = self._engine.average
         return self._engine.model if average is None else average.module
 
-    def run(self, fallbacks: MemoryFallbacks, check: Callable[[], None]) -> Evaluation:
+    @property
+    def num_images(self) -> int:
+        """Images of an evaluation, over all ranks."""
+        return len(self.loader.dataset)
+
+    def run(
+        self, fallbacks: MemoryFallbacks, check: Callable[[], None], progress: Callable[[int], None] = lambda _: None
+    ) -> Evaluation:
         """Evaluate once.
 
         Args:
             fallbacks: how to save memory.
             check: called before every batch; may raise to leave.
+            progress: called with the number of images that all ranks have evaluated, as far as this one knows.
 
         Raises:
             torch.OutOfMemoryError: another rank ran out of memory; this one raises its own error, whatever its type.
@@ -79,7 +87,15 @@ class Validation:
             other_devices=self._others,
         )
         ranks, count = self._engine.ranks, self._num_checks
-        return evaluate(self.model, self.loader, settings, check=check, ranks=ranks, num_checks=count)
+        return evaluate(
+            self.model,
+            self.loader,
+            settings,
+            check=check,
+            progress=lambda num_own: progress(num_own * ranks.world_size),
+            ranks=ranks,
+            num_checks=count,
+        )
 
     def draw_samples(self, epoch: int, fallbacks: MemoryFallbacks) -> None:
         """Draw the sample pictures of an epoch."""

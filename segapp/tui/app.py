@@ -37,7 +37,8 @@ from segapp.tui.panes.devices import begin_draft, edit_draft, evaluate_split
 from segapp.tui.run_screen import UserFiles
 from segapp.tui.seen import seen_path
 from segapp.tui.settings import load_settings, settings_path
-from segapp.tui.state.source import LiveSource, ReplaySource, RunSource
+from segapp.tui.state.replay import ReplaySource
+from segapp.tui.state.source import LiveSource, RunSource
 from segapp.tui.state.wording import dots, learning_rate
 from segapp.tui.terminal import check_terminal, is_ascii_only, is_hung_up
 from segapp.tui.widgets import Gpu0Pane
@@ -117,8 +118,8 @@ class MonitorApp(BrowsingApp):
     BINDINGS: ClassVar[list[BindingType]] = [*keys.bindings()]
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Disable the keys that send commands in a read-only view."""
-        return not (self.readonly and keys.is_control(action))
+        """Disable the keys that the view does not offer."""
+        return keys.is_offered(action, is_readonly=self.readonly, is_replay=self.is_replay)
 
     def send(self, command: Command) -> None:
         """Write a command to the run's inbox, unless there is no trainer to handle it."""
@@ -159,7 +160,8 @@ class MonitorApp(BrowsingApp):
 
     def action_help_quit(self) -> None:
         """Explain on ctrl+c how to leave and how to stop."""
-        self.say("q detaches, the training goes on; S stops it")
+        over = self.status().is_over
+        self.say("q leaves" if over else "q leaves, the training goes on; S stops it")
 
     def action_toggle_pause(self) -> None:
         """Pause, or resume."""

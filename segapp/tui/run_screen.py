@@ -39,6 +39,7 @@ from segapp.tui.runs_screen import RunsScreen
 from segapp.tui.seen import load_seen
 from segapp.tui.settings import UiSettings, save_settings
 from segapp.tui.state.metrics import metric_title, step_field
+from segapp.tui.state.replay import ReplaySource
 from segapp.tui.state.runs import RunList
 from segapp.tui.state.source import LiveSource, RunSource, Status, newest_pictures
 from segapp.tui.state.tail import LogTail
@@ -252,6 +253,11 @@ class Monitor(App[None]):
             others.append(Other(printable(path.name), source.view, series))
         return others
 
+    @property
+    def is_replay(self) -> bool:
+        """True if a recorded run is replayed."""
+        return isinstance(self.source, ReplaySource)
+
     def status(self) -> Status:
         """Return the status of the run; a trainer that has just been started is not taken for a crashed one."""
         status = self.source.status()
@@ -300,19 +306,14 @@ class Monitor(App[None]):
         plan = self._layout
         if not self._show_status() or plan is None:
             return
-        view, status, (width, _) = self.source.view, self.status(), self._screen_size or self.size
+        view, (width, _) = self.source.view, self._screen_size or self.size
         self._num_ticks, self._num_drawn = 0, view.num_events
         if plan.num_summary_rows:
             summary = header.small_summary(view, width - 2, plan.num_summary_rows, self.glyphs)
             self._text("summary").show(summary)
         self._show_left(plan)
         self._show_right(plan)
-        labels = {"toggle_pause": "Resume" if view.is_paused else "Pause"}
-        if self.draft is not None:
-            self._text("keys").show(keys.bar(EDITOR_KEYS, width))
-            return
-        shown = keys.here(keys.available(self.readonly or status.is_over), self.pane)
-        self._text("keys").show(keys.key_bar(shown, self.settings.keymap, labels, width))
+        self._show_keys(self.pane, width)
 
     def _show_status(self) -> bool:
         """Update the lines above the panes; return True if there are panes below them."""
@@ -347,8 +348,19 @@ class Monitor(App[None]):
         self._log_lines = [*self._log_lines, *self._log_tail.read()][-200:]
         room = max(3, self.query_one("#starting").size.height - 4)
         self._text("starting").show(header.starting(view, status, self._log_lines, room))
-        shown = keys.here(keys.available(self.readonly or status.is_over), "starting")
-        self._text("keys").show(keys.key_bar(shown, self.settings.keymap, {}, self.size.width))
+        self._show_keys("starting", self.size.width)
+
+    def _show_keys(self, pane: str, width: int) -> None:
+        """Show the keys that act in a pane, or in the editor."""
+        if self.draft is not None:
+            self._text("keys").show(keys.bar(EDITOR_KEYS, width))
+            return
+        is_held = isinstance(self.source, ReplaySource) and self.source.is_paused
+        labels = {"toggle_pause": "Resume" if self.source.view.is_paused else "Pause",
+                  "replay_pause": "Play" if is_held else "Pause"}  # fmt: skip
+        is_readonly = self.readonly or self.status().is_over
+        shown = keys.here(keys.available(is_readonly, is_replay=self.is_replay), pane)
+        self._text("keys").show(keys.key_bar(shown, self.settings.keymap, labels, width))
 
     def _show_left(self, plan: layout.Layout) -> None:
         view = self.source.view

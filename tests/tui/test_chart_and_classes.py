@@ -19,8 +19,8 @@ from segapp.tui.panes.devices import gpu_content, memory_graph
 from segapp.tui.panes.glyphs import UNICODE
 from segapp.tui.panes.plot import choose_scale, reduce_columns, usual_range
 from segapp.tui.state.metrics import curve_of, metric_names, step_field
+from segapp.tui.state.replay import ReplaySource
 from segapp.tui.state.series import SeriesReader
-from segapp.tui.state.source import ReplaySource
 from segapp.tui.state.view import View, fold_events
 from tests.support.recorded_runs import RecordedRun
 from tests.tui.test_screen import press, run_screen, screen_text, sent, settled

@@ -16,7 +16,7 @@ from segapp.tui.layout import plan_layout
 from segapp.tui.panes.glyphs import ASCII, UNICODE, ascii_text, progress, spark
 from segapp.tui.panes.header import Part, fit_parts
 from segapp.tui.settings import UiSettings, load_settings, save_settings
-from segapp.tui.state.wording import age, clip, duration, fit_cells, gib, learning_rate, number, percent
+from segapp.tui.state.wording import age, clip, duration, fit_cells, gib, learning_rate, memory_text, number, percent
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,9 @@ def test_chosen_pane_is_shown_at_every_size_with_panes(width: int, height: int, 
         (duration(7.4), "7s"), (duration(59.6), "1m00s"), (duration(3599.7), "1h00m"), (duration(90_000), "1d01h"),
         (duration(None), "-"), (duration(math.nan), "-"), (duration(-3), "0s"),
         (age(None), "no data"), (age(0.42), "0.4s ago"), (age(75), "1m15s ago"),
-        (gib(22_528), "22.0"), (gib(None), "n/a"), (gib(math.nan), "n/a"), (gib(143_360), "140"),
+        (gib(22_528), "22.0"), (gib(None), "n/a"), (gib(math.nan), "n/a"), (gib(143_360), "140"), (gib(812), "0.8"),
+        (memory_text(22_528), "22.0"), (memory_text(812), "812M"), (memory_text(40.2), "40M"), (memory_text(0), "0.0"),
+        (memory_text(1023.4), "1023M"), (memory_text(1023.6), "1.0"), (memory_text(None), "n/a"),
         (percent(0.956), "96%"), (percent(None), "n/a"), (learning_rate(0.0099), "9.9e-3"), (learning_rate(None), "-"),
         (clip("abcdef", 4), "abc…"), (clip("ab", 4), "ab"), (fit_cells("道路標識", 5), "道路…"),
         (fit_cells("a", 3), "a  "),
@@ -98,8 +100,10 @@ def test_line_of_parts_fits_and_keeps_the_most_important(parts: list[tuple[int, 
 
 
 def test_keys_are_unique_and_control_keys_are_marked() -> None:
-    names = [name for key in keys.KEYS if key.is_bound for name in key.keys.split(",")]
-    assert len(names) == len(set(names))
+    for is_replay in (False, True):
+        offered = keys.available(False, is_replay=is_replay)
+        names = [name for key in offered if key.is_bound for name in key.keys.split(",")]
+        assert len(names) == len(set(names))
     ids = [keys.binding_id(key) for key in keys.KEYS]
     assert len(ids) == len(set(ids))
     assert {key.action for key in keys.KEYS if key.is_control} == {key.action for key in keys.KEYS if key.ctl}

@@ -157,7 +157,9 @@ class Step(_Event):
     loss_scale: float | None = None
     step_s: float | None = None
     eta_epoch_s: float | None = None
+    """Seconds until the next epoch begins, with evaluations and saves; pauses left out."""
     eta_run_s: float | None = None
+    """Seconds until the training ends."""
     terms: dict[Text, float | None] | None = None
     """Terms of the loss to plot beside it, by name, such as the distillation loss."""
 
@@ -352,6 +354,10 @@ class Heartbeat(_Event):
     step: int | None = None
     saving_s: float | None = None
     """Seconds since the write of a checkpoint began; None if none is being written."""
+    num_evaluated: int | None = None
+    """Images done in the running evaluation; None where unknown."""
+    num_images: int | None = None
+    """Images of the running evaluation."""
 
 
 class RunEnd(_Event):

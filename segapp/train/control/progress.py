@@ -1,4 +1,4 @@
-"""The progress of a training: its position, its best evaluation and its throughput; changed by the trainer alone."""
+"""The progress of a training: its position and its best evaluation; changed by the trainer alone."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from dataclasses import replace
 
 from segapp.train.control.commands import TrainingPosition
 from segapp.train.saving.position import Best, Position
-from segapp.train.telemetry.clock import Clock
 
 
 class TrainingProgress:
-    """Position, best evaluation and throughput of a training.
+    """Position and best evaluation of a training.
 
     Args:
         epochs: of the whole training.
@@ -19,7 +18,6 @@ class TrainingProgress:
     Attributes:
         position: micro-batches and steps done.
         best: the best evaluation so far.
-        clock: throughput since the last `step` event.
         resumed_from_step: steps that were done before this process began; None for a new training.
     """
 
@@ -27,7 +25,6 @@ class TrainingProgress:
         self.epochs, self.total_steps = epochs, total_steps
         self.position = Position()
         self.best = Best()
-        self.clock = Clock()
         self.resumed_from_step: int | None = None
         self._begun_epoch = 0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-from segapp.run.events import Heartbeat
 from segapp.train.control.commands import CommandController
 from segapp.train.control.progress import TrainingProgress
 from segapp.train.process.context import RunContext
@@ -87,17 +86,9 @@ class SafePoint:
             raise StopRequest("asked to stop")
 
     def _pause(self) -> None:
-        began, memory, step = time.perf_counter(), self._context.device_memory, self._progress.position.step
-        phase = memory.phase
-        memory.mark("paused")
-        self._controller.answer_all("pause", "applied", None, step)
-        self._context.event_log.emit(Heartbeat(phase="paused", step=step))
-        try:
+        self._controller.answer_all("pause", "applied", None, self._progress.position.step)
+        with self._context.activities.during("paused"):
             while self._controller.requests.is_paused:
                 time.sleep(PAUSE_POLL_S)
                 self._poll()
                 self._begin_save()
-        finally:
-            self._progress.clock.leave_out(time.perf_counter() - began)
-            memory.mark(phase)
-        self._context.event_log.emit(Heartbeat(phase="eval" if phase == "eval" else "train", step=step))

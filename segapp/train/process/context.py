@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from segapp.parallel.ranks import Ranks
 from segapp.run.folder import RunFolder
 from segapp.train.process.inbox import Inbox
 from segapp.train.process.signals import StopSignals
+from segapp.train.telemetry.activities import ActivityLog
 from segapp.train.telemetry.device_memory import DeviceMemoryTracker
 from segapp.train.telemetry.event_log import EventLog
 
@@ -31,3 +33,8 @@ class RunContext:
     signals: StopSignals
     device_memory: DeviceMemoryTracker
     inbox: Inbox
+
+    @cached_property
+    def activities(self) -> ActivityLog:
+        """Tells what the training thread does."""
+        return ActivityLog(self.event_log, self.device_memory)

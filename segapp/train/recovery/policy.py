@@ -184,7 +184,6 @@ class OomPolicy:
             OutOfMemoryError: no way needs little enough.
         """
         while True:
-            self._engine.device_memory.mark("eval")
             try:
                 with self.within_limit():
                     return evaluate(self.begin(position))

@@ -76,7 +76,7 @@ class CheckpointSaver:
         retry_s: float = RETRY_S,
     ) -> None:
         self._store, self._rules, self._capture = store, rules, capture
-        self._event_log, self._ranks, self._memory = context.event_log, context.ranks, context.device_memory
+        self._event_log, self._ranks, self._activities = context.event_log, context.ranks, context.activities
         self._begun: Position | None = None
         """The position of the last save that was begun and is not known to have failed; the same on every rank."""
         self._begun_s = time.monotonic()
@@ -198,22 +198,20 @@ class CheckpointSaver:
         return None if self._problem is None else str(self._problem)
 
     def _save(self, finished_epoch: int | None, is_best: bool, *, is_last: bool) -> None:
-        phase = self._memory.phase
-        self._memory.mark("save")
-        self.wait()
-        began_s = time.perf_counter()
-        captured = self._capture()
-        self._begun, self._begun_s = replace(captured.position), time.monotonic()
-        self._is_postponed, self._retry_at_s, self._problem = False, None, None
-        if self._ranks.is_main:
-            state = captured.state if is_last else snapshot(captured.state)
-            if failpoint("ckpt.capture") == "nan":
-                next(iter(state["model"].values())).fill_(float("nan"))
-            captured = Captured(state, self._begun, captured.metric)
-            self._start_writer(captured, finished_epoch, is_best, time.perf_counter() - began_s)
-        if is_last or failpoint("ckpt.background") == "sync":
+        with self._activities.during("save"):
             self.wait()
-        self._memory.mark(phase)
+            began_s = time.perf_counter()
+            captured = self._capture()
+            self._begun, self._begun_s = replace(captured.position), time.monotonic()
+            self._is_postponed, self._retry_at_s, self._problem = False, None, None
+            if self._ranks.is_main:
+                state = captured.state if is_last else snapshot(captured.state)
+                if failpoint("ckpt.capture") == "nan":
+                    next(iter(state["model"].values())).fill_(float("nan"))
+                captured = Captured(state, self._begun, captured.metric)
+                self._start_writer(captured, finished_epoch, is_best, time.perf_counter() - began_s)
+            if is_last or failpoint("ckpt.background") == "sync":
+                self.wait()
 
     # --- the writer ------------------------------------------------------------------------------------------------
 
@@ -248,6 +246,7 @@ class CheckpointSaver:
                 is_best=is_best,
                 finished_epoch=finished_epoch,
             )
+            self._activities.clock.add("write", saved.save_s)
             self._tell(saved, captured, finished_epoch, copy_s)
             self._retry_s = self._first_retry_s
         except Exception as error:

@@ -1,37 +1,108 @@
-"""The throughput of a training between two `step` events."""
+"""The times of the training thread by activity, and the throughput between two `step` events."""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple
+
+Activity = Literal["train", "load", "eval", "save", "paused", "write"]
+"""`load`: from the beginning of an epoch, or of what an evaluation left of it, to its first batch. `write`: the
+background part of a save."""
 
 
-@dataclass
+class Spent(NamedTuple):
+    """Time spent so far on something that is done again and again."""
+
+    times: int = 0
+    seconds: float = 0.0
+
+
 class Clock:
-    """Times and counts since the last `step` event, seconds."""
+    """Times by activity since the training began, and counts since the last `step` event.
 
-    began: float = field(default_factory=time.perf_counter)
-    wait_s: float = 0.0
-    num_images: int = 0
-    num_steps: int = 0
-    evaluation_s: float = 0.0  # of the last evaluation
-    away_s: float = 0.0
-    """Seconds of this process that were spent paused."""
+    A step after `warm_up` is not counted among the steps: kernels are compiled and chosen in it.
+
+    Args:
+        now: returns seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._activity: Activity = "train"
+        self._since = now()
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._times: dict[str, int] = defaultdict(int)
+        self._steps = Spent()
+        self._counted_s = 0.0
+        self._is_warming_up = True
+        self.wait_s = 0.0
+        """Seconds of the interval in which the training waited for data."""
+        self.restart()
+
+    # --- the interval ------------------------------------------------------------------------------------------------
 
     def restart(self) -> None:
-        """Reset the counts of the interval."""
-        self.began = time.perf_counter()
+        """Begin a new interval."""
+        self._began, self._paused_s = self._now(), self.spent("paused").seconds
         self.wait_s, self.num_images, self.num_steps = 0.0, 0, 0
 
     def count_step(self, num_images: int) -> None:
         """Count one step of `num_images` images."""
         self.num_steps += 1
         self.num_images += num_images
+        self._count(1)
 
-    def leave_out(self, seconds: float) -> None:
-        """Exclude a pause from the interval."""
-        self.began += seconds
-        self.away_s += seconds
+    def elapsed_s(self) -> float:
+        """Return the seconds of the interval, without pauses."""
+        return self._now() - self._began - (self.spent("paused").seconds - self._paused_s)
+
+    # --- activities --------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def during(self, activity: Activity) -> Iterator[None]:
+        """Count the time of a block for an activity, and not for the one around it."""
+        around = self._switch(activity)
+        try:
+            yield
+            self._times[activity] += 1
+        finally:
+            self._switch(around)
+
+    def spent(self, activity: Activity) -> Spent:
+        """Return how often a block of an activity was finished, and the seconds in it so far."""
+        running_s = self._now() - self._since if activity == self._activity else 0.0
+        return Spent(self._times[activity], self._seconds[activity] + running_s)
+
+    def add(self, activity: Activity, seconds: float) -> None:
+        """Count what another thread has done."""
+        self._times[activity] += 1
+        self._seconds[activity] += seconds
+
+    def steps(self) -> Spent:
+        """Return the steps that were counted, and their time up to now: call it where the device has done them."""
+        self._count(0)
+        return self._steps
+
+    def warm_up(self) -> None:
+        """Leave the next step out of the steps."""
+        self._is_warming_up = True
+
+    def _count(self, num_steps: int) -> None:
+        train_s = self.spent("train").seconds
+        if not self._is_warming_up:
+            times, seconds = self._steps
+            self._steps = Spent(times + num_steps, seconds + train_s - self._counted_s)
+        self._counted_s = train_s
+        self._is_warming_up &= not num_steps
+
+    def _switch(self, activity: Activity) -> Activity:
+        now, before = self._now(), self._activity
+        self._seconds[before] += now - self._since
+        self._activity, self._since = activity, now
+        return before
 
 
 def images_in(first: int, count: int, batch_size: int, num_images: int) -> int:

@@ -20,11 +20,12 @@ from segapp.tui.panes.header import Part, device_label, etas_s, fit_parts
 from segapp.tui.panes.plot import Columns, Scale, draw_columns, pack_dots
 from segapp.tui.state.source import Status
 from segapp.tui.state.view import View
-from segapp.tui.state.wording import dots, duration, gib, percent, share_text
+from segapp.tui.state.wording import dots, duration, memory_text, percent, share_text
 
 WORD_STYLES = {
     "ok": "$text-success",
     "tight": "$text-warning bold",
+    "may not fit": "$text-warning bold",
     "won't fit": "$text-error bold",
     "full": "$text-error bold",
     "refused": "$text-error bold",
@@ -74,7 +75,9 @@ def _numbers(view: View, index: int, device: DeviceMemory, predicted_mib: float 
         ("allocated", device.allocated_mib), ("reserved", device.reserved_mib),
         ("peak", peak), ("predicted", predicted_mib),
     )  # fmt: skip
-    parts = [Part(rank, Content(f"{word} {gib(mib)}")) for rank, (word, mib) in enumerate(known) if mib is not None]
+    parts = [
+        Part(rank, Content(f"{word} {memory_text(mib)}")) for rank, (word, mib) in enumerate(known) if mib is not None
+    ]
     if device.phase and peak is not None:
         parts.append(Part(9, Content(f"in {printable(device.phase)}")))
     return Content.styled("  " + fit_parts(parts, width - 2).plain, "$text-muted")
@@ -105,7 +108,7 @@ def _device_line(view: View, index: int, device: DeviceMemory, width: int, glyph
     share = view.split[index] if view.split is not None and index < len(view.split) else None
     is_cpu = device.device is not None and device.device.startswith("cpu")
     parts = [
-        Part(0, Content.assemble((f"{gib(used):>5}/{_total(total)}", "bold"))),
+        Part(0, Content.assemble((f"{memory_text(used):>5}/{_total(total)}", "bold"))),
         Part(2, Content(f"{_peak(view, index, device):>5}")),
         Part(4, Content(f"{percent(device.utilization):>4}")),
         Part(5, Content(f"{_temperature(device.temperature, glyphs):>4}")) if not is_cpu else None,
@@ -120,8 +123,8 @@ def _device_line(view: View, index: int, device: DeviceMemory, width: int, glyph
 
 
 def _total(mib: float | None) -> str:
-    """Return the memory of a device in GiB, without decimals if it is a whole number."""
-    return gib(mib).removesuffix(".0").ljust(4 if mib is not None and mib % 1024 > 51 else 2)
+    """Return the memory of a device, in GiB without decimals if it is a whole number."""
+    return memory_text(mib).removesuffix(".0").ljust(4 if mib is not None and mib % 1024 > 51 else 2)
 
 
 def _frac(used_mib: float | None, total_mib: float | None) -> float | None:
@@ -131,7 +134,7 @@ def _frac(used_mib: float | None, total_mib: float | None) -> float | None:
 def _peak(view: View, index: int, device: DeviceMemory) -> str:
     peaks = view.peaks_mib.get(view.split or (), [])
     known = [peak for peak in (peaks[index] if index < len(peaks) else None, device.peak_mib) if peak is not None]
-    return gib(max(known)) if known else "-"
+    return memory_text(max(known)) if known else "-"
 
 
 def _temperature(celsius: float | None, glyphs: Glyphs) -> str:
@@ -264,7 +267,8 @@ def _observed(view: View, predicted: list[float | None] | None, observed: list[f
         return ""
     first = next(iter(predicted or []), None)
     device = view.devices[0].device if view.devices else None
-    return f", {device_label(device, 0)} peak {gib(seen)}" + (f" (predicted {gib(first)})" if first is not None else "")
+    before = f" (predicted {memory_text(first)})" if first is not None else ""
+    return f", {device_label(device, 0)} peak {memory_text(seen)}{before}"
 
 
 def _pending_lines(view: View, status: Status, glyphs: Glyphs) -> list[Content]:
@@ -288,7 +292,8 @@ def _pending_lines(view: View, status: Status, glyphs: Glyphs) -> list[Content]:
 
 def _editor(view: View, draft: Draft, width: int, num_lines: int, glyphs: Glyphs) -> Content:
     verdict = evaluate_split(view, draft.value)
-    style = WORD_STYLES[verdict.level]
+    word = _level_word(view, verdict)
+    style = WORD_STYLES[word]
     value = draft.text if draft.text else "even"
     reason = _wrap(verdict.reason, width, 2)
     lines = [
@@ -297,7 +302,7 @@ def _editor(view: View, draft: Draft, width: int, num_lines: int, glyphs: Glyphs
             f" {glyphs.arrow} ",
             (f" {value} ", "$text-warning bold reverse"),
             "  ",
-            (verdict.level, style),
+            (word, style),
         ),
         Content(f"split {dots(view.split)} {glyphs.arrow} {dots(verdict.split)}"),
         *_prediction_lines(view, verdict, num_lines - 3 - len(reason), glyphs),
@@ -307,37 +312,43 @@ def _editor(view: View, draft: Draft, width: int, num_lines: int, glyphs: Glyphs
     return Content("\n").join([line.truncate(width, ellipsis=True) for line in lines])
 
 
+def _level_word(view: View, verdict: SplitVerdict) -> str:
+    """Return the level in words: a tight split may not fit where the highest peak it can have exceeds a device."""
+    is_over = any(headroom_level(peak, _usable_mib(view, i)) == "full" for i, peak in enumerate(verdict.predicted_mib))
+    return "may not fit" if verdict.level == "tight" and is_over else verdict.level
+
+
+def _usable_mib(view: View, index: int) -> float | None:
+    if index >= len(view.devices):
+        return None
+    device = view.devices[index]
+    return usable_mib(device.total_mib, device.used_mib, device.reserved_mib)
+
+
 def _prediction_lines(view: View, verdict: SplitVerdict, limit: int, glyphs: Glyphs) -> list[Content]:
     """Return one line per device with its present and predicted peak; if there are too many, the fullest ones."""
     known = [(i, peak) for i, peak in enumerate(verdict.predicted_mib) if peak is not None]
     fit = view.memory_fit() if known else None
     rows = []
     for i, peak in known:
-        device = view.devices[i] if i < len(view.devices) else DeviceMemory()
-        total = usable_mib(device.total_mib, device.used_mib, device.reserved_mib)
-        rows.append((_frac(peak, total) or 0.0, _prediction_line(view, fit, i, device, peak, total, glyphs)))
+        line = _prediction_line(view, fit, i, peak, glyphs)
+        rows.append((_frac(peak, _usable_mib(view, i)) or 0.0, line))
     fullest = sorted(range(len(rows)), key=lambda i: -rows[i][0])[: max(1, limit)]
     return [rows[i][1] for i in sorted(fullest)]
 
 
-def _prediction_line(
-    view: View,
-    fit: MemoryFit | None,
-    index: int,
-    device: DeviceMemory,
-    peak: float,
-    total: float | None,
-    glyphs: Glyphs,
-) -> Content:
+def _prediction_line(view: View, fit: MemoryFit | None, index: int, peak: float, glyphs: Glyphs) -> Content:
     now = view.peaks_mib.get(view.split or (), [])
-    before = gib(now[index]) if index < len(now) else "-"
+    before = memory_text(now[index]) if index < len(now) else "-"
     is_proven = fit is not None and fit.is_proven
-    spread = f"±{gib(max(fit.spread_mib, 51.2))}" if fit is not None and is_proven else " at most"
+    spread = f"±{memory_text(max(fit.spread_mib, 51.2))}" if fit is not None and is_proven else " at most"
+    total = _usable_mib(view, index)
     word = headroom_level(peak, total)
-    return Content.assemble(
-        f"{device_label(device.device, index)} peak {before} {glyphs.arrow} {gib(peak)}{spread} /{gib(total)}  ",
-        (word, WORD_STYLES.get(word, "")),
-    )
+    if word == "full":
+        word = "won't fit" if is_proven else "may not fit"
+    label = device_label(view.devices[index].device if index < len(view.devices) else None, index)
+    change = f"{label} peak {before} {glyphs.arrow} {memory_text(peak)}{spread} /{memory_text(total)}"
+    return Content.assemble(f"{change}  ", (word, WORD_STYLES.get(word, "")))
 
 
 def _hint(verdict: SplitVerdict, draft: Draft) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,10 +12,10 @@ from textual.content import Content
 from segapp.run.starting import last_announced
 from segapp.run.text import printable
 from segapp.tui.panes.glyphs import Glyphs, progress, spark
-from segapp.tui.state.records import Raised
+from segapp.tui.state.records import Evaluating, Raised
 from segapp.tui.state.source import Status
 from segapp.tui.state.view import View
-from segapp.tui.state.wording import age, clip, dots, duration, gib, learning_rate, number, percent, share_text
+from segapp.tui.state.wording import age, clip, dots, duration, learning_rate, memory_text, number, percent, share_text
 
 MIN_WIDTH, MIN_HEIGHT = 60, 15
 
@@ -93,7 +94,7 @@ def header(view: View, status: Status, place: Place, *, is_readonly: bool, num_a
         Part(7, Content(f"up {duration(_up_s(view, status))}")) if start is not None else None,
         Part(8, Content.styled(f"pid {status.pid}", "$text-muted")) if status.pid is not None else None,
         Part(6, Content.styled("read-only", "$text-warning")) if is_readonly else None,
-        Part(6, Content.styled("replay", "$text-warning")) if status.is_replay else None,
+        Part(1, Content.styled(status.replay, "$text-warning")) if status.is_replay else None,
         Part(3, Content.styled(age(status.age_s), "$text-muted" if status.state != "stale" else "$text-warning bold")),
     ]
     return fit_parts(parts, width)
@@ -144,7 +145,7 @@ def etas_s(view: View, status: Status) -> tuple[float | None, float | None]:
     step = view.step
     if step is None or (status.is_over and not status.is_replay) or view.is_paused:
         return None, None
-    since_s = max(0.0, status.now_s - step.t)
+    since_s = max(0.0, status.now_s - step.t - view.away_s)
     return tuple(  # type: ignore[return-value]
         None if eta is None or not math.isfinite(eta) else max(0.0, eta - since_s)
         for eta in (step.eta_epoch_s, step.eta_run_s)
@@ -152,21 +153,38 @@ def etas_s(view: View, status: Status) -> tuple[float | None, float | None]:
 
 
 def progress_line(view: View, status: Status, width: int, glyphs: Glyphs) -> Content:
-    """Return the second line: progress and remaining time of epoch and run."""
+    """Return the second line: progress and remaining time of epoch, or of its evaluation, and of the run."""
     if status.loaded_frac < 1:
         done, left = progress(status.loaded_frac, max(8, width // 3), glyphs)
         return Content.assemble("reading the history ", (done, "$text-primary"), (left, "$text-muted"))
     epoch_eta_s, run_eta_s = etas_s(view, status)
     bar_width = max(8, (width - 50) // 2)
     epoch, run = epoch_fraction(view), run_fraction(view)
+    if view.evaluating is not None and (status.is_replay or not status.is_over):
+        first = _evaluation(view, view.evaluating, status.now_s, bar_width, glyphs)
+    else:
+        first = _one_progress("epoch", epoch, epoch_eta_s, bar_width, glyphs) if epoch is not None else Content("")
     parts = [
-        Part(1, _one_progress("epoch", epoch, epoch_eta_s, bar_width, glyphs)) if epoch is not None else None,
+        Part(1, first),
         Part(0, _one_progress("run", run, run_eta_s, bar_width, glyphs)) if run is not None else None,
         Part(3, Content.styled(f"val {duration(view.vals[-1].val_s)}", "$text-muted"))
         if view.vals and view.vals[-1].val_s is not None
         else None,
     ]
     return fit_parts(parts, width, gap=3)
+
+
+def _evaluation(view: View, found: Evaluating, now_s: float, width: int, glyphs: Glyphs) -> Content:
+    total = found.num_images
+    done, left = progress(found.num_done / total if total else 0.0, width, glyphs)
+    eta_s = None if view.is_paused else found.eta_s(now_s)
+    return Content.assemble(
+        "eval ",
+        (done, "$text-success"),
+        (left, "$text-muted"),
+        f" {found.num_done}/{total} images" if total else " begins",
+        (f" ETA {duration(eta_s)}" if eta_s is not None else "", "bold"),
+    )
 
 
 def _one_progress(word: str, frac: float, eta_s: float | None, width: int, glyphs: Glyphs) -> Content:
@@ -231,9 +249,9 @@ def _gpu_summary(view: View, width: int, glyphs: Glyphs) -> Content:
 
 def _one_device(view: View, index: int, frac: float, bars: Glyphs | None) -> Part:
     device = view.devices[index]
-    text = f"{device_label(device.device, index)} {gib(device.used_mib)}"
+    text = f"{device_label(device.device, index)} {memory_text(device.used_mib)}"
     if frac >= 0:
-        text += f"/{gib(device.total_mib).removesuffix('.0')}"
+        text += f"/{memory_text(device.total_mib).removesuffix('.0')}"
     style = "$text-error" if frac > 0.95 else "$text-warning" if frac > 0.9 else ""
     if bars is None or frac < 0:
         return Part(0, Content.assemble((text, style)))
@@ -299,13 +317,12 @@ def banner(view: View, status: Status, name: str, unseen: Sequence[Raised]) -> C
     word = state_label(status)
     if word == "gone":
         return Content.styled(f"{name}: the run folder is gone; this is its last state", "$text-error bold")
+    again = f"`segapp train --resume {shlex.quote(name)}` continues"
     if word == "crashed":
-        return Content.styled(
-            f"the trainer's process is gone: L shows its log; `segapp train --resume {name}` continues",
-            "$text-error bold",
-        )
-    if word == "failed" and view.end is not None:
-        return Content.styled(f"failed: {printable(view.end.reason or 'no reason given')}", "$text-error bold")
+        return Content.styled(f"the trainer's process is gone: L shows its log; {again}", "$text-error bold")
+    if word in ("failed", "stopped") and view.end is not None:
+        style = "$text-error bold" if word == "failed" else "$text-warning bold"
+        return Content.styled(f"{word}: {printable(view.end.reason or 'no reason given')}; {again}", style)
     if word == "stale":
         return Content.styled("the trainer is alive but writes no events: it may hang", "$text-warning bold")
     if word == "lost":
@@ -362,6 +379,6 @@ def notice(view: View, status: Status, name: str, width: int, height: int, glyph
         state_content(view, status, glyphs),
         Content(f"{_epoch(view)}  {loss}" if view.epoch is not None else loss),
         size,
-        Content.styled("q detaches", "$text-muted"),
+        Content.styled("q leaves", "$text-muted"),
     ]
     return Content("\n").join([line.truncate(max(1, width), ellipsis=True) for line in lines[: max(1, height)]])

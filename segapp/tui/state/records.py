@@ -18,6 +18,26 @@ class Raised(NamedTuple):
     times: int
 
 
+class Evaluating(NamedTuple):
+    """The progress of the running evaluation."""
+
+    began_s: float
+    """When it began, Unix seconds."""
+    t: float
+    """Time of the last report."""
+    num_done: int = 0
+    """Images that were evaluated until then."""
+    num_images: int | None = None
+    """Images of the evaluation; None where unknown."""
+
+    def eta_s(self, now_s: float) -> float | None:
+        """Return the seconds to its end, by its own speed so far."""
+        if not self.num_done or self.num_images is None:
+            return None
+        left_s = (self.t - self.began_s) * (self.num_images - self.num_done) / self.num_done
+        return max(0.0, left_s - max(0.0, now_s - self.t))
+
+
 class Mark(NamedTuple):
     """A marked step on the curve."""
 

@@ -1,15 +1,14 @@
-"""Sources of the screen's view of a run: a run folder that is followed, or the replay of a recorded run."""
+"""The source of the screen's view of a run: its folder, which is followed, or a replay (`replay`)."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from segapp.errors import RunError
 from segapp.run.events import EventReader, StepRun
 from segapp.run.folder import RunFolder
 from segapp.run.process import ProcessId
@@ -22,7 +21,6 @@ _SKIM_BYTES = 2**20
 """A longer backlog is skimmed; its last part is read in full."""
 _SLICE_S = 0.1
 _LIVENESS_S = 2.0
-_LONGEST_GAP_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -38,11 +36,17 @@ class Status:
     """Current time, Unix seconds; on the trainer's clock if its offset is known."""
     loaded_frac: float = 1.0
     """Fraction of the history that has been read."""
-    is_replay: bool = False
+    replay: str = ""
+    """Of a replay: what it does, such as `replay 8x`; else empty."""
     host: str | None = None
     pid: int | None = None
     skew_s: float = 0.0
     """Seconds by which the trainer's clock is ahead of this host's; 0 if small."""
+
+    @property
+    def is_replay(self) -> bool:
+        """True for a recorded run that is replayed."""
+        return bool(self.replay)
 
     @property
     def is_over(self) -> bool:
@@ -201,91 +205,6 @@ class LiveSource:
                 process=self.folder.read_holder() or (info.process if info else None),
             )
         return self._found
-
-
-class ReplaySource:
-    """Replays the events of a run.
-
-    Args:
-        folder: The run folder.
-        speed: Seconds of the run per second; a gap of more than a minute counts as a minute.
-        monotonic: Returns monotonic seconds.
-
-    Raises:
-        RunError: There are no events to replay.
-    """
-
-    def __init__(self, folder: RunFolder, speed: float, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self.folder = folder
-        self.view = View()
-        self._monotonic = monotonic
-        self._speed = speed
-        self._items = EventReader(folder.events).read_raw()
-        if not self._items:
-            raise RunError(f"{folder.path}: no events to replay: wait until the training has started")
-        self._due_s = list(_due_times([float(raw["t"]) for raw in self._items]))
-        self._next = 0
-        self._began = monotonic()
-        self._series_field, self._series_end, self._series = "", 0, History()
-
-    def poll(self) -> bool:
-        """Fold the events that are due; return True if more are due already."""
-        played_s = self._played_s()
-        end = self._next
-        while end < len(self._items) and self._due_s[end] <= played_s and end - self._next < 20_000:
-            end += 1
-        fold_events(self.view, self._items[self._next : end])
-        self._next = end
-        return end < len(self._items) and self._due_s[end] <= played_s
-
-    def series(self, field: str) -> History:
-        """Return the values of a number of the `step` events that were replayed."""
-        inside, _, name = field.rpartition(".")
-        if self._series_field != field:
-            self._series_field, self._series_end, self._series = field, 0, History()
-        rows = []
-        for raw in self._items[self._series_end : self._next]:
-            holder = raw.get(inside) if inside else raw
-            value = holder.get(name) if raw["type"] == "step" and isinstance(holder, dict) else None
-            if isinstance(value, int | float) and type(raw.get("step")) is int:
-                rows.append((raw["step"], float(raw["t"]), float(value)))
-        self._series_end = self._next
-        if rows:
-            self._series.extend(*zip(*rows, strict=True))
-        return self._series
-
-    def status(self) -> Status:
-        """Return the status at the replayed moment."""
-        view, is_over = self.view, self._next >= len(self._items)
-        last_s = view.last_s or float(self._items[0]["t"])
-        behind_s = max(0.0, self._played_s() - self._due_s[max(0, self._next - 1)])
-        now_s = last_s if is_over else last_s + behind_s
-        facts = RunFacts(
-            end_status=view.end.status if view.end is not None else None,
-            is_trainer_alive=not is_over,
-            event_age_s=now_s - last_s,
-            step_age_s=None if view.last_step_s is None else max(0.0, now_s - view.last_step_s),
-            step_interval_s=view.step_interval_s,
-        )
-        return Status(
-            state=derive_state(facts),
-            age_s=now_s - last_s,
-            now_s=now_s,
-            loaded_frac=1.0,
-            is_replay=True,
-        )
-
-    def _played_s(self) -> float:
-        return (self._monotonic() - self._began) * self._speed
-
-
-def _due_times(times_s: list[float]) -> Iterator[float]:
-    """Yield, for each event, the seconds from the start of the replay at which it is due."""
-    due_s, previous_s = 0.0, times_s[0]
-    for time_s in times_s:
-        due_s += min(max(0.0, time_s - previous_s), _LONGEST_GAP_S)
-        previous_s = time_s
-        yield due_s
 
 
 def newest_pictures(folder: Path, limit: int = 1500) -> list[Path]:

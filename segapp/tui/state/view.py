@@ -31,7 +31,7 @@ from segapp.run.events import (
 from segapp.run.memory_fit import MemoryFit, fit_memory
 from segapp.run.text import printable
 from segapp.tui.state.history import History, PastVal
-from segapp.tui.state.records import Gpu0, Mark, MemorySample, Raised
+from segapp.tui.state.records import Evaluating, Gpu0, Mark, MemorySample, Raised
 from segapp.tui.state.wording import LogLine, log_line, share_text
 
 PASSING_ALERTS = frozenset({"compile", "settings"})
@@ -81,6 +81,9 @@ class View:
     phase: str | None = None
     """Phase of the last heartbeat: train, eval, save, paused, start."""
     is_paused: bool = False
+    evaluating: Evaluating | None = None
+    away_s: float = 0.0
+    """Seconds of pauses since the last step; not of the one that lasts."""
     log: list[LogLine] = field(default_factory=list)
     """The last thousand lines and up to 200 more."""
     alerts: dict[str, Raised] = field(default_factory=dict)
@@ -96,6 +99,7 @@ class View:
     _raw_memory: dict[str, Any] | None = None
     _is_memory_stale: bool = False
     _split_text: bytes = b""
+    _paused_s: float | None = None
 
     @property
     def num_devices(self) -> int:
@@ -157,6 +161,9 @@ def fold_events(view: View, items: Iterable[dict[str, Any] | StepRun]) -> None:
         elif kind == "memory":
             _note_memory(view, item)
         elif kind == "heartbeat":
+            if run is not None:
+                _note_run(view, run)
+                run = None
             _note_heartbeat(view, item)
         else:
             if run is not None:
@@ -202,7 +209,8 @@ def _note_step(view: View, raw: dict[str, Any]) -> bool:
     rate = raw.get("images_per_s")
     if isinstance(rate, float) and math.isfinite(rate):
         view.rates.append(rate)
-    view.is_paused = False
+    _set_paused(view, False, view.last_step_s)
+    view.evaluating, view.away_s = None, 0.0
     split = raw.get("split")
     if split and split != view.split:
         _note_split(view, split)
@@ -246,11 +254,28 @@ def _memory_of(device: Any) -> tuple[float, float]:
     return _number(used), _number(peak)
 
 
+def _set_paused(view: View, is_paused: bool, t: float) -> None:
+    if is_paused and view._paused_s is None:
+        view._paused_s = t
+    elif not is_paused and view._paused_s is not None:
+        view.away_s += max(0.0, t - view._paused_s)
+        view._paused_s = None
+    view.is_paused = is_paused
+
+
 def _note_heartbeat(view: View, raw: dict[str, Any]) -> None:
-    phase = raw.get("phase")
-    if isinstance(phase, str):
-        view.phase = printable(phase)[:12]
-        view.is_paused = phase == "paused"
+    phase, t = raw.get("phase"), _number(raw["t"])
+    if not isinstance(phase, str):
+        return
+    view.phase = printable(phase)[:12]
+    _set_paused(view, phase == "paused", t)
+    done, total = raw.get("num_evaluated"), raw.get("num_images")
+    if phase == "eval" and view.evaluating is None:
+        view.evaluating = Evaluating(t, t)
+    elif phase == "train":
+        view.evaluating = None
+    if view.evaluating is not None and type(done) is int and type(total) is int and 0 <= done <= total < 2**53:
+        view.evaluating = view.evaluating._replace(t=t, num_done=done, num_images=total)
 
 
 def _fold_rare(view: View, raw: dict[str, Any]) -> None:
@@ -265,7 +290,7 @@ def _fold_rare(view: View, raw: dict[str, Any]) -> None:
     elif isinstance(event, EpochStart):
         _parse_step(view)  # a step of the epoch before; its numbers must not replace those of the new one
         view.epoch, view.lr = event.epoch, event.lr
-        view.phase = "train"
+        view.phase, view.evaluating = "train", None
         _note_split(view, event.split)
     elif isinstance(event, Val):
         _fold_val(view, event)
@@ -286,7 +311,8 @@ def _fold_start(view: View, event: RunStart) -> None:
     view.first_start_s = event.t if view.first_start_s is None else view.first_start_s
     view.start = event
     view.classes = [printable(name) for name in event.classes]
-    view.end, view.is_paused, view.phase = None, False, "start"
+    view.end, view.phase, view.evaluating = None, "start", None
+    _set_paused(view, False, event.t)
     view.pending.clear()
     view.gpu0.pending = None
     view.gpu0.value = event.gpu0_bsz if event.gpu0_bsz is not None or view.num_starts == 1 else view.gpu0.value
@@ -314,6 +340,7 @@ def _miou(val: Val | PastVal) -> float:
 
 def _fold_val(view: View, event: Val) -> None:
     view.vals.append(event)
+    view.evaluating = None
     if len(view.vals) > 64 and isinstance(before := view.vals[-65], Val):
         view.vals[-65] = PastVal.of(before)
     if event.miou is not None and (view.best is None or _miou(event) > _miou(view.best)):
@@ -392,7 +419,7 @@ def _fold_answer(view: View, event: CommandAnswer) -> None:
     if len(view.answers) > 1000:
         del view.answers[next(iter(view.answers))]
     if event.status == "applied" and event.command in ("pause", "resume"):
-        view.is_paused = event.command == "pause"
+        _set_paused(view, event.command == "pause", event.t)
     factor = (event.changes or {}).get("lr_factor") if event.status == "applied" else None
     if isinstance(factor, int | float):
         view.lr_factor = factor

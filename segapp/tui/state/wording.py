@@ -116,6 +116,11 @@ def gib(mib: float | None) -> str:
     return f"{mib / 1024:.1f}" if mib < 99.95 * 1024 else f"{mib / 1024:.0f}"
 
 
+def memory_text(mib: float | None) -> str:
+    """Return MiB as GiB with one decimal, less than 1 GiB as `312M`; "n/a" if unknown."""
+    return f"{mib:.0f}M" if mib is not None and 0 < mib < 1023.5 else gib(mib)
+
+
 def percent(frac: float | None) -> str:
     """Return 0.96 as 96%; "n/a" for None."""
     return "n/a" if frac is None or not math.isfinite(frac) else f"{100 * frac:.0f}%"

@@ -14,7 +14,8 @@ import pytest
 
 from segapp.errors import RunError
 from segapp.run.folder import RunFolder
-from segapp.tui.state.source import LiveSource, ReplaySource, newest_pictures
+from segapp.tui.state.replay import ReplaySource
+from segapp.tui.state.source import LiveSource, newest_pictures
 from tests.support.recorded_runs import RecordedRun, live_run
 
 
