@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from segapp.docs.pages import pages
 from segapp.errors import ConfigError
 
 SCRIPTS = {
@@ -177,6 +178,8 @@ def _values(name: str) -> Iterator[Candidate]:
     elif name in ("run", "runs", "target", "resume"):
         yield from ([Candidate("auto", "the newest run of this config")] if name == "resume" else [])
         yield from (Candidate(run, "run") for run in _run_names())
+    elif name == "topic":
+        yield from (Candidate(page.topic, page.about) for page in pages())
     elif name == "words":
         controller = ("set", "pause", "resume", "checkpoint", "stop", "cancel", "gpu0_bsz=", "shares=", "lr_factor=")
         yield from (Candidate(word) for word in controller)

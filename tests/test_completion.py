@@ -67,6 +67,7 @@ def in_process(line: str, breaks: str = "") -> list[str]:
         ("segapp export demo-7 dem", []),
         ("segapp predict demo-7 pho", []),
         ("segapp completion z", ["zsh"]),
+        ("segapp docs several-g", ["several-gpus"]),
     ],
 )
 def test_candidates_of_a_command_line(

@@ -60,7 +60,9 @@ def plan_devices(section: ParallelConfig, *, batch_size: int = 0, is_one_process
     else:
         mode = section.mode
     if is_launched() and mode != "ddp":
-        raise ConfigError(f"parallel.mode = {mode} under torchrun: use ddp or auto, or start segapp without torchrun")
+        raise ConfigError(
+            f"parallel.mode = {mode} under torchrun: use ddp or auto, or start segapp without torchrun"
+        ).see("several-gpus")
     if mode == "single":
         devices = devices[:1]
     if mode == "model" and len(devices) < 2:

@@ -96,9 +96,9 @@ def _import(module: str, what: str, folder: str | None = None) -> ModuleType:
         raise ConfigError(
             f"{what}: no module {error.name} on the Python path or in the current folder ({os.getcwd()}): start segapp "
             "where it lies, add its folder to PYTHONPATH, or name the file: ./file.py:factory"
-        ) from error
+        ).see("own-parts") from error
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{what}: its import fails with {_shown(error)}: correct it") from error
+        raise ConfigError(f"{what}: its import fails with {_shown(error)}: correct it").see("own-parts") from error
 
 
 def option_problems(
@@ -168,15 +168,15 @@ def build_part(
     offered = offered or {}
     problems = option_problems(part, options_key, options, tuple(offered), len(given))
     if problems:
-        raise ConfigError("; ".join(problems))
+        raise ConfigError("; ".join(problems)).see("own-parts")
     taken = {word: value for word, value in offered.items() if takes(part.factory, word)}
     try:
         return part.factory(*given, **taken, **options)
     except SegappError:
         raise
     except Exception as error:
-        raise ConfigError(
-            f"{key} = {name}: making it fails with {_shown(error)}: correct it, or {options_key}"
+        raise ConfigError(f"{key} = {name}: making it fails with {_shown(error)}: correct it, or {options_key}").see(
+            "own-parts"
         ) from error
 
 

@@ -58,7 +58,7 @@ def check_trusted(named: Mapping[str, str], origin: str) -> None:
         raise ConfigError(
             f"{origin} names code that would be imported: {', '.join(unknown)}: add --trust-parts if you know that "
             "code (once; segapp remembers it), or do not use this file"
-        )
+        ).see("own-parts")
 
 
 def _memory_file() -> Path:

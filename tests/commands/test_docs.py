@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
+from segapp.__main__ import main
 from segapp.commands.docs import show_docs
 from segapp.docs.pages import find_page, pages, search_pages
 from segapp.errors import ConfigError
@@ -53,3 +56,27 @@ def test_search_finds_the_page_with_all_words(words: str, first: str | None) -> 
 def test_search_without_a_hit_is_an_error() -> None:
     with pytest.raises(ConfigError, match="no page has all of the words 'zebra crossing'"):
         show_docs(None, "zebra crossing")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "topic"),
+    [
+        (["train", "--config", "demo.yaml", "optim.lr=-1"], 2, "config-errors"),
+        (["train", "--config", "nothing.yaml"], 2, "config-errors"),
+        (["check", "--config", "folder.yaml", "data.root=nowhere"], 3, "data-refused"),
+    ],
+)
+def test_errors_end_with_the_page_that_says_more(
+    words: list[str], code: int, topic: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == code
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("error: ")
+    assert lines[-1] == f"more: segapp docs {topic}"
+
+
+def test_a_topic_survives_pickling() -> None:
+    error = pickle.loads(pickle.dumps(ConfigError("x").see("own-parts")))
+    assert (str(error), error.topic, ConfigError("y").topic) == ("x", "own-parts", None)

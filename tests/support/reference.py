@@ -281,8 +281,8 @@ PAGES: dict[str, Callable[[], str]] = {
 
 
 def plan_picture() -> str:
-    """Return the output on the page `plan` as an SVG picture of a terminal."""
-    text = (ROOT / "segapp/docs/tasks/plan.md").read_text().partition("```text\n")[2].partition("```")[0]
+    """Return the first part of the output on the page `plan` as an SVG picture of a terminal."""
+    text = (ROOT / "segapp/docs/tasks/plan.md").read_text().partition("```text\n")[2].partition("\n...")[0]
     console = Console(width=108, record=True, file=io.StringIO(), highlight=False)
     console.print("[bold]$ segapp plan --config cityscapes.yaml --gpus 3x24220MiB[/bold]")
     for line in text.rstrip().splitlines():

@@ -86,9 +86,10 @@ class TransformBuilder:
             for number, entry in enumerate(entries)
         ]
         if len(self.problems) == 1:
-            raise ConfigError(self.problems[0])
+            raise ConfigError(self.problems[0]).see("augment")
         if self.problems:
-            raise ConfigError("\n  ".join([f"{len(self.problems)} problems in data.augment:", *self.problems]))
+            lines = [f"{len(self.problems)} problems in data.augment:", *self.problems]
+            raise ConfigError("\n  ".join(lines)).see("augment")
         return tuple(steps)
 
     def build(self, entry: Entry, place: str, resize_px: tuple[int, int] | None = None) -> Any:
