@@ -27,6 +27,11 @@ from tests.support.runs import segapp
 CHEAP = ("segapp docs", "segapp --", "segapp schema", "segapp completion", "segapp ls", "segapp status")
 """Beginnings of commands that take a few milliseconds."""
 
+ONCE = ("segapp plan", "segapp doctor", "segapp models", "segapp profile")
+"""Beginnings of commands that write nothing and take long: run once, also where several pages have them."""
+
+_succeeded: set[str] = set()
+
 CONFIG = {
     "name": "demo",
     "data": {"format": "cityscapes", "root": "data/demo", "crop_px": [32, 64], "workers": 0},
@@ -115,10 +120,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for _ in range(3):
         writer.write(np.zeros((64, 96, 3), np.uint8))
     writer.release()
-    with contextlib.chdir(folder):
-        for words in (["init", "photos/"], ["train", "--config", "demo.yaml", "--plain"]):
-            done = segapp(*words, cwd=folder)
-            assert done.returncode == 0, done.stderr
+    done = segapp("train", "--config", "demo.yaml", "--plain", cwd=folder)
+    assert done.returncode == 0, done.stderr
     for name in ("demo-2", "fold0", "fold1", "fold2", "teacher"):
         shutil.copytree(folder / "runs/demo", folder / "runs" / name)
     return folder
@@ -144,7 +147,11 @@ def test_commands_of_a_page_succeed(page: Path, prepared: Path, tmp_path: Path) 
                 continue
             if words[0] != "segapp":
                 continue  # the two commands of the README: the gate begins with one, the other is this suite
-            done = segapp(*words[1:], cwd=folder, XDG_STATE_HOME=str(folder / "state"))
+            if command in _succeeded:
+                continue
+            done = segapp(*words[1:], cwd=folder, timeout_s=600, XDG_STATE_HOME=str(folder / "state"))
             assert done.returncode in fails.get(words[1], (0,)), (
                 f"{block.place}: {command}\n{done.stdout[-2000:]}\n{done.stderr}"
             )
+            if command.startswith(ONCE):
+                _succeeded.add(command)
