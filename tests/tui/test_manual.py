@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ from segapp.docs.pages import find_page, pages
 from segapp.tui.app import MonitorApp
 from segapp.tui.browsing import _RUNS_TOPIC, _TOPIC_OF
 from segapp.tui.manual.viewer import DocsApp, DocsScreen, PageViewer
-from tests.support import ROOT
 from tests.support.recorded_runs import RecordedRun
 from tests.tui.test_screen import settled, source_of
 
@@ -79,9 +76,3 @@ def test_every_page_is_drawn() -> None:
                 assert viewer.document.children, page.topic
 
     asyncio.run(go())
-
-
-def test_screen_starts_without_the_viewer() -> None:
-    code = "import sys, segapp.tui.app; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert "segapp.tui.manual.viewer" not in done.stdout
