@@ -153,5 +153,8 @@ def test_commands_of_a_page_succeed(page: Path, prepared: Path, tmp_path: Path) 
             assert done.returncode in fails.get(words[1], (0,)), (
                 f"{block.place}: {command}\n{done.stdout[-2000:]}\n{done.stderr}"
             )
+            if words[1] == "init":  # its configs train for as long as the data need
+                for config in folder.glob("photos*.yaml"):
+                    config.write_text(re.sub(r"epochs: \d+", "epochs: 1", config.read_text()))
             if command.startswith(ONCE):
                 _succeeded.add(command)

@@ -124,6 +124,7 @@ def events_page() -> str:
         "```sh\nsegapp status demo --json\n```\n",
         "`events.jsonl` has one JSON object a line, which the trainer appends; lines are never changed. Readers keep "
         "a torn last line back and skip types and fields that they do not know. Numbers that are not finite are null. "
+        "A `memory` event is written every 2 s and a `heartbeat` every 5 s, by a thread of the trainer. "
         "Fields without *required* may be missing. From Python: `segapp.run.events.EventReader`, or `on_event` "
         "([python](../tasks/python.md)).\n",
         "Every line has:\n",

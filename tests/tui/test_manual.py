@@ -38,6 +38,10 @@ def test_f1_opens_the_page_of_the_focused_pane(tmp_path: Path) -> None:
             assert "The classes" in app.screen.query_one(Markdown).source
             await pilot.press("escape")
             assert not isinstance(app.screen, DocsScreen)
+            await pilot.press("R", "f1")
+            await pilot.pause()
+            assert isinstance(app.screen, DocsScreen)
+            assert app.screen._anchor == "the-list-of-runs"
 
     asyncio.run(go())
 

@@ -68,7 +68,9 @@ class DocsScreen(ModalScreen[None]):
     DocsScreen > Vertical { width: 100%; max-width: 124; height: 100%; border: round $primary; }
     DocsScreen > Vertical { background: $background; }
     DocsScreen MarkdownViewer, DocsScreen Markdown { background: $background; }
-    DocsScreen MarkdownTableOfContents { width: 34; max-width: 34; background: $background; }
+    DocsScreen MarkdownFence > Label { width: 100%; padding: 0 1; }
+    DocsScreen MarkdownTableOfContents { width: 30; max-width: 30; background: $background; }
+    DocsScreen MarkdownTableOfContents Tree { background: $background; }
     """
 
     def __init__(self, page: Page, anchor: str = "") -> None:
