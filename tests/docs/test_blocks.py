@@ -7,6 +7,7 @@ order, each page in a folder of its own with small configs under the names that 
 from __future__ import annotations
 
 import contextlib
+import io
 import re
 import shlex
 import shutil
@@ -85,10 +86,20 @@ def test_cheap_commands_succeed(small: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.place)
-def test_python_blocks_run(block: Block, small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_blocks_run(block: Block, small: Path) -> None:
     shutil.rmtree(small / "runs")
-    exec(compile(block.text, block.place, "exec"), {"__name__": "__main__"})
-    shown = capsys.readouterr().out
+    check_output(block, run_python(block))
+
+
+def run_python(block: Block) -> str:
+    """Run a Python block in this process, and return what it prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(block.text, block.place, "exec"), {"__name__": "__main__"})
+    return printed.getvalue()
+
+
+def check_output(block: Block, shown: str) -> None:
+    """Compare what a block has printed with the text below it on the page, unless that is cut by dots."""
     after = block.page.read_text().split(block.text, 1)[1]
     promised = re.match(r"```\n\n```text\n(.*?)```", after, re.S)
     if promised and "..." not in promised[1]:
@@ -139,7 +150,7 @@ def test_commands_of_a_page_succeed(page: Path, prepared: Path, tmp_path: Path) 
             continue
         if block.language == "python" and block.mark == "slow":
             with contextlib.chdir(folder):
-                exec(compile(block.text, block.place, "exec"), {"__name__": "__main__"})
+                check_output(block, run_python(block))
         for command in block.commands() if block.language in ("sh", "bash") else ():
             words = shlex.split(command)
             if words[0] == "python":

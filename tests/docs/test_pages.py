@@ -21,6 +21,7 @@ from tests.support import ROOT
 from tests.support.page_blocks import Block, blocks, page_files
 from tests.support.reference import ENVIRONMENT, INTERNAL, differing, variables_in_code
 
+ROOT_COMMAND = typer.main.get_command(app)
 MINIMAL: dict[str, Any] = {"name": "page", "data": {"format": "folder", "root": "data/mine", "classes": ["a", "b"]}}
 QUESTION_LINES = 3
 """A page begins with its command within this many lines behind the title."""
@@ -86,7 +87,7 @@ def words_of(text: str) -> list[str]:
 def parsed_problem(command: str) -> str | None:
     """Return why the parser refuses a command; None if it takes it. Nothing is executed."""
     words = shlex.split(command.replace("...", " "), comments=True)[1:]
-    here: Any = typer.main.get_command(app)
+    here: Any = ROOT_COMMAND
     if words[:1] in (["--help"], ["--version"]):
         return None
     while hasattr(here, "commands"):
