@@ -112,10 +112,10 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pages")
     for kind, ending in (("leftImg8bit", "leftImg8bit"), ("gtFine", "gtFine_labelIds")):
         for split, count in (("train", 6), ("val", 2)):
-            place = folder / "data/demo" / kind / split / "town"
-            place.mkdir(parents=True)
             for path in sorted((ROOT / "data/demo" / kind / split).rglob(f"*_{ending}.png"))[:count]:
-                shutil.copy(path, place / path.name)
+                place = folder / path.relative_to(ROOT)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, place)
     (folder / "segapp").symlink_to(ROOT / "segapp")
     teacher = {"teacher": "runs/teacher", "critic": {"width": 8}}
     for name in ("demo", "camvid", "cityscapes", "cityscapes-pspnet", "camvid-distill"):
