@@ -278,7 +278,7 @@ def test_wrong_torchrun_environment_is_one_error(
     result = segapp("train", "--config", "ddp.yaml", cwd=tmp_path, **environment)
     assert result.returncode == 8
     assert result.stderr.startswith("error: ")
-    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.splitlines()[1:] == ["more: segapp docs ranks"]
     assert message in result.stderr
 
 
