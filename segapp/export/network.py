@@ -96,11 +96,13 @@ class ExportNetwork(nn.Module):
     def _padded(self, pixels: Tensor) -> Tensor:
         if not self._needs_padding:
             return pixels
+        divisor = self.model.size_divisor
         sides: list[int] = []
         for side in (pixels.shape[-1], pixels.shape[-2]):
             # An int when run, a symbol when traced.
             least: Any = torch.sym_max(side, self.model.min_size_px) if self.model.min_size_px > 1 else side
-            sides += [0, least + -least % self.model.size_divisor - side]
+            # Written as a multiple, which a tracer can divide by the network's strides.
+            sides += [0, (least + divisor - 1) // divisor * divisor - side]
         return F.pad(pixels, sides)
 
 

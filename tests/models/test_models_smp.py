@@ -13,6 +13,7 @@ from segapp.models.from_smp import smp_names
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import segmentation_models_pytorch as smp
+    from segmentation_models_pytorch.decoders.dpt.decoder import DPTDecoder
 
 ARCHITECTURES = [cls.__name__ for cls in smp.MODEL_ARCHITECTURES_MAPPING.values()]
 WITHOUT_MIT = ("UnetPlusPlus", "Linknet")  # smp refuses these pairs
@@ -96,6 +97,19 @@ def test_upsampled_logits_match_smp_with_the_same_weights(name, encoder):
     assert_upsampled_matches(model, original, height_px, width_px)
     assert_upsampled_matches(model, original, height_px, width_px + divisor)
     assert model.logits_stride == model.note.stride == FAMILY_NOTES[f"smp/{name}"].stride
+
+
+def test_dpt_decodes_patches_of_14_px_as_smp_those_of_16_px():
+    options = {**SMALL_VIT["options"], "embed_dim": 24, "num_heads": 2}
+    model = build_model("smp", "DPT", 5, encoder="tu-vit_small_patch14_dinov2", options=options).eval()
+    original = DPTDecoder([24] * 4, [16] * 4, intermediate_channels=[16] * 4, fusion_channels=16).eval()
+    original.load_state_dict(model.decoder.state_dict())
+    features, prefixes = [torch.randn(1, 24, 2, 6) for _ in range(4)], [torch.randn(1, 1, 24) for _ in range(4)]
+    with torch.no_grad():
+        torch.testing.assert_close(model.decoder(features, prefixes), original(features, prefixes))
+        assert model(torch.zeros(1, 3, 448, 84))[0].shape == (1, 5, 8 * 32, 8 * 6)
+    with pytest.raises(ValueError, match=r"images of 42x70 px: smp DPT .* takes multiples of 28: pad to 56x84"):
+        model(torch.zeros(1, 3, 42, 70))
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
