@@ -27,14 +27,16 @@ class Measurement:
     Attributes:
         devices: their names in torch.
         total_mib: memory of each; None where unknown.
-        observations: the highest peak of each device under each split.
+        observations: the highest peak of each device under each split, since frozen parameters thawed if they did.
         beside_mib: memory in use on each GPU outside the run's allocator (context, other processes); None if unknown.
+        is_frozen: parameters were frozen that thaw later.
     """
 
     devices: tuple[str, ...]
     total_mib: tuple[float | None, ...]
     observations: tuple[MemoryObservation, ...]
     beside_mib: tuple[float | None, ...]
+    is_frozen: bool = False
 
     def gpus(self) -> tuple[GpuSpec, ...]:
         """Return the run's GPUs.
@@ -90,10 +92,15 @@ def collect(events: Iterable[dict[str, Any]]) -> Measurement:
     total: list[float | None] = []
     peaks: dict[tuple[int, ...], list[float | None]] = {}
     beside: list[list[float]] = []
+    may_thaw = has_thawed = False
     for event in events:
         kind = event["type"]
         if kind == "run_start":
+            may_thaw = event.get("freeze_epochs") is not None
             devices = tuple(d if isinstance(d, str) else str(d.get("device")) for d in event.get("devices") or ())
+        if kind == "epoch_start" and event.get("num_thawed") is not None:
+            has_thawed = True
+            peaks.clear()
         if kind in ("run_start", "epoch_start") or (kind == "gpu0_bsz" and event.get("status") == "applied"):
             split = _split(event) or split
         elif kind == "step" and split is None:
@@ -111,9 +118,8 @@ def collect(events: Iterable[dict[str, Any]]) -> Measurement:
                 if used is not None and reserved is not None:
                     beside[i].append(max(0.0, used - reserved))
     observations = [MemoryObservation(s, tuple(p)) for s, p in peaks.items() if any(mib for mib in p)]
-    return Measurement(
-        devices, tuple(total), tuple(observations), tuple(median(mib) if mib else None for mib in beside)
-    )
+    medians = tuple(median(mib) if mib else None for mib in beside)
+    return Measurement(devices, tuple(total), tuple(observations), medians, may_thaw and not has_thawed)
 
 
 def calibrated(

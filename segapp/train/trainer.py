@@ -232,7 +232,10 @@ class Trainer:
     def _begin_epoch(self) -> None:
         """Apply the requested settings; they change here and nowhere else."""
         self.safe_point.check()
-        requested = self.ranks.from_main(self.controller.settings_for_step(self.position.step))
+        last_frozen = self.settings.freeze_epochs
+        is_thawing = last_frozen is not None and self.position.epoch > last_frozen and self.engine.is_frozen
+        requested = self.controller.settings_for_step(self.position.step, is_thawing=is_thawing)
+        requested = self.ranks.from_main(requested)
         if (requested.gpu0_bsz, requested.shares) != (self.live.gpu0_bsz, self.live.shares):
             if not self.saver.is_fresh(FRESH_CHECKPOINT_S):
                 self.saver.begin()
@@ -241,8 +244,7 @@ class Trainer:
             self.activities.clock.warm_up()
         self.controller.apply(requested, self.progress.command_position())
         self.device_memory.reset_observed()
-        last_frozen = self.settings.freeze_epochs
-        if last_frozen is not None and self.position.epoch > last_frozen and self.engine.is_frozen:
+        if is_thawing:
             self.engine.thaw()
             self.activities.clock.warm_up()
             self.oom_policy.after_thaw()

@@ -51,6 +51,17 @@ def test_measured_peaks_replace_assumed_ones():
     assert overhead.source == "measured"
 
 
+def test_peaks_of_frozen_epochs_do_not_count_once_these_are_over():
+    start, *rest = run_of((2, 3, 3), factor=0.5)
+    frozen = [{**start, "freeze_epochs": 1}, *rest]
+    assert collect(frozen).is_frozen
+    thaw = {"type": "epoch_start", "epoch": 2, "split": [2, 3, 3], "num_thawed": 1000}
+    found = collect([*frozen, thaw, memory_event((2, 3, 3), 1.0), {**start, "freeze_epochs": 1}])  # and resumed
+    assert not found.is_frozen
+    ((split, peaks),) = [(o.split, o.peak_mib) for o in found.observations]
+    assert peaks == pytest.approx(MODEL.peak_mib(split))
+
+
 def test_fit_of_two_splits_is_proven_and_predicts_a_third():
     fit = fit_memory(collect(run_of((2, 3, 3), (1, 4, 3), factor=1.0)).observations)
     assert fit.is_proven

@@ -45,6 +45,15 @@ def test_simulated_peak_is_within_1_percent_of_the_profiler(model):
         assert simulated == pytest.approx(measured, rel=0.01), (model, split)
 
 
+def test_frozen_and_thawed_steps_are_within_1_percent_of_the_profiler():
+    rows = measured_and_simulated("frozen", "3")
+    for _, measured, simulated in rows:
+        assert simulated == pytest.approx(measured, rel=0.01)
+    (_, frozen, _), (_, thawed, _) = rows
+    weights_mib = 11.18e6 * 4 / 2**20  # of ResNet-18: their gradients and their momentum
+    assert thawed > frozen + 1.9 * weights_mib
+
+
 @pytest.mark.slow
 def test_kernel_scratch_memory_is_missing_from_the_simulation():
     """The CPU's convolutions take scratch within one call for some shapes; the simulation is below, never above."""

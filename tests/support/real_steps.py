@@ -12,12 +12,13 @@ import warnings
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from segapp.build.data import build_scheme
 from segapp.config import validate_config
 from segapp.memory.simulation.jobs import SimulationJob
 from segapp.memory.simulation.recorder import Recorder
 from segapp.parallel import data_parallel
-from segapp.train.planning.simulate import build_simulator, run_step
-from segapp.train.step.assemble import StepParts
+from segapp.train.planning.simulate import Simulator, build_simulator, run_step
+from segapp.train.step.assemble import StepAssembler, StepParts
 from segapp.train.step.layout import StepLayout
 
 MODELS = {
@@ -30,6 +31,7 @@ MODELS = {
     "linknet_resnet18": {"library": "smp", "name": "Linknet", "encoder": "resnet18"},
     "fcn_mobilenet": {"library": "torchvision", "name": "fcn", "encoder": "mobilenet_v3_large"},
     "pspnet_resnet18": {"library": "smp", "name": "PSPNet", "encoder": "resnet18"},
+    "frozen": {"library": "smp", "name": "FPN", "encoder": "resnet18", "freeze": ["backbone"], "freeze_epochs": 1},
 }
 
 
@@ -63,8 +65,8 @@ def run_in_this_thread(modules, inputs, kwargs=None, **_):
     return [module(*args, **kw) for module, args, kw in zip(modules, inputs, named, strict=True)]
 
 
-def measured_mib(simulator, split):
-    """Highest sum of what lives before the step and what the profiler sees allocated and freed within it, MiB."""
+def real_engine(simulator, split):
+    """The engine of a training, on logical devices of the CPU."""
     torch.manual_seed(0)
     mode = "dp" if len(split) > 1 else "single"
     devices = (torch.device("cpu"),) * len(split)
@@ -72,8 +74,11 @@ def measured_mib(simulator, split):
     assembler = simulator.assembler
     model = assembler.prepare(assembler.build_model(with_weights=False), layout).train()
     criterion = assembler.build_criterion(lambda _: [1.0] * 19, layout.loss)
-    engine = assembler.assemble(StepParts(model, criterion), layout)
-    batch = simulator.batch(sum(split))
+    return assembler.assemble(StepParts(model, criterion), layout)
+
+
+def measured_mib(engine, batch):
+    """Highest sum of what lives before the step and what the profiler sees allocated and freed within it, MiB."""
     run_step(engine, [batch], Recorder())
     before = static_bytes(engine) + batch.images.nbytes + batch.target.nbytes
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
@@ -95,10 +100,19 @@ def simulated_mib(simulator, split):
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    simulator = build_simulator(config_of(sys.argv[1]))
+    config = config_of(sys.argv[1])
     splits = [tuple(map(int, word.split("+"))) for word in sys.argv[2:]]
+    # One simulator as `segapp plan` builds it, and before it one of the epochs in which `model.freeze` holds.
+    own = Simulator(StepAssembler(config, build_scheme(config.data)))
+    simulators = [own, build_simulator(config)] if config.model.freeze else [own]
     data_parallel.run_replicas = run_in_this_thread
-    simulated = [simulated_mib(simulator, split) for split in splits]
-    measured = [measured_mib(simulator, split) for split in splits]
-    for row in zip(splits, measured, simulated, strict=True):
-        print(json.dumps(row))
+    rows = [(split, simulated_mib(simulator, split)) for split in splits for simulator in simulators]
+    measured = []
+    for split in splits:
+        engine, batch = real_engine(own, split), own.batch(sum(split))
+        measured.append(measured_mib(engine, batch))
+        if engine.is_frozen:
+            engine.thaw()
+            measured.append(measured_mib(engine, batch))
+    for (split, simulated), mib in zip(rows, measured, strict=True):
+        print(json.dumps((split, mib, simulated)))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from segapp.config import RunConfig, dump_config
+from segapp.memory.saved_plan import SavedMemoryPlan
 from segapp.run.folder import RunFolder
 from segapp.train.process import signals
 from segapp.train.request import TrainRequest
@@ -118,6 +119,34 @@ def test_dp_thaws_as_one_device(base: dict[str, Any], tmp_path: Path, precision:
         losses.append([event["loss"] for event in events(folder, "step")])
     assert len(losses[0]) == 4
     assert losses[1] == pytest.approx(losses[0], rel=1e-6 if precision == "fp32" else 2e-3)
+
+
+def test_auto_split_returns_to_the_planned_one_at_the_thaw(base: dict[str, Any], tmp_path: Path) -> None:
+    """While the backbone is frozen, device 0 has place for more images than it has beside the optimizer's state."""
+    config = merged(
+        base,
+        model={"freeze": ["backbone"], "freeze_epochs": 2},
+        train={"epochs": 3, "batch_size": 4, "precise_bn": 0, "ema": None},
+        parallel={"mode": "dp", "devices": ["cpu", "cpu"], "gpu0_bsz": "auto", "memory_budget_mib": [20.0, 20.0]},
+        eval={"every_epochs": 3},
+    )
+    folder = RunFolder.create(path=tmp_path / "run")
+    splits = tuple((k, 4 - k) for k in range(5))
+    planned = SavedMemoryPlan(4, 1, 0, (0, 4), splits, tuple((10.0 + k, 18.0 - k) for k in range(5)), 1.0)
+    planned.write(folder.saved_plan)
+    assert train(config, tmp_path / "run") == 0
+    taken = [tuple(event["split"]) for event in events(tmp_path / "run", "epoch_start")]
+    assert taken[0] == taken[2] == (0, 4) != taken[1]
+    back = [event for event in events(tmp_path / "run", "gpu0_bsz") if event["epoch"] == 3]
+    assert back[-1]["old"] == taken[1][0]
+    assert back[-1]["new"] == 0
+    assert back[-1]["reason"] == "auto: frozen parameters thaw; 0·4 was planned for their training"
+    measured = {tuple(split): peaks for split, peaks in saved(tmp_path / "run", "epoch_0002.pt")["memory"]["observed"]}
+    ((split, peaks),) = saved(tmp_path / "run")["memory"]["observed"]  # none of the frozen epochs
+    num_thawed = events(tmp_path / "run", "epoch_start")[2]["num_thawed"]
+    assert tuple(split) == (0, 4)
+    gradient_and_adamw_mib = 3 * 4 * num_thawed / 2**20
+    assert peaks[0] - measured[0, 4][0] == pytest.approx(gradient_and_adamw_mib, rel=0.05)
 
 
 @pytest.mark.slow

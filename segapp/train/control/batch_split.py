@@ -12,7 +12,7 @@ from segapp.memory.saved_plan import SavedMemoryPlan
 from segapp.parallel import DataParallelModel, RankSplit
 from segapp.parallel.ranks import Ranks
 from segapp.run.balance import SplitMove, plan_move
-from segapp.run.verdict import SplitFacts, SplitVerdict, split_verdict
+from segapp.run.verdict import SplitFacts, SplitVerdict, format_split, split_verdict
 
 
 class BatchSplitController:
@@ -93,6 +93,23 @@ class BatchSplitController:
             usable_mib: Memory of each device for this run.
         """
         return plan_move(self.facts(usable_mib))
+
+    def thaw_move(self) -> SplitMove | None:
+        """Return the move of `auto` at the thaw: back to the planned split; None if there is none or it is in force.
+
+        The peaks measured so far are discarded: gradients and optimizer state of the frozen parameters are missing in
+        them, most of it on device 0. The plan counts them.
+        """
+        self.clear_peaks()
+        plan = self._saved_plan
+        if plan is None or plan.gpu0_bsz is None or self.current is None:
+            return None
+        split = self.check(plan.gpu0_bsz, None).split
+        if split is None or split == self.current or split in self._failed:
+            return None
+        predicted = tuple(mib for mib in plan.predicted_mib(split) if mib is not None)
+        reason = f"auto: frozen parameters thaw; {format_split(split)} was planned for their training"
+        return SplitMove(plan.gpu0_bsz, split, predicted, reason)
 
     def predicted_mib(self) -> tuple[float | None, ...]:
         """Return the predicted peaks under the split in force, from measurements or the plan; empty if unknown."""

@@ -268,8 +268,14 @@ class CommandController:
             self.batch_split.apply(restored)
         self.settings = restored
 
-    def settings_for_step(self, step: int) -> LiveSettings:
-        """Return the settings for the epoch that begins after `step` updates."""
+    def settings_for_step(self, step: int, *, is_thawing: bool = False) -> LiveSettings:
+        """Return the settings for the epoch that begins after `step` updates.
+
+        Args:
+            step: updates so far.
+            is_thawing: frozen parameters are trained from this epoch on, which needs more memory than was measured.
+        """
+        thaw_move = self.batch_split.thaw_move() if is_thawing else None
         replayed = [changes for at, changes in self._replay if at <= step]
         if replayed:
             self._replay = [(at, changes) for at, changes in self._replay if at > step]
@@ -279,7 +285,7 @@ class CommandController:
             return self._sets.merged(settings)
         settings = self.requests.settings or self.settings
         if settings.gpu0_bsz_auto and not self._sets.has_split:
-            move = self.batch_split.auto_move(self._device_memory.usable_mib())
+            move = thaw_move or self.batch_split.auto_move(self._device_memory.usable_mib())
             if move is not None:
                 changes = {"gpu0_bsz": move.gpu0_bsz, **AUTO_ON}
                 self._sets.add(PendingSet(None, changes, [], move.reason, move.split, move.predicted_mib))

@@ -91,7 +91,8 @@ def plan_memory(
     overhead = overhead or OverheadEstimate(context_mib(mode, len(gpus)))
     errors: list[PeakError] = []
     if measurement is not None:
-        overhead, errors = calibrated(measurement, found.model, overhead)
+        simulated = found.frozen_model if measurement.is_frozen else found.model
+        overhead, errors = calibrated(measurement, simulated or found.model, overhead)
     planner = Planner(found.model, gpus, overhead, found.facts["smallest_chunk"])
     return _assembled(config, planner, found), errors
 
@@ -164,6 +165,7 @@ class _Simulated:
     Attributes:
         model: predicts the peaks under any split.
         facts: sizes of the network and the evaluation.
+        frozen_model: the same for the epochs in which `model.freeze` holds; None if it does not end, or without advice.
         variants: simulated changes.
         peaks_mib: peaks of one device: as configured, with the loss at full resolution (for a loss of pixels), with
             each change, as a rank of ddp; empty without advice.
@@ -171,6 +173,7 @@ class _Simulated:
 
     model: MemoryModel
     facts: Mapping[str, Any]
+    frozen_model: MemoryModel | None
     variants: Sequence[Variant]
     peaks_mib: Sequence[float]
 
@@ -189,9 +192,14 @@ def _simulated(config: RunConfig, gpus: Sequence[GpuSpec], mode: Mode, *, with_a
         changes = variants(config.train.precision, config.data.crop_px, _smaller(facts["smaller_crop_px"]))
         splits = splits_to_simulate(mode, len(gpus))
         jobs = _advice_jobs(config, config.train.batch_size, len(gpus), changes) if with_advice else []
-        results = pool.simulate([*(replace(job, split=split) for split in splits), *jobs])
-    model = fit_model(mode, results[: len(splits)])
-    return _Simulated(model, facts, changes, [result.peak_mib()[0] for result in results[len(splits) :]])
+        asked = [replace(job, split=split) for split in splits]
+        has_phases = with_advice and config.model.freeze_epochs is not None
+        # Without an end of `model.freeze` the simulated network is the frozen one.
+        frozen_jobs = [replace(each, changes={"model.freeze_epochs": None}) for each in asked] if has_phases else []
+        results = iter(pool.simulate([*asked, *frozen_jobs, *jobs]))
+    model = fit_model(mode, [next(results) for _ in asked])
+    frozen_model = fit_model(mode, [next(results) for _ in frozen_jobs]) if has_phases else None
+    return _Simulated(model, facts, frozen_model, changes, [result.peak_mib()[0] for result in results])
 
 
 def _smaller(size: Sequence[int] | None) -> tuple[int, int] | None:
@@ -239,9 +247,21 @@ def _assembled(config: RunConfig, planner: Planner, found: _Simulated) -> Memory
         notes=_notes(config, planner, facts),
         facts={key: facts[key] for key in ("num_params", "eval_px", "eval_px_from", "smallest_chunk")},
     )
+    if found.frozen_model is not None:
+        plan = _with_frozen_phase(plan, found.frozen_model, config.model.freeze_epochs)
     if not found.peaks_mib:
         return plan
     return replace(plan, advice=ranked(_advice(config, plan, planner, found.variants, found.peaks_mib)))
+
+
+def _with_frozen_phase(plan: MemoryPlan, frozen_model: MemoryModel, epochs: int | None) -> MemoryPlan:
+    """Return the plan with what each GPU needs while `model.freeze` holds, at the split of the config or the best."""
+    split = (plan.current or plan.best).split
+    tensors = (plan.overhead.tensors_mib(i, mib) for i, mib in enumerate(frozen_model.peak_mib(split)))
+    frozen_mib = [round(plan.overhead.required_mib(i, mib), 1) for i, mib in enumerate(tensors)]
+    text = ", ".join(f"{mib:.0f}" for mib in frozen_mib)
+    note = f"at split {'+'.join(map(str, split))} epochs 1 to {epochs} need {text} MiB, without training what is frozen"
+    return replace(plan, notes=(*plan.notes, note), facts={**plan.facts, "frozen_peak_mib": frozen_mib})
 
 
 def _current_row(config: RunConfig, planner: Planner) -> PlanRow | None:
