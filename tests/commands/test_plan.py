@@ -62,16 +62,15 @@ def test_plan_json_has_the_documented_fields(folder):
 @pytest.mark.slow
 @pytest.mark.skipif(not is_supported(), reason="this torch cannot register a device in Python")
 def test_plan_has_the_peaks_before_and_after_the_thaw(folder):
-    network = ["model.library=smp", "model.name=Linknet", "model.encoder=resnet18"]
-    command = ["plan", "--config", "tiny.yaml", *network, "optim.name=adamw", "--gpus", "1GiB", "--json"]
-    phases = [(), ("model.freeze=[backbone]", "model.freeze_epochs=1"), ("model.freeze=[backbone]",)]
-    never, thawing, frozen = (json.loads(segapp(*command, *phase, cwd=folder).stdout) for phase in phases)
-    assert thawing["best"]["peak_mib"] == never["best"]["peak_mib"]
-    assert thawing["frozen_peak_mib"] == frozen["best"]["peak_mib"]
-    assert "frozen_peak_mib" not in never.keys() | frozen.keys()
-    weights_mib = 11.18e6 * 4 / 2**20  # of ResNet-18
-    assert thawing["best"]["tensors_mib"][0] > frozen["best"]["tensors_mib"][0] + 2 * weights_mib
-    assert any("epochs 1 to 1 need" in note for note in thawing["notes"])
+    network = ["model.library=smp", "model.name=Linknet", "model.encoder=resnet18", "optim.name=adamw"]
+    freeze = ["model.freeze=[backbone]", "model.freeze_epochs=1"]
+    done = segapp("plan", "--config", "tiny.yaml", *network, *freeze, "--gpus", "1GiB", "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    gradients_and_state_mib = 3 * 11.18e6 * 4 / 2**20  # of ResNet-18
+    saved_mib = found["best"]["peak_mib"][0] - found["frozen_peak_mib"][0]
+    assert 0.9 * gradients_and_state_mib < saved_mib < 1.5 * gradients_and_state_mib
+    assert any("epochs 1 to 1 need" in note for note in found["notes"])
 
 
 @pytest.mark.slow
