@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,14 +32,17 @@ from segapp.losses import (
     CriterionCE,
     CriterionDice,
     CriterionLovasz,
+    CriterionMaskClassification,
     CriterionOHEM,
     CriterionTversky,
 )
+from segapp.models import build_model
 from segapp.parallel import RankSplit, convert_sync_batchnorm, init_from_env, shutdown, wrap_ddp
 from segapp.parallel.ranks import Ranks
 from segapp.precision import Precision
 from segapp.train.step.engine import StepEngine
 from segapp.train.step.modules import StepModules
+from segapp.train.step.update_count import UpdateCount
 
 FULL_BATCH = 8
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
@@ -81,6 +85,12 @@ class SmallNet(nn.Module):
         return (self.head(features + self.pooled(features)),)
 
 
+def eomt() -> nn.Module:
+    """Return a small EoMT with masked attention, which fades during the steps of the test."""
+    options = {"depth": 3, "embed_dim": 24, "num_heads": 2, "patch_size": 8, "num_queries": 5, "num_blocks": 2}
+    return build_model("segapp", "eomt", 3, encoder="tu-vit_small_patch16_dinov3", options={**options, "mask_steps": 4})
+
+
 def images_of(num: int, seed: int) -> Batch:
     """Return a whole batch; the ignored pixels fall unevenly on its images."""
     generator = torch.Generator().manual_seed(seed)
@@ -95,11 +105,13 @@ def part(batch: Batch, sizes: Sequence[int], rank: int) -> Batch:
     return Batch(batch.images[at], batch.target[at], batch.indices[at])
 
 
-def engine_of(criterion: AdditiveCriterion, ranks: Ranks | None = None, **split: Any) -> StepEngine:
+def engine_of(
+    criterion: AdditiveCriterion, ranks: Ranks | None = None, build: Callable[[], nn.Module] = SmallNet, **split: Any
+) -> StepEngine:
     """Return an engine in float64: of one device, or of one rank."""
     torch.manual_seed(0)
     device = own_device()
-    model = SmallNet().double().to(device)
+    model = build().double().to(device)
     inner = NormalizedInput(model, Normalizer(MEAN, STD, torch.float64).to(device))  # type: ignore[arg-type]
     network: nn.Module = inner
     rank_split = None
@@ -110,7 +122,10 @@ def engine_of(criterion: AdditiveCriterion, ranks: Ranks | None = None, **split:
     groups = [{"params": list(model.parameters()), "lr_factor": 1.0, "weight_decay": 0.01}]
     modules = StepModules(model, network, criterion.double().to(device), rank_split=rank_split)  # type: ignore[arg-type]
     optimizer = build_optimizer(OptimConfig(lr=0.1, momentum=0.9), groups)
-    return StepEngine(modules, optimizer, Precision("fp32", device), clip_grad_norm=1.0, ranks=ranks)
+    masking = getattr(model, "masking", None)
+    participants = [] if masking is None else [UpdateCount(masking)]
+    precision = Precision("fp32", device)
+    return StepEngine(modules, optimizer, precision, clip_grad_norm=1.0, participants=participants, ranks=ranks)
 
 
 def own_device() -> torch.device:
@@ -127,6 +142,7 @@ def errors_of(
     ranks: Ranks,
     splits: Sequence[dict[str, Any]],
     sizes: Sequence[int] = (FULL_BATCH,),
+    build: Callable[[], nn.Module] = SmallNet,
 ) -> list[float]:
     """Make one step for each split; return the largest errors of losses, gradient norms and state over all ranks.
 
@@ -135,8 +151,9 @@ def errors_of(
         ranks: the ranks.
         splits: of the steps: `gpu0_bsz` or `shares`, changed between them.
         sizes: samples of the micro-batches of every step.
+        build: builds the network.
     """
-    ours, alone = engine_of(criterion(), ranks, **splits[0]), engine_of(criterion())
+    ours, alone = engine_of(criterion(), ranks, build, **splits[0]), engine_of(criterion(), None, build)
     errors = [0.0, 0.0]
     for number, split in enumerate(splits):
         assert ours.rank_split is not None
@@ -215,6 +232,10 @@ def figures(ranks: Ranks) -> dict[str, Any]:
         table[f"{name}, accumulated"] = errors_of(CRITERIA[name], ranks, changing[-4:], sizes=(8, 8, 5))
     table["short batch of 5"] = errors_of(CRITERIA["ce"], ranks, changing[:5], sizes=(5,))
     table["short batch of 2"] = errors_of(CRITERIA["ce"], ranks, changing[:5], sizes=(2,))
+    masks = partial(CriterionMaskClassification, 5, 3)
+    busy = [{}, {"gpu0_bsz": 1}]  # timm's transformers take no empty batch
+    table["eomt"] = errors_of(masks, ranks, [*busy, {}], build=eomt)
+    table["eomt, accumulated"] = errors_of(masks, ranks, busy, sizes=(8, 5), build=eomt)
     return {
         "errors": table,
         "collectives": {str(number): collectives_of_a_step(ranks, number) for number in (1, 4)},

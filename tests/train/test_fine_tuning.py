@@ -150,6 +150,7 @@ def test_auto_split_returns_to_the_planned_one_at_the_thaw(base: dict[str, Any],
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_ranks_thaw_as_one_device_and_resume_there(frozen: tuple[RunConfig, Path], tmp_path: Path) -> None:
     config, whole = frozen
     ranks = merged(
