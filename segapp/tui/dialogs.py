@@ -104,8 +104,11 @@ class EventScreen(ModalScreen[None]):
         with VerticalScroll(classes="dialog -wide") as box:
             box.border_title = Content(printable(self._title))
             box.border_subtitle = Content("Y copies  esc closes")
+            widest = max((len(detail.label) for detail in self._details), default=0)
+            indented = "\n" + " " * (widest + 2)
             lines = [
-                Content.assemble((f"{detail.label}  ", "$text-accent bold"), detail.text) for detail in self._details
+                Content.assemble((f"{label:<{widest}}  ", "$text-accent bold"), text.replace("\n", indented))
+                for label, text in self._details
             ]
             yield Static(drawable(self, Content("\n").join(lines)), classes="wrapped")
 

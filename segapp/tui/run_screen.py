@@ -50,6 +50,8 @@ from segapp.tui.widgets import ClassesPane, Gpu0Pane, LiteralText, Pane, set_tit
 TICK_S = 0.5
 PANES_EVERY, IDLE_EVERY = 2, 4
 """Ticks between two updates of the panes while events arrive, and while none do; the lines above change every tick."""
+GPU0_ROWS = 5
+"""Of the pane of gpu0_bsz, with its border, while its editor is closed."""
 EDITOR_KEYS = (
     ("0-9", "number"), ("+", "more"), ("-", "less"), ("e", "even"), ("enter", "send"), ("!", "send anyway"),
     ("esc", "close"), ("?", "Help"),
@@ -328,7 +330,7 @@ class Monitor(App[None]):
         place, unseen = header.Place(self.run_name, line, glyphs), header.unseen_alerts(view, self.seen_s)
         self._text("head").show(header.header(view, status, place, is_readonly=self.readonly, num_alerts=len(unseen)))
         self._text("progress").show(header.progress_line(view, status, line, glyphs))
-        found = header.banner(view, status, self.run_name, unseen)
+        found = header.banner(view, status, place, unseen)
         self.query_one("#banner").display = found is not None
         if found is not None:
             self._text("banner").show(found)
@@ -388,7 +390,9 @@ class Monitor(App[None]):
         if "gpu" in plan.panes:
             pane = self.query_one("#gpu", Pane)
             title = Content.assemble(("2 GPU", "bold"), ("  used/total GiB  peak", "$text-muted"))
-            most = int(0.4 * self.query_one("#right").size.height) - 2
+            room, other_rows = self.query_one("#right").size.height, len(view.classes) + 3 + GPU0_ROWS
+            most = max(int(0.4 * room), room - other_rows if self.draft is None else 0) - 2
+            pane.styles.max_height = most + 2 if "classes" in plan.panes else "100%"
             size = Size(pane.inner_width, pane.size.height if "classes" not in plan.panes else most)
             pane.show(gpu_content(view, self._predicted_mib(), size, glyphs))
             self._set_title(pane, title, plan)
@@ -397,8 +401,9 @@ class Monitor(App[None]):
             room = self.query_one("#right").size.height
             above = min(view.num_devices + 2, int(0.4 * room)) if "gpu" in plan.panes else 0
             size = Size(max(1, editor.content_size.width), room - above - 2)
-            can_edit = not self.readonly
-            editor.show(gpu0_content(view, self.source.status(), self.draft, size, glyphs, can_edit=can_edit))
+            status = self.source.status()
+            can_edit = not (self.readonly or status.is_over)
+            editor.show(gpu0_content(view, status, self.draft, size, glyphs, can_edit=can_edit))
             set_title(editor, Content.styled("gpu0_bsz", "bold"))
         if "classes" in plan.panes:
             table = self.query_one(ClassesPane)

@@ -92,7 +92,7 @@ class RunsScreen(Screen[RunFolder | None]):
                     listed.replace_option_prompt_at_index(i, row)
         self._shown = shown
         live = sum(run.summary.state in ("live", "busy") for run in self.runs.runs)
-        count = f"{len(self.runs.runs)} runs in {printable(str(self.runs.root))}, {live} training"
+        count = f"{len(self.runs.runs)} runs in {printable(_shown_path(self.runs.root))}, {live} training"
         found = f"  /{self._wanted}: {len(shown)}" if self._wanted else ""
         title = Content.assemble(
             ("segapp  ", "$text-muted"), (count, "bold"), (f"{found}  by {self._sort}", "$text-muted")
@@ -184,6 +184,11 @@ def run_header(width: int, name_width: int) -> Content:
         )
     )]  # fmt: skip
     return Content.styled(fit_parts(titles, width).plain, "$text-muted")
+
+
+def _shown_path(path: Path) -> str:
+    """Return a path relative to the working directory, if it is below it."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def run_row(run: FollowedRun, width: int, name_width: int, glyphs: Glyphs, *, is_marked: bool) -> Content:

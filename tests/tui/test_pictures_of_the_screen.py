@@ -1,28 +1,46 @@
-"""Whole screens as pictures: every cell, colour and border, against stored SVGs.
+"""Whole screens, cell by cell with their colours, against stored ones.
 
-After an intended change: `SEGAPP_UPDATE_SNAPSHOTS=1 uv run pytest -n 0 tests/tui/test_pictures_of_the_screen.py`,
-and look at the files that changed. (pytest-textual-snapshot would do it, but holds pytest below 9.)
+A stored screen is a text: the styles, then each row of the screen above a row of the letters of its styles. After an
+intended change: `SEGAPP_UPDATE_SNAPSHOTS=pictures uv run pytest -n 0 tests/tui/test_pictures_of_the_screen.py` writes
+the texts, and an SVG of each into the folder `pictures`: look at them. (pytest-textual-snapshot would do it, but holds
+pytest below 9, and its SVGs are ten times the size.)
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import os
 import re
+import string
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
+import numpy as np
 import pytest
+from rich.cells import cell_len
+from rich.style import Style
 
+from segapp.run.events import Oom
+from segapp.run.folder import RunFolder
 from segapp.run.process import ProcessId
 from segapp.tui.app import MonitorApp
-from tests.support.recorded_runs import RecordedRun
-from tests.tui.test_screen import settled, source_of
+from segapp.tui.settings import UiSettings
+from segapp.tui.state.runs import RunList
+from segapp.tui.state.source import LiveSource
+from tests.support.recorded_runs import Clock, RecordedRun
+from tests.tui.test_screen import press, settled, source_of
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
+PICTURES = ("live-120x36",)
+"""Screens that are stored as SVG too: the documentation shows them."""
+
+LETTERS = string.ascii_letters + string.digits + string.punctuation
 
 
 def train(run: RecordedRun, num_epochs: int = 6) -> RecordedRun:
@@ -79,6 +97,84 @@ def not_finite(path: Path) -> RecordedRun:
     return run
 
 
+def full_disk(path: Path) -> RecordedRun:
+    run = train(RecordedRun(path), 4)
+    for _ in range(12):
+        run.alert("checkpoint", "cannot write a checkpoint in runs/camvid-042/checkpoints: No space left on device "
+                  "(117 MB wanted, 2 MB free): free space or move the run; it trains on, from the checkpoint of epoch "
+                  "3 if it is stopped")  # fmt: skip
+    run.train(20)
+    run.folder.acquire()
+    return run
+
+
+def out_of_memory(path: Path) -> RecordedRun:
+    run = train(RecordedRun(path), 3)
+    run.write(
+        Oom(index=0, step=190, phase="backward", device="cuda:0", requested_mib=512.0,
+            action="gpu0_bsz 6 is reverted to 4",
+            advice=["gpu0_bsz=3 leaves 1.9 GiB more on cuda:0", "data.crop_px=[640, 640] needs 31 % less"],
+            path="reports/oom-000190.json")
+    )  # fmt: skip
+    run.alert("oom", "cuda:0 is out of memory in backward: gpu0_bsz 6 is reverted to 4")
+    run.train(10)
+    run.folder.acquire()
+    return run
+
+
+def long_run(path: Path) -> RecordedRun:
+    """A run of 100,000 steps with spikes, and an evaluation every 1,000 steps."""
+    run = RecordedRun(path, steps_per_epoch=1000, epochs=110, num_devices=2)
+    rng = np.random.default_rng(0)
+    loss = 2.1 * np.exp(-np.arange(100_000) / 9000) + 0.32 + 0.06 * rng.standard_normal(100_000)
+    loss[rng.choice(100_000, 30, replace=False)] = 10.0
+    lines, began_s = [], run.clock.now_s
+    for step, value in enumerate(np.abs(loss).tolist(), start=1):
+        frame = f'"t":{began_s + 0.777 * step:.3f}'
+        lines.append(
+            f'{{"v":1,"seq":{step},{frame},"type":"step","epoch":{(step - 1) // 1000 + 1},"step":{step},"loss":'
+            f'{value:.6f},"lr":0.004,"images_per_s":41.2,"data_wait_frac":0.04,"grad_norm":1.8,"split":[4,28]}}'
+        )
+        if step % 1000 == 0:
+            iou = [0.9 * final * (1 - math.exp(-step / 15_000)) for final in (0.9, 0.8, 0.3, 0.93, 0.7, 0.7, 0.3, 0.4)]
+            lines.append(json.dumps({"v": 1, "seq": step, "t": began_s + 0.777 * step, "type": "val",
+                                     "epoch": step // 1000, "step": step, "loss": loss[step - 1] + 0.05,
+                                     "miou": float(np.mean(iou)), "iou": [*iou, 0.7, 0.4, 0.3]}))  # fmt: skip
+    run.writer.close()
+    with run.folder.events.open("a") as file:
+        file.write("\n".join(lines) + "\n")
+    run.clock.now_s = began_s + 77_700
+    run.folder.acquire()
+    return run
+
+
+def eight_gpus_with_history(path: Path) -> RecordedRun:
+    run = RecordedRun(path, num_devices=8, batch_size=64, steps_per_epoch=300, gpu0_bsz=4)
+    run.train(150)
+    run.change_gpu0(6)
+    run.train(150)
+    run.folder.acquire()
+    return run
+
+
+def pictures(path: Path) -> RecordedRun:
+    run = RecordedRun(path, steps_per_epoch=20)
+    for _ in range(3):
+        run.epoch()
+        run.draw_samples()
+    run.folder.acquire()
+    return run
+
+
+def several_runs(path: Path) -> RecordedRun:
+    for i, name in enumerate(("camvid-lr3e-3", "cityscapes-eomt-vits", "voc-deeplab")):
+        other = train(RecordedRun(path.parent / name, steps_per_epoch=20, num_devices=1 + i, epochs=6 + i), 4 + i)
+        if i != 1:
+            other.end("finished" if i == 0 else "failed", "6 epochs" if i == 0 else "loss not finite")
+        other.writer.close()
+    return live(path)
+
+
 @pytest.fixture(autouse=True)
 def _same_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Remove the influence of the local time zone and of NO_COLOR."""
@@ -90,57 +186,109 @@ def _same_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     time.tzset()
 
 
-def picture(run: RecordedRun, size: tuple[int, int]) -> str:
-    async def go() -> str:
-        source = source_of(run)
-        looked = source._look
-        of_the_picture = ProcessId(host="trainer-box", pid=23168)  # that of this process has another number each time
-        source._look = lambda: replace(looked(), process=of_the_picture)  # type: ignore[method-assign]
-        app = MonitorApp(source)
+class Case(NamedTuple):
+    """A screen: of a run, at a size, after keys."""
+
+    name: str
+    make: Callable[[Path], RecordedRun]
+    size: tuple[int, int]
+    keys: tuple[str, ...] = ()
+    theme: str = "segapp-dark"
+
+
+class Shot(NamedTuple):
+    """A screen as text and as picture."""
+
+    text: str
+    svg: str
+
+
+def shoot(app: MonitorApp, size: tuple[int, int], keys: tuple[str, ...], clock: Clock) -> Shot:
+    """Return the screen of an app after keys."""
+
+    async def go() -> Shot:
         async with app.run_test(size=size) as pilot:
             await settled(app, pilot)
-            return app.export_screenshot(title="segapp")
+            await press(app, pilot, *keys)
+            await pilot.pause()
+            svg = app.export_screenshot(title="segapp")
+            update = app.screen._compositor.render_full_update(simplify=True)
+            rows = [[(text, style) for strip in line for text, style, _ in strip] for line in update.strips]
+            # Textual names its styles after a checksum of its own version's markup.
+            return Shot(as_text(rows), re.sub(r"terminal-\d+", "terminal", svg))
 
-    with mock.patch("segapp.run.state.time.time", run.clock):
-        svg = asyncio.run(go())
-    # Textual names its styles after a checksum of its own version's markup.
-    return re.sub(r"terminal-\d+", "terminal", svg)
+    with mock.patch("segapp.run.state.time.time", clock), mock.patch.object(RunList.__init__, "__defaults__", (clock,)):
+        return asyncio.run(go())
 
 
-def words(svg: str) -> list[str]:
-    """Return the texts of the picture, for a readable difference."""
-    return [re.sub(r"<[^>]*>", "", text).replace("&#160;", " ") for text in re.findall(r"<text.*?</text>", svg)]
+def as_text(rows: list[list[tuple[str, Style]]]) -> str:
+    """Return the styles, and each row as its text above the letters of its styles."""
+    letters: dict[str, str] = {}
+    for row in rows:
+        for _, style in row:
+            letters.setdefault(str(style), LETTERS[len(letters)])
+    lines = [f"{letter} {style}" for style, letter in letters.items()]
+    for row in rows:
+        text = "".join(text for text, _ in row)
+        lines += ["", text, "".join(letters[str(style)] * cell_len(text) for text, style in row)]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-CASES: list[tuple[Callable[[Path], RecordedRun], tuple[int, int]]] = [
-    (finished, (120, 36)),
-    (live, (120, 36)),
-    (live, (80, 24)),
-    (live, (60, 15)),
-    (crashed, (120, 36)),
-    (eight_gpus, (120, 36)),
-    (many_classes, (80, 24)),
-    (one_class, (100, 30)),
-    (not_finite, (120, 36)),
+def stored(name: str, found: Shot) -> None:
+    """Compare a screen with the stored one, or store it."""
+    folder = os.environ.get("SEGAPP_UPDATE_SNAPSHOTS")
+    file = SNAPSHOTS / f"{name}.txt"
+    if folder:
+        file.write_text(found.text, encoding="utf-8")
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / f"{name}.svg").write_text(found.svg, encoding="utf-8")
+        if name in PICTURES:
+            file.with_suffix(".svg").write_text(found.svg, encoding="utf-8")
+    assert found.text.splitlines() == file.read_text(encoding="utf-8").splitlines()
+    if name in PICTURES:
+        assert found.svg == file.with_suffix(".svg").read_text(encoding="utf-8"), "the words and colours are equal"
+
+
+CASES = [
+    Case("finished", finished, (120, 36)),
+    Case("live", live, (120, 36)),
+    Case("live", live, (80, 24)),
+    Case("live", live, (60, 15)),
+    Case("light_theme", live, (120, 36), theme="segapp-light"),
+    Case("crashed", crashed, (120, 36)),
+    Case("eight_gpus", eight_gpus, (120, 36)),
+    Case("eight_gpus_with_history", eight_gpus_with_history, (200, 60), ("2",)),
+    Case("many_classes", many_classes, (80, 24)),
+    Case("all_classes", many_classes, (200, 60), ("3", "f")),
+    Case("one_class", one_class, (100, 30)),
+    Case("not_finite", not_finite, (120, 36)),
+    Case("full_disk", full_disk, (120, 36)),
+    Case("event_detail", out_of_memory, (120, 36), ("d",)),
+    Case("long_run", long_run, (120, 36)),
+    Case("pictures", pictures, (120, 36), ("i",)),
+    Case("runs", several_runs, (120, 36), ("R",)),
 ]
 
 
-@pytest.mark.parametrize(("make", "size"), CASES, ids=[f"{m.__name__}-{w}x{h}" for m, (w, h) in CASES])
-def test_screen_equals_its_stored_snapshot(
-    make: Callable[[Path], RecordedRun], size: tuple[int, int], tmp_path: Path
-) -> None:
-    run = make(tmp_path / "camvid-042")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}-{case.size[0]}x{case.size[1]}")
+def test_screen_equals_its_stored_snapshot(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = case.make(tmp_path / "runs" / "camvid-042")
+    source = source_of(run)
+    looked = source._look
+    of_the_picture = ProcessId(host="trainer-box", pid=23168)  # that of this process has another number each time
+    source._look = lambda: replace(looked(), process=of_the_picture)  # type: ignore[method-assign]
     try:
-        found = picture(run, size)
+        app = MonitorApp(source, settings=UiSettings(theme=case.theme))
+        found = shoot(app, case.size, case.keys, run.clock)
     finally:
         run.folder.release()
-    file = SNAPSHOTS / f"{make.__name__}-{size[0]}x{size[1]}.svg"
-    if os.environ.get("SEGAPP_UPDATE_SNAPSHOTS"):
-        SNAPSHOTS.mkdir(exist_ok=True)
-        file.write_text(found, encoding="utf-8")
-    kept = file.read_text(encoding="utf-8")
-    if found != kept:
-        now = tmp_path / file.name
-        now.write_text(found, encoding="utf-8")
-        assert words(found) == words(kept), f"the words differ; see {now}"
-        pytest.fail(f"colours or places differ: compare {now} with {file}")
+    stored(f"{case.name}-{case.size[0]}x{case.size[1]}", found)
+
+
+def test_first_second_equals_its_stored_snapshot(tmp_path: Path) -> None:
+    folder = RunFolder.create(path=tmp_path / "runs" / "camvid-042")
+    folder.log.write_text("starting: importing torch\nstarting: reading 2,975 files\n")
+    app = MonitorApp(LiveSource(folder))
+    app.has_trainer_ended = lambda: False
+    stored("first_second-120x36", shoot(app, (120, 36), (), Clock(1_760_000_000.0)))

@@ -27,6 +27,7 @@ from segapp.tui.panes.plot import (
     reduce_columns,
     row_labels,
     usual_range,
+    without_spikes,
 )
 from segapp.tui.panes.readout import cursor_readout
 from segapp.tui.panes.viewport import Viewport
@@ -301,7 +302,7 @@ class LossChart(Widget, can_focus=True):
             )
             return [self._message(text, _BAD)]
         canvas = Canvas(width, height, self.glyphs)
-        canvas.curve(raw, scale, _RAW)
+        canvas.curve(without_spikes(raw, scale.top), scale, _RAW)
         self._draw_marks(canvas)
         for i, columns in enumerate(others):
             canvas.curve(columns, scale, _OTHER + i)

@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from textual.content import Content
 from textual.geometry import Size
 
-from segapp.tui.panes.glyphs import Glyphs, progress, spark
+from segapp.tui.panes.glyphs import Glyphs, progress, spark, thinned
 from segapp.tui.panes.header import Part, fit_parts
 from segapp.tui.state.metrics import class_iou
 from segapp.tui.state.view import View
@@ -103,7 +103,7 @@ def classes_content(view: View, options: TableOptions, size: Size, glyphs: Glyph
     course = [val.miou for val in view.vals if val.miou is not None]
     if len(course) > 1 and not options.wanted:
         room = size.width - name_width - 17
-        bars = spark(course, room, glyphs).ljust(room)
+        bars = spark(thinned(course, room), room, glyphs).ljust(room)
         mean = Content.assemble((fit_cells("mean", name_width), "bold"), " ", (bars, "$text-success"))
         lines.insert(0, Content.assemble(mean, (f" {course[-1]:.3f}", "bold")))
     return Content("\n").join(lines)
@@ -144,9 +144,10 @@ def _row_content(view: View, row: ClassRow, layout: _RowLayout, *, is_selected: 
     done, left = progress(row.iou, bar_width, glyphs) if bar_width >= 3 else ("", "")
     course = ""
     if layout.course_width:
-        shown = [class_iou(val, row.index) for val in view.vals[-layout.course_width :]]
-        values = [value for value in shown if value is not None]
-        course = spark(values, layout.course_width, glyphs).ljust(layout.course_width) + " "
+        values = [iou for val in view.vals if (iou := class_iou(val, row.index)) is not None]
+        course = (
+            spark(thinned(values, layout.course_width), layout.course_width, glyphs).ljust(layout.course_width) + " "
+        )
     return Content.assemble(
         name,
         " ",

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -130,3 +133,10 @@ def spark(values: Sequence[float], width: int, glyphs: Glyphs) -> str:
     if top - bottom <= 0.02 * abs(top):
         return glyphs.spark[last // 2] * len(shown)
     return "".join(glyphs.spark[round((value - bottom) / (top - bottom) * last)] for value in shown)
+
+
+def thinned(values: Sequence[Item], width: int) -> list[Item]:
+    """Return at most `width` of the values, evenly spaced from the first to the last."""
+    if len(values) <= width or width < 2:
+        return list(values)
+    return [values[round(i * (len(values) - 1) / (width - 1))] for i in range(width)]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import shlex
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from rich.cells import cell_len
 from textual.content import Content
 
 from segapp.run.starting import last_announced
@@ -312,8 +314,9 @@ def unseen_alerts(view: View, seen_s: Mapping[str, float]) -> list[Raised]:
     return [raised for kind, raised in view.alerts.items() if raised.last.t > seen_s.get(kind, 0.0)]
 
 
-def banner(view: View, status: Status, name: str, unseen: Sequence[Raised]) -> Content | None:
+def banner(view: View, status: Status, place: Place, unseen: Sequence[Raised]) -> Content | None:
     """Return the problem or alert that the user has to see; None if there is none."""
+    name = place.name
     word = state_label(status)
     if word == "gone":
         return Content.styled(f"{name}: the run folder is gone; this is its last state", "$text-error bold")
@@ -330,17 +333,17 @@ def banner(view: View, status: Status, name: str, unseen: Sequence[Raised]) -> C
         return Content.styled(
             f"no events from the trainer{where}, and its process cannot be checked from this host", "$text-warning"
         )
-    return _alert(unseen) if unseen else None
+    return _alert(unseen, place.width) if unseen else None
 
 
-def _alert(unseen: Sequence[Raised]) -> Content:
+def _alert(unseen: Sequence[Raised], width: int) -> Content:
     raised = unseen[-1]
     times = f" ({raised.times} times)" if raised.times > 1 else ""
     others = f"  {len(unseen) - 1} more" if len(unseen) > 1 else ""
-    return Content.assemble(
-        (f"{printable(raised.last.kind)}{times}: {printable(raised.last.message)}", "$text-error bold"),
-        (f"  a seen, d details{others}", "$text-muted"),
-    )
+    text, hint = f"{printable(raised.last.kind)}{times}: {printable(raised.last.message)}", f"a seen, d details{others}"
+    last = textwrap.wrap(text, width)[-1]
+    gap = "  " if cell_len(last) + 2 + len(hint) <= width else "\n"
+    return Content.assemble((text, "$text-error bold"), (gap + hint, "$text-muted"))
 
 
 def starting(view: View, status: Status, log_lines: list[str], num_lines: int) -> Content:

@@ -134,6 +134,22 @@ def pack_dots(dots: NDArray[np.bool_], weights: NDArray[np.uint16]) -> NDArray[n
     return packed
 
 
+def without_spikes(columns: Columns, top: float) -> Columns:
+    """Return a band in which columns that exceed a value are as high as those beside them.
+
+    A single step far beyond the scale would otherwise be a stroke over the whole chart.
+    """
+    with np.errstate(invalid="ignore"):
+        is_spike = columns.high > top
+    known = np.flatnonzero(np.isfinite(columns.high) & ~is_spike)
+    spikes = np.flatnonzero(is_spike)
+    if not len(known) or not len(spikes):
+        return columns
+    high = columns.high.copy()
+    high[spikes] = np.minimum(top, np.maximum(columns.low[spikes], np.interp(spikes, known, high[known])))
+    return Columns(columns.low, high, columns.is_bad)
+
+
 def choose_scale(raw: Columns, firm: Floats, *, is_log: bool, usual: tuple[float, float] | None = None) -> Scale | None:
     """Return a scale that covers certain values, and a curve without its rarest values.
 

@@ -10,8 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segapp.tui.panes.glyphs import ASCII, UNICODE
-from segapp.tui.panes.plot import Scale, choose_scale, draw_columns, pack_dots, padded_range, reduce_columns
+from segapp.tui.panes.glyphs import ASCII, UNICODE, thinned
+from segapp.tui.panes.plot import (
+    Scale,
+    choose_scale,
+    draw_columns,
+    pack_dots,
+    padded_range,
+    reduce_columns,
+    without_spikes,
+)
 
 NAN = math.nan
 
@@ -108,3 +116,22 @@ def test_plot_range_holds_the_curve_with_small_margin(first: float, span: float)
     assert left <= first
     assert first + span <= right
     assert right - left <= max(1.2 * span, 1.0)
+
+
+def test_single_steps_beyond_the_scale_leave_no_stroke() -> None:
+    calm = reduced([1.0, 2.0] * 50, 20)
+    values = [1.0, 2.0] * 50
+    values[31] = values[32] = 90.0
+    spiky = reduced(values, 20)
+    assert spiky.high.max() == 90
+    mended = without_spikes(spiky, 3.0)
+    np.testing.assert_array_equal(mended.high, calm.high)
+    np.testing.assert_array_equal(mended.low, calm.low)
+    np.testing.assert_array_equal(without_spikes(calm, 3.0).high, calm.high)
+    everywhere = reduced([50.0] * 20, 10)
+    np.testing.assert_array_equal(without_spikes(everywhere, 3.0).high, everywhere.high)
+
+
+def test_thinned_values_keep_both_ends() -> None:
+    assert thinned(range(5), 8) == [0, 1, 2, 3, 4]
+    assert thinned(range(101), 5) == [0, 25, 50, 75, 100]
