@@ -328,7 +328,8 @@ class BrowsingApp(Monitor):
                 continue
             title = f"{key.help} ({key.words})" if key.words else key.help
             yield SystemCommand(title, f"key {name}" + (f", ctl {key.ctl}" if key.ctl else ""), act)
-        for metric in metric_names(self.source.view):
+        view = self.source.view
+        for metric in (*metric_names(view), *(CLASS + name for name in view.classes)):
             yield SystemCommand(
                 f"chart: {metric_title(metric)}", "metric", lambda metric=metric: self.show_metric(metric)
             )

@@ -38,7 +38,7 @@ from segapp.tui.panes.viewport import Viewport
 from segapp.tui.runs_screen import RunsScreen
 from segapp.tui.seen import load_seen
 from segapp.tui.settings import UiSettings, save_settings
-from segapp.tui.state.metrics import metric_title, step_field
+from segapp.tui.state.metrics import chart_title, step_field
 from segapp.tui.state.replay import ReplaySource
 from segapp.tui.state.runs import RunList
 from segapp.tui.state.source import LiveSource, RunSource, Status, newest_pictures
@@ -52,6 +52,8 @@ PANES_EVERY, IDLE_EVERY = 2, 4
 """Ticks between two updates of the panes while events arrive, and while none do; the lines above change every tick."""
 GPU0_ROWS = 5
 """Of the pane of gpu0_bsz, with its border, while its editor is closed."""
+ROWS_PER_GPU = 5
+"""Of the device pane beside others, where there is room: two lines and a graph."""
 EDITOR_KEYS = (
     ("0-9", "number"), ("+", "more"), ("-", "less"), ("e", "even"), ("enter", "send"), ("!", "send anyway"),
     ("esc", "close"), ("?", "Help"),
@@ -391,7 +393,8 @@ class Monitor(App[None]):
             pane = self.query_one("#gpu", Pane)
             title = Content.assemble(("2 GPU", "bold"), ("  used/total GiB  peak", "$text-muted"))
             room, other_rows = self.query_one("#right").size.height, len(view.classes) + 3 + GPU0_ROWS
-            most = max(int(0.4 * room), room - other_rows if self.draft is None else 0) - 2
+            free = min(room - other_rows, ROWS_PER_GPU * len(view.devices) + 2) if self.draft is None else 0
+            most = max(int(0.4 * room), free) - 2
             pane.styles.max_height = most + 2 if "classes" in plan.panes else "100%"
             size = Size(pane.inner_width, pane.size.height if "classes" not in plan.panes else most)
             pane.show(gpu_content(view, self._predicted_mib(), size, glyphs))
@@ -443,9 +446,3 @@ class Monitor(App[None]):
 
     def _text(self, name: str) -> LiteralText:
         return self.query_one(f"#{name}", LiteralText)
-
-
-def chart_title(metric: str) -> str:
-    """Return the title of the chart: the metric with a capital letter."""
-    title = metric_title(metric)
-    return title if title.startswith("mIoU") else title[:1].upper() + title[1:]

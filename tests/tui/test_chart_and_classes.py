@@ -18,6 +18,7 @@ from segapp.tui.panes.classes import TableOptions, classes_content
 from segapp.tui.panes.devices import gpu_content, memory_graph
 from segapp.tui.panes.glyphs import UNICODE
 from segapp.tui.panes.plot import choose_scale, reduce_columns, usual_range
+from segapp.tui.panes.readout import cursor_readout
 from segapp.tui.state.metrics import curve_of, metric_names, step_field
 from segapp.tui.state.replay import ReplaySource
 from segapp.tui.state.series import SeriesReader
@@ -107,6 +108,31 @@ def test_keys_go_through_the_metrics_and_back(run: RecordedRun) -> None:
         assert titles == ["Loss", "mIoU", "Pixel accuracy", "Learning rate", "Grad norm", "Images/s", "Loss"]
         await press(app, pilot, "V")
         assert "Images/s" in screen_text(app)
+
+    run_screen(run, act)
+
+
+def test_cursor_reads_the_event_nearest_by(run: RecordedRun) -> None:
+    view = folded(run)
+    assert [mark.step for mark in view.marks] == [20, 40, 60]
+    curve = curve_of(view, "loss", None)
+
+    def parts(step: int) -> list[str]:
+        return cursor_readout(view, curve, step - 1, 0, tolerance=1.0)
+
+    assert parts(42)[:2] == ["step 42", "epoch 3"]
+    assert parts(42)[-1] == "best, epoch 2"
+    assert parts(58)[-1] == "best, epoch 3"
+    assert "best" not in " ".join(parts(50))
+    assert [part for part in parts(40) if part.startswith("val ")]
+
+
+def test_palette_offers_every_metric_and_class(run: RecordedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        commands = {command.title: command.callback for command in app.get_system_commands(app.screen)}
+        commands["chart: IoU pole"]()
+        assert app.query_one(LossChart).options.metric == "IoU pole"
+        assert {"chart: mIoU", "chart: learning rate", "chart: pixel accuracy"} <= commands.keys()
 
     run_screen(run, act)
 

@@ -8,6 +8,9 @@ from segapp.tui.state.metrics import Curve
 from segapp.tui.state.view import View
 from segapp.tui.state.wording import clip, duration, number
 
+NEAR = 3
+"""Cells within which an event is near the cursor."""
+
 
 def cursor_readout(view: View, curve: Curve, index: int, smoothing: float, tolerance: float) -> list[str]:
     """Return the parts of the readout.
@@ -17,7 +20,7 @@ def cursor_readout(view: View, curve: Curve, index: int, smoothing: float, toler
         curve: The metric that is shown.
         index: Of the point under the cursor: in the steps' values, or in the points of a metric of the evaluations.
         smoothing: One of `SMOOTHINGS`, or 0.
-        tolerance: Steps within which an event counts as near.
+        tolerance: Steps of a cell.
     """
     history, points = curve.history, curve.points
     step = float(history.step[index]) if history is not None else float(points[index][0])
@@ -38,6 +41,6 @@ def cursor_readout(view: View, curve: Curve, index: int, smoothing: float, toler
     else:
         parts.append(number(points[index][1]))
     marks = sorted((abs(mark.step - step), mark.text) for mark in view.marks)
-    if marks and marks[0][0] <= tolerance:
+    if marks and marks[0][0] <= NEAR * tolerance:
         parts.append(clip(marks[0][1], 30))
     return parts

@@ -43,6 +43,12 @@ def metric_title(name: str) -> str:
     return {**STEP_METRICS, **VAL_METRICS}.get(name, name)
 
 
+def chart_title(metric: str) -> str:
+    """Return the title of the chart: the metric with a capital letter."""
+    title = metric_title(metric)
+    return title if title.startswith("mIoU") else title[:1].upper() + title[1:]
+
+
 def step_field(name: str) -> str | None:
     """Return the field of the `step` events that holds a metric, `terms.NAME` for a term; None for other metrics."""
     if name in STEP_METRICS:

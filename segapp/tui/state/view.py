@@ -180,6 +180,8 @@ def fold_events(view: View, items: Iterable[dict[str, Any] | StepRun]) -> None:
 
 def _number(value: Any) -> float:
     """Return a float; nan for anything that is not a number."""
+    if type(value) is float:
+        return value
     if isinstance(value, (int, float)):
         try:
             return float(value)
@@ -248,10 +250,7 @@ def _note_memory(view: View, raw: dict[str, Any]) -> None:
 def _memory_of(device: Any) -> tuple[float, float]:
     if not isinstance(device, dict):
         return math.nan, math.nan
-    used, peak = device.get("used_mib"), device.get("peak_mib")
-    if type(used) is float and type(peak) is float:
-        return used, peak
-    return _number(used), _number(peak)
+    return _number(device.get("used_mib")), _number(device.get("peak_mib"))
 
 
 def _set_paused(view: View, is_paused: bool, t: float) -> None:
