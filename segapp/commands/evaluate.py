@@ -104,6 +104,7 @@ def score_target(target: str, options: EvalOptions) -> ScoredSplit:
         options=build_load_options(data, dataset, evaluators[0].settings.device, config.eval.batch_size),
         batch_size=config.eval.batch_size,
     )
+    loader.reads_windows = evaluators[0].settings.reads_windows
     with progress_bar(len(dataset), "evaluating") as progress:
         found = evaluate_on_devices(evaluators, loader, progress)
     for note in found.notes:

@@ -19,9 +19,10 @@ from segapp.datasets.augment.mix import PairMix
 from segapp.datasets.cache.pixel_cache import PixelCache
 from segapp.datasets.distances import with_distances
 from segapp.datasets.files import MAX_PIXELS, ImagePair, check_same_size, read_header, shown
+from segapp.datasets.images.large import LargeBatch, LargeTensor
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.images.reading import read_image
-from segapp.datasets.images.windows import LARGE_PX, ImageWindows, image_windows, mask_windows
+from segapp.datasets.images.windows import LARGE_PX, ImageWindows, MaskWindows, image_windows, mask_windows
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import read_masks
 from segapp.datasets.sampling import SampleKey, mix_seed
@@ -124,8 +125,12 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
 
     def _augmented(self, index: int, seed: int, aim: int | None = None) -> tuple[Pixels, Pixels]:
         """Return the transformed image and mask of an index."""
-        # A crop with an aim looks for the pixels of a class in the whole mask.
-        image, mask = (self._windows(index) if aim is None else None) or self.read(index)
+        # Only a transform that begins with a crop reads windows, and one with an aim looks for the pixels of a class in
+        # the whole mask.
+        is_windowed = aim is None and getattr(self.transform, "crops_first", False)
+        image: Any
+        mask: Any
+        image, mask = (self._windows(index) if is_windowed else None) or self.read(index)
         if self.transform is None:
             return image, mask
         try:
@@ -138,18 +143,19 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
                 "check data.augment, data.crop_px, data.scale and data.resize_px"
             ) from error
 
-    def _windows(self, index: int) -> tuple[Any, Any] | None:
-        """Return image and mask to be read in windows; None where the whole is read.
+    def is_large(self, index: int) -> bool:
+        """Return True for an image of an evaluation that can be read in windows (`large_batch`)."""
+        return self.transform is None and not self.has_distances and self._image_windows(index) is not None
 
-        Only a transform that begins with a crop reads windows. With a cache the whole is decoded once, unless it is too
-        large for that.
-        """
-        if not getattr(self.transform, "crops_first", False):
-            return None
-        if index not in self._read_in_windows:
-            least_px = LARGE_PX if self.cache is None else MAX_PIXELS + 1
-            self._read_in_windows[index] = image_windows(self.pairs[index].image, self.pixels, least_px)
-        image = self._read_in_windows[index]
+    def large_batch(self, index: int) -> LargeBatch:
+        """Return an image for which `is_large` is true, and its mask, of which parts are read when they are needed."""
+        found = self._windows(index)
+        assert found is not None
+        return LargeBatch(LargeTensor(found[0]), LargeTensor(found[1]), (index,))
+
+    def _windows(self, index: int) -> tuple[ImageWindows, MaskWindows | Pixels] | None:
+        """Return image and mask to be read in windows; None where the whole is read."""
+        image = self._image_windows(index)
         if image is None:
             return None
         pair = self.pairs[index]
@@ -157,6 +163,13 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
         mask = self.read_mask(index, image.shape[:2]) if windows is None else windows
         check_same_size(pair, image.shape[:2], mask.shape[:2])
         return image, mask
+
+    def _image_windows(self, index: int) -> ImageWindows | None:
+        """Return an image to be read in windows; with a cache it is decoded once, unless it is too large for that."""
+        if index not in self._read_in_windows:
+            least_px = LARGE_PX if self.cache is None else MAX_PIXELS + 1
+            self._read_in_windows[index] = image_windows(self.pairs[index].image, self.pixels, least_px)
+        return self._read_in_windows[index]
 
     def read(self, index: int) -> tuple[Pixels, Pixels]:
         """Return the decoded image (H, W, B) and mask (H, W) of train ids, before the transform; read-only.

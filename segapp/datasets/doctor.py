@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
 from collections import Counter
@@ -21,8 +22,9 @@ from segapp.datasets.files import ImagePair, check_same_size, read_header, shown
 from segapp.datasets.frequencies import ClassFrequencies, classes_in
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.images.reading import read_image
+from segapp.datasets.images.windows import ImageWindows, image_windows, mask_blocks
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.datasets.masks import UnknownIdsError, likely_cause, name_ids, read_masks
+from segapp.datasets.masks import UnknownIdsError, likely_cause, name_ids
 from segapp.datasets.own_data import OwnPair
 from segapp.datasets.resources import ThreadPool
 from segapp.errors import DataError
@@ -38,6 +40,9 @@ _HASH_PX = 16
 _MAX_BITS_APART = 5
 """Maximum distance, of 256 bits, of images that look alike. CamVid frames saved as JPEG at another size differ in up to
 7 bits, distinct frames in 6 or more: most copies are found, and no neighbouring frame is taken for one."""
+
+_SHRINK = 16
+"""Factor by which blocks of large images are made smaller before their difference hash."""
 
 _LARGE_PX = 2**25
 _large = threading.Lock()
@@ -192,11 +197,10 @@ def check_masks(pairs: Sequence[ImagePair], sizes: Sequence[tuple[int, int]], sc
         if pair.mask is None:
             return
         try:
-            mask = read_masks(pair.masks, scheme)
+            for block in mask_blocks(pair.masks, scheme):
+                has_valid_pixels = has_valid_pixels or bool((block != scheme.ignore_index).any())
         except UnknownIdsError as error:
             unknown.append(error)
-        else:
-            has_valid_pixels = has_valid_pixels or bool((mask != scheme.ignore_index).any())
     together = _all_unknown(unknown, scheme)
     if together is not None:
         more = "" if len(unknown) == 1 else f"\n  so do {len(unknown) - 1} more of the {len(chosen)} masks read"
@@ -218,10 +222,7 @@ def _examine_pair(pair: ImagePair, scheme: ClassScheme, pixels: PixelFormat) -> 
         is_large = header.height_px * header.width_px > _LARGE_PX
     except DataError:
         is_large = False  # reported below
-    if is_large:
-        with _large:
-            _examine_files(found, scheme, pixels)
-    else:
+    with _large if is_large else contextlib.nullcontext():
         _examine_files(found, scheme, pixels)
     return found
 
@@ -229,16 +230,16 @@ def _examine_pair(pair: ImagePair, scheme: ClassScheme, pixels: PixelFormat) -> 
 def _examine_files(found: _Examined, scheme: ClassScheme, pixels: PixelFormat) -> None:
     pair = found.pair
     try:
-        _note_image(found, read_image(pair.image, pixels), pixels)
+        windows = image_windows(pair.image, pixels)
+        _note_image(found, read_image(pair.image, pixels) if windows is None else windows, pixels)
     except DataError as error:
         found.problems.append(("unreadable", str(error), 0))
     if pair.mask is None:
         return
     try:
-        mask = read_masks(pair.masks, scheme)
-        _note_mask(found, mask, scheme)
+        mask_px = _note_mask(found, mask_blocks(pair.masks, scheme), scheme)
         if found.size is not None:
-            check_same_size(pair, found.size, mask.shape)
+            check_same_size(pair, found.size, mask_px)
     except UnknownIdsError as error:
         found.ids = error
         found.problems.append(("ids", str(error), sum(error.unknown.values())))
@@ -256,18 +257,36 @@ def _examine_own(found: _Examined, pair: OwnPair, scheme: ClassScheme, pixels: P
         found.problems.append(("unreadable", str(error), 0))
     else:
         _note_image(found, image, pixels)
-        _note_mask(found, mask, scheme)
+        _note_mask(found, [mask], scheme)
 
 
-def _note_image(found: _Examined, image: NDArray[Any], pixels: PixelFormat) -> None:
+def _note_image(found: _Examined, image: NDArray[Any] | ImageWindows, pixels: PixelFormat) -> None:
+    digest = hashlib.sha256(repr(image.shape).encode())
+    small = []
+    for rows in [slice(None)] if isinstance(image, np.ndarray) else image.row_blocks():
+        block = image[rows]
+        digest.update(np.ascontiguousarray(block).data)
+        grey = cv2.cvtColor(pixels.as_rgb(block), cv2.COLOR_RGB2GRAY)
+        if isinstance(image, ImageWindows):
+            size = (-(-grey.shape[1] // _SHRINK), -(-grey.shape[0] // _SHRINK))
+            grey = np.asarray(cv2.resize(grey, size, interpolation=cv2.INTER_AREA))
+        small.append(grey)
     found.size = (image.shape[0], image.shape[1])
-    found.digest = hashlib.sha256(repr(image.shape).encode() + image.tobytes()).hexdigest()
-    found.difference_hash = _difference_hash(pixels.as_rgb(image))
+    found.digest = digest.hexdigest()
+    found.difference_hash = _difference_hash(np.concatenate(small))
 
 
-def _note_mask(found: _Examined, mask: NDArray[Any], scheme: ClassScheme) -> None:
-    found.counts, found.ignored_px = scheme.count(mask)
-    found.valid_px = mask.size - found.ignored_px
+def _note_mask(found: _Examined, blocks: Iterable[NDArray[Any]], scheme: ClassScheme) -> tuple[int, int]:
+    """Note the counts of a mask in blocks of rows, and return its height and width."""
+    counts, ignored_px, height, width = np.zeros(scheme.num_classes, np.int64), 0, 0, 0
+    for block in blocks:
+        of_block, ignored_in_block = scheme.count(block)
+        counts += of_block
+        ignored_px += ignored_in_block
+        height, width = height + block.shape[0], block.shape[1]
+    found.counts, found.ignored_px = counts, ignored_px
+    found.valid_px = height * width - ignored_px
+    return height, width
 
 
 def _all_unknown(errors: Sequence[UnknownIdsError], scheme: ClassScheme) -> UnknownIds | None:
@@ -295,9 +314,8 @@ def summary_of_ids(unknown: UnknownIds) -> str:
     return f"{unknown.num_masks} {plural} ids outside the classes: {name_ids(unknown.pixels)}. {unknown.cause}"
 
 
-def _difference_hash(image: NDArray[np.uint8]) -> bytes | None:
+def _difference_hash(grey: NDArray[np.uint8]) -> bytes | None:
     """Return the difference hash: which pixels of a tiny grey copy are brighter than the left one; None if flat."""
-    grey = cv2.cvtColor(image, cv2.COLOR_RGB2GRAY)
     tiny = cv2.resize(grey, (_HASH_PX + 1, _HASH_PX), interpolation=cv2.INTER_AREA).astype(np.int16)
     if int(tiny.max()) - int(tiny.min()) < 8:
         return None

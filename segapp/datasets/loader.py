@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 from segapp.datasets.dataset import Sample, SegmentationDataset
+from segapp.datasets.images.large import LargeBatch, LargeTensor
 from segapp.datasets.pool import Batch, BatchPool, LoadOptions
 from segapp.datasets.sampling import (
     Order,
@@ -20,7 +21,16 @@ from segapp.datasets.sampling import (
     uniform_order,
 )
 
-__all__ = ["Batch", "EvalLoader", "LoadOptions", "Sample", "SegmentationDataset", "TrainLoader"]
+__all__ = [
+    "Batch",
+    "EvalLoader",
+    "LargeBatch",
+    "LargeTensor",
+    "LoadOptions",
+    "Sample",
+    "SegmentationDataset",
+    "TrainLoader",
+]
 
 _IN_PROCESS = LoadOptions()
 
@@ -110,6 +120,9 @@ class EvalLoader:
         rank: This process's rank, 0 to world_size - 1.
         world_size: Number of ranks, which share the data set.
 
+    Attributes:
+        reads_windows: Large TIFFs are not decoded, but returned as a `LargeBatch` each; false at first.
+
     Raises:
         DataError: With `batch_size` above 1, an image's header cannot be read.
         ValueError: batch_size, rank or world_size is out of range.
@@ -129,19 +142,27 @@ class EvalLoader:
         self.dataset = dataset
         indices = share_of(list(range(len(dataset))), rank, world_size)
         self._batches = _equal_size_batches(dataset, indices, batch_size)
+        self.reads_windows = False
         self._pool = BatchPool(dataset, options)
 
     def __len__(self) -> int:
         return len(self._batches)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Batch | LargeBatch]:
         """Return all batches; a new call ends a pass that is still being read.
 
         Raises:
             DataError: A file cannot be used.
             WorkerError: A worker died, or no batch came within `timeout_s`.
         """
-        return self._pool.run([[SampleKey(0, index) for index in batch] for batch in self._batches])
+        large = {batch[0] for batch in self._batches if self._is_read_in_windows(batch)}
+        whole = self._pool.run(
+            [[SampleKey(0, index) for index in batch] for batch in self._batches if batch[0] not in large]
+        )
+        return (self.dataset.large_batch(batch[0]) if batch[0] in large else next(whole) for batch in self._batches)
+
+    def _is_read_in_windows(self, batch: list[int]) -> bool:
+        return self.reads_windows and len(batch) == 1 and self.dataset.is_large(batch[0])
 
     def close(self) -> None:
         """Stop the workers."""

@@ -233,6 +233,19 @@ def _unknown_ids(
     return error
 
 
+def unknown_ids_error(path: Path, scheme: ClassScheme, present: Mapping[int, int]) -> UnknownIdsError:
+    """Return the error of a mask with ids that are no class.
+
+    Args:
+        path: the mask, for the message.
+        scheme: meaning of the ids.
+        present: every id in it -> its pixels.
+    """
+    values = np.array(sorted(present))
+    is_unknown = (values < 0) | (scheme.table[values.clip(0)] == UNKNOWN_ID)
+    return _unknown_ids(path, scheme, values, np.array([present[int(value)] for value in values]), is_unknown)
+
+
 def name_ids(pixels: Mapping[int, int]) -> str:
     """Return ids with their pixels as text: "254 (12 px), 255 (3 px)"; the first few of many."""
     named = ", ".join(f"{value} ({count} px)" for value, count in list(pixels.items())[:_MAX_NAMED])

@@ -102,7 +102,7 @@ class OwnDataset(SegmentationDataset):
         self._own = data.pairs(indices)
         super().__init__(self._own, scheme, pixels=pixels, seed=seed)
 
-    def _windows(self, index: int) -> None:
+    def _image_windows(self, index: int) -> None:
         return None
 
     def read(self, index: int) -> tuple[Pixels, Pixels]:

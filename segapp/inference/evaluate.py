@@ -17,7 +17,7 @@ from torch import Tensor
 from segapp.failpoints import failpoint
 from segapp.inference.sliding import Inference
 from segapp.inference.spread import SpreadCounters, copy_to
-from segapp.inference.workspace import HostLimit, Tile
+from segapp.inference.workspace import HostLimit, Tile, tiles_of, window_tiles
 from segapp.losses import CriterionCE, View, labels_of, upsample_confusion, upsample_label_counts, upsample_logits
 from segapp.memory.oom_errors import is_out_of_memory
 from segapp.memory.oom_failpoint import oom_failpoint
@@ -25,7 +25,7 @@ from segapp.metrics import Counts, SegmentationScores, counts_for
 from segapp.parallel.ranks import PeerOutOfMemoryError, Ranks
 
 if TYPE_CHECKING:
-    from segapp.datasets.loader import Batch
+    from segapp.datasets.loader import Batch, LargeBatch, LargeTensor
     from segapp.losses import AdditiveCriterion
     from segapp.models import SegmentationModel
 
@@ -60,10 +60,24 @@ class EvaluationSettings:
         criterion = None if self.criterion is None else copy_to(self.criterion, device)
         return replace(self, inference=inference, device=device, criterion=criterion, other_devices=())
 
-    def fits(self, model: SegmentationModel, images: Tensor) -> bool:
+    def fits(self, model: SegmentationModel, images: Tensor | LargeTensor) -> bool:
         """Return True if images (N, 3, H, W) can be evaluated together and whole."""
         num_px = images.shape[0] * images.shape[-2] * images.shape[-1]
         return self.host is None or self.host.fits(num_px, model, self.inference, self.device)
+
+    def tiles(self, model: SegmentationModel, images: Tensor | LargeTensor) -> Iterator[Tile]:
+        """Yield the tiles in which images (N, B, H, W) are evaluated: one, or several that fit."""
+        size = (images.shape[-2], images.shape[-1])
+        if self.host is not None and not self.fits(model, images):
+            return self.host.tiles(size)
+        if not isinstance(images, Tensor) and self.inference.has_plain_windows:
+            return window_tiles(size, self.inference)
+        return tiles_of(size, size)
+
+    @property
+    def reads_windows(self) -> bool:
+        """True if large images are evaluated in tiles, so that no part of them need be decoded before its turn."""
+        return self.inference.has_plain_windows or (self.host is not None and self.device.type == "cpu")
 
     def no_counts(self) -> Counts:
         """Return the counts of no image."""
@@ -114,7 +128,7 @@ class Evaluation:
 @torch.no_grad()
 def evaluate(
     model: SegmentationModel,
-    batches: Iterable[Batch],
+    batches: Iterable[Batch | LargeBatch],
     settings: EvaluationSettings,
     *,
     check: Callable[[], None] = lambda: None,
@@ -186,7 +200,7 @@ class _DeviceCounter:
         self.totals = settings.no_statistics()
         self._model, self._settings = model, settings
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: Batch | LargeBatch) -> None:
         """Evaluate a batch and add its counts."""
         for images, target in _parts(batch, self._model, self._settings):
             oom_failpoint("eval.forward")
@@ -200,10 +214,21 @@ class _DeviceCounter:
         self.totals = tuple(a + b.to(a.device) for a, b in zip(self.totals, other.totals, strict=True))
 
 
-def _parts(batch: Batch, model: SegmentationModel, settings: EvaluationSettings) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield images and targets that are evaluated together: the batch, or its images where it does not fit."""
-    num_parts = len(batch.indices) if settings.is_single or not settings.fits(model, batch.images) else 1
-    return zip(batch.images.tensor_split(num_parts), batch.target.tensor_split(num_parts), strict=True)
+def _parts(
+    batch: Batch | LargeBatch, model: SegmentationModel, settings: EvaluationSettings
+) -> Iterable[tuple[Tensor, Tensor] | tuple[LargeTensor, LargeTensor]]:
+    """Return images and targets that are evaluated together: the batch, or its images where it does not fit."""
+    return split_batch(batch, is_single=settings.is_single or not settings.fits(model, batch.images))
+
+
+def split_batch(
+    batch: Batch | LargeBatch, *, is_single: bool
+) -> Iterable[tuple[Tensor, Tensor] | tuple[LargeTensor, LargeTensor]]:
+    """Return images and targets of a batch together, or one image at a time."""
+    images, target = batch.images, batch.target
+    if not isinstance(images, Tensor) or not isinstance(target, Tensor) or not is_single:
+        return [(images, target)]  # type: ignore[list-item]  # both are of one kind
+    return zip(images.tensor_split(len(images)), target.tensor_split(len(images)), strict=True)
 
 
 @dataclass(frozen=True)
@@ -214,19 +239,19 @@ class EvaluatedPart:
         counts: (C, C) int64, row: target's class, column: predicted class.
         statistics: of the criterion; () without one.
         views: low-resolution logits, and the size that they stand for, as `Inference.views` returns them.
-        tile: the part of the images; None: all of them.
+        tile: the part of the images.
     """
 
     counts: Tensor
     statistics: tuple[Tensor, ...]
     views: tuple[Tensor | list[View], tuple[int, int]]
-    tile: Tile | None = None
+    tile: Tile
 
 
 def evaluate_parts(
-    model: SegmentationModel, images: Tensor, target: Tensor, settings: EvaluationSettings
+    model: SegmentationModel, images: Tensor | LargeTensor, target: Tensor | LargeTensor, settings: EvaluationSettings
 ) -> Iterator[EvaluatedPart]:
-    """Yield the evaluation of images: whole, or in tiles where they do not fit into this machine's memory.
+    """Yield the evaluation of images: whole, or in tiles where they are large or do not fit into memory.
 
     The counts and statistics of tiles are those of their cores, with every pixel once. Statistics that belong to an
     image as a whole (Lovász) take a tile for an image.
@@ -237,16 +262,12 @@ def evaluate_parts(
         target: (N, H, W).
         settings: how the images are evaluated.
     """
-    device, inference, host = settings.device, settings.inference, settings.host
-    tiles: Iterable[Tile | None] = [None]
-    if host is not None and not settings.fits(model, images):
-        tiles = host.tiles((images.shape[-2], images.shape[-1]))
-    for tile in tiles:
-        part, aim = images, target
-        if tile is not None:
-            part = images[..., *tile.whole]
-            aim = torch.full_like(target[..., *tile.whole], settings.ignore_index)
-            aim[..., *tile.core] = target[..., *tile.place]
+    device, inference = settings.device, settings.inference
+    for tile in settings.tiles(model, images):
+        part, aim = images[..., *tile.whole], target[..., *tile.whole]
+        if tile.whole != tile.place:
+            known, aim = aim, torch.full_like(aim, settings.ignore_index)
+            aim[..., *tile.core] = known[..., *tile.core]
         views, size = inference.views(model, inference.normalizer(part.to(device, non_blocking=True)))
         counts, statistics = count_views(views, size, aim.to(device, non_blocking=True), settings)
         yield EvaluatedPart(counts, statistics, (views, size), tile)

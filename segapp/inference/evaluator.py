@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from segapp.datasets.loader import Batch
+from segapp.datasets.loader import Batch, LargeBatch, LargeTensor
 from segapp.errors import OutOfMemoryError
 from segapp.inference.boundary_iou import BoundaryIoU
-from segapp.inference.evaluate import Evaluation, EvaluationSettings, evaluate_parts
+from segapp.inference.evaluate import Evaluation, EvaluationSettings, evaluate_parts, split_batch
 from segapp.inference.sliding import Inference
 from segapp.inference.spread import SpreadCounters, copy_to
 from segapp.losses import labels_of
@@ -85,27 +85,22 @@ class Evaluator:
         )
 
     @torch.no_grad()
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: Batch | LargeBatch) -> None:
         """Evaluate the images of a batch and add their counts.
 
         Raises:
             OutOfMemoryError: not even the smallest window fits.
         """
         is_per_image = self.with_images or self.boundary is not None
-        num_parts = len(batch.indices) if is_per_image or not self.settings.fits(self.model, batch.images) else 1
-        for images, target, indices in zip(
-            batch.images.tensor_split(num_parts),
-            batch.target.tensor_split(num_parts),
-            [batch.indices] if num_parts == 1 else [[index] for index in batch.indices],
-            strict=True,
-        ):
+        is_single = is_per_image or not self.settings.fits(self.model, batch.images)
+        for number, (images, target) in enumerate(split_batch(batch, is_single=is_single)):
             counts = self._count_where_it_fits(images, target)
             self.matrix.add(counts)
             if self.with_images:
-                self.per_image[indices[0]] = counts.cpu()
+                self.per_image[batch.indices[number]] = counts.cpu()
         self.num_images += len(batch.indices)
 
-    def _count_where_it_fits(self, images: Tensor, target: Tensor) -> Tensor:
+    def _count_where_it_fits(self, images: Tensor | LargeTensor, target: Tensor | LargeTensor) -> Tensor:
         """Return (C, C) counts, computed whole or in windows that are halved after each out-of-memory error."""
         height, width = images.shape[-2:]
         inference = self.settings.inference
@@ -136,7 +131,7 @@ class Evaluator:
         )
         return replace(self.settings.inference, window_px=window)
 
-    def _count(self, inference: Inference, images: Tensor, target: Tensor) -> Tensor:
+    def _count(self, inference: Inference, images: Tensor | LargeTensor, target: Tensor | LargeTensor) -> Tensor:
         counts, totals = torch.zeros_like(self.matrix.matrix), self.totals
         labels = np.zeros(target.shape[-2:], np.int64)
         for part in evaluate_parts(self.model, images, target, replace(self.settings, inference=inference)):
@@ -144,18 +139,17 @@ class Evaluator:
             totals = tuple(a + b for a, b in zip(totals, part.statistics, strict=True))
             if self.boundary is not None:
                 found = inference.labels(*part.views)[0]
-                if part.tile is None:
-                    labels = found[: labels.shape[0], : labels.shape[1]].cpu().numpy()
-                else:
-                    labels[part.tile.place] = found[part.tile.core].cpu().numpy()
+                labels[part.tile.place] = found[part.tile.core].cpu().numpy()
         if self.boundary is not None:
-            self.boundary.update(labels, labels_of(target)[0].numpy())
+            self.boundary.update(labels, labels_of(target[..., :, :])[0].numpy())
         self.totals = totals
         return counts
 
 
 def evaluate_on_devices(
-    evaluators: Sequence[Evaluator], batches: Iterable[Batch], progress: Callable[[int], None] = lambda _: None
+    evaluators: Sequence[Evaluator],
+    batches: Iterable[Batch | LargeBatch],
+    progress: Callable[[int], None] = lambda _: None,
 ) -> EvaluationResult:
     """Distribute batches over devices in turn and sum their counts, which do not depend on the number of devices."""
     first = evaluators[0]

@@ -109,6 +109,11 @@ class Inference:
         """True if one forward pass of the whole image suffices."""
         return self.window_px is None and self.scales == (1.0,) and not self.flip
 
+    @property
+    def has_plain_windows(self) -> bool:
+        """True for sliding windows over the image as it is; those of a part are then windows of the whole."""
+        return self.window_px is not None and self.scales == (1.0,) and not self.flip
+
     def views(self, model: SegmentationModel, images: Tensor) -> tuple[Tensor | list[View], tuple[int, int]]:
         """Return low-resolution logits, as `upsample_argmax` and related functions take them, and their full size.
 
@@ -203,11 +208,14 @@ def window_corners(size: tuple[int, int], window: tuple[int, int], overlap: floa
         window: height and width of the window, no larger than the image.
         overlap: share of a window that the next one covers too, 0 <= overlap < 1.
     """
-    axes = []
-    for side, length in zip(size, window, strict=True):
-        stride = max(1, math.ceil(length * (1 - overlap)))
-        steps = math.ceil(max(side - length, 0) / stride) + 1
-        axes.append([min(i * stride, side - length) for i in range(steps)])
-    for top in axes[0]:
-        for left in axes[1]:
+    tops, lefts = (window_starts(side, length, overlap) for side, length in zip(size, window, strict=True))
+    for top in tops:
+        for left in lefts:
             yield top, left
+
+
+def window_starts(side: int, length: int, overlap: float) -> list[int]:
+    """Return where the windows along one axis begin."""
+    stride = max(1, math.ceil(length * (1 - overlap)))
+    steps = math.ceil(max(side - length, 0) / stride) + 1
+    return [min(i * stride, side - length) for i in range(steps)]

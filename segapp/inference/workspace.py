@@ -18,7 +18,7 @@ import torch
 
 from segapp.datasets.resources import available_bytes
 from segapp.errors import OutOfMemoryError
-from segapp.inference.sliding import Inference
+from segapp.inference.sliding import Inference, window_starts
 from segapp.memory.simulation.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ MAX_HOST_BYTES = 2 << 30
 KERNEL_FACTOR = 1.5
 """Allowance for workspaces of kernels, which the recorder does not see."""
 MIN_SIDE_PX = 128
+WINDOWED_TILE_PX = 4096
+"""Side of the core of a tile of sliding windows: as float32 RGB it takes about 200 MiB."""
 MARGIN = 1 / 8
 """Width around the core, as a share of the side of a tile."""
 SMALL_PX = 512 * 512
@@ -183,3 +185,38 @@ def tiles_of(size: tuple[int, int], frame: tuple[int, int]) -> Iterator[Tile]:
                 (slice(first - top, last - top), slice(start - left, stop - left)),
                 (slice(first, last), slice(start, stop)),
             )
+
+
+def window_tiles(size: tuple[int, int], inference: Inference) -> Iterator[Tile]:
+    """Yield the tiles of a large image whose sliding windows are those of the whole image, row by row.
+
+    The tile of a core has all windows that reach into the core: as few more than the core needs as the overlap lets.
+
+    Args:
+        size: height and width of the image.
+        inference: with plain windows (`has_plain_windows`).
+    """
+    assert inference.window_px is not None
+    rows, columns = (
+        _window_spans(side, min(window, side), inference.overlap)
+        for side, window in zip(size, inference.window_px, strict=True)
+    )
+    for (top, bottom), (first, last) in rows:
+        for (left, right), (start, stop) in columns:
+            yield Tile(
+                (slice(top, bottom), slice(left, right)),
+                (slice(first - top, last - top), slice(start - left, stop - left)),
+                (slice(first, last), slice(start, stop)),
+            )
+
+
+def _window_spans(side: int, length: int, overlap: float) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Return the spans of tiles and of their cores along one axis; cores begin where windows begin."""
+    starts = window_starts(side, length, overlap)
+    step = max(1, WINDOWED_TILE_PX // max(1, starts[1] - starts[0])) if len(starts) > 1 else 1
+    edges = [0, *starts[step::step], side]
+    spans = []
+    for first, last in itertools.pairwise(edges):
+        reaching = [start for start in starts if start + length > first and start < last]
+        spans.append(((reaching[0], reaching[-1] + length), (first, last)))
+    return spans

@@ -86,6 +86,7 @@ class Validation:
             host=self._host,
             other_devices=self._others,
         )
+        self.loader.reads_windows = settings.reads_windows
         ranks, count = self._engine.ranks, self._num_checks
         return evaluate(
             self.model,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -15,7 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassJaccardIndex
 
-from segapp.datasets.loader import Batch
+from segapp.datasets.dataset import SegmentationDataset
+from segapp.datasets.files import ImagePair
+from segapp.datasets.layouts.formats import class_scheme
+from segapp.datasets.loader import Batch, EvalLoader
 from segapp.errors import OutOfMemoryError
 from segapp.inference.boundary_iou import BoundaryIoU, boundary
 from segapp.inference.evaluate import EvaluationSettings, evaluate
@@ -25,6 +29,7 @@ from segapp.inference.sliding import Inference
 from segapp.inference.workspace import MIN_SIDE_PX, HostLimit, measure_bytes_per_px, tile_frame, tiles_of
 from segapp.losses import CriterionCE, CriterionDice
 from segapp.metrics import ConfusionMatrix, group_iou, group_matrix
+from tests.support.drawn_data import draw_image, draw_mask
 
 CPU = torch.device("cpu")
 NORMALIZER = Normalizer((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
@@ -222,6 +227,40 @@ def test_evaluation_in_tiles_equals_that_of_whole_images(criterion: Any) -> None
         assert len(told) == 1
         assert "an image of 300x421 px does not fit" in told[0]
         assert evaluate(model, batches, settings).note is None, "told once"
+
+
+@pytest.mark.parametrize(("way", "weighting"), [("windows", "gaussian"), ("tiles", "uniform")])
+def test_large_tiff_in_parts_equals_the_decoded_whole(
+    way: str, weighting: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tifffile = pytest.importorskip("tifffile")
+    pytest.importorskip("rasterio", reason="the extra geo is not installed")
+    for name in ("segapp.datasets.images.windows", "segapp.datasets.dataset"):
+        monkeypatch.setattr(f"{name}.LARGE_PX", 150 * 200)
+    monkeypatch.setattr("segapp.inference.workspace.WINDOWED_TILE_PX", 60)
+    pairs = []
+    for number, size in enumerate([(150, 221), (40, 50), (190, 180)]):
+        image, target = draw_image(number, *size), draw_mask(number, *size, 3)
+        tifffile.imwrite(tmp_path / f"{number}.tif", image, tile=(64, 64), photometric="rgb")
+        tifffile.imwrite(tmp_path / f"{number}m.tif", target, tile=(64, 64))
+        pairs.append(ImagePair(tmp_path / f"{number}.tif", tmp_path / f"{number}m.tif", f"{number}"))
+    dataset = SegmentationDataset(pairs, class_scheme("folder", classes=["a", "b", "c"]))
+    inference = Inference(NORMALIZER, window_px=(64, 80) if way == "windows" else None, weighting=weighting)
+    host = None if way == "windows" else HostLimit(max_px=150 * 150)
+    settings = EvaluationSettings(inference, 3, 255, CPU, CriterionCE(), host=host)
+    assert settings.reads_windows
+    results = []
+    for reads_windows in (False, True):
+        loader = EvalLoader(dataset)
+        loader.reads_windows = reads_windows
+        evaluator = Evaluator(BlurNet(), settings, with_images=True, with_boundary=True)
+        results.append((evaluate_on_devices([evaluator], loader), evaluate(BlurNet(), loader, settings).scores))
+        assert [type(each).__name__ == "LargeBatch" for each in loader] == [reads_windows, False, reads_windows]
+    (whole, scores), (parts, scores_of_parts) = results
+    assert torch.equal(parts.matrix, whole.matrix)
+    assert all(torch.equal(parts.per_image[i], whole.per_image[i]) for i in range(3))
+    assert (parts.boundary_iou, scores_of_parts) == (whole.boundary_iou, scores)
+    assert parts.evaluation.loss == pytest.approx(whole.evaluation.loss, rel=1e-6)
 
 
 def test_images_that_fit_are_not_divided() -> None:

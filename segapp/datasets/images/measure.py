@@ -16,6 +16,7 @@ import numpy as np
 from segapp.datasets.files import read_header
 from segapp.datasets.images.pixel_format import DTYPES, RGB8, PixelFormat, Range, StoredPixels
 from segapp.datasets.images.reading import read_image
+from segapp.datasets.images.windows import image_windows
 from segapp.errors import DataError
 
 PERCENTILES = (0.5, 99.5)
@@ -53,16 +54,23 @@ def measure_ranges(paths: Sequence[Path], pixels: PixelFormat) -> tuple[Range, .
     problem: DataError | None = None
     for path in paths[:: max(1, len(paths) // _MAX_IMAGES)][:_MAX_IMAGES]:
         try:
-            image = read_image(path, pixels)
+            samples.append(_spread_pixels(path, pixels))
         except DataError as error:
             problem = problem or error
-            continue
-        step = max(1, math.ceil(math.sqrt(image.shape[0] * image.shape[1] / _MAX_PX)))
-        samples.append(image[::step, ::step].reshape(-1, pixels.num_bands))
     if not samples:
         raise problem or DataError("there are no images to measure: check data.root and the split")
     values = np.concatenate(samples)
     return tuple(_range(values[:, band], is_whole=pixels.dtype != "float32") for band in range(pixels.num_bands))
+
+
+def _spread_pixels(path: Path, pixels: PixelFormat) -> np.ndarray:
+    """Return pixels (K, B) of an image, evenly spread."""
+    image = image_windows(path, pixels) or read_image(path, pixels)
+    step = max(1, math.ceil(math.sqrt(image.shape[0] * image.shape[1] / _MAX_PX)))
+    if isinstance(image, np.ndarray):
+        return image[::step, ::step].reshape(-1, pixels.num_bands)
+    blocks = [image[rows][-rows.start % step :: step, ::step] for rows in image.row_blocks()]
+    return np.concatenate(blocks).reshape(-1, pixels.num_bands)
 
 
 def _range(values: np.ndarray, *, is_whole: bool) -> Range:

@@ -5,6 +5,8 @@ Shapes: H, W height and width in pixels; B bands.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,17 @@ from segapp.datasets.images.raster import read_bands
 from segapp.datasets.images.reading import bands_of
 from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.datasets.masks import ids_as_train_ids
+from segapp.datasets.masks import Ids, UnknownIdsError, ids_as_train_ids, read_masks, unknown_ids_error
 
 Pixels = NDArray[Any]
 Key = slice | tuple[slice, slice]
 
 LARGE_PX = 2**22
 """Number of pixels from which an image is read in windows; below, decoding the whole costs a few milliseconds."""
+
+_BLOCK_PX = 2**22
+_BLOCK_ROWS = 512
+"""Blocks of rows are a multiple of this high, as the tiles of most files are, so that no tile is decoded twice."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,11 @@ class _Windows:
         first, last, _ = rows.indices(self.shape[0])
         left, right, _ = columns.indices(self.shape[1])
         return self._read((slice(first, last), slice(left, right)))
+
+    def row_blocks(self) -> Iterator[slice]:
+        """Yield rows from top to bottom that together are the array: a few million pixels where it is not very wide."""
+        step = _BLOCK_ROWS * max(1, _BLOCK_PX // (_BLOCK_ROWS * self.shape[1]))
+        return (slice(top, min(top + step, self.shape[0])) for top in range(0, self.shape[0], step))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Pixels:
         """Return the whole array."""
@@ -94,19 +105,23 @@ class MaskWindows(_Windows):
         """Of the train ids."""
         return self.scheme.dtype
 
+    def stored(self, window: tuple[slice, slice]) -> Pixels:
+        """Return the ids (H, W) or, with `scheme.rgb`, the colours (H, W, 3) of a window."""
+        values = read_bands(self.path, (1, 2, 3) if self.scheme.rgb else (1,), window)
+        return values if self.scheme.rgb else values[..., 0]
+
     def _read(self, window: tuple[slice, slice]) -> Pixels:
-        bands = (1, 2, 3) if self.scheme.rgb else (1,)
-        values = read_bands(self.path, bands, window)
-        return ids_as_train_ids(values if self.scheme.rgb else values[..., 0], self.path, self.scheme)
+        return ids_as_train_ids(self.stored(window), self.path, self.scheme)
 
 
-def image_windows(path: Path, pixels: PixelFormat, least_px: int = LARGE_PX) -> ImageWindows | None:
-    """Return an image to be read in windows; None if it is smaller than `least_px` or cannot be read so.
+def image_windows(path: Path, pixels: PixelFormat, least_px: int | None = None) -> ImageWindows | None:
+    """Return an image to be read in windows; None if it is smaller than `least_px` (`LARGE_PX`) or cannot be read so.
 
     Raises:
         DataError: The file cannot be read, or its pixels are not of this format.
     """
     tags = tiff_tags(path) if path.suffix.lower() in TIFF_SUFFIXES else None
+    least_px = LARGE_PX if least_px is None else least_px
     if tags is None or tags.height_px * tags.width_px < least_px or not tags.can_be_read_in_windows:
         return None
     check_pixels(path, tags.stored, pixels)
@@ -129,3 +144,29 @@ def mask_windows(path: Path, scheme: ClassScheme) -> MaskWindows | None:
     if tags.dtype == "float32" or tags.bands != (3 if scheme.rgb else 1):
         return None  # `read_mask` says what is wrong with it
     return MaskWindows(path, (tags.height_px, tags.width_px), scheme)
+
+
+def mask_blocks(paths: Sequence[Path], scheme: ClassScheme) -> Iterator[Ids]:
+    """Yield the mask of an image as train ids, (H, W), in blocks of rows; in one block where it is read whole.
+
+    Args:
+        paths: The mask, or the masks of its classes.
+        scheme: Classes and the ids of the masks.
+
+    Raises:
+        UnknownIdsError: A mask holds ids that are no class, of all of which the message tells.
+        DataError: It cannot be used.
+    """
+    windows = mask_windows(paths[0], scheme) if len(paths) == 1 else None
+    if windows is None:
+        yield read_masks(paths, scheme)
+        return
+    try:
+        for rows in windows.row_blocks():
+            yield windows[rows]
+    except UnknownIdsError:  # of one block
+        present = Counter[int]()
+        for rows in windows.row_blocks():
+            values, counts = np.unique(windows.stored((rows, slice(0, windows.shape[1]))), return_counts=True)
+            present.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+        raise unknown_ids_error(paths[0], scheme, present) from None

@@ -12,11 +12,13 @@ import torch
 
 from segapp.datasets.augment import TrainTransform
 from segapp.datasets.dataset import SegmentationDataset
+from segapp.datasets.doctor import SplitReport, examine
 from segapp.datasets.files import ImagePair, check_pairs
 from segapp.datasets.images import windows as windows_module
-from segapp.datasets.images.pixel_format import RGB8, PixelFormat
+from segapp.datasets.images.measure import measure_ranges
+from segapp.datasets.images.pixel_format import RGB8, PixelFormat, Range
 from segapp.datasets.images.reading import read_image
-from segapp.datasets.images.windows import image_windows, mask_windows
+from segapp.datasets.images.windows import image_windows, mask_blocks, mask_windows
 from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.masks import UnknownIdsError, read_mask
 from segapp.errors import DataError
@@ -129,3 +131,45 @@ def test_damaged_tile_names_the_file(tmp_path: Path) -> None:
     assert image is not None
     with pytest.raises(DataError, match=r"image\.tif: cannot be decoded"):
         image[0:10, 0:10]
+
+
+def test_rows_of_blocks_are_the_whole_and_its_ids_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows_module, "_BLOCK_ROWS", 48)
+    monkeypatch.setattr(windows_module, "_BLOCK_PX", 1)
+    pair = write_pair(tmp_path, 3, "uint8", tile=(64, 64))
+    blocks = list(mask_blocks(pair.masks, SCHEME))
+    assert [len(block) for block in blocks] == [48, 48, 48, 48, 8]
+    np.testing.assert_array_equal(np.concatenate(blocks), read_mask(pair.masks[0], SCHEME))
+    mask = np.zeros(SIZE, np.uint8)
+    mask[10, :5], mask[190, :7], mask[191, :3] = 9, 9, 8
+    tifffile.imwrite(tmp_path / "wrong.tif", mask, tile=(64, 64))
+    with pytest.raises(UnknownIdsError, match=r"8 \(3 px\), 9 \(12 px\)") as found:
+        list(mask_blocks([tmp_path / "wrong.tif"], SCHEME))
+    assert found.value.present == {0: mask.size - 15, 8: 3, 9: 12}
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16"])
+def test_check_in_blocks_reports_what_the_whole_does(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pixels = RGB8 if dtype == "uint8" else PixelFormat((1, 2, 3), dtype, ((0.0, 255.0),) * 3)
+    pairs = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        pairs.append(write_pair(tmp_path / name, 3, dtype, tile=(64, 64)))
+    mask = np.zeros(SIZE, np.uint8)
+    mask[100:, :] = 9
+    tifffile.imwrite(pairs[1].masks[0], mask, tile=(64, 64))
+
+    def reports() -> tuple[list[SplitReport], tuple[Range, ...]]:
+        found = examine({"train": pairs[:1], "val": pairs}, SCHEME, crop_px=(32, 32), pixels=pixels)
+        return found, measure_ranges([pair.image for pair in pairs], pixels)
+
+    monkeypatch.setattr(windows_module, "_BLOCK_ROWS", 64)
+    monkeypatch.setattr(windows_module, "_BLOCK_PX", 1)
+    in_blocks = reports()
+    assert any(finding.kind == "leak" for finding in in_blocks[0][1].findings)
+    for place in ("segapp.datasets.doctor", "segapp.datasets.images.measure"):
+        monkeypatch.setattr(f"{place}.image_windows", lambda *_: None)
+    monkeypatch.setattr(windows_module, "mask_windows", lambda *_: None)
+    assert reports() == in_blocks
