@@ -85,6 +85,7 @@ def test_coco_objects_become_masks_smaller_on_top(kind: Any, tmp_path: Path) -> 
     for name in NAMES:
         assert (written(tmp_path, f"images/{name}") == expected_order).all()
     assert "6 of 6 entries name an image" in " ".join(result.lines)
+    assert "set data.multilabel: files" in (tmp_path / "made.yaml").read_text()
 
 
 def test_finished_masks_are_kept_and_changed_ones_drawn_again(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from segapp.datasets.convert.conversion import IGNORED, Conversion, Item, Mask, check_classes
 from segapp.datasets.convert.drawing import area_of, blank_mask, decode_runs, fill_polygon
 from segapp.datasets.convert.sources import (
+    ON_TOP,
     Images,
     coverage_words,
     first_bytes,
@@ -82,7 +83,16 @@ def _conversion(tree: Tree, files: Mapping[str, Any], *, is_panoptic: bool) -> C
         f"{len(categories)} categories",
     )
     reason = f"the categories of {shown(next(iter(files)))}"
-    return Conversion("coco", "COCO", names, items, 0.97 * len(items) / total, evidence, reason)
+    return Conversion(
+        "coco",
+        "COCO",
+        names,
+        items,
+        0.97 * len(items) / total,
+        evidence,
+        reason,
+        notes=() if is_panoptic else (ON_TOP,),
+    )
 
 
 def _instances(

@@ -10,6 +10,7 @@ import cv2
 from segapp.datasets.convert.conversion import Conversion, Item, Mask
 from segapp.datasets.convert.drawing import decode_runs, fill_polygon, paste
 from segapp.datasets.convert.sources import (
+    ON_TOP,
     Images,
     class_values,
     coverage_words,
@@ -67,7 +68,9 @@ def find_cvat(tree: Tree) -> Conversion | None:
         for path, name, image, shapes in found
     ]
     evidence = (f"{total} images in XML of CVAT", coverage_words(len(items), total, "entries"), f"{len(names)} classes")
-    return Conversion("cvat", "CVAT", names, items, 0.97 * len(items) / total, evidence, "the labels, by name")
+    return Conversion(
+        "cvat", "CVAT", names, items, 0.97 * len(items) / total, evidence, "the labels, by name", notes=(ON_TOP,)
+    )
 
 
 def _draw(mask: Mask, kind_and_shape: _Shape, values: Mapping[str, int]) -> None:

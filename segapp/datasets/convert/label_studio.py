@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from segapp.datasets.convert.conversion import Conversion, Item, Mask
 from segapp.datasets.convert.drawing import fill_polygon
 from segapp.datasets.convert.sources import (
+    ON_TOP,
     Images,
     class_values,
     coverage_words,
@@ -72,7 +73,9 @@ def find_label_studio(tree: Tree) -> Conversion | None:
     ]
     evidence = (f"{total} tasks of Label Studio", coverage_words(len(items), total, "tasks"), f"{len(labels)} labels")
     reason = "the labels, by name"
-    return Conversion("label-studio", "Label Studio", names, items, 0.97 * len(items) / total, evidence, reason)
+    return Conversion(
+        "label-studio", "Label Studio", names, items, 0.97 * len(items) / total, evidence, reason, notes=(ON_TOP,)
+    )
 
 
 def _labels(region: Mapping[str, Any]) -> list[str]:

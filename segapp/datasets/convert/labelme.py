@@ -13,6 +13,7 @@ import numpy as np
 from segapp.datasets.convert.conversion import Conversion, Item, Mask
 from segapp.datasets.convert.drawing import fill_polygon, paste
 from segapp.datasets.convert.sources import (
+    ON_TOP,
     Images,
     class_values,
     coverage_words,
@@ -58,7 +59,9 @@ def find_labelme(tree: Tree) -> Conversion | None:
             )
         )
     evidence = (f"{total} files of labelme", coverage_words(len(items), total, "files"), f"{len(labels)} labels")
-    return Conversion("labelme", "labelme", names, items, 0.97 * len(items) / total, evidence, "the labels, by name")
+    return Conversion(
+        "labelme", "labelme", names, items, 0.97 * len(items) / total, evidence, "the labels, by name", notes=(ON_TOP,)
+    )
 
 
 def draw_shape(mask: Mask, shape: Mapping[str, Any], values: Mapping[str, int]) -> None:

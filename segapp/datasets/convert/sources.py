@@ -17,6 +17,12 @@ from segapp.datasets.survey.families import parse_file
 from segapp.datasets.survey.tree import Tree
 from segapp.errors import DataError
 
+ON_TOP = (
+    "each pixel has one class: where objects of two classes overlap, the one drawn last covers the other; if both "
+    "should count, write a mask for each class and set data.multilabel: files"
+)
+"""Note of converters that draw objects over each other."""
+
 
 def load_json(tree: Tree, path: str) -> Any:
     """Return the content of a JSON file; None if it cannot be read or is none."""

@@ -13,6 +13,7 @@ import numpy as np
 from segapp.datasets.convert.conversion import Conversion, Item, Mask
 from segapp.datasets.convert.drawing import fill_polygon, paste
 from segapp.datasets.convert.sources import (
+    ON_TOP,
     Images,
     class_values,
     coverage_words,
@@ -59,7 +60,9 @@ def find_supervisely(tree: Tree) -> Conversion | None:
         items.append(Item(image, mask_target(image), shown(path), objects, paint, split_said(image)))
     evidence = (f"{total} files of Supervisely", coverage_words(len(items), total, "files"), f"{len(names)} classes")
     reason = "the classes of the project, by name"
-    return Conversion("supervisely", "Supervisely", names, items, 0.97 * len(items) / total, evidence, reason)
+    return Conversion(
+        "supervisely", "Supervisely", names, items, 0.97 * len(items) / total, evidence, reason, notes=(ON_TOP,)
+    )
 
 
 def _draw(mask: Mask, one: Mapping[str, Any], values: Mapping[str, int]) -> None:

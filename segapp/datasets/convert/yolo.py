@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 
 from segapp.datasets.convert.conversion import Conversion, Item, Mask, check_classes
 from segapp.datasets.convert.drawing import area_of, blank_mask, fill_polygon
-from segapp.datasets.convert.sources import Images, first_bytes, mask_target, split_said
+from segapp.datasets.convert.sources import ON_TOP, Images, first_bytes, mask_target, split_said
 from segapp.datasets.files import read_bytes, shown
 from segapp.datasets.survey.class_files import find_class_files
 from segapp.datasets.survey.tree import Tree
@@ -52,7 +52,7 @@ def find_yolo(tree: Tree) -> Conversion | None:
         evidence.append(f"{len(empty)} images without a label file are left out")
     confidence = 0.97 * len(labels) / (len(labels) + len(empty))
     classes = check_classes(["background", *names], "the labels")
-    return Conversion("yolo", "YOLO polygons", classes, items, confidence, tuple(evidence), reason)
+    return Conversion("yolo", "YOLO polygons", classes, items, confidence, tuple(evidence), reason, notes=(ON_TOP,))
 
 
 def _images_for(place: str) -> str:
