@@ -133,7 +133,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writer.release()
     done = segapp("train", "--config", "demo.yaml", "--plain", cwd=folder)
     assert done.returncode == 0, done.stderr
-    for name in ("demo-2", "fold0", "fold1", "fold2", "teacher"):
+    for name in ("demo-2", "fold0", "fold1", "fold2"):
         shutil.copytree(folder / "runs/demo", folder / "runs" / name)
     return folder
 
