@@ -49,13 +49,16 @@ CONFIG = {
 """Stands for every config of the shipped ones that a command names, under its name."""
 
 SHELL = [block for block in blocks() if block.language in ("sh", "bash") and block.mark != "not run"]
+SLOW_PYTHON = [block for block in blocks() if block.language == "python" and block.mark == "slow"]
 PYTHON = [block for block in blocks() if block.language == "python" and not block.mark]
 
 
 def test_blocks_are_counted() -> None:
     commands = [command for block in blocks() if block.language in ("sh", "bash") for command in block.commands()]
     run = [command for block in SHELL for command in block.commands()]
-    print(f"{len(blocks())} blocks; {len(run)} of {len(commands)} commands and {len(PYTHON)} Python blocks are run")
+    print(
+        f"{len(blocks())} blocks; {len(run)} of {len(commands)} commands and {len(PYTHON) + len(SLOW_PYTHON)} Python blocks are run"
+    )
     assert len(run) > 100
     assert len(run) > 0.6 * len(commands)
     others = [command for command in run if not command.startswith(("segapp ", "python segapp/docs/examples/"))]
@@ -140,7 +143,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("page", list(dict.fromkeys(block.page for block in SHELL)), ids=lambda path: path.stem)
+@pytest.mark.parametrize("page", sorted({block.page for block in [*SHELL, *SLOW_PYTHON]}), ids=lambda path: path.stem)
 def test_commands_of_a_page_succeed(page: Path, prepared: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(prepared, folder, symlinks=True)
