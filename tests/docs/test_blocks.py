@@ -56,9 +56,8 @@ PYTHON = [block for block in blocks() if block.language == "python" and not bloc
 def test_blocks_are_counted() -> None:
     commands = [command for block in blocks() if block.language in ("sh", "bash") for command in block.commands()]
     run = [command for block in SHELL for command in block.commands()]
-    print(
-        f"{len(blocks())} blocks; {len(run)} of {len(commands)} commands and {len(PYTHON) + len(SLOW_PYTHON)} Python blocks are run"
-    )
+    num_python = len(PYTHON) + len(SLOW_PYTHON)
+    print(f"{len(blocks())} blocks; {len(run)} of {len(commands)} commands and {num_python} Python blocks are run")
     assert len(run) > 100
     assert len(run) > 0.6 * len(commands)
     others = [command for command in run if not command.startswith(("segapp ", "python segapp/docs/examples/"))]
