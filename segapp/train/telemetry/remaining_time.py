@@ -12,6 +12,9 @@ from segapp.train.telemetry.clock import Clock, Spent
 MIN_SPAN_STEPS = 20
 """The mean time of a step reaches back over half an epoch, but not over fewer steps than these."""
 
+_KEPT = 3
+"""The steps before a change count as so many."""
+
 _SPAN = 2.0
 """The mean time of an evaluation, a save or a start of an epoch reaches back over so many."""
 
@@ -155,8 +158,8 @@ class RemainingTime:
     def observe(self, observed: Observed, way: Hashable = None) -> None:
         """Take in what was done since the last call.
 
-        The steps before a change of `way` count as one. So do those of the first epoch from the second one on: in the
-        first one files are read that are in memory later, and the allocator grows.
+        The steps before a change of `way` count as a few. So do those before the data is loaded for the second time: in
+        the first epoch files are read that are in memory later, and the allocator grows.
 
         Args:
             observed: what the training has done in this process.
@@ -225,10 +228,10 @@ class _Mean:
         self._num += num
 
     def forget(self) -> None:
-        """Give all measurements so far the weight of one."""
-        if self._weight:
-            one = 1 - math.exp(-1 / self._span)
-            self._sum, self._weight = self._sum / self._weight * one, one
+        """Give all measurements so far the weight of `_KEPT`."""
+        kept = 1 - math.exp(-_KEPT / self._span)
+        if self._weight > kept:
+            self._sum, self._weight = self._sum / self._weight * kept, kept
 
 
 def _multiples(of: int, first: int, last: int) -> int:

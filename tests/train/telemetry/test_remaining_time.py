@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from segapp.train.telemetry.remaining_time import Left, Place, Schedule
+from segapp.train.telemetry.clock import Clock, Spent
+from segapp.train.telemetry.remaining_time import Left, Observed, Place, RemainingTime, Schedule
+from tests.train.telemetry.test_activities import Time
+
+RECORDED = Path(__file__).parent / "recorded_times"
 
 
 def happenings(schedule: Schedule) -> Iterator[tuple[str, Place]]:
@@ -70,3 +77,68 @@ def test_what_is_left_equals_what_the_loop_still_does(schedule: Schedule, cut: i
     assert schedule.left_of_run(place) == counted(len(later))
     begins = [i for i, (what, p) in enumerate(later) if what == "load" and p.epoch > place.epoch]
     assert schedule.left_of_epoch(place) == counted(min([*begins, len(later)]))
+
+
+jitter = st.floats(0.93, 1.07)
+pauses = st.dictionaries(st.integers(1, 80), st.floats(5, 500), max_size=3)
+
+
+@given(st.data(), pauses, st.integers(2, 20), st.none() | st.integers(2, 6))
+def test_remaining_time_is_within_15_percent_of_the_truth(
+    data: Any, paused_s: dict[int, float], log_every: int, changed_at: int | None
+) -> None:
+    """Times of every part vary by 7 %; the first step takes 40 s more, a new split doubles the time of a step."""
+    schedule = Schedule(6, 14, eval_every_epochs=2, save_every_steps=5)
+    seconds = {"load": 1.5, "step": 0.5, "eval": 4.0, "save": 0.7}
+    time = Time()
+    clock, estimate = Clock(time), RemainingTime(schedule)
+    found: list[tuple[Place, float, float | None]] = []
+    num_evaluations, last_change = 0, None
+    for what, place in happenings(schedule):
+        way = changed_at is not None and place.epoch >= changed_at
+        if way and last_change is None:
+            clock.warm_up()
+            last_change = place.step
+        if what == "end":
+            break
+        taken_s = seconds[what] * data.draw(jitter)
+        if what == "step":
+            time.pass_by(taken_s * (2 if way else 1) + (40 if place.step == 1 else 0))
+            clock.count_step(8)
+            if place.step in paused_s:
+                with clock.during("paused"):
+                    time.pass_by(paused_s[place.step])
+            if place.step % log_every == 0 or place.steps_in_epoch == 0:
+                estimate.observe(Observed.of(clock), way)
+                is_known = num_evaluations and (changed_at is None or (last_change or 999) + log_every <= place.step)
+                if place.epoch > 1 and is_known:
+                    at_s = time.now_s - clock.spent("paused").seconds
+                    found.append((place, at_s, estimate.etas_s(place)[1]))
+        else:
+            with clock.during("load" if what == "load" else "eval" if what == "eval" else "save"):
+                time.pass_by(taken_s)
+            num_evaluations += what == "eval"
+    end_s = time.now_s - clock.spent("paused").seconds
+    for place, at_s, eta_s in found:
+        assert eta_s == pytest.approx(end_s - at_s, rel=0.15), place
+
+
+def observed(raw: list[list[float]]) -> Observed:
+    return Observed(*(Spent(int(times), seconds) for times, seconds in raw))
+
+
+@pytest.mark.parametrize("shape", sorted(file.stem for file in RECORDED.glob("*.json")))
+def test_recorded_trainings_end_when_it_was_estimated(shape: str) -> None:
+    """From the second epoch on within 15 % of the truth, or within a second."""
+    found = json.loads((RECORDED / f"{shape}.json").read_text())
+    estimate = RemainingTime(Schedule(**found["schedule"]))
+    end_s, paused_s = found["end"]
+    wrong = []
+    for t, paused, way, times, place in found["rows"]:
+        estimate.observe(observed(times), way)
+        _, eta_s = estimate.etas_s(Place(*place))
+        left_s = end_s - t - (paused_s - paused)
+        is_later = place[1] > found["schedule"]["steps_per_epoch"]
+        if is_later and (eta_s is None or abs(eta_s - left_s) > max(0.15 * left_s, 1.0)):
+            wrong.append((place, left_s, eta_s))
+    assert not wrong
