@@ -22,7 +22,7 @@ from textual.widget import Widget
 
 from segapp.failpoints import failpoint
 from segapp.memory.saved_plan import SavedMemoryPlan, read_saved_plan
-from segapp.run.folder import RunFolder
+from segapp.run.folder import RunFolder, is_sweep
 from segapp.run.text import printable
 from segapp.tui import keys, layout, themes
 from segapp.tui.announcer import RESTORE_TITLE, SAVE_TITLE, Announcer
@@ -75,7 +75,6 @@ class Monitor(App[None]):
 
     TITLE = "segapp"
     CSS_PATH = "app.tcss"
-    ALLOW_SELECT = False
 
     def __init__(
         self,
@@ -227,7 +226,8 @@ class Monitor(App[None]):
 
     def show_runs(self) -> None:
         """Show the list of the runs beside the one on the screen; open the one that the user chooses."""
-        runs = RunList(self.source.folder.path.parent)
+        beside = self.source.folder.path.parent
+        runs = RunList(beside.parent if is_sweep(beside) else beside)
         self.push_screen(RunsScreen(runs, self.marked, self.glyphs), self._open)
 
     def _open(self, folder: RunFolder | None) -> None:

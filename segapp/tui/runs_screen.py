@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from textual import events
 from textual.app import ComposeResult
@@ -21,7 +22,7 @@ from segapp.tui.panes.glyphs import Glyphs, spark
 from segapp.tui.panes.header import STATE_STYLES, Part, fit_parts
 from segapp.tui.state.details import Detail
 from segapp.tui.state.runs import SORTS, FollowedRun, RunList, sorted_runs
-from segapp.tui.state.wording import age, clip, fit_cells, number
+from segapp.tui.state.wording import age, clip, fit_cells, number, plural
 from segapp.tui.widgets import LiteralText, drawable
 
 _SPARK = 14
@@ -52,7 +53,7 @@ class RunsScreen(Screen[RunFolder | None]):
     def compose(self) -> ComposeResult:
         """Yield the title, the search line, the list, and the keys."""
         yield LiteralText(id="runs-title", classes="lines")
-        yield Input(placeholder="part of a run's name", id="run-filter", compact=True, select_on_focus=False)
+        yield Input(placeholder="part of a run's or sweep's name", id="run-filter", compact=True, select_on_focus=False)
         yield LiteralText(id="runs-header", classes="lines")
         yield OptionList(id="run-lines", compact=True)
         yield LiteralText(id="runs-keys", classes="lines")
@@ -75,9 +76,9 @@ class RunsScreen(Screen[RunFolder | None]):
         shown = sorted_runs(self.runs.runs, self._sort, self._wanted)
         listed = self.query_one("#run-lines", OptionList)
         width = max(20, self.size.width - 3)
-        names = max([12, *(len(run.folder.name) for run in shown)])
+        columns = Columns.of(self.runs.runs)
         rows = [
-            drawable(self, run_row(run, width, min(names, 36), self._glyphs, is_marked=run.folder.path in self.marked))
+            drawable(self, run_row(run, width, columns, self._glyphs, is_marked=run.folder.path in self.marked))
             for run in shown
         ]
         if [run.folder.path for run in shown] != [run.folder.path for run in self._shown]:
@@ -92,13 +93,16 @@ class RunsScreen(Screen[RunFolder | None]):
                     listed.replace_option_prompt_at_index(i, row)
         self._shown = shown
         live = sum(run.summary.state in ("live", "busy") for run in self.runs.runs)
-        count = f"{len(self.runs.runs)} runs in {printable(_shown_path(self.runs.root))}, {live} training"
+        sweeps = len({run.sweep for run in self.runs.runs} - {""})
+        of_sweeps = f", {plural(sweeps, 'sweep')}" if sweeps else ""
+        where = printable(_shown_path(self.runs.root))
+        count = f"{plural(len(self.runs.runs), 'run')} in {where}{of_sweeps}, {live} training"
         found = f"  /{self._wanted}: {len(shown)}" if self._wanted else ""
         title = Content.assemble(
             ("segapp  ", "$text-muted"), (count, "bold"), (f"{found}  by {self._sort}", "$text-muted")
         )
         self.query_one("#runs-title", LiteralText).show(title)
-        self.query_one("#runs-header", LiteralText).show(run_header(width, min(names, 36)))
+        self.query_one("#runs-header", LiteralText).show(run_header(width, columns))
         items = (("enter", "Open"), ("esc", "Back"), ("space", "Mark"), ("x", "Compare configs of two marked"),
                  ("/", "Find"), ("o", "Sort"), ("q", "Leave"))  # fmt: skip
         self.query_one("#runs-keys", LiteralText).show(keys.bar(items, self.size.width))
@@ -174,11 +178,26 @@ def differences(first: RunFolder, second: RunFolder) -> list[Detail]:
     return [Detail(printable(key), printable(change)) for key, _, change in pairs] or [Detail("configs", "are equal")]
 
 
-def run_header(width: int, name_width: int) -> Content:
+class Columns(NamedTuple):
+    """Widths of the columns with names, in cells."""
+
+    run: int
+    sweep: int
+    """0 where no run belongs to a sweep."""
+
+    @classmethod
+    def of(cls, runs: Sequence[FollowedRun]) -> Columns:
+        """Return the widths for the names of some runs."""
+        names = max([12, *(len(run.folder.path.name) for run in runs)])
+        return cls(min(names, 36), min(max([0, *(len(run.sweep) for run in runs)]), 20))
+
+
+def run_header(width: int, columns: Columns) -> Content:
     """Return the titles of the columns of `run_row`."""
-    titles = [Part(0, Content(f"  {fit_cells('RUN', name_width)}")), *(
+    titles = [Part(0, Content(f"  {fit_cells('RUN', columns.run)}")), *(
         Part(rank, Content(title.ljust(cells) if is_left else title.rjust(cells)))
         for rank, title, cells, is_left in (
+            (1, "SWEEP"[: columns.sweep], columns.sweep, True),
             (0, "STATE", 9, True), (1, "EPOCH", 9, False), (2, "MIOU", 6, False), (2, "BEST", 6, False),
             (4, "", _SPARK, True), (5, "IMG/S", 7, False), (6, "DEVICES", 7, True), (3, "AGE", 12, False),
         )
@@ -191,14 +210,15 @@ def _shown_path(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def run_row(run: FollowedRun, width: int, name_width: int, glyphs: Glyphs, *, is_marked: bool) -> Content:
+def run_row(run: FollowedRun, width: int, columns: Columns, glyphs: Glyphs, *, is_marked: bool) -> Content:
     """Return one line of the list; columns that do not fit are left out."""
     summary = run.summary
     epoch = "-" if summary.epoch is None else f"{summary.epoch}/{summary.epochs or '?'}"
     speed = number(summary.images_per_s) if summary.state in ("live", "busy") else "-"
-    mark, name = glyphs.dot if is_marked else " ", fit_cells(printable(summary.name), name_width)
+    mark, name = glyphs.dot if is_marked else " ", fit_cells(printable(run.folder.path.name), columns.run)
     parts = [
         Part(0, Content.assemble((f"{mark} ", "$text-accent"), (name, "bold"))),
+        Part(1, Content.styled(fit_cells(printable(run.sweep), columns.sweep), "$text-muted")),
         Part(0, Content.styled(summary.state.ljust(9), STATE_STYLES[summary.state])),
         Part(1, Content(clip(epoch, 9).rjust(9))),
         Part(2, Content(number(summary.miou).rjust(6))),

@@ -79,6 +79,7 @@ class LossChart(Widget, can_focus=True):
     Textual's NO_COLOR filter fails on a segment without one.
     """
 
+    ALLOW_SELECT = False
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"loss-chart--{name}" for name in _CLASSES}
     DEFAULT_CSS = """
     LossChart {

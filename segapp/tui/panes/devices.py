@@ -20,7 +20,7 @@ from segapp.tui.panes.header import Part, device_label, etas_s, fit_parts
 from segapp.tui.panes.plot import Columns, Scale, draw_columns, pack_dots
 from segapp.tui.state.source import Status
 from segapp.tui.state.view import View
-from segapp.tui.state.wording import dots, duration, memory_text, percent, share_text
+from segapp.tui.state.wording import dots, duration, gib, memory_text, percent, share_text
 
 WORD_STYLES = {
     "ok": "$text-success",
@@ -341,8 +341,9 @@ def _prediction_line(view: View, fit: MemoryFit | None, index: int, peak: float,
     now = view.peaks_mib.get(view.split or (), [])
     before = memory_text(now[index]) if index < len(now) else "-"
     is_proven = fit is not None and fit.is_proven
-    spread = f"±{memory_text(max(fit.spread_mib, 51.2))}" if fit is not None and is_proven else " at most"
     total = _usable_mib(view, index)
+    amount = memory_text if total is not None and total < 1024 else gib
+    spread = f"±{amount(max(fit.spread_mib, 51.2))}" if fit is not None and is_proven else " at most"
     word = headroom_level(peak, total)
     if word == "full":
         word = "won't fit" if is_proven else "may not fit"

@@ -163,7 +163,7 @@ def progress_line(view: View, status: Status, width: int, glyphs: Glyphs) -> Con
     bar_width = max(8, (width - 50) // 2)
     epoch, run = epoch_fraction(view), run_fraction(view)
     if view.evaluating is not None and (status.is_replay or not status.is_over):
-        first = _evaluation(view, view.evaluating, status.now_s, bar_width, glyphs)
+        first = _evaluation(view, view.evaluating, status.now_s, max(8, bar_width - 10), glyphs)
     else:
         first = _one_progress("epoch", epoch, epoch_eta_s, bar_width, glyphs) if epoch is not None else Content("")
     parts = [

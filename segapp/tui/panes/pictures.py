@@ -57,6 +57,7 @@ class PictureView(Widget, can_focus=True):
         has_colour: Draw half blocks in colour; otherwise characters by brightness, and a letter for each class.
     """
 
+    ALLOW_SELECT = False
     COMPONENT_CLASSES: ClassVar[set[str]] = {"picture-view--text", "picture-view--name", "picture-view--label"}
     DEFAULT_CSS = """
     PictureView {

@@ -15,7 +15,7 @@ from segapp.run.state import FRESH_S, RunFacts, RunSummary, add_event, derive_st
 _SLICE_BYTES = 2**20
 _LIVENESS_S = 2.0
 
-SORTS = ("newest", "name", "state", "mIoU")
+SORTS = ("newest", "name", "state", "mIoU", "sweep")
 
 
 @dataclass
@@ -35,6 +35,11 @@ class FollowedRun:
     generation: int = 0
 
     @property
+    def sweep(self) -> str:
+        """Name of the sweep that the run belongs to; empty for a run of its own."""
+        return self.folder.name.rpartition("/")[0]
+
+    @property
     def devices(self) -> str:
         """The devices as text: `4 GPU`, `1 CPU`."""
         names = [str(device.get("device") or "") for device in self.summary.devices]
@@ -42,7 +47,7 @@ class FollowedRun:
 
 
 class RunList:
-    """Follows every run below a folder.
+    """Follows every run below a folder, those of sweeps too.
 
     Args:
         root: The folder.
@@ -58,7 +63,7 @@ class RunList:
     def poll(self, budget_s: float = 0.05) -> bool:
         """Find new runs and read on, for a limited time; return True if more is waiting."""
         known = {run.folder.path: run for run in self.runs}
-        self.runs = [known.get(folder.path) or _follow(folder) for folder in run_folders(self.root)]
+        self.runs = [known.get(folder.path) or _follow(folder) for folder in run_folders(self.root, with_sweeps=True)]
         deadline = time.monotonic() + budget_s
         is_behind = False
         for run in self.runs:
@@ -119,10 +124,12 @@ def _fold(run: FollowedRun, raw: dict[str, Any]) -> None:
 
 
 def sorted_runs(runs: list[FollowedRun], sort: str, wanted: str = "") -> list[FollowedRun]:
-    """Return the runs whose names contain a text, in one of the orders of `SORTS`."""
+    """Return the runs whose names, with those of their sweeps, contain a text, in one of the orders of `SORTS`."""
     found = [run for run in runs if wanted.casefold() in run.folder.name.casefold()]
     if sort == "name":
         return sorted(found, key=lambda run: run.folder.name.casefold())
+    if sort == "sweep":
+        return sorted(found, key=lambda run: (not run.sweep, run.folder.name.casefold()))
     if sort == "state":
         order = ("live", "busy", "stale", "lost", "crashed", "failed", "stopped", "finished")
         return sorted(found, key=lambda run: order.index(run.summary.state))

@@ -1,0 +1,291 @@
+"""The replay's keys, the progress of an evaluation, text that can be selected, sweeps, and words that misled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.geometry import Offset
+from textual.pilot import Pilot
+from textual.widgets._toast import Toast
+
+from segapp.run.events import DeviceMemory, EventReader, Heartbeat, Memory, Step
+from segapp.tui import keys
+from segapp.tui.app import MonitorApp
+from segapp.tui.event_log import EventsPane
+from segapp.tui.panes import header
+from segapp.tui.panes.chart import LossChart
+from segapp.tui.panes.glyphs import UNICODE
+from segapp.tui.panes.viewport import Viewport
+from segapp.tui.state.replay import ReplaySource
+from segapp.tui.state.source import LiveSource, Status
+from segapp.tui.state.view import View, fold_events
+from tests.support.recorded_runs import RecordedRun
+from tests.tui.test_screen import press, run_screen, screen_text, settled, toasts
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Any:
+    run = RecordedRun(tmp_path / "run", steps_per_epoch=20, epochs=8)
+    run.epoch()
+    run.train(5)
+    run.folder.acquire()
+    yield run
+    run.folder.release()
+
+
+def folded(run: RecordedRun) -> View:
+    view = View()
+    fold_events(view, EventReader(run.folder.events).read_raw())
+    return view
+
+
+def five_epochs(path: Path) -> RecordedRun:
+    run = RecordedRun(path, steps_per_epoch=20, epochs=5)
+    for _ in range(5):
+        run.epoch()
+    run.end()
+    return run
+
+
+# --- the replay ------------------------------------------------------------------------------------------------------
+
+
+def test_replay_pauses_and_moves_by_epochs(tmp_path: Path) -> None:
+    run = five_epochs(tmp_path / "run")
+    starts_s = [raw["t"] for raw in EventReader(run.folder.events).read_raw() if raw["type"] == "epoch_start"]
+    now = [0.0]
+    source = ReplaySource(run.folder, 10.0, monotonic=lambda: now[0])
+
+    def place() -> tuple[int | None, int]:
+        while source.poll():
+            pass
+        return source.view.epoch, source.view.history.num_steps
+
+    now[0] = (starts_s[2] - starts_s[0]) / 10 + 0.5  # 5 s into the third epoch
+    assert place() == (3, 46)
+    source.toggle_pause()
+    now[0] += 60
+    assert place() == (3, 46)
+    assert source.status().replay == "replay paused"
+    assert source.status().state == "live"
+    source.move_epoch(-1)
+    assert place() == (3, 40)
+    source.move_epoch(-1)
+    assert place() == (2, 20)
+    assert len(source.view.vals) == 1
+    assert source.series("lr").num_steps == 20
+    source.move_epoch(1)
+    source.move_epoch(1)
+    assert place() == (4, 60)
+    source.toggle_pause()
+    now[0] += 0.5
+    assert place() == (4, 66)
+    assert source.status().replay == "replay 10x"
+    source.move_epoch(-1)  # within a second after the beginning of the epoch: the one before
+    assert place() == (3, 40)
+    source.move_to(end=True)
+    assert place() == (5, 100)
+    assert source.status().state == "finished"
+    source.move_epoch(1)
+    assert place() == (5, 100)
+    source.move_to(end=False)
+    assert place()[1] == 0
+
+
+def test_replay_keys_act_and_are_in_bar_and_palette(tmp_path: Path) -> None:
+    source = ReplaySource(five_epochs(tmp_path / "run").folder, 8.0, monotonic=lambda: 0.0)
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "end")
+        assert "FINISHED" in screen_text(app)
+        assert "replay 8x" in screen_text(app).splitlines()[0]
+        bar = screen_text(app).splitlines()[-1]
+        for wanted in ("space Pause", "← Back", "→ Next", "home Begin", "end End"):
+            assert wanted in bar.replace("  ", " "), (wanted, bar)
+        await press(app, pilot, "left", "space")
+        assert "replay paused" in screen_text(app).splitlines()[0]
+        assert "space Play" in screen_text(app).splitlines()[-1].replace("  ", " ")
+        await press(app, pilot, "end", "left", "left")
+        assert "epoch 4/5" in screen_text(app)
+        assert "step 0/20" in screen_text(app)
+        await press(app, pilot, "right")
+        assert "epoch 5/5" in screen_text(app)
+        await press(app, pilot, "home")
+        assert source.view.history.num_steps == 0
+        offered = {command.title for command in app.get_system_commands(app.screen)}
+        assert any(title.startswith("pause the replay") for title in offered)
+        assert not any(title.startswith("pause at the next") for title in offered)
+        await press(app, pilot, "end", "question_mark")
+        assert "end of the recording" in screen_text(app)
+
+    run_screen(source, act, (160, 60))
+
+
+def test_live_run_has_no_keys_of_a_replay() -> None:
+    assert not [key for key in keys.available(False) if key.action.startswith("replay")]
+    assert keys.is_offered("toggle_pause", is_readonly=False, is_replay=False)
+    assert not keys.is_offered("replay_end", is_readonly=False, is_replay=False)
+    assert not keys.is_offered("jump", is_readonly=False, is_replay=True)
+
+
+# --- evaluations and pauses ------------------------------------------------------------------------------------------
+
+
+def test_running_evaluation_shows_its_images_and_its_end(fresh: RecordedRun) -> None:
+    fresh.write(Heartbeat(phase="eval", step=25), 1.0)
+    fresh.write(Heartbeat(phase="eval", step=25, num_evaluated=25, num_images=100), 10.0)
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        text = screen_text(app)
+        assert "LIVE eval" in text
+        assert "25/100 images ETA 30s" in text
+        fresh.write(Heartbeat(phase="train", step=25), 30.0)
+        await settled(app, pilot)
+        assert "BUSY train" in screen_text(app)
+        assert "images ETA" not in screen_text(app)
+
+    run_screen(fresh, act)
+
+
+@pytest.mark.parametrize("fields", [{"num_evaluated": 3}, {"num_evaluated": 9, "num_images": 4}, {}])
+def test_evaluation_of_unknown_progress_only_begins(fresh: RecordedRun, fields: dict[str, int]) -> None:
+    fresh.write(Heartbeat(phase="eval", step=25, **fields), 1.0)
+    view = folded(fresh)
+    assert view.evaluating is not None
+    assert view.evaluating.eta_s(fresh.clock.now_s) is None
+    line = header.progress_line(view, Status("busy", now_s=fresh.clock.now_s), 120, UNICODE).plain
+    assert "eval" in line
+    assert "begins" in line
+
+
+def test_remaining_time_stands_still_while_paused(fresh: RecordedRun) -> None:
+    fresh.write(Step(epoch=2, step=26, loss=0.5, lr=0.01, eta_epoch_s=100.0, eta_run_s=1000.0), 1.0)
+    for _ in range(3):
+        fresh.beat("paused", 100.0)
+    view = folded(fresh)
+    assert header.etas_s(view, Status("busy", now_s=fresh.clock.now_s)) == (None, None)
+    assert header.state_content(view, Status("live"), UNICODE).spans[0].style == "$text-warning bold"
+    fresh.beat("train", 100.0)
+    etas_s = header.etas_s(folded(fresh), Status("live", now_s=fresh.clock.now_s + 7))
+    assert etas_s == pytest.approx((0.0, 1000 - 100 - 7))  # 100 s passed before the pause began
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_below_1_gib_is_shown_in_mib(fresh: RecordedRun) -> None:
+    fresh.write(Memory(devices=[DeviceMemory(device="cuda:0", used_mib=212.0, total_mib=512.0, peak_mib=300.0)]))
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        assert "212M/512M" in screen_text(app)
+        await press(app, pilot, "3", "f")
+        await pilot.resize_terminal(80, 24)
+        await settled(app, pilot)
+
+    run_screen(fresh, act)
+
+
+def test_bound_above_the_memory_is_called_may_not_fit(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run", steps_per_epoch=20, gpu0_bsz=8)
+    run.epoch()
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "b", "1", "2")
+        text = screen_text(app)
+        assert "8 →  12   may not fit" in text
+        assert "at most /21.6  may not fit" in text
+        assert "tight" not in text
+        assert "full" not in text
+
+    run_screen(run, act)
+
+
+@pytest.mark.parametrize("status", ["stopped", "failed"])
+def test_run_that_did_not_finish_shows_how_to_resume(tmp_path: Path, status: str) -> None:
+    run = RecordedRun(tmp_path / "my run", steps_per_epoch=20)
+    run.epoch()
+    run.end(status, "asked to stop")
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        text = " ".join(screen_text(app).split())
+        assert f"{status}: asked to stop; `segapp train --resume 'my run'` continues" in text
+        await press(app, pilot, "ctrl+c")
+        assert toasts(app)[-1] == "q leaves"
+        await pilot.resize_terminal(40, 10)
+        await settled(app, pilot)
+        assert "q leaves" in screen_text(app)
+
+    run_screen(run, act)
+
+
+@pytest.mark.parametrize("size", [(120, 36), (80, 24)])
+def test_messages_leave_the_newest_events_visible(fresh: RecordedRun, size: tuple[int, int]) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "4", "c")
+        await pilot.pause(0.2)
+        toast, events = app.screen.query_one(Toast).region, app.query_one(EventsPane).region
+        assert toast.area
+        assert toast.bottom <= events.bottom - 4
+        assert toast.y >= 2
+
+    run_screen(fresh, act, size)
+
+
+def test_wider_key_bar_shows_more_keys(fresh: RecordedRun) -> None:
+    counts = [len(keys.key_bar(keys.here(keys.available(False), "loss"), {}, {}, width).plain.split("  "))
+              for width in (80, 120, 200)]  # fmt: skip
+    assert counts == sorted(set(counts))
+
+
+# --- selection and sweeps --------------------------------------------------------------------------------------------
+
+
+def test_text_is_selected_and_copied_but_the_chart_is_dragged(fresh: RecordedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await pilot.mouse_down("#head", offset=Offset(1, 0))
+        await pilot.hover("#head", offset=Offset(30, 0))
+        await pilot.mouse_up("#head", offset=Offset(30, 0))
+        await press(app, pilot, "Y")
+        assert "segapp" in app.clipboard
+        assert toasts(app)[-1] == "copied"
+        chart = app.query_one(LossChart)
+        await press(app, pilot, "1", "plus")
+        before = chart.options.part
+        await pilot.mouse_down(chart, offset=Offset(20, 5))
+        await pilot.hover(chart, offset=Offset(50, 5))
+        await pilot.mouse_up(chart, offset=Offset(50, 5))
+        assert before != Viewport()
+        assert chart.options.part != before
+
+    run_screen(fresh, act)
+
+
+def test_list_of_runs_shows_and_finds_sweeps(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    alone = RecordedRun(root / "alone", steps_per_epoch=10)
+    alone.epoch()
+    (root / "lr-sweep").mkdir()
+    (root / "lr-sweep" / "sweep.json").write_text("{}")
+    for name in ("lr=0.1", "lr=0.2"):
+        run = RecordedRun(root / "lr-sweep" / name, steps_per_epoch=10)
+        run.epoch()
+        run.end()
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "R")
+        text = screen_text(app)
+        assert "3 runs in" in text
+        assert "1 sweep" in text
+        assert any(line.split()[:2] == ["lr=0.1", "lr-sweep"] for line in text.splitlines())
+        assert any("SWEEP" in line for line in text.splitlines())
+        await press(app, pilot, "slash", *"sweep", "enter")
+        assert "alone" not in screen_text(app).split("RUN")[1]
+        assert "lr=0.2" in screen_text(app)
+        await press(app, pilot, "enter")
+        assert app.run_name.startswith("lr-sweep/lr=0.")
+        await press(app, pilot, "R")  # from a run of the sweep the list is that of all runs
+        assert "alone" in screen_text(app)
+
+    run_screen(LiveSource(alone.folder), act)
