@@ -37,7 +37,6 @@ from segapp.tui.state.wording import LogLine, log_line, share_text
 PASSING_ALERTS = frozenset({"compile", "settings"})
 """Kinds of alert that are only logged; all others stay on the screen until the user has seen them."""
 
-
 NUM_WHOLE_EVENTS = 300
 """Number of log lines, the last ones, that keep their whole event."""
 
@@ -130,7 +129,6 @@ def fold_events(view: View, items: Iterable[dict[str, Any] | StepRun]) -> None:
     times_s: list[float] = []
     losses: list[float] = []
     columns: tuple[list[Any], ...] = (steps, times_s, losses)
-
     run: StepRun | None = None
 
     def keep_curve() -> None:
