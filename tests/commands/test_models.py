@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,18 @@ def test_names_are_collected_once(cache: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("segapp.commands.models.names._collect", lambda: pytest.fail("collected again"))
     assert all_names() == names
     assert len(list((cache / "segapp").iterdir())) == 1
+
+
+def test_another_version_of_the_program_collects_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    all_names()
+    (tmp_path / "names.py").write_text("# more networks")
+    monkeypatch.setattr("segapp.commands.models.names.__file__", str(tmp_path / "names.py"))
+    monkeypatch.setattr("segapp.commands.models.names._collect", lambda: [ModelName("segapp", "new")])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shutil.copytree(cache / "segapp", tmp_path / "segapp")
+    assert all_names() == [ModelName("segapp", "new")]
 
 
 def test_pattern_is_a_part_or_a_glob() -> None:

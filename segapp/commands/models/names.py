@@ -54,8 +54,9 @@ def matching_names(pattern: str | None) -> list[ModelName]:
 
 
 def all_names() -> list[ModelName]:
-    """Return all networks, from the file that an earlier call wrote if the libraries are the same."""
-    key = hashlib.sha256(repr([version(each) for each in _LIBRARIES]).encode()).hexdigest()[:16]
+    """Return all networks, from the file that an earlier call wrote if the libraries and this module are the same."""
+    libraries = repr([version(each) for each in _LIBRARIES]).encode()
+    key = hashlib.sha256(libraries + Path(__file__).read_bytes()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "segapp"
     path = folder / f"model-names-{key}.json"
     try:
