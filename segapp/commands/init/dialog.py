@@ -16,7 +16,10 @@ def init_folder(request: InitRequest) -> None:
     print(*map(printable, result.lines), sep="\n")
     first = result.configs[0]
     print(f"written: {', '.join(map(str, result.configs))}")
-    print(f"next: segapp check --config {first}; segapp train --config {first}")
+    train = f"segapp train --config {first}"
+    if len(result.configs) > 1:
+        train = f"segapp sweep {' '.join(map(str, result.configs))}"
+    print(f"next: segapp check --config {first}; {train}")
 
 
 def asked(request: InitRequest) -> InitResult:
