@@ -103,7 +103,8 @@ def training(tmp_path: Path) -> Iterator[RecordedRun]:
 def test_cost_of_the_screen_of_ten_events_a_second(
     compiled: dict[str, str], training: RecordedRun, size: tuple[int, int], tmp_path: Path
 ) -> None:
-    with terminal("attach", training.folder.path, cwd=tmp_path, size=size, COLORTERM="truecolor", **compiled) as shown:
+    env = {**compiled, "COLORTERM": "truecolor", "COLUMNS": str(size[0]), "LINES": str(size[1])}
+    with terminal("attach", training.folder.path, cwd=tmp_path, size=size, **env) as shown:
         figures = measure(shown, training)
     print(f"\n{size[0]}x{size[1]} at 10 events/s: {figures} (aims: <= 2 % of a core, <= 12 KiB/s, <= 90 MiB)")
 
