@@ -10,7 +10,7 @@ from textual.geometry import Offset
 from textual.pilot import Pilot
 from textual.widgets._toast import Toast
 
-from segapp.run.events import DeviceMemory, EventReader, Heartbeat, Memory, Step
+from segapp.run.events import DeviceMemory, EpochStart, EventReader, Heartbeat, Memory, Step
 from segapp.tui import keys
 from segapp.tui.app import MonitorApp
 from segapp.tui.event_log import EventsPane
@@ -170,6 +170,13 @@ def test_remaining_time_stands_still_while_paused(fresh: RecordedRun) -> None:
     fresh.beat("train", 100.0)
     etas_s = header.etas_s(folded(fresh), Status("live", now_s=fresh.clock.now_s + 7))
     assert etas_s == pytest.approx((0.0, 1000 - 100 - 7))  # 100 s passed before the pause began
+
+
+def test_new_epoch_does_not_show_the_end_of_the_one_before(fresh: RecordedRun) -> None:
+    fresh.write(EpochStart(epoch=3, lr=0.01, step=25))
+    of_epoch_s, of_run_s = header.etas_s(folded(fresh), Status("live", now_s=fresh.clock.now_s))
+    assert of_epoch_s is None
+    assert of_run_s is not None
 
 
 # --- words -----------------------------------------------------------------------------------------------------------

@@ -148,9 +148,9 @@ def etas_s(view: View, status: Status) -> tuple[float | None, float | None]:
     if step is None or (status.is_over and not status.is_replay) or view.is_paused:
         return None, None
     since_s = max(0.0, status.now_s - step.t - view.away_s)
+    of_epoch = step.eta_epoch_s if step.epoch == view.epoch else None  # no step of a new epoch has told it yet
     return tuple(  # type: ignore[return-value]
-        None if eta is None or not math.isfinite(eta) else max(0.0, eta - since_s)
-        for eta in (step.eta_epoch_s, step.eta_run_s)
+        None if eta is None or not math.isfinite(eta) else max(0.0, eta - since_s) for eta in (of_epoch, step.eta_run_s)
     )
 
 
