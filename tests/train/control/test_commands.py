@@ -88,6 +88,62 @@ def test_new_split_is_applied_after_a_full_batch_succeeds(harness: ControllerHar
     assert changes == [{"lr_factor": 0.5}, {"gpu0_bsz": 0}]  # of the first only what was not superseded
 
 
+@pytest.mark.parametrize(("num_full", "num_short"), [(0, 0), (0, 25), (1, 0), (19, 0), (2, 17), (20, 0), (2, 18)])
+def test_split_is_reverted_within_twenty_steps_only(harness: ControllerHarness, num_full: int, num_short: int) -> None:
+    harness.send("set gpu0_bsz=6")
+    controller, before = harness.controller, harness.batch_split.current
+    controller.apply(controller.settings_for_step(15), MIDDLE)
+    for step in range(num_short):
+        controller.after_step([4, 1, 1], 6, 16 + step)
+    for step in range(num_full):
+        controller.after_step([6, 1, 1], 8, 16 + num_short + step)
+    done = controller.revert_split("no memory", 36)
+    if num_full and num_full + num_short >= 20:
+        assert done is None, "its trial is over: the batch did not change, the memory did"
+        assert harness.batch_split.current == (6, 1, 1)
+        assert not harness.batch_split.facts().failed
+    else:
+        assert done == "split 6·1·1 does not fit: back to split 2·3·3"
+        assert harness.batch_split.current == before == (2, 3, 3)
+        assert events(harness.folder.path, "gpu0_bsz")[-1]["status"] == "reverted"
+        assert controller.revert_split("no memory", 37) is None, "the split before is not on trial"
+
+
+def test_failed_split_is_refused_from_then_on(harness: ControllerHarness) -> None:
+    harness.send("set gpu0_bsz=6")
+    harness.controller.apply(harness.controller.settings_for_step(15), MIDDLE)
+    harness.controller.revert_split("no memory", 15)
+    for text in ("set gpu0_bsz=6", "set gpu0_bsz=7", "set shares=6,2,0"):
+        harness.send(text)
+        assert harness.last()["status"] == "rejected"
+        assert "device 0 ran out of memory with 6 samples: use fewer" in harness.last()["reason"]
+    harness.send("set gpu0_bsz=5")
+    assert harness.last()["status"] == "accepted"
+    harness.send("set gpu0_bsz=6 force")
+    assert harness.last()["status"] == "accepted"
+
+
+def test_auto_avoids_a_failed_split_after_a_resume_too() -> None:
+    def controller_of() -> BatchSplitController:
+        network = DataParallelModel(nn.Linear(1, 1), ["cpu"] * 3, gpu0_bsz=6, full_batch=8)
+        return BatchSplitController(network, 8, "dp")
+
+    fresh = controller_of()
+    fresh.record_peaks((6, 1, 1), (900.0, 250.0, 250.0))
+    best = fresh.auto_move([1000.0] * 3)
+    assert best is not None
+    failed = controller_of()
+    failed.record_failure(best.split, (6, 1, 1))
+    assert failed.facts().ceiling is None, "device 0 had fewer samples than before: another device ran out of memory"
+    failed.record_peaks((6, 1, 1), (900.0, 250.0, 250.0))
+    resumed = controller_of()
+    resumed.load_state_dict(failed.state_dict())
+    for batch_split in (failed, resumed):
+        move = batch_split.auto_move([1000.0] * 3)
+        assert move is not None
+        assert move.split != best.split
+
+
 @pytest.mark.parametrize(
     ("text", "status", "reason"),
     [
