@@ -40,6 +40,17 @@ def test_learning_rates_by_hand(step: int, schedule: dict[str, object], expected
     assert rate(step, **schedule) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("warmup_steps", [1, 2, 7])
+def test_warmup_equals_torchs_linear_lr(warmup_steps: int) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    theirs = torch.optim.lr_scheduler.LinearLR(optimizer, 0.05, 1.0, warmup_steps)
+    for step in range(1, warmup_steps + 4):
+        ours = rate(step, name="constant", warmup_steps=warmup_steps, warmup_factor=0.05)
+        assert ours == pytest.approx(theirs.get_last_lr()[0], rel=1e-9), step
+        optimizer.step()
+        theirs.step()
+
+
 def test_poly_lr_equals_torchs_scheduler() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     scheduler = torch.optim.lr_scheduler.PolynomialLR(optimizer, total_iters=100, power=0.9)

@@ -39,7 +39,7 @@ class HelpScreen(ModalScreen[None]):
         with VerticalScroll(classes="dialog") as box:
             box.border_title = Content("Keys")
             box.border_subtitle = Content("esc closes")
-            yield Static(self._content, classes="lines")
+            yield Static(self._content, classes="lines", markup=False)
 
     def action_scroll(self, by: int) -> None:
         """Scroll the page."""
@@ -76,7 +76,7 @@ class StopScreen(ModalScreen[StopChoice | None]):
             lines.append(Content.styled(last, "$text-muted"))
         with VerticalScroll(classes="dialog") as box:
             box.border_title = Content("Stop the training?")
-            yield Static(Content("\n").join(lines), classes="lines")
+            yield Static(Content("\n").join(lines), classes="lines", markup=False)
 
     def action_choose(self, choice: str) -> None:
         """Close the dialog with a choice."""
@@ -110,7 +110,7 @@ class EventScreen(ModalScreen[None]):
                 Content.assemble((f"{label:<{widest}}  ", "$text-accent bold"), text.replace("\n", indented))
                 for label, text in self._details
             ]
-            yield Static(drawable(self, Content("\n").join(lines)), classes="wrapped")
+            yield Static(drawable(self, Content("\n").join(lines)), classes="wrapped", markup=False)
 
     def action_scroll(self, by: int) -> None:
         """Scroll the fields."""

@@ -291,6 +291,34 @@ def test_dying_worker_raises_only_in_the_loader(misbehave: Callable[..., Segment
         list(batches)
 
 
+def test_hanging_workers_end_with_a_killed_trainer(misbehave: Callable[..., SegmentationDataset]) -> None:
+    """torch's workers look after their parent only between two samples; one that hangs in a sample would stay."""
+    reading, writing = os.pipe()
+
+    def hang() -> None:
+        os.write(writing, f"{os.getpid()}\n".encode())
+        time.sleep(60)
+
+    dataset = misbehave(hang)
+    trainer = os.fork()
+    if trainer == 0:
+        with contextlib.suppress(BaseException):
+            list(TrainLoader(dataset, 2, options=LoadOptions(2)).epoch(0))
+        os._exit(1)
+    worker = int(os.read(reading, 20))
+    os.kill(trainer, signal.SIGKILL)
+    os.waitpid(trainer, 0)
+    os.close(writing)
+    deadline = time.monotonic() + 3
+    with open(reading, "rb") as pipe:  # it ends when no process holds the other end
+        os.set_blocking(reading, False)
+        while (left := pipe.read()) is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+    if left is None:
+        os.kill(worker, signal.SIGKILL)
+    assert left == b"", f"worker {worker} outlived its trainer"
+
+
 def test_workers_use_one_thread(write_pairs: WritePairs, scheme: ClassScheme) -> None:
     import cv2
     import torch

@@ -62,6 +62,38 @@ def test_peaks_of_frozen_epochs_do_not_count_once_these_are_over():
     assert peaks == pytest.approx(MODEL.peak_mib(split))
 
 
+def test_highest_peak_counts_wherever_it_occurred():
+    factors = [0.7, 1.06, 0.9]
+    events = run_of((2, 3, 3))[:2] + [memory_event((2, 3, 3), factor) for factor in factors]
+    highest = [1.06 * mib for mib in MODEL.peak_mib((2, 3, 3))]
+    assert list(collect(events).observations[0].peak_mib) == pytest.approx(highest)
+    without = {"type": "memory", "devices": [{"device": "cuda:0", "peak_mib": None}] * 3}
+    assert list(collect([*events, without]).observations[0].peak_mib) == pytest.approx(highest)
+
+
+def test_device_without_measurement_takes_the_median_of_all():
+    predicted = MODEL.peak_mib((2, 3, 3))
+    events = run_of((2, 3, 3))[:2]
+    for split, first, third in (((2, 3, 3), 1.1, 1.3), ((1, 4, 3), 1.1, 1.2)):
+        events.append({"type": "gpu0_bsz", "status": "applied", "split": list(split)})
+        event = memory_event(split, 1.0)
+        for row, factor, mib in zip(event["devices"], (first, None, third), MODEL.peak_mib(split), strict=True):
+            row["peak_mib"] = None if factor is None else factor * mib
+        events.append(event)
+    overhead, errors = calibrated(collect(events), MODEL, OverheadEstimate((500.0,) * 3))
+    assert overhead.scale == pytest.approx((1.1, 1.15, 1.25))  # medians of 1.1 1.1; 1.1 1.1 1.2 1.3; 1.2 1.3
+    assert [error.device for error in errors] == [0, 2, 0, 2]
+    assert errors[0].predicted_mib == predicted[0]
+
+
+def test_without_measurements_the_prediction_is_not_scaled():
+    nothing = collect(run_of((2, 3, 3))[:2])
+    overhead, errors = calibrated(nothing, MODEL, OverheadEstimate((500.0,) * 3))
+    assert overhead.scale == (1.0, 1.0, 1.0)
+    assert overhead.context_mib == (500.0, 500.0, 500.0)
+    assert errors == []
+
+
 def test_fit_of_two_splits_is_proven_and_predicts_a_third():
     fit = fit_memory(collect(run_of((2, 3, 3), (1, 4, 3), factor=1.0)).observations)
     assert fit.is_proven

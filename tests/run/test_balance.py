@@ -6,6 +6,7 @@ import itertools
 import random
 from typing import Any
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -95,6 +96,16 @@ def test_failed_splits_are_not_tried_again() -> None:
     other = plan((6, 1, 1), (900.0, 250.0, 250.0), failed={free.split})
     assert other is not None
     assert other.split != free.split
+
+
+@pytest.mark.parametrize(
+    ("ceiling", "split"),
+    [(None, (6, 1, 1)), (7, (6, 1, 1)), (6, (4, 2, 2)), (4, (2, 3, 3)), (2, None)],
+)
+def test_share_of_device_0_stays_below_its_ceiling(ceiling: int | None, split: Split | None) -> None:
+    """Device 0 has most memory free: one of its samples more takes 100 MiB, and the others have 500 fixed."""
+    move = plan((1, 4, 3), (150.0, 900.0, 800.0), ceiling=ceiling)
+    assert (None if move is None else move.split) == split
 
 
 def test_split_stays_without_measurements() -> None:

@@ -115,6 +115,25 @@ def test_commands_arrive_in_order_with_sender_and_private_mode(run):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+def test_command_is_synced_before_its_name_and_its_name_then(run, monkeypatch):
+    """A power cut leaves the whole command or none: content, then name, then the folder that holds the name."""
+    log, real_fsync, real_rename = [], os.fsync, os.rename
+
+    def spy_fsync(fd):
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        log.append(("sync", path.name if path.is_dir() else json.loads(path.read_bytes())["command"]["kind"]))
+        return real_fsync(fd)
+
+    def spy_rename(source, target):
+        log.append(("rename", Path(target).parent.name))
+        return real_rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", spy_fsync)
+    monkeypatch.setattr(os, "rename", spy_rename)
+    send_command(run, PauseCommand())
+    assert log == [("sync", "pause"), ("rename", "commands"), ("sync", "commands")]
+
+
 def test_command_is_done_once_across_a_crash_at_any_point(run):
     command_id = send_command(run, PauseCommand())
     handled = {received.id for received in drain_commands(run)}

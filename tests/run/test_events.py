@@ -79,6 +79,24 @@ def test_every_event_type_is_read_back_as_written(tmp_path):
     assert [event.seq for event in found] == list(range(1, len(EXAMPLES) + 1))
 
 
+def test_events_that_others_rely_on_are_synced_as_written(tmp_path, monkeypatch):
+    """Starts, checkpoints, answers and the end survive a power cut; the many others wait for the kernel."""
+    path, synced, real_fsync = tmp_path / "events.jsonl", [], os.fsync
+
+    def spy_fsync(fd):
+        assert os.path.samestat(os.fstat(fd), path.stat())
+        synced.append(lines(path)[-1]["type"])
+        return real_fsync(fd)
+
+    with EventWriter(path) as writer:
+        monkeypatch.setattr(os, "fsync", spy_fsync)
+        for event in EXAMPLES:
+            writer.write(event)
+        assert synced == ["run_start", "checkpoint", "command", "run_end"]
+        writer.write(step(9))
+    assert synced[4:] == ["step"], "closing the file syncs the rest"
+
+
 def test_lines_have_the_contract_fields_as_plain_json(tmp_path):
     with EventWriter(tmp_path / "e.jsonl") as writer:
         for event in EXAMPLES:

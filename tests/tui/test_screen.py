@@ -488,13 +488,34 @@ def test_unwritable_inbox_is_reported(fresh: RecordedRun) -> None:
     run_screen(fresh, act)
 
 
-def test_every_key_of_the_table_acts_without_error(live: RecordedRun) -> None:
+PANES = {"loss": "1", "gpu": "2", "classes": "3", "events": "4", "pictures": "5"}
+PRESSED_BEFORE = {"cursor(1)": ["left", "left"], "select": ["down"], "escape": ["left"]}
+WITHOUT_EFFECT = {"image", "redraw"}
+"""The run has no pictures, and the screen is drawn as it was."""
+
+
+def drawn(app: MonitorApp) -> tuple[Any, ...]:
+    """Return all that a user notices: cells with their styles, dialogs, messages, clipboard, theme."""
+    cells = [[(segment.text, segment.style) for segment in strip] for strip in app.screen._compositor.render_strips()]
+    return cells, len(app.screen_stack), len(app._notifications), app.clipboard, app.theme
+
+
+def test_every_key_of_the_table_has_an_effect(live: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        idle, shown = set(), drawn(app)
+        await settled(app, pilot)
+        assert drawn(app) == shown, "without a key nothing changes, so that a change is the key's"
         for key in keys.available(is_readonly=True):
-            for name in key.keys.split(",") if key.action != "runs" else ():
-                if key.action != "detach":
-                    await press(app, pilot, name)
-                    check_regions(app) if len(app.screen_stack) == 1 else await press(app, pilot, "escape")
+            for name in key.keys.split(",") if key.action not in ("runs", "detach") else ():
+                first = [PANES[key.panes.split()[0]]] if key.panes and app.pane not in key.panes.split() else []
+                if first or key.action in PRESSED_BEFORE:
+                    await press(app, pilot, *first, *PRESSED_BEFORE.get(key.action, []))
+                before = drawn(app)
+                await press(app, pilot, name)
+                if drawn(app) == before:
+                    idle.add(key.action)
+                check_regions(app) if len(app.screen_stack) == 1 else await press(app, pilot, "escape")
+        assert idle == WITHOUT_EFFECT
 
     run_screen(live, act, readonly=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -45,8 +46,8 @@ def test_averages_added_in_parts_equal_the_definition(values: list[float], piece
 
 @given(losses, st.integers(1, 5))
 def test_merging_keeps_extremes_bad_steps_and_the_last_average(values: list[float], pieces: int) -> None:
-    history = filled(values, pieces, capacity=32)
-    assert history.size <= 32
+    history = filled(values, pieces, capacity=8)
+    assert history.size <= 8
     assert history.num_steps == len(values)
     known = [value for value in values if not math.isnan(value)]
     if known:
@@ -57,6 +58,14 @@ def test_merging_keeps_extremes_bad_steps_and_the_last_average(values: list[floa
     assert history.is_bad.any() == (len(known) < len(values))
     assert history.step[-1] == len(values)
     assert (np.diff(history.step) > 0).all()
+
+
+@given(losses, st.integers(1, 5))
+def test_merged_point_is_bad_if_any_of_its_steps_is(values: list[float], pieces: int) -> None:
+    history = filled(values, pieces, capacity=8)
+    ends = [0, *history.step.astype(int).tolist()]
+    wanted = [any(map(math.isnan, values[first:last])) for first, last in pairwise(ends)]
+    assert history.is_bad.tolist() == wanted
 
 
 @given(losses, st.integers(0, 400))

@@ -139,6 +139,20 @@ def test_clock_difference_does_not_change_the_state(tmp_path: Path, skew_s: floa
     run.folder.release()
 
 
+@pytest.mark.parametrize("ahead_s", [-3600.0, -5.5, -4.5, 0.0, 4.5, 5.5, 3600.0])
+def test_clock_difference_is_shown_above_five_seconds(tmp_path: Path, ahead_s: float) -> None:
+    """Below it, the time that a line takes to arrive would be taken for a difference of the clocks."""
+    run = small_run(tmp_path / "run")
+    source = LiveSource(run.folder, clock=lambda: run.clock.now_s - ahead_s, monotonic=lambda: 50.0)
+    read_all(source)
+    run.train(1)
+    read_all(source)
+    assert source.view.last_s == pytest.approx(run.clock.now_s, abs=1e-5)
+    wanted = ahead_s if abs(ahead_s) > 5 else 0.0
+    assert source.status().skew_s == pytest.approx(wanted, abs=1e-4)
+    assert source.status().now_s == pytest.approx(run.clock.now_s - ahead_s + wanted, abs=1e-4)
+
+
 def test_two_viewers_have_equal_views(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run")
     first, second = LiveSource(run.folder), LiveSource(run.folder)

@@ -141,6 +141,28 @@ def test_split_change_is_pending_then_applied_then_reverted(tmp_path: Path) -> N
     assert evaluate_split(view, 7).level == "won't fit"
 
 
+def test_peak_of_the_old_split_is_not_the_new_one_s(tmp_path: Path) -> None:
+    """The sample after a change may hold a peak from before it."""
+    run = RecordedRun(tmp_path / "run")
+    run.train(3)
+    raws = EventReader(run.folder.events).read_raw()
+
+    def memory_of(*peaks_mib: float) -> dict[str, Any]:
+        devices = [{"device": f"cuda:{i}", "used_mib": 1.0, "peak_mib": mib} for i, mib in enumerate(peaks_mib)]
+        return {"v": 1, "seq": 99, "t": 99.0, "type": "memory", "devices": devices}
+
+    step = next(raw for raw in raws if raw["type"] == "step")
+    moved = dict(step, step=9, split=[6, 9, 9, 8])
+    view = View()
+    fold_events(view, [*raws, memory_of(900.0, 1.0, 1.0, 1.0), moved])
+    assert view.split == (6, 9, 9, 8)
+    before = view.peaks_mib[4, 10, 9, 9]
+    fold_events(view, [memory_of(900.0, 800.0, 800.0, 800.0)])
+    assert (6, 9, 9, 8) not in view.peaks_mib
+    fold_events(view, [memory_of(500.0, 400.0, 400.0, 400.0), memory_of(450.0, 410.0, 400.0, 400.0)])
+    assert view.peaks_mib == {(4, 10, 9, 9): before, (6, 9, 9, 8): [500.0, 410.0, 400.0, 400.0]}
+
+
 def test_failed_smaller_share_sets_no_limit_for_device_0(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run")
     run.train(1)
