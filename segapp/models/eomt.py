@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -245,7 +246,8 @@ def semantic_logits(masks: Tensor, classes: Tensor) -> Tensor:
         classes: logits (N, Q, C + 1), "no object" last.
     """
     wide = torch.promote_types(masks.dtype, torch.float32)
-    with torch.autocast(masks.device.type, enabled=False):
+    kind = masks.device.type
+    with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
         probability = classes.to(wide).softmax(-1)[..., :-1]
         scores = torch.einsum("nqc,nqhw->nchw", probability, masks.to(wide).sigmoid())
         return (scores + _FLOOR).log()

@@ -72,6 +72,11 @@ def test_semantic_logits_by_hand():
     torch.testing.assert_close(semantic_logits(masks, classes).flatten().exp(), expected, rtol=0, atol=2e-6)
 
 
+def test_semantic_logits_have_a_shape_on_the_meta_device():
+    masks, classes = torch.empty(2, 5, 4, 6, device="meta"), torch.empty(2, 5, 4, device="meta")
+    assert semantic_logits(masks, classes).shape == (2, 3, 4, 6)
+
+
 def test_masked_share_falls_block_after_block():
     masking = QueryMasking(2, 400)  # a unit is 100 steps
     shares = {}
