@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
 import re
@@ -22,7 +21,9 @@ from tests.support.drawn_annotations import (
     WIDTH,
     coco,
     cvat,
+    expected,
     flat,
+    hugging_face,
     label_studio,
     labelme,
     nnunet,
@@ -30,14 +31,6 @@ from tests.support.drawn_annotations import (
     yolo,
 )
 from tests.support.drawn_folders import draw_image, listing, proposed
-
-
-def expected(big: int = 1, small: int = 2) -> np.ndarray:
-    """The mask of BOX with SMALL on top: corners are pixel centres, outlines are filled."""
-    mask = np.zeros((HEIGHT, WIDTH), np.uint8)
-    mask[8:28, 10:30] = big
-    mask[12:18, 14:20] = small
-    return mask
 
 
 def written(tmp_path: Path, name: str) -> np.ndarray:
@@ -200,20 +193,8 @@ def test_supervisely_polygons_with_holes_and_bitmaps(tmp_path: Path) -> None:
 
 
 def test_parquet_rows_become_images_and_masks(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    (tmp_path / "d" / "data").mkdir(parents=True)
-    for split, count in (("train", 5), ("validation", 2)):
-        rows: dict[str, list[Any]] = {"image": [], "label": []}
-        for number in range(count):
-            draw_image(tmp_path / "x.jpg", (HEIGHT, WIDTH))
-            mask = io.BytesIO()
-            Image.fromarray(expected(1, number % 3)).save(mask, "PNG")
-            rows["image"].append({"bytes": (tmp_path / "x.jpg").read_bytes(), "path": None})
-            rows["label"].append({"bytes": mask.getvalue(), "path": None})
-        path = tmp_path / "d" / "data" / f"{split}-00000-of-00001.parquet"
-        parquet.write_table(pyarrow.table(rows), path, row_group_size=2)
-    (tmp_path / "d" / "id2label.json").write_text('{"0": "ground", "1": "road", "2": "car"}')
+    pytest.importorskip("pyarrow")
+    hugging_face(tmp_path / "d")
     config, _, names = proposed(tmp_path / "d", tmp_path / "made.yaml")
     assert config.data.classes == ["ground", "road", "car"]
     assert (len(names["train"]), len(names["val"])) == (5, 2)

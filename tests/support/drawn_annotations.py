@@ -12,12 +12,20 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tests.support.drawn_folders import draw_image, draw_mask
+from tests.support.drawn_folders import draw_image, draw_mask, seeded
 
 HEIGHT, WIDTH = 48, 64
 NAMES = [f"{number:04}" for number in range(6)]
 BOX = [(10, 8), (29, 8), (29, 27), (10, 27)]
 SMALL = [(14, 12), (19, 12), (19, 17), (14, 17)]
+
+
+def expected(big: int = 1, small: int = 2) -> np.ndarray:
+    """The mask of BOX with SMALL on top: corners are pixel centres, outlines are filled."""
+    mask = np.zeros((HEIGHT, WIDTH), np.uint8)
+    mask[8:28, 10:30] = big
+    mask[12:18, 14:20] = small
+    return mask
 
 
 def flat(ring: list[tuple[int, int]]) -> list[float]:
@@ -154,3 +162,22 @@ def nnunet(root: Path, num_channels: int) -> None:
     channels = {str(i): name for i, name in enumerate(("T1", "T2", "FLAIR")[:num_channels])}
     content = {"channel_names": channels, "labels": {"ground": 0, "road": 1}, "file_ending": ".png"}
     (root / "dataset.json").write_text(json.dumps(content))
+
+
+def hugging_face(root: Path) -> None:
+    """Parquet files of images and masks, in two splits, with the names of the classes."""
+    import pyarrow
+    from pyarrow import parquet
+
+    (root / "data").mkdir(parents=True)
+    for split, count in (("train", 5), ("validation", 2)):
+        rows: dict[str, list[Any]] = {"image": [], "label": []}
+        for number in range(count):
+            for kind, pixels in (("image", seeded(f"{split}{number}").integers(0, 255, (HEIGHT, WIDTH, 3), np.uint8)),
+                                 ("label", expected(1, number % 3))):  # fmt: skip
+                file = io.BytesIO()
+                Image.fromarray(pixels).save(file, "PNG")
+                rows[kind].append({"bytes": file.getvalue(), "path": None})
+        path = root / "data" / f"{split}-00000-of-00001.parquet"
+        parquet.write_table(pyarrow.table(rows), path, row_group_size=2)
+    (root / "id2label.json").write_text('{"0": "ground", "1": "road", "2": "car"}')
