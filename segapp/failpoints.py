@@ -8,7 +8,9 @@
   `raise:WHAT` (an errno name such as `ENOSPC`, or a built-in exception such as `RuntimeError`), `sleep:SECONDS`,
   `hang`, or any other word, which `failpoint` returns to its caller (`nan`, `oom`).
 
-An unarmed point costs one dictionary lookup. The method is that of etcd's gofail.
+Where `SEGAPP_FAILPOINT_MARKS` names a folder, every armed point gets an empty file of its name there, and a line in it
+each time it acts: a test sees whether its fault took place. An unarmed point costs one dictionary lookup. The method is
+that of etcd's gofail.
 """
 
 import builtins
@@ -21,6 +23,7 @@ import time
 from dataclasses import dataclass
 
 VARIABLE = "SEGAPP_FAILPOINTS"
+MARKS_VARIABLE = "SEGAPP_FAILPOINT_MARKS"
 
 _SPEC = re.compile(r"(?:(?P<hit>\d+):)?(?P<action>[a-z_]+)(?::(?P<argument>[\w.+-]+))?(?:\*(?P<times>\d+))?")
 
@@ -61,7 +64,7 @@ def parse_failpoints(text: str) -> dict[str, _Point]:
     return points
 
 
-_points = parse_failpoints(os.environ.get(VARIABLE, ""))
+_points: dict[str, _Point] = {}
 _lock = threading.Lock()
 
 
@@ -70,6 +73,22 @@ def arm(text: str) -> None:
     armed = parse_failpoints(text)
     _points.clear()
     _points.update(armed)
+    for name in armed:
+        _mark(name, "")
+
+
+def _mark(name: str, line: str) -> None:
+    """Add `line` to the file of a point, where a folder for them is named."""
+    folder = os.environ.get(MARKS_VARIABLE)
+    if folder:
+        file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            os.write(file, line.encode())
+        finally:
+            os.close(file)
+
+
+arm(os.environ.get(VARIABLE, ""))
 
 
 def failpoint(name: str) -> str | None:
@@ -90,7 +109,10 @@ def failpoint(name: str) -> str | None:
         return None
     with _lock:
         is_due = point.is_due()
-    return _act(name, point) if is_due else None
+    if not is_due:
+        return None
+    _mark(name, f"{os.getpid()}\n")
+    return _act(name, point)
 
 
 _SIGNALS = {"segv": signal.SIGSEGV, "term": signal.SIGTERM}

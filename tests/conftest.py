@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,13 @@ torch.set_num_threads(1)
 CAMVID = ROOT.parent / "shared" / "camvid"
 
 _reports: list[pytest.TestReport] = []
+_began_s = time.monotonic()
 _names_before: set[str] = set()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     if is_controller(session):
+        fault_table.check_results_path()
         _names_before.update(visible_files())
 
 
@@ -82,7 +86,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if not is_controller(session):
         return
     if os.environ.get(fault_table.RESULTS_VARIABLE):
-        fault_table.add_results(_reports)
+        fault_table.write_results(_reports, time.monotonic() - _began_s)
     if written := visible_files() - _names_before:
         print(
             f"\nerror: the tests wrote into the root of the repository: {', '.join(sorted(written))}", file=sys.stderr
@@ -98,6 +102,21 @@ def is_controller(session: pytest.Session) -> bool:
 def visible_files() -> set[str]:
     """The names at the root of the repository, hidden ones (caches) left out."""
     return {path.name for path in ROOT.iterdir() if not path.name.startswith(".")}
+
+
+@pytest.fixture(autouse=True)
+def _faults_took_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fails a case of the fault table in which a failpoint was armed that never acted."""
+    if request.node.get_closest_marker("case") is None:
+        yield
+        return
+    from segapp.failpoints import MARKS_VARIABLE
+    from tests.support.fault_runs import assert_acted
+
+    marks = request.getfixturevalue("tmp_path_factory").mktemp("marks")
+    monkeypatch.setenv(MARKS_VARIABLE, str(marks))
+    yield
+    assert_acted(marks)
 
 
 @pytest.fixture(scope="session")

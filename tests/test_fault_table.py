@@ -1,4 +1,4 @@
-"""The fault table: lines of cases that ran are replaced, other lines stay with the run that they come from."""
+"""The fault table: made by one run, which says what it was; another run is refused, not merged."""
 
 from __future__ import annotations
 
@@ -6,28 +6,71 @@ from pathlib import Path
 
 import pytest
 
+from segapp import failpoints
 from tests.support import fault_table
-from tests.support.fault_table import Outcome, write_table
+from tests.support.fault_runs import assert_acted
+from tests.support.fault_table import Outcome, Results, table_of, write_results, write_table
 
 
-def outcome(row: str, how: str, run: str, outcome: str = "passed") -> Outcome:
-    return Outcome(row, how, "exact | bitwise", f"test_{how}", outcome, 1.4, "", "", run)
+def outcome(row: str, how: str, outcome: str = "passed") -> Outcome:
+    return Outcome(row, how, "exact | bitwise", "test_x", outcome, 1.4, "", "")
 
 
-def test_fault_table_replaces_only_the_cases_that_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def report(when: str, outcome: str, *hows: str) -> pytest.TestReport:
+    properties = [("case", {"row": "F47", "how": how, "passes": "exact"}) for how in hows]
+    return pytest.TestReport("test_x", ("x", 1, "x"), {}, outcome, None, when, user_properties=properties)  # type: ignore[arg-type]
+
+
+def test_fault_table_is_replaced_by_that_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{fault_table._BEGIN}\n{fault_table._END}\nafter\n")
     monkeypatch.setattr(fault_table, "_README", readme)
-    write_table([outcome("F02", "kills", "monday", "failed"), outcome("F01", "a | b", "monday")])
+    write_table(Results("monday", (outcome("F02", "kills", "failed"), outcome("F01", "a | b"))))
     first = readme.read_text()
-    write_table([])
-    assert readme.read_text() == first
-    assert "- A: monday" in first
-    assert "| F02 | kills | exact \\| bitwise | **failed** (1 of 1 tests) | 1 | A |" in first
-    write_table([outcome("F02", "kills", "tuesday")])
+    assert "| F02 | kills | exact \\| bitwise | **failed** (1 of 1 tests) | 1 |" in first
+    assert "1 of the 105 rows of the matrix pass. One run: monday." in first
+    write_table(Results("tuesday", (outcome("S13", "paths"),)))
     second = readme.read_text()
-    assert "| F01 | a \\| b | exact \\| bitwise | passed (1 test) | 1 | A |" in second
-    assert "| F02 | kills | exact \\| bitwise | passed (1 test) | 1 | B |" in second
+    assert "monday" not in second
+    assert "| F0" not in second
+    assert "| S13 | paths | exact \\| bitwise | passed (1 test) | 1 |" in second
+    assert "No case of these rows was in that run: C01, C02" in second
     assert second.startswith("before\n")
     assert second.endswith("\nafter\n")
-    assert "2 of the 100 rows of the matrix pass" in second
+
+
+def test_row_outside_the_matrix_is_refused() -> None:
+    with pytest.raises(ValueError, match="Z09 is no row"):
+        table_of(Results("monday", (outcome("Z09", "x"),)))
+
+
+def test_two_cases_of_one_test_are_both_in_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "new" / "faults.json"
+    monkeypatch.setenv(fault_table.RESULTS_VARIABLE, str(path))
+    fault_table.check_results_path()
+    write_results([report("setup", "passed", "once", "always"), report("call", "passed", "once", "always")], 60.0)
+    found = fault_table.read_results(path)
+    assert [(each.row, each.how) for each in found.outcomes] == [("F47", "once"), ("F47", "always")]
+    for word in ("commit ", ", 1 min, ", " CPUs ("):
+        assert word in found.run
+    with pytest.raises(pytest.UsageError, match="holds another run"):
+        fault_table.check_results_path()
+
+
+def test_failure_after_a_test_is_its_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(fault_table.RESULTS_VARIABLE, str(tmp_path / "faults.json"))
+    write_results([report("call", "passed", "once"), report("teardown", "failed", "once")], 1.0)
+    assert [each.outcome for each in fault_table.read_results(tmp_path / "faults.json").outcomes] == ["failed"]
+
+
+def test_armed_failpoint_that_never_acts_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(failpoints.MARKS_VARIABLE, str(tmp_path))
+    failpoints.arm("x.near=2:nan;x.far=3:nan")
+    try:
+        assert [failpoints.failpoint(name) for name in ("x.near", "x.near", "x.far")] == [None, "nan", None]
+    finally:
+        failpoints.arm("")
+    with pytest.raises(AssertionError, match=r"was due: x\.far$"):
+        assert_acted(tmp_path)
+    (tmp_path / "x.far").write_text("1\n")
+    assert_acted(tmp_path)

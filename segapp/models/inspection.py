@@ -16,7 +16,8 @@ from torch.func import functional_call
 from segapp.errors import ConfigError
 from segapp.models.network import SegmentationModel
 
-_ONE_VALUE = "Expected more than 1 value per channel"  # torch's error for a BatchNorm over a single value
+ONE_VALUE = "Expected more than 1 value per channel"
+"""torch's error for a BatchNorm over a single value."""
 
 
 def inspect_model(model: SegmentationModel) -> None:
@@ -59,7 +60,7 @@ def _measure(model: SegmentationModel, size_px: tuple[int, int]) -> set[str]:
             try:
                 logits_all, tensors = _run(model, device, 1, size_px, training=True)
             except ValueError as error:
-                if _ONE_VALUE not in str(error):
+                if ONE_VALUE not in str(error):
                     raise
                 min_train_batch = 2
                 logits_all, tensors = _run(model, device, 2, size_px, training=True)

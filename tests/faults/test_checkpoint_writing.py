@@ -49,8 +49,10 @@ def killed_at_call(new_run: NewRun, invariants: Invariants, saved: FaultRun, num
     shutil.copytree(saved.folder, run.folder, symlinks=True)
     program = run.start(failpoints=f"ckpt.start=1:stop;ckpt.end=1:exit:0;{SYNCHRONOUS}")
     with traced(run, program, "-e", f"trace={CALLS}", "-e", f"inject={CALLS}:signal=KILL:when={number}"):
-        done = run.ended(program)
+        done = run.ended(program, must_act=False)
+    assert run.num_acts(program, "ckpt.start") == 1
     assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    assert (done.returncode == 0) == (run.num_acts(program, "ckpt.end") == 1)
     invariants.check(run)
     shutil.rmtree(run.work)
     return done.returncode != 0
@@ -128,32 +130,47 @@ def test_one_write_error_is_reported_and_next_save_is_good(new_run: NewRun, inva
 
 
 @case(
-    "F15",
-    how="rename: EACCES, fsync: EIO, manifest rename: EIO, every time",
-    passes="no promise, old intact, exit 10 at the end",
-)
-@case(
     "F14",
     how="every save refused (EROFS)",
     passes="no false promise, an alert each time, exit 10 at the end, old ones kept",
 )
 @pytest.mark.faults
+def test_read_only_disk_exits_10_with_an_alert_each_save(new_run: NewRun, invariants: Invariants) -> None:
+    refused_saves(new_run, invariants, "ckpt.opened=raise:EROFS", "Read-only file system")
+
+
+@case(
+    "F15",
+    how="rename: EACCES, fsync: EIO, manifest rename: EIO, every time",
+    passes="no promise, old intact, exit 10 at the end",
+)
+@pytest.mark.faults
 @pytest.mark.parametrize(
-    "point",
+    ("point", "words"),
     [
-        "ckpt.before_rename=raise:EACCES",
-        "ckpt.before_fsync=raise:EIO",
-        "ckpt.manifest.before_rename=raise:EIO",
-        "ckpt.opened=raise:EROFS",
+        ("ckpt.before_rename=raise:EACCES", "Permission denied"),
+        ("ckpt.before_fsync=raise:EIO", "Input/output error"),
+        ("ckpt.manifest.before_rename=raise:EIO", "Input/output error"),
     ],
 )
-def test_disk_refusing_every_save_exits_10_and_keeps_old(new_run: NewRun, invariants: Invariants, point: str) -> None:
+def test_failing_call_of_every_save_exits_10_and_keeps_old(
+    new_run: NewRun, invariants: Invariants, point: str, words: str
+) -> None:
+    refused_saves(new_run, invariants, point, words)
+
+
+def refused_saves(new_run: NewRun, invariants: Invariants, point: str, words: str) -> None:
+    """Every save from step 7 on is refused: at step 8, at the end of the epoch, and the last attempt."""
     run = one_save(new_run)
-    before = run.committed()
-    done = run.train(failpoints=f"{point};{SYNCHRONOUS}")
-    invariants.assert_clear(done, 10, "cannot write a checkpoint")
+    before, promised = run.committed(), run.events("checkpoint")
+    program = run.start(failpoints=f"{point};{SYNCHRONOUS}")
+    done = run.ended(program)
+    invariants.assert_clear(done, 10, "cannot write a checkpoint", words)
     assert run.committed() == before
-    assert len([alert for alert in run.events("alert") if alert["kind"] == "checkpoint"]) >= 2
+    assert run.events("checkpoint") == promised
+    alerts = [alert for alert in run.events("alert") if alert["kind"] == "checkpoint"]
+    assert all(words in alert["message"] for alert in alerts)
+    assert len(alerts) == run.num_acts(program, point.partition("=")[0]) >= 2
     assert run.events("step")[-1]["step"] == 10, "training went on to its end"
     invariants.check(run)
 
@@ -261,7 +278,7 @@ def test_non_finite_state_is_not_committed(new_run: NewRun, invariants: Invarian
 @case(
     "W03",
     how="a disk that takes 0.3 s longer for each checkpoint, a save every second step",
-    passes="p99 of a step < a copy more",
+    passes="p99 of a step < a copy, and half a write, more",
 )
 @pytest.mark.faults_long
 def test_step_waits_at_most_for_one_state_copy(new_run: NewRun, record_property: Callable[[str, object], None]) -> None:
@@ -282,4 +299,5 @@ def test_step_waits_at_most_for_one_state_copy(new_run: NewRun, record_property:
     p99_ms, copy_ms = (round(1000 * value) for value in (p99_with, copy_s))
     figure = f"p99 of a step {1000 * p99_without:.0f} ms without saves, {p99_ms} ms with, longest copy {copy_ms} ms"
     record_property("figure", figure)
-    assert p99_with < 0.25, "a step would take 0.3 s more if it waited for the disk"
+    # A step that waited for the disk would take 0.3 s more. What the writer computes takes time from the steps too.
+    assert p99_with < p99_without + copy_s + 0.15

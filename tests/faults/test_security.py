@@ -12,7 +12,6 @@ import random
 import re
 import resource
 import shutil
-import signal
 import stat
 import statistics
 import subprocess
@@ -147,7 +146,7 @@ def training(new_run: NewRun) -> Iterator[tuple[FaultRun, Program]]:
     program = run.start(SECRET_TOKEN=SECRET, AWS_SECRET_ACCESS_KEY=SECRET)
     run.wait_for_step(2, program)
     yield run, program
-    program.send(signal.SIGKILL)
+    program.kill()
     run.ended(program)
 
 
@@ -179,7 +178,7 @@ def test_inbox_is_private_under_any_umask(new_run: NewRun) -> None:
 
 
 @pytest.mark.faults
-@case("S04", how="a command of uid 65534 in the inbox; uid 65534 at the inbox", passes="rejected; EACCES")
+@case("S04", how="a command of uid 65534 in the inbox; uid 65534 at the inbox", passes="rejected; EACCES by its mode")
 def test_command_of_another_user_is_refused(training: tuple[FaultRun, Program]) -> None:
     needs("root")
     run, program = training
@@ -195,12 +194,16 @@ def test_command_of_another_user_is_refused(training: tuple[FaultRun, Program]) 
     answers = run.wait_for(lambda: [e for e in run.events("command") if e["id"] == "a" * 12], program)
     assert answers[-1]["status"] == "rejected"
     assert "another user (uid 65534)" in answers[-1]["reason"]
-    closed = subprocess.run(
-        ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "touch", str(inbox / "x")],
-        capture_output=True,
-        text=True,
-    )
+    for parent in (run.folder, *run.folder.parents):
+        if parent.stat().st_uid == os.getuid():
+            parent.chmod(parent.stat().st_mode | 0o011)  # the way to the inbox is open: only its own mode is left
+    words = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "touch"]
+    assert subprocess.run([*words, str(outside / "x")], check=False).returncode == 0
+    closed = subprocess.run([*words, str(inbox / "x")], capture_output=True, text=True, check=False)
     assert closed.returncode != 0
+    assert "Permission denied" in closed.stderr
+    inbox.chmod(0o777)
+    assert subprocess.run([*words, str(inbox / "x")], check=False).returncode == 0, "it is the mode that keeps it out"
     assert program.returncode is None
 
 
@@ -309,7 +312,9 @@ def _junk_in_the_inbox(training: tuple[FaultRun, Program], count: int) -> None:
 
 @pytest.mark.faults_long
 @case(
-    "S06", how="junk files at 100 a second, in turns with quiet, 8 turns of 3 s", passes="steps as fast, within noise"
+    "S06",
+    how="junk files at 100 a second, in turns with quiet, 8 turns of 3 s",
+    passes="a step takes < twice as long",
 )
 def test_inbox_junk_does_not_slow_the_steps(
     training: tuple[FaultRun, Program], record_property: Callable[[str, object], None]
@@ -439,7 +444,11 @@ def test_source_has_no_call_that_can_run_code() -> None:
 
 
 @pytest.mark.faults
-@case("S12", how="strings with names given to the screen's widgets", passes="only Text, Content or literals")
+@case(
+    "S12",
+    how="what is given to the screen's widgets, variables too",
+    passes="literals, or markup=False",
+)
 def test_screen_widgets_get_no_markup_strings() -> None:
     found = []
     for path in sorted((ROOT / "segapp" / "tui").rglob("*.py")):

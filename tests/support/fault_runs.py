@@ -7,11 +7,16 @@ The invariants, after any fault:
 
 - I1 old or new: what can be resumed is verified, and is the newest acknowledged checkpoint or a newer one;
 - I2 nothing acknowledged is lost: a `checkpoint` event is a promise;
-- I3 exact: resumed to the end, every step, every evaluation and every checkpoint has the bits of the reference;
+- I3 exact: resumed to the end, every step, every evaluation, the checkpoint of every epoch's end and the last one
+  have the bits of the reference;
 - I4 clear: the expected exit code, one `error:` line, no traceback;
 - I5 clean: no process, no temporary file, no lock, no shared memory is left;
 - I6 bounded: nothing takes longer than its limit;
 - I7 inert: no control byte of the data reaches the terminal (the cases with hostile names add their canaries).
+
+A fault that does not take place fails its test: a program that ends without a visit to an armed failpoint
+(`assert_acted`), a signal to a program that has ended, a SIGKILL that did not end its program, an error that strace was
+to inject and did not.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ import functools
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import time
@@ -31,6 +37,7 @@ from typing import Any
 
 import pytest
 
+from segapp import failpoints as points
 from segapp.config import RunConfig, dump_config
 from tests.support.fault_table import case as case  # imported with the rest by the cases
 from tests.support.programs import Program, start
@@ -97,6 +104,7 @@ class FaultRun:
     work: Path
     config: RunConfig
     programs: list[Program] = field(default_factory=list)
+    marks: dict[int, Path] = field(default_factory=dict)
     tag: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def __post_init__(self) -> None:
@@ -119,19 +127,43 @@ class FaultRun:
 
     def program(self, *arguments: str, failpoints: str = "", is_stopped: bool = False, **env: str) -> Program:
         """Starts any command of segapp in the work folder."""
-        env = {**env, "SEGAPP_FAILPOINTS": failpoints, TAG: self.tag}
+        marks = self.work / f"marks-{len(self.programs)}"
+        marks.mkdir()
+        env = {**env, points.VARIABLE: failpoints, points.MARKS_VARIABLE: str(marks), TAG: self.tag}
         program = start(*arguments, cwd=self.work, logs=self.work, is_stopped=is_stopped, **env)
         self.programs.append(program)
+        self.marks[program.pid] = marks
         return program
 
-    def ended(self, program: Program, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
-        """Waits for the end of a program, which must come in time (I6)."""
+    def ended(
+        self, program: Program, timeout_s: float = 60, *, must_act: bool = True
+    ) -> subprocess.CompletedProcess[str]:
+        """Waits for the end of a program, which must come in time (I6), and after its faults took place.
+
+        Args:
+            program: of this run.
+            timeout_s: the limit.
+            must_act: every failpoint it was started with must have acted.
+        """
         if program.wait(timeout_s) is None:
             program.send(signal.SIGABRT)  # prints its stacks
             program.wait(5)
             self.kill_all()
             pytest.fail(f"{' '.join(program.words[:1])} still ran after {timeout_s:g} s\n{program.stderr}")
+        if program.is_sigkilled:
+            assert program.returncode == -signal.SIGKILL, f"it ended with {program.returncode} before the SIGKILL"
+        if must_act:
+            assert_acted(self.marks[program.pid])
         return program.finish(1)
+
+    def num_acts(self, program: Program, point: str) -> int:
+        """Returns how often an armed failpoint has acted so far, in a program and its children."""
+        path = self.marks[program.pid] / point
+        return path.read_text().count("\n") if path.exists() else 0
+
+    def wait_for_act(self, program: Program, point: str, times: int = 1) -> None:
+        """Waits until an armed failpoint has acted so often."""
+        self.wait_for(lambda: self.num_acts(program, point) >= times, program)
 
     def command(self, *arguments: str, timeout_s: float = 60, **env: str) -> subprocess.CompletedProcess[str]:
         """Runs another command of segapp to its end."""
@@ -172,6 +204,14 @@ class FaultRun:
         rows: list[dict[str, Any]] = json.loads(done.stdout)
         return rows
 
+    def copy_data(self) -> Path:
+        """Gives the run a data set of its own, a copy, and returns its root; before the first start."""
+        root = self.work / "data"
+        shutil.copytree(self.config.data.root, root)
+        self.config = self.config.model_copy(update={"data": self.config.data.model_copy(update={"root": str(root)})})
+        (self.work / "config.yaml").write_text(dump_config(self.config))
+        return root
+
     def newest(self) -> Path:
         """Returns the file of the newest checkpoint."""
         return next((self.folder / "checkpoints" / "objects").glob(f"*{self.committed()[0]['sha256'][:16]}.pt"))
@@ -185,6 +225,16 @@ class FaultRun:
         for pid in self.left_behind():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def assert_acted(marks: Path) -> None:
+    """Fails where an armed failpoint has never acted.
+
+    Args:
+        marks: the folder that SEGAPP_FAILPOINT_MARKS named.
+    """
+    idle = sorted(path.name for path in marks.iterdir() if path.stat().st_size == 0)
+    assert not idle, f"armed, but never visited when it was due: {', '.join(idle)}"
 
 
 def living_processes(sessions: set[int], tag: str) -> list[int]:
@@ -403,6 +453,8 @@ def traced(run: FaultRun, program: Program, *options: str) -> Iterator[Path]:
             pytest.skip(f"strace cannot attach: {tracer.stderr.read().strip()[:120]}")
         program.send(signal.SIGCONT)
         yield trace
+        if any("error=" in option for option in options):
+            assert "(INJECTED)" in trace.read_text(errors="replace"), "strace has injected no error"
     finally:
         program.wait(60)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -2,11 +2,11 @@
 
 A case is a test marked `@case("F06", how=..., passes=...)`, in any folder. Two steps make the table:
 
-    SEGAPP_FAULT_RESULTS=.pytest_cache/faults.json uv run pytest -m faults     # or -m faults_long, or -m case: all
+    SEGAPP_FAULT_RESULTS=.pytest_cache/faults.json uv run pytest -m case       # all; -m faults: the short ones
     uv run python -m tests.support.fault_table [.pytest_cache/faults.json]
 
-The first adds the outcomes of its tests to the file, with the commit, date and machine; the second writes the lines of
-these cases and keeps the other lines of the table, each with the key of the run that it comes from.
+The table shows one run of pytest: the first step writes its outcomes to a new file, with commit, date, duration and
+machine, and refuses a file that is there already; the second replaces the whole table, and lists the rows not run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DEFAULT_RESULTS = ROOT / ".pytest_cache" / "faults.json"
 
 _README = ROOT / "tests" / "faults" / "README.md"
 _BEGIN, _END = "<!-- table: made by python -m tests.support.fault_table -->", "<!-- end of the table -->"
-_HEAD = ["| case | how | passes | result | s | run |", "|---|---|---|---|---:|---|"]
+_HEAD = ["| case | how | passes | result | s |", "|---|---|---|---|---:|"]
 
 MATRIX = {
     "F": [*range(1, 26), *range(30, 48)],
@@ -43,9 +43,10 @@ MATRIX = {
     "G": range(1, 2),
     "D": range(1, 17),
     "C": range(1, 6),
-    "S": range(1, 13),
+    "S": range(1, 14),
+    "W": range(1, 5),
 }
-"""The rows of the fault matrix; F17b and F17c belong to it too. Rows of other letters (W) are additions to it."""
+"""The rows of the fault matrix; F17b and F17c belong to it too."""
 
 
 def case(row: str, *, how: str, passes: str) -> Callable[[Any], Any]:
@@ -61,7 +62,7 @@ def case(row: str, *, how: str, passes: str) -> Callable[[Any], Any]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one test of a case, and the run of pytest that it comes from (commit, date, machine)."""
+    """The outcome of one test of a case."""
 
     row: str
     how: str
@@ -71,7 +72,14 @@ class Outcome:
     seconds: float
     reason: str
     figure: str
+
+
+@dataclass(frozen=True)
+class Results:
+    """One run of pytest: what describes it (date, commit, duration, machine), and the outcomes of its cases."""
+
     run: str
+    outcomes: tuple[Outcome, ...]
 
 
 @dataclass(frozen=True)
@@ -83,68 +91,50 @@ class Line:
     passes: str
     result: str
     seconds: str
-    run: str
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """The row and the fault: a line replaces the one of the same key."""
-        return self.row, self.how
 
 
-def write_table(outcomes: Iterable[Outcome]) -> None:
-    """Writes the lines of these outcomes into the README's table; other lines and the runs they name stay."""
+def write_table(results: Results) -> None:
+    """Replaces the README's table by that of a run."""
     before, _, rest = _README.read_text().partition(_BEGIN)
-    table, _, after = rest.partition(_END)
-    lines = {line.key: line for line in _read_lines(table)}
-    names = dict(re.findall(r"^- (\w): (.+)$", table, re.MULTILINE))
-    lines |= {line.key: line for line in lines_of(outcomes, names)}
-    _README.write_text(f"{before}{_BEGIN}\n{table_of(lines.values(), names)}\n{_END}{after}")
+    _, _, after = rest.partition(_END)
+    _README.write_text(f"{before}{_BEGIN}\n{table_of(results)}\n{_END}{after}")
 
 
-def lines_of(outcomes: Iterable[Outcome], names: dict[str, str]) -> list[Line]:
-    """Returns a line for each case; a run without a key in `names` (key to run) gets one there."""
+def lines_of(outcomes: Iterable[Outcome]) -> list[Line]:
+    """Returns a line for each case, in the order of the rows."""
     cases: dict[tuple[str, str], list[Outcome]] = {}
     for each in outcomes:
         cases.setdefault((each.row, each.how), []).append(each)
-    for run in {each.run: None for tests in cases.values() for each in tests}:
-        if run not in names.values():
-            names[next(letter for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if letter not in names)] = run
-    keys = {run: key for key, run in names.items()}
-    return [
-        Line(
-            row,
-            how,
-            tests[0].passes,
-            _result(tests),
-            f"{sum(each.seconds for each in tests):.0f}",
-            ", ".join(sorted({keys[each.run] for each in tests})),
-        )
+    lines = [
+        Line(row, how, tests[0].passes, _result(tests), f"{sum(each.seconds for each in tests):.0f}")
         for (row, how), tests in cases.items()
     ]
+    return sorted(lines, key=lambda line: (_row_key(line.row), line.how))
 
 
-def table_of(lines: Iterable[Line], names: dict[str, str]) -> str:
-    """Returns the table in Markdown: a summary, the runs, one line a case; runs without a line are left out."""
-    ordered = sorted(lines, key=lambda line: (_row_key(line.row), line.how))
-    by_row: dict[str, list[Line]] = {row: [] for row in matrix_rows()}
-    for line in ordered:
-        by_row.setdefault(line.row, []).append(line)
-    passed = {row for row, found in by_row.items() if _has_passed(found)}
-    others = sorted(by_row.keys() - matrix_rows(), key=_row_key)
-    summary = (
-        f"{len(passed & matrix_rows())} of the {len(matrix_rows())} rows of the matrix pass, "
-        f"and {len(passed & set(others))} of {len(others)} others ({', '.join(others)}). Runs:"
-    )
-    used = {key for line in ordered for key in line.run.split(", ")}
-    runs = [f"- {key}: {run}" for key, run in sorted(names.items()) if key in used]
-    not_run = [f"Not run yet: {row}." for row in sorted(matrix_rows(), key=_row_key) if not by_row[row]]
-    cells = [[line.row, line.how, line.passes, line.result, line.seconds, line.run] for line in ordered]
+def table_of(results: Results) -> str:
+    """Returns the table in Markdown: a summary, the run, the rows that did not run, one line a case.
+
+    Raises:
+        ValueError: a row is not in the matrix.
+    """
+    lines = lines_of(results.outcomes)
+    by_row: dict[str, list[Line]] = {row: [] for row in sorted(matrix_rows(), key=_row_key)}
+    for line in lines:
+        if line.row not in by_row:
+            raise ValueError(f"{line.row} is no row of the matrix: add it to MATRIX")
+        by_row[line.row].append(line)
+    passed = [row for row, found in by_row.items() if _has_passed(found)]
+    summary = [f"{len(passed)} of the {len(by_row)} rows of the matrix pass. One run: {results.run}."]
+    not_run = [row for row, found in by_row.items() if not found]
+    summary += [f"No case of these rows was in that run: {', '.join(not_run)}."] if not_run else []
+    cells = [[line.row, line.how, line.passes, line.result, line.seconds] for line in lines]
     rows = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
-    return "\n".join([summary, "", *runs, *not_run, "", *_HEAD, *rows])
+    return "\n".join([*summary, "", *_HEAD, *rows])
 
 
 def matrix_rows() -> set[str]:
-    """The 100 rows of the matrix."""
+    """The rows of the matrix."""
     return {*(f"{letter}{number:02}" for letter, numbers in MATRIX.items() for number in numbers), "F17b", "F17c"}
 
 
@@ -153,11 +143,6 @@ def _has_passed(lines: list[Line]) -> bool:
     return any(line.result.startswith("passed") for line in lines) and not any(
         "failed" in line.result for line in lines
     )
-
-
-def _read_lines(table: str) -> list[Line]:
-    cells = [re.split(r"(?<!\\) \| ", line[2:-2]) for line in table.splitlines() if re.match(r"\| [A-Z]\d", line)]
-    return [Line(*(cell.replace("\\|", "|") for cell in row)) for row in cells]
 
 
 def _result(tests: list[Outcome]) -> str:
@@ -179,17 +164,24 @@ def _row_key(row: str) -> tuple[str, int, str]:
     return letter, int(number), rest
 
 
-def read_results(path: Path) -> list[Outcome]:
-    """Returns the outcomes in a results file."""
-    return [Outcome(**each) for each in json.loads(path.read_text())]
+def read_results(path: Path) -> Results:
+    """Returns what `write_results` wrote."""
+    found = json.loads(path.read_text())
+    return Results(found["run"], tuple(Outcome(**each) for each in found["outcomes"]))
 
 
-def describe_run() -> str:
-    """Returns the date, commit and machine of this run."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+def describe_run(duration_s: float) -> str:
+    """Returns date, commit, duration and machine of this run."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = " with changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+    commit = f"commit {git('rev-parse', '--short', 'HEAD') or 'unknown'}{changed}"
     versions = f"Python {platform.python_version()}, torch {importlib.metadata.version('torch')}"
-    place = f"{os.cpu_count()} CPUs, {versions}, {platform.system()} {platform.release().split('-')[0]}"
-    return f"{datetime.date.today()}, commit {commit.stdout.strip() or 'unknown'}, {place}"
+    system = f"{platform.system()} {platform.release().split('-')[0]}"
+    place = f"{os.cpu_count()} CPUs ({platform.machine()}), {versions}, {system}"
+    return f"{datetime.date.today()}, {commit}, {duration_s / 60:.0f} min, {place}"
 
 
 # --- hooks, for tests/conftest.py -------------------------------------------------------------------------------------
@@ -202,25 +194,40 @@ def note_cases(items: Iterable[pytest.Item]) -> None:
             item.user_properties.append(("case", dict(marker.kwargs)))
 
 
-def add_results(reports: Iterable[pytest.TestReport]) -> None:
-    """Adds the outcomes of cases to the file that SEGAPP_FAULT_RESULTS names, in place of those of the same tests."""
-    path, run = Path(os.environ[RESULTS_VARIABLE]), describe_run()
-    results = {(each.row, each.test): each for each in read_results(path)} if path.exists() else {}
-    results |= {(each.row, each.test): each for report in reports for each in _outcomes_of(report, run)}
+def check_results_path() -> None:
+    """Refuses results beside those of another run.
+
+    Raises:
+        pytest.UsageError: the file that SEGAPP_FAULT_RESULTS names is there already.
+    """
+    path = os.environ.get(RESULTS_VARIABLE)
+    if path and Path(path).exists():
+        raise pytest.UsageError(f"{RESULTS_VARIABLE}: {path} holds another run: remove it, or name another file")
+
+
+def write_results(reports: Iterable[pytest.TestReport], duration_s: float) -> None:
+    """Writes the outcomes of the cases of a run to the new file that SEGAPP_FAULT_RESULTS names."""
+    outcomes = {(each.row, each.how, each.test): each for report in reports for each in _outcomes_of(report)}
+    path = Path(os.environ[RESULTS_VARIABLE])
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([asdict(each) for each in results.values()], indent=1))
+    found = {"run": describe_run(duration_s), "outcomes": [asdict(each) for each in outcomes.values()]}
+    with path.open("x") as file:
+        json.dump(found, file, indent=1)
 
 
-def _outcomes_of(report: pytest.TestReport, run: str) -> list[Outcome]:
-    """One outcome for each case of the report's test; none where it has no case or has not ended."""
-    is_result = report.when == "call" or (report.when == "setup" and report.outcome != "passed")
+def _outcomes_of(report: pytest.TestReport) -> list[Outcome]:
+    """One outcome for each case of the report's test; none where it has no case or has not ended.
+
+    What fails after the test, such as a failpoint that never acted, comes later and replaces its outcome.
+    """
+    is_result = report.when == "call" or report.outcome != "passed"
     if not is_result:
         return []
     cases = [value for name, value in report.user_properties if name == "case" and isinstance(value, dict)]
     figures = ", ".join(str(value) for name, value in report.user_properties if name == "figure")
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
     facts = {"test": report.nodeid, "outcome": report.outcome, "seconds": report.duration, "reason": reason}
-    return [Outcome(**facts, figure=figures, run=run, **each) for each in cases]
+    return [Outcome(**facts, figure=figures, **each) for each in cases]
 
 
 def main() -> None:

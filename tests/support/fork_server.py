@@ -2,7 +2,8 @@
 
 Commands come as JSON lines on standard input, `{"argv", "cwd", "env", "out", "err"}`; the answer to each is `{"pid"}`,
 and once that process has ended `{"pid", "status"}`. With `"is_stopped"` the process waits for SIGCONT before it begins,
-so that a tracer can be attached. With SEGAPP_TEST_FORK in its environment, a command forks its trainers too.
+so that a tracer can be attached. With SEGAPP_TEST_FORK in its environment, a command forks its trainers too; with
+SEGAPP_TEST_GPUS, the monitor of a training asks nvidia-smi, as on a machine with a GPU.
 
 Nothing is computed before a fork, so torch has no threads that a child would miss.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import json
 import os
 import select
@@ -46,6 +48,13 @@ def run(command: dict[str, Any]) -> int:
 
         forking = types.SimpleNamespace(**{**vars(subprocess), "Popen": ForkedTrainer})
         segapp.commands.spawn.subprocess = forking  # type: ignore[attr-defined]
+    if "SEGAPP_TEST_GPUS" in os.environ:
+        import segapp.train.session
+        from segapp.memory.gpus import GpuPoller
+
+        sampler = segapp.train.session.MemorySampler
+        polling = functools.partial(sampler, gpus=GpuPoller())
+        segapp.train.session.MemorySampler = polling  # type: ignore[misc, assignment]
     failpoints.arm(os.environ.get(failpoints.VARIABLE, ""))
     sys.argv = ["segapp", *command["argv"]]
     return run_main()

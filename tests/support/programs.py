@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -30,6 +31,8 @@ class Program:
         self.pid, self.words = pid, words
         self._out, self._err = out, err
         self._status: int | None = None
+        self.is_sigkilled = False
+        """True after SIGKILL was sent to it."""
         self._has_ended = threading.Event()
 
     def note_end(self, status: int) -> None:
@@ -53,12 +56,20 @@ class Program:
         return _text(self._err)
 
     def send(self, number: int, *, to_group: bool = False) -> None:
-        """Sends a signal to the process or its whole group, unless it has ended."""
+        """Sends a signal to the process or its whole group.
+
+        Raises:
+            AssertionError: it has ended before: the signal would reach nobody, and the test would show nothing.
+        """
+        assert self._status is None, f"it had ended with {self._status} before signal {number}:\n{self.stderr}"
+        self.is_sigkilled |= number == signal.SIGKILL
+        with contextlib.suppress(ProcessLookupError):  # ends at this moment: its exit code tells
+            (os.killpg if to_group else os.kill)(self.pid, number)
+
+    def kill(self) -> None:
+        """Kills the process unless it has ended, when a test is over."""
         if self._status is None:
-            try:
-                (os.killpg if to_group else os.kill)(self.pid, number)
-            except ProcessLookupError:
-                return
+            self.send(signal.SIGKILL)
 
     def wait(self, timeout_s: float = 240) -> int | None:
         """Waits for the end and returns the exit code; None if it still runs after `timeout_s`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -224,7 +225,7 @@ def test_killed_rank_ends_the_others_and_is_named(tiny: dict[str, Any], tmp_path
         "train", "--config", "ddp.yaml", "--run", "run", cwd=tmp_path, SEGAPP_FAILPOINTS="train.step=5:kill"
     )
     assert result.returncode == 128 + signal.SIGKILL
-    assert "was ended by SIGKILL; the others were stopped" in result.stderr
+    assert re.search(r"^error: rank [01] was ended by SIGKILL; the others were stopped$", result.stderr, re.MULTILINE)
 
 
 def two_agents(tmp_path: Path, port: int) -> list[subprocess.Popen[str]]:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from segapp.errors import ConfigError, DistributedError, OutOfMemoryError, RunError, SegappError, StorageError
 from segapp.memory.oom_errors import is_out_of_memory
+from segapp.models.inspection import ONE_VALUE
 from segapp.parallel import ReplicaError
 
 _OF_A_COLLECTIVE = re.compile(
@@ -25,6 +26,11 @@ def as_segapp_error(error: Exception) -> SegappError:
         return OutOfMemoryError(f"out of memory: {first}: lower train.batch_size or data.crop_px")
     if "does not have a deterministic implementation" in str(error):
         return ConfigError(f"train.deterministic = true: {first}: choose another model or loss, or false")
+    if ONE_VALUE in str(error):
+        return ConfigError(
+            "train.batch_size: a BatchNorm of the network sees one value per channel in a step of one image: "
+            "give every step, and device, at least 2 images, or choose another model"
+        )
     if isinstance(error, OSError) and error.errno is not None:
         return StorageError(
             f"{error.filename or 'the run folder'}: {error.strerror}: free space or choose another folder"

@@ -123,8 +123,6 @@ class StepEngine:
                     sums = self.ranks.sums(sums)
                 loss = self.criterion.finalize(sums)
                 terms = self.criterion.terms(sums)
-            if failpoint("train.value") == "inf":
-                loss = torch.full_like(loss, torch.inf)
             grad_norm, is_bad = self._finish_gradients(loss)
             for participant in self.participants:
                 participant.finish_gradients()
@@ -230,6 +228,8 @@ class StepEngine:
                 own = totals = self.ranks.sums(own)
             # DDP takes the mean of the ranks' gradients; the step's gradient is their sum.
             loss = surrogate(self.criterion, statistics, totals) * self.ranks.world_size
+        if failpoint("train.gradient") == "inf":
+            loss = loss * torch.inf
         self.precision.scale(loss).backward()  # type: ignore[no-untyped-call]
         self.precision.gradients_to_master()
         return own
