@@ -1,0 +1,1 @@
+"""Mutation testing: small changes of `segapp/`, each of which some test ought to notice."""

@@ -1,0 +1,131 @@
+"""Each operator on a source written by hand; a tiny package whose survivor and killed mutant are known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.mutation.campaign import (
+    Campaign,
+    Result,
+    files_that_import,
+    find_mutants,
+    module_of,
+    outcome_of,
+    read_results,
+    sampled,
+    score_lines,
+)
+from tests.mutation.operators import mutants_of
+
+
+def changes(source: str, operator: str) -> list[str]:
+    """The sources that an operator makes of one."""
+    data = source.encode()
+    return [each.applied_to(data).decode() for each in mutants_of("x.py", data) if each.operator == operator]
+
+
+@pytest.mark.parametrize(
+    ("operator", "source", "expected"),
+    [
+        ("comparison", "a < b", ["a <= b"]),
+        ("comparison", "a >= b != c", ["a > b != c", "a >= b == c"]),
+        ("comparison", "'é'; a is None", ["'é'; a is not None"]),
+        ("comparison", "x not in y", ["x in y"]),
+        ("constant", "f(2)", ["f(3)", "f(1)"]),
+        ("constant", "a = 0", ["a = 1", "a = (-1)"]),
+        ("constant", "a: T[3] = 0.5; b = True", ["a: T[3] = 1.5; b = True", "a: T[3] = (-0.5); b = True"]),
+        ("statement", "x.go()", ["pass"]),
+        ("statement", "x += 1\ny = 2\nz.a = 3", ["pass\ny = 2\nz.a = 3", "x += 1\ny = 2\npass"]),
+        ("statement", "if a:\n    raise E(\n        1\n    )\n", ["if a:\n    pass\n"]),
+        ("negation", "if not a: b = -c", ["if (a): b = -c", "if not a: b = (c)"]),
+        ("arguments", "f(a, b, c=d)", ["f(b, a, c=d)"]),
+        ("arguments", "f(a, a); f(*a, b)", []),
+        (
+            "exception",
+            "try:\n    a\nexcept E:\n    b\n    raise F from None\nexcept G:\n    c\n",
+            ["try:\n    a\nexcept E:\n    pass\nexcept G:\n    c\n"],
+        ),
+    ],
+)  # fmt: skip
+def test_operator_changes_one_place(operator: str, source: str, expected: list[str]) -> None:
+    assert changes(source, operator) == expected
+
+
+def test_docstrings_types_and_f_strings_are_left_alone() -> None:
+    source = (
+        '"""Text."""\nif TYPE_CHECKING:\n    f(1)\ndef g(a: X[1]) -> Y[2]:\n    """Text."""\n    return f"{1 < a}"\n'
+    )
+    assert mutants_of("x.py", source.encode()) == []
+
+
+def test_mutants_of_segapp_have_unique_ids_and_functions() -> None:
+    mutants = find_mutants(["metrics"])
+    ids = [mutant.id for mutant in mutants]
+    assert len(set(ids)) == len(ids) > 20
+    assert {mutant.package for mutant in mutants} == {"metrics"}
+    assert any(mutant.function_line for mutant in mutants)
+    assert sampled(mutants, 1, 5) == sampled(mutants, 1, 5) != sampled(mutants, 2, 5)
+    assert module_of("losses/__init__.py") == "segapp.losses"
+    assert "tests/test_metrics.py" in files_that_import("segapp.metrics")
+
+
+@pytest.fixture(scope="module")
+def tiny_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package `segapp` of one module; its test, in a subprocess too, sees one of its two branches."""
+    root = tmp_path_factory.mktemp("tiny")
+    (root / "segapp").mkdir()
+    (root / "segapp" / "__init__.py").write_text("")
+    (root / "segapp" / "other.py").write_text("a = 1\n")
+    (root / "segapp" / "size.py").write_text(
+        "def is_large(x):\n    return x > 10\n\n\ndef twice(x):\n    return x * 2\n"
+    )
+    (root / "test_size.py").write_text(
+        "import subprocess, sys\n"
+        "from segapp.size import is_large\n\n\n"
+        "def test_size():\n"
+        "    assert is_large(20) and not is_large(3)\n"
+        "    code = 'from segapp.size import twice; assert twice(3) == 6'\n"
+        "    assert subprocess.run([sys.executable, '-c', code]).returncode == 0\n"
+    )
+    return root
+
+
+@pytest.mark.parametrize(
+    ("mutant_id", "outcome"),
+    [
+        ("size.py:2:comparison:0", "survived"),  # nothing asks about 10 itself
+        ("size.py:6:constant:0", "killed"),  # in the subprocess
+        ("other.py:1:constant:0", "not run: no test imports the module"),
+    ],
+)
+def test_survivor_and_killed_mutant_are_told_apart(tiny_package: Path, mutant_id: str, outcome: str) -> None:
+    mutants = {mutant.id: mutant for mutant in find_mutants(root=tiny_package / "segapp")}
+    before = (tiny_package / "segapp" / "size.py").read_bytes()
+    assert outcome_of(mutants[mutant_id], ["test_size.py"], 60, tiny_package) == outcome
+    assert (tiny_package / "segapp" / "size.py").read_bytes() == before
+
+
+def test_campaign_resumes_and_skips_what_has_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Campaign, "_outcome", lambda self, mutant: "survived" if "constant" in mutant.id else "killed")
+    mutants = find_mutants(["metrics"])[:6]
+    path = tmp_path / "results.jsonl"
+    first = list(Campaign(path).run(mutants[:4], 1))
+    with path.open("a") as file:
+        file.write('{"id": "cut')
+    path.write_text(path.read_text().rpartition("\n")[0] + "\n")
+    later = list(Campaign(path).run(mutants, 1))
+    assert [each.id for each in first + later] == [mutant.id for mutant in mutants]
+    assert list(Campaign(path).run(mutants, 0)) == []
+    assert {each.id for each in read_results(path)} == {mutant.id for mutant in mutants}
+
+
+def test_score_counts_timeouts_and_leaves_out_what_did_not_run() -> None:
+    outcomes = ["killed", "timeout", "survived", "not run: x"]
+    results = [
+        Result(f"run/a.py:{i}:constant:0", "run", "1 -> 2", each, 1, "", "", "") for i, each in enumerate(outcomes)
+    ]
+    lines = score_lines(results)
+    assert "| run | 4 | 2 | 1 | 1 | 67 % |" in lines
+    assert lines[-1] == "- `run/a.py:2:constant:0`: `1 -> 2`"
