@@ -105,7 +105,7 @@ def test_one_read_error_is_retried(new_run: NewRun, invariants: Invariants, when
 def test_address_space_limit_exits_6_and_resumes(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(data={"crop_px": [384, 384]}, train={"epochs": 2, "batch_size": 5})
     run.train(failpoints=f"train.step=2:kill;{SYNCHRONOUS}")
-    program = run.start(failpoints=f"train.step=1:stop;{SYNCHRONOUS}")
+    program = run.start(failpoints="train.step=1:stop")
     run.wait_for(lambda: " T " in Path(f"/proc/{program.pid}/stat").read_text(), program)
     held = int(Path(f"/proc/{program.pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.prlimit(program.pid, resource.RLIMIT_AS, (held + 30 * 2**20, held + 30 * 2**20))

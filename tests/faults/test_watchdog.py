@@ -127,7 +127,7 @@ def test_worker_crash_exits_7_and_names_the_file(new_run: NewRun, invariants: In
 @pytest.mark.faults
 def test_killed_trainer_leaves_no_workers(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(data={"workers": 2})
-    program = run.start(failpoints="data.item=5:sleep:600")
+    program = run.start(failpoints="data.item=3:sleep:600")
     run.wait_for_act(program, "data.item", times=2)  # a worker between two items sees that its pipe is closed
     assert len(workers_of(run, program.pid)) == 2
     program.send(signal.SIGKILL)
