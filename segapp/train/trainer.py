@@ -179,11 +179,12 @@ class Trainer:
             StopRequest: a stop was asked for before the step, or between its micro-batches.
             OutOfMemoryError: memory does not suffice, in smaller pieces either.
         """
-        self.engine.set_lr(self._lr(self.position.step + 1))
         oom = self.oom_policy
         while True:
             failpoint("train.step")
             self.safe_point.check()
+            # Not before: a checkpoint saved there has the same bytes as one saved at the end of the last step.
+            self.engine.set_lr(self._lr(self.position.step + 1))
             num_pieces = oom.begin(self.position).num_pieces
             num_samples = images_in(self.position.batch, 1, self.settings.batch_size, len(self.train_loader.dataset))
             try:

@@ -54,10 +54,12 @@ def test_hanging_read_in_the_trainer_exits_7_with_stacks(new_run: NewRun, invari
     passes="goes on, no false alarm, exact",
 )
 @pytest.mark.faults_long
-@pytest.mark.parametrize("point", ["train.step", "data.item"])
-def test_continued_trainer_raises_no_false_alarm(new_run: NewRun, invariants: Invariants, point: str) -> None:
+@pytest.mark.parametrize(("point", "visit"), [("train.step", 7), ("data.item", 13)])  # evaluations read 12 items
+def test_continued_trainer_raises_no_false_alarm(
+    new_run: NewRun, invariants: Invariants, point: str, visit: int
+) -> None:
     run = new_run(train={"hang_timeout_s": 5.0}, data={"workers": 1, "timeout_s": 5.0})
-    program = run.start(failpoints=f"{point}=7:sleep:9")
+    program = run.start(failpoints=f"{point}={visit}:sleep:9")
     run.wait_for_act(program, point)
     time.sleep(0.5)  # a worker reads ahead: by now the trainer waits for it
     program.send(signal.SIGSTOP)
