@@ -360,6 +360,7 @@ SCHEMA = record(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_json_of_this_machine_has_the_schema(tmp_path: Path) -> None:
     done = doctor(tmp_path, "--json")
     assert (done.returncode, done.stderr) == (0, "")

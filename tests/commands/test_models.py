@@ -55,6 +55,7 @@ def test_pattern_is_a_part_or_a_glob() -> None:
         matching_names("resnet188")
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_the_network() -> None:
     # In a process of its own: a simulation of memory registers devices that other tests must not see.
     code = (

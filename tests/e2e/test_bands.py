@@ -128,6 +128,7 @@ def test_cached_samples_of_bands_equal_decoded_ones(
     np.testing.assert_array_equal(stored, tifffile.imread(cached.pairs[0].image))
 
 
+@pytest.mark.slow
 def test_planned_batch_has_the_bands_and_type_of_the_files(data: dict[str, Any]) -> None:
     # In a process of its own: a simulation registers devices that other tests must not see.
     code = (

@@ -140,6 +140,7 @@ class SamePaddedNet(SmallNet):
         return super().compute_logits(F.max_pool2d(pad_same(images_NCHW, (3, 3), (2, 2)), 3, 2))
 
 
+@pytest.mark.slow
 def test_pt2_of_same_padding_computes_odd_sizes(tmp_path: Path) -> None:
     model = SamePaddedNet()
     info = info_of(model)

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.gpu.figures_loss import TINY_SHAPES, loss_figures
 from tests.support import ROOT
 
@@ -17,6 +19,7 @@ def test_figures_of_the_loss_run_on_a_cpu():
         assert 0 < row["ours extra MiB"] < 8
 
 
+@pytest.mark.slow
 def test_gpu_tests_of_the_loss_pass_on_a_cpu():
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "gpu", "tests/gpu/test_losses_gpu.py"],

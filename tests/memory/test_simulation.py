@@ -92,6 +92,7 @@ def test_device_memory_follows_its_role():
     assert peak("dp", 2) == pytest.approx(peak("dp plain batchnorm", 2), rel=0.02)
 
 
+@pytest.mark.slow
 def test_ddp_without_bucket_views_holds_gradients_twice():
     weights = kinds("linknet", "step")["weights"]
     assert kinds("ddp", "step")["gradients"] == pytest.approx(weights, rel=0.02)

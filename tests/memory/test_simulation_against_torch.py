@@ -45,6 +45,7 @@ def test_simulated_peak_is_within_1_percent_of_the_profiler(model):
         assert simulated == pytest.approx(measured, rel=0.01), (model, split)
 
 
+@pytest.mark.slow
 def test_frozen_and_thawed_peaks_are_within_1_percent():
     rows = measured_and_simulated("frozen", "3")
     for _, measured, simulated in rows:

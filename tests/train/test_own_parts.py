@@ -155,7 +155,7 @@ def test_file_beside_the_config_is_named_from_the_current_folder(
     monkeypatch.chdir(ROOT)
     config = load_config("segapp/docs/examples/own_parts.yaml")
     assert config.model.name == "segapp/docs/examples/own_parts.py:SmallNet"
-    monkeypatch.chdir(ROOT / "examples")
+    monkeypatch.chdir(ROOT / "segapp" / "docs" / "examples")
     assert load_config("own_parts.yaml").model.name == "own_parts.py:SmallNet"
 
 

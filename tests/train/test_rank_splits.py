@@ -23,6 +23,7 @@ from tests.support.runs import differing, segapp, train
 CPUS: list[str | int] = ["cpu", "cpu"]
 
 
+@pytest.mark.slow
 def test_split_of_ranks_is_changed_by_command_and_exact(tiny: dict[str, Any], tmp_path: Path) -> None:
     check_split_change(tiny, tmp_path, CPUS)
 

@@ -133,6 +133,7 @@ def write_config(config: RunConfig, folder: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_run_killed_five_times_resumes_bitwise(reference: tuple[RunConfig, Path], tmp_path: Path) -> None:
     config, uninterrupted = reference
     path = write_config(config, tmp_path)

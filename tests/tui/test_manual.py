@@ -69,6 +69,7 @@ def test_pages_turn_and_links_between_pages_open(width: int) -> None:
     asyncio.run(go())
 
 
+@pytest.mark.slow
 def test_every_page_is_drawn() -> None:
     async def go() -> None:
         app = DocsApp(pages()[0])

@@ -500,6 +500,7 @@ def drawn(app: MonitorApp) -> tuple[Any, ...]:
     return cells, len(app.screen_stack), len(app._notifications), app.clipboard, app.theme
 
 
+@pytest.mark.slow
 def test_every_key_of_the_table_has_an_effect(live: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         idle, shown = set(), drawn(app)

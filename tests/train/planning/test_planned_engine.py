@@ -52,6 +52,7 @@ def trained_engine(config: Any, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_planned_engine_equals_the_trained_one(tiny: dict[str, Any], tmp_path: Path) -> None:
     base = {**tiny, "data": {**tiny["data"], "crop_px": [48, 64]}}
     assert train(merged(base, train={"epochs": 1}), tmp_path / "teacher") == 0

@@ -162,6 +162,7 @@ gradient.square().sum().backward()  # what a penalty does with the gradient that
 """
 
 
+@pytest.mark.slow
 def test_torch_sync_batchnorm_has_no_second_derivative(tmp_path: Path) -> None:
     """The last operator of its backward pass, which torch has for GPUs alone, with a stand-in for its numbers."""
     done = subprocess.run([sys.executable, "-c", TORCHS_WAY], capture_output=True, text=True, check=False)

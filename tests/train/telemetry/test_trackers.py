@@ -135,6 +135,7 @@ def test_wandb_offline_logs_the_whole_run(
     assert losses == pytest.approx([e["loss"] for e in events(run, "step")])
 
 
+@pytest.mark.slow
 def test_mlflow_logs_the_whole_run_and_continues_on_resume(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -223,6 +223,7 @@ def test_any_changed_field_of_a_good_run_is_folded(
     assert view.num_events == len(raws)
 
 
+@pytest.mark.slow
 def test_old_evaluations_take_little_memory() -> None:
     """Evaluations every few seconds for hours must not grow memory; they once took a kilobyte each."""
     vals = [
