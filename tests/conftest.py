@@ -35,19 +35,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 LONG_FILES = (
-    "train/test_cuda_rules.py",
-    "memory/test_simulation.py",
-    "train/test_rank_splits.py",
+    "commands/test_control.py",
     "train/test_parallel_training.py",
     "train/test_resume.py",
     "train/test_own_parts.py",
     "losses/fused/test_triton_kernels.py",
-    "train/step/test_rank_steps.py",
     "train/recovery/test_out_of_memory.py",
     "parallel/test_ranks.py",
     "e2e/test_tmux.py",
     "train/planning/test_auto_settings.py",
-    "commands/test_control.py",
     "train/planning/test_planned_engine.py",
     "inference/test_evaluate.py",
     "train/step/test_distill.py",

@@ -76,6 +76,7 @@ def test_detached_training_obeys_ctl_commands(
         ctl(run, "pause")
 
 
+@pytest.mark.slow
 def test_start_error_of_detached_training_is_printed(tiny: dict[str, Any], tmp_path: Path) -> None:
     written(small(tiny), tmp_path)
     lost = segapp("train", "--config", "tiny.yaml", "--detach", "data.root=nowhere", cwd=tmp_path)

@@ -11,7 +11,10 @@ from segapp.memory.simulation.backend import is_supported
 from tests.support import ROOT
 from tests.support.simulated_cases import TRAININGS
 
-pytestmark = pytest.mark.skipif(not is_supported(), reason="this torch cannot register a device in Python")
+pytestmark = [
+    pytest.mark.skipif(not is_supported(), reason="this torch cannot register a device in Python"),
+    pytest.mark.slow,  # test_simulation_against_torch.py holds the simulation to a measurement in every run
+]
 
 PARAMS_MIB = 1.1e6 * 4 / 2**20  # LR-ASPP on MobileNetV3-Small, about
 
@@ -42,7 +45,6 @@ def kinds(training, phase, device=0):
     return phases(training)[device][phase][1]
 
 
-@pytest.mark.slow
 def test_affine_model_is_within_1_percent_on_unseen_splits():
     rows = simulated("affine")
     assert len(rows) == 12
@@ -51,7 +53,6 @@ def test_affine_model_is_within_1_percent_on_unseen_splits():
             assert a == pytest.approx(b, rel=0.01, abs=0.5), (model, split, i)
 
 
-@pytest.mark.slow
 def test_half_precision_needs_about_half_the_activations():
     full = kinds("plain", "backward")["activations"]
     for training in ("amp-fp16", "amp-bf16", "fp16"):
@@ -61,7 +62,6 @@ def test_half_precision_needs_about_half_the_activations():
     assert kinds("fp16", "step")["weights"] < 0.6 * weights
 
 
-@pytest.mark.slow
 def test_optimizer_ema_and_masters_count_as_weight_copies():
     weights = kinds("plain", "step")["weights"]
     assert kinds("plain", "step")["optimizer"] == pytest.approx(weights, rel=0.02)
@@ -71,7 +71,6 @@ def test_optimizer_ema_and_masters_count_as_weight_copies():
     assert peak("accumulate") - peak("plain") == pytest.approx(weights, rel=0.1)
 
 
-@pytest.mark.slow
 def test_no_criterion_needs_three_full_resolution_tensors():
     full_mib = 4 * 19 * 256 * 320 * 4 / 2**20
     assert peak("full") > peak("plain") + 1.5 * full_mib
@@ -80,7 +79,6 @@ def test_no_criterion_needs_three_full_resolution_tensors():
     assert peak("lovasz") < peak("full")
 
 
-@pytest.mark.slow
 def test_device_memory_follows_its_role():
     dp = phases("dp")
     assert "optimizer" in dp[0]["backward"][1]
@@ -92,7 +90,6 @@ def test_device_memory_follows_its_role():
     assert peak("dp", 2) == pytest.approx(peak("dp plain batchnorm", 2), rel=0.02)
 
 
-@pytest.mark.slow
 def test_ddp_without_bucket_views_holds_gradients_twice():
     weights = kinds("linknet", "step")["weights"]
     assert kinds("ddp", "step")["gradients"] == pytest.approx(weights, rel=0.02)

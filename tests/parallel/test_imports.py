@@ -26,6 +26,7 @@ def test_plan_chunks_loads_no_torch(code):
     assert "numpy" not in loaded
 
 
+@pytest.mark.slow
 def test_parallel_library_loads_nothing_beyond_torch():
     code = "import segapp.parallel as p\nfor name in p.__all__: getattr(p, name)"
     loaded = modules_after(code)

@@ -148,6 +148,7 @@ def test_nested_groups_have_threads_of_their_own():
     assert len(inside) <= 4
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_forked_process_makes_threads_of_its_own():
     script = """
@@ -166,6 +167,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert run(script) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_stuck", [False, True])
 def test_interpreter_ends_with_waiting_and_stuck_threads(is_stuck):
     script = f"""

@@ -198,6 +198,7 @@ def _link(topic: str | None) -> str:
 
 ENVIRONMENT = {
     "SEGAPP_FAILPOINTS": "For tests: faults to inject at named places (`segapp/failpoints.py`).",
+    "SEGAPP_FAILPOINT_MARKS": "For tests: a folder; each armed fault writes a line whenever it acts.",
     "SEGAPP_TRUST_PARTS": "`1`: import own code that a run or a checkpoint names, as `--trust-parts`.",
     "XDG_CACHE_HOME": "Caches lie in `$XDG_CACHE_HOME/segapp`: decoded images, class weights. Default: `~/.cache`.",
     "XDG_CONFIG_HOME": "Settings of the screen lie in `$XDG_CONFIG_HOME/segapp/ui.toml`. Default: `~/.config`.",

@@ -57,6 +57,7 @@ def errors_of(cases: list[dict[str, Any]], tmp_path: Path) -> list[str | None]:
     return found
 
 
+@pytest.mark.slow
 def test_architectures_and_modes_keep_cudas_rules(tmp_path: Path) -> None:
     """One process, because most of its time is imports; the last two cases have faults that must be found."""
     names = [("segformer", "model", "fp16"), ("eomt", "ddp", "amp-bf16")]

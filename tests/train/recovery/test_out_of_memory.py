@@ -193,6 +193,7 @@ def check_fault(plain: dict[str, Any], reference: Path, folder: Path, seed: int)
     return str(oom["phase"])
 
 
+@pytest.mark.slow
 @case(
     "N03",
     how="out of memory at random places of a step or an evaluation, stopped and resumed",

@@ -12,6 +12,8 @@ import pytest
 from tests.support import ROOT
 from tests.support.rank_steps import CRITERIA, splits_of
 
+pytestmark = pytest.mark.slow  # test_parallel_training.py and test_ranks.py train and sum over two ranks in every run
+
 NUM_BATCHNORMS = 2
 
 
