@@ -300,6 +300,13 @@ class References:
         return self._made[key]
 
 
+def _is_saved_for_an_end(later: list[dict[str, Any]]) -> bool:
+    """Whether a checkpoint was written because its process ended: no step and no evaluation came between."""
+    following = (event for event in later if event["type"] in ("step", "val", "run_start", "run_end"))
+    end = next(following, None)
+    return end is not None and end["type"] == "run_end" and end["status"] != "finished"
+
+
 def _place(event: dict[str, Any]) -> tuple[str, int, int]:
     return event["path"], event["step"], event["epoch"]
 
@@ -369,11 +376,12 @@ class Invariants:
         """A finished run equals the reference of its config."""
         reference = self.references.of(run.config)
         assert course(run) == reference.course
-        loaded = None
-        for event in run.events():
+        loaded, found = None, run.events()
+        for index, event in enumerate(found):
             loaded = event.get("resumed_from_step") if event["type"] == "run_start" else loaded
-            # A state saved as it was loaded is equal (R04), but its bytes are not: pickle tells equal objects apart.
-            if event["type"] != "checkpoint" or event["step"] == loaded:
+            # A state saved as it was loaded, or for the end of a process, is equal (R04), but its bytes need not be:
+            # pickle tells equal objects apart.
+            if event["type"] != "checkpoint" or event["step"] == loaded or _is_saved_for_an_end(found[index + 1 :]):
                 continue
             # One saved for a stop or a command has no counterpart in the reference.
             expected = reference.sha256.get(_place(event), event["sha256"])
