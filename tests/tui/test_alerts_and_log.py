@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from textual.pilot import Pilot
@@ -25,17 +24,6 @@ DISK_FULL = (
     "cannot write a checkpoint in /data/runs/camvid/checkpoints: no space left on device: 117 MB are needed and 9 MB "
     "are free: delete files, or choose another folder with --run"
 )
-
-
-@pytest.fixture
-def fresh(tmp_path: Path) -> Any:
-    run = RecordedRun(tmp_path / "run", steps_per_epoch=20, epochs=8)
-    run.epoch()
-    run.train(5)
-    run.shift_to_now()
-    run.folder.acquire()
-    yield run
-    run.folder.release()
 
 
 def folded(run: RecordedRun) -> View:

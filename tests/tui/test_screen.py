@@ -98,18 +98,6 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Any:
     run.folder.release()
 
 
-@pytest.fixture
-def fresh(tmp_path: Path) -> Any:
-    """Return a short live run that a test may change."""
-    run = RecordedRun(tmp_path / "run", steps_per_epoch=20, epochs=8)
-    run.epoch()
-    run.train(5)
-    run.shift_to_now()
-    run.folder.acquire()
-    yield run
-    run.folder.release()
-
-
 def sent(run: RecordedRun) -> list[str]:
     return [received.text for received in drain_commands(run.folder.path)]
 
