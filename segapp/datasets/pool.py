@@ -12,7 +12,7 @@ import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import get_all_start_methods
+from multiprocessing import get_all_start_methods, parent_process
 from multiprocessing.connection import wait
 from multiprocessing.sharedctypes import RawArray
 from typing import Any, Literal
@@ -202,7 +202,9 @@ def _start_worker(worker: int) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal_when_parent_dies(signal.SIGKILL)  # a worker that hangs would outlive a killed trainer
+    trainer = parent_process()
+    # A worker that hangs would outlive a killed trainer.
+    signal_when_parent_dies(signal.SIGKILL, parent=None if trainer is None else trainer.pid)
 
 
 class BatchPool:

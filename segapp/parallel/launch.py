@@ -96,11 +96,18 @@ def _passing_signals_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def signal_when_parent_dies(number: int) -> None:
-    """Ask the Linux kernel to send this process a signal when the thread that created it ends."""
+def signal_when_parent_dies(number: int, parent: int | None = None) -> None:
+    """Ask the Linux kernel to send this process a signal when the thread that created it ends.
+
+    Args:
+        number: of the signal.
+        parent: process that created this one; if it is dead already, the signal is sent at once.
+    """
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        os.kill(os.getpid(), number)
 
 
 def die_with_parent(poll_s: float = 1.0, grace_s: float = 30.0) -> None:

@@ -24,6 +24,7 @@ from segapp.datasets.loader import EvalLoader, LoadOptions, SegmentationDataset,
 from segapp.datasets.resources import ThreadPool
 from segapp.datasets.sampling import sample_order
 from segapp.errors import DataError, WorkerError
+from segapp.parallel.launch import signal_when_parent_dies
 from tests.support.drawn_data import draw_mask
 from tests.support.fault_table import case
 
@@ -305,18 +306,38 @@ def test_hanging_workers_end_with_a_killed_trainer(misbehave: Callable[..., Segm
         with contextlib.suppress(BaseException):
             list(TrainLoader(dataset, 2, options=LoadOptions(2)).epoch(0))
         os._exit(1)
-    worker = int(os.read(reading, 20))
+    os.read(reading, 1)  # one hangs; the other may still be starting
     os.kill(trainer, signal.SIGKILL)
     os.waitpid(trainer, 0)
     os.close(writing)
-    deadline = time.monotonic() + 3
-    with open(reading, "rb") as pipe:  # it ends when no process holds the other end
-        os.set_blocking(reading, False)
-        while (left := pipe.read()) is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-    if left is None:
-        os.kill(worker, signal.SIGKILL)
-    assert left == b"", f"worker {worker} outlived its trainer"
+    assert _text_until_closed(reading) is not None, "a worker outlived its trainer"
+
+
+def test_worker_whose_trainer_died_while_it_started_ends() -> None:
+    reading, writing = os.pipe()
+    trainer = os.fork()
+    if trainer == 0:
+        trainer = os.getpid()
+        if os.fork() == 0:
+            while os.getppid() == trainer:
+                time.sleep(0.01)
+            signal_when_parent_dies(signal.SIGKILL, parent=trainer)
+            os.write(writing, b"it lives")
+        os._exit(0)
+    os.waitpid(trainer, 0)
+    os.close(writing)
+    assert _text_until_closed(reading) == b""
+
+
+def _text_until_closed(reading: int, within_s: float = 20.0) -> bytes | None:
+    """Return what comes out of a pipe until no process holds its other end; None if one still does."""
+    deadline, text = time.monotonic() + within_s, b""
+    os.set_blocking(reading, False)
+    with open(reading, "rb", buffering=0) as pipe:
+        while (part := pipe.read(100)) != b"" and time.monotonic() < deadline:
+            text += part or b""
+            time.sleep(0.01)
+    return text if part == b"" else None
 
 
 def test_workers_use_one_thread(write_pairs: WritePairs, scheme: ClassScheme) -> None:
