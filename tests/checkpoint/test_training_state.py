@@ -351,22 +351,47 @@ def test_error_before_commit_is_storage_error_without_leftovers(tmp_path, point,
     assert load_checkpoint(tmp_path).step == 30
 
 
+@pytest.fixture
+def damaged_writes(tmp_path, monkeypatch):
+    """Damages files between their write and their read-back; the list that is returned names those damaged."""
+    changed: list[str] = []
+
+    def arm(how: str, times: int) -> list[str]:
+        before = set((tmp_path / "objects").iterdir())
+
+        def change(point: str) -> None:
+            if point == "ckpt.after_fsync" and len(changed) < times:
+                (written,) = set((tmp_path / "objects").iterdir()) - before
+                damage(written, how)
+                changed.append(written.name)
+
+        monkeypatch.setattr("segapp.run.checkpoints.store.failpoint", change)
+        return changed
+
+    return arm
+
+
 @pytest.mark.parametrize("how", ["flip", "half"])
-def test_file_changed_before_it_is_read_back_is_refused(tmp_path, how, monkeypatch):
+def test_file_changed_before_it_is_read_back_is_written_again(tmp_path, how, damaged_writes):
+    save(tmp_path, 10)
+    changed = damaged_writes(how, 1)
+    saved = save(tmp_path, 20)
+    assert len(changed) == 1
+    [message] = saved.messages
+    assert "did not read back as it was written (step 20), and was written again" in message
+    assert [(row.entry.step, row.problem) for row in CheckpointFolder(tmp_path).verify()] == [(20, None), (10, None)]
+    assert assert_is_whole(torch.load(tmp_path / "last.pt", weights_only=True)) == 20
+    assert list((tmp_path / "objects").glob(".tmp-*")) == []
+
+
+@pytest.mark.parametrize("how", ["flip", "half"])
+def test_file_changed_twice_before_it_is_read_back_is_an_error(tmp_path, how, damaged_writes, monkeypatch):
     save(tmp_path, 10)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    changed = []
-
-    def change(point: str) -> None:
-        if point == "ckpt.after_fsync":
-            (written,) = (path for path in (tmp_path / "objects").iterdir() if path not in before)
-            damage(written, how)
-            changed.append(written)
-
-    monkeypatch.setattr("segapp.run.checkpoints.store.failpoint", change)
-    with pytest.raises(StorageError, match=r"did not read back as it was written \(step 20\)"):
+    changed = damaged_writes(how, 2)
+    with pytest.raises(StorageError, match=r"did not read back as it was written \(step 20\), twice in a row"):
         save(tmp_path, 20)
-    assert len(changed) == 1
+    assert len(set(changed)) == 2
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     monkeypatch.undo()
     save(tmp_path, 20)

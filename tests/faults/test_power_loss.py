@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from segapp.run.checkpoints import CheckpointFolder
-from tests.support.fault_runs import SYNCHRONOUS, FaultRun, case, needs, traced
+from tests.support.fault_runs import SYNCHRONOUS, FaultRun, case, is_stopped, needs, traced
 from tests.support.power_loss import Call, Disk, read_trace
 
 CALLS = "openat,write,fsync,fdatasync,close,rename,renameat,renameat2,link,linkat,unlink,unlinkat"
@@ -52,7 +51,7 @@ def test_power_cut_at_any_call_keeps_committed_checkpoints(
     promised = run.acknowledged_step()
     program = run.start(failpoints=f"ckpt.start=1:stop;{SYNCHRONOUS}")
     options = ("-s", str(2**24), "-e", f"trace={CALLS}")
-    run.wait_for(lambda: is_stopped(program.pid), program)
+    run.wait_for(lambda: is_stopped(program), program)
     disk = Disk(run.folder / "checkpoints")
     with traced(run, program, *options) as trace:
         assert run.ended(program).returncode == 0, program.stderr
@@ -73,7 +72,3 @@ def test_power_cut_at_any_call_keeps_committed_checkpoints(
     assert promised == 10
     assert disk.names() == {str(p.relative_to(disk.root)) for p in disk.root.rglob("*") if p.is_file()}
     record_property("figure", f"{num_calls} calls, {len(seen)} states of the disk")
-
-
-def is_stopped(pid: int) -> bool:
-    return re.search(r"\) T ", Path(f"/proc/{pid}/stat").read_text()) is not None

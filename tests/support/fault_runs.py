@@ -455,7 +455,7 @@ def traced(run: FaultRun, program: Program, *options: str) -> Iterator[Path]:
         *options: of strace: `-e inject=...`, `-P PATH`.
     """
     needs("strace")
-    run.wait_for(lambda: _state_of(program.pid) == "T", program)
+    run.wait_for(lambda: is_stopped(program), program)
     trace = run.work / f"trace-{program.pid}"
     command = ["strace", "-f", "-qq", "-y", "-o", str(trace), *options, "-p", str(program.pid)]
     tracer = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -477,10 +477,11 @@ def traced(run: FaultRun, program: Program, *options: str) -> Iterator[Path]:
             tracer.wait()
 
 
-def _state_of(pid: int) -> str:
+def is_stopped(program: Program) -> bool:
+    """Whether a program waits for SIGCONT."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return ""
+        return Path(f"/proc/{program.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 def _tracers_of(pid: int) -> set[int]:

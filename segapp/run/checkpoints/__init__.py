@@ -10,7 +10,7 @@ checkpoints/
 A checkpoint is committed when `manifest.json`, which holds its sha256, is renamed into place:
 
 1. write `objects/.tmp-…` (same directory, must not exist, mode 0600), hashing on the way; fsync;
-2. drop it from the page cache, read it back, compare size and hash;
+2. drop it from the page cache, read it back, compare size and hash; where they differ, 1 and 2 once more;
 3. rename it to its own name; fsync `objects/`;
 4. replace `manifest.json` (temporary file, fsync, rename, fsync of the directory): **committed**;
 5. point `last.pt`, `epoch_0007.pt`, `best.pt` at it (link to a temporary name, rename over the old);

@@ -179,14 +179,15 @@ class CheckpointFolder:
             need_bytes: Approximate size; compared with the free disk space before anything is written.
 
         Returns:
-            The entry, and what failed *after* the commit (aliases, removal of old checkpoints), in sentences.
+            The entry, and in sentences what failed: a first file that did not read back as written, and what came
+            *after* the commit (aliases, removal of old checkpoints).
 
         Raises:
-            StorageError: The checkpoint could not be written, or did not read back as written.
+            StorageError: The checkpoint could not be written, or twice did not read back as written.
         """
         try:
             manifest = self._prepare(need_bytes, keep - (finished_epoch is not None))
-            temporary, sha256, size_bytes = self._write_verified(write, facts.step)
+            (temporary, sha256, size_bytes), problems = self._write_twice_if_damaged(write, facts.step)
             entry = CheckpointEntry(
                 **facts.model_dump(),
                 seq=1 + max((entry.seq for entry in manifest.entries), default=0),
@@ -202,7 +203,7 @@ class CheckpointFolder:
             self._remove_uncommitted()
             raise storage_error("write a checkpoint in", self.path, error) from error
         failpoint("ckpt.committed")
-        problems = self.repair_aliases(manifest)
+        problems += self.repair_aliases(manifest)
         failpoint("ckpt.before_retire")
         problems += remove_unlisted(self.path, self.objects, manifest)
         failpoint("ckpt.end")
@@ -289,7 +290,28 @@ class CheckpointFolder:
             manifest.orphans = sorted({*manifest.orphans, *object_names(self.objects)} - listed)
         return manifest
 
+    def _write_twice_if_damaged(
+        self, write: Callable[[HashingFile], object], step: int
+    ) -> tuple[tuple[Path, str, int], list[str]]:
+        """Write a file that reads back as written, the second time if the first did not; return it and the problem."""
+        advice = "check the disk and the memory of this machine"
+        try:
+            return self._write_verified(write, step), []
+        except DamagedError as error:
+            first = str(error)
+        try:
+            written = self._write_verified(write, step)
+        except DamagedError as error:
+            raise StorageError(f"a checkpoint in {self.path} {error}, twice in a row: {advice}") from error
+        return written, [f"a checkpoint {first}, and was written again: {advice}"]
+
     def _write_verified(self, write: Callable[[HashingFile], object], step: int) -> tuple[Path, str, int]:
+        """Write a new temporary file and read it back; return its path, sha256 and size.
+
+        Raises:
+            DamagedError: It did not read back as written, and is removed.
+            OSError: It could not be written.
+        """
         temporary = self.objects / temporary_name(step)
         try:
             with HashingFile(open_new(temporary), "ckpt.write") as file:
@@ -302,10 +324,7 @@ class CheckpointFolder:
                     os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
             sha256, size_bytes = hash_file(temporary)
             if (sha256, size_bytes) != (file.sha256, file.num_bytes):
-                raise StorageError(
-                    f"a checkpoint in {self.path} did not read back as it was written (step {step}): "
-                    "check the disk and the memory of this machine"
-                )
+                raise DamagedError(f"did not read back as it was written (step {step})")
             failpoint("ckpt.verified")
         except BaseException:
             remove_quietly(temporary)
