@@ -42,7 +42,7 @@ def test_tests_never_use_sys_path() -> None:
 
 def is_sys_path(node: ast.AST) -> bool:
     """True for the expression `sys.path`."""
-    return isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.path"
+    return isinstance(node, ast.Attribute) and node.attr == "path" and ast.unparse(node) == "sys.path"
 
 
 def test_helpers_are_imported_by_their_full_name() -> None:
@@ -55,3 +55,15 @@ def test_helpers_are_imported_by_their_full_name() -> None:
         if name.startswith(".") or name.partition(".")[0] in modules
     ]
     assert bare == []
+
+
+def test_tests_marked_faults_are_in_tests_faults() -> None:
+    """The gate collects this folder alone for `-m faults`."""
+    marked = {path for path, tree in trees().items() for node in ast.walk(tree) if is_faults_mark(node)}
+    outside = {str(path) for path in marked if path.parent != Path("tests/faults")}
+    assert outside == {"tests/support/fault_runs.py"}, "`some`, which marks the parameters of cases"
+
+
+def is_faults_mark(node: ast.AST) -> bool:
+    """True for the expression `pytest.mark.faults`."""
+    return isinstance(node, ast.Attribute) and node.attr == "faults" and ast.unparse(node) == "pytest.mark.faults"
