@@ -7,11 +7,13 @@ global pooling cannot train on a batch of one image. Both depend on the backbone
 Shapes: N images, C classes, H x W of the input, h x w of the logits.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from segapp.errors import ConfigError
 from segapp.models.network import SegmentationModel
@@ -53,29 +55,35 @@ def _recording(name: str, called: set[str]) -> Any:
 
 def _measure(model: SegmentationModel, size_px: tuple[int, int]) -> set[str]:
     """Run the network, record its measures in it, and return the names of the parameters without a gradient."""
-    for device in ("meta", "cpu"):  # some code reads a tensor's value, which a meta tensor does not have
-        try:
-            logits = _run(model, device, 1, size_px, training=False)[0][0]
-            min_train_batch = 1
-            try:
-                logits_all, tensors = _run(model, device, 1, size_px, training=True)
-            except ValueError as error:
-                if ONE_VALUE not in str(error):
-                    raise
-                min_train_batch = 2
-                logits_all, tensors = _run(model, device, 2, size_px, training=True)
-            model.record_inspection(max(1, round(size_px[0] / logits.shape[-2])), min_train_batch)
-            names = [name for name, _ in model.named_parameters()]
-            total = torch.stack([logits.sum() for logits in logits_all]).sum()
-            gradients = torch.autograd.grad(total, [tensors[name] for name in names], allow_unused=True)
-            return {name for name, gradient in zip(names, gradients, strict=True) if gradient is None}
-        except Exception as error:
-            if device == "cpu":
-                raise ConfigError(
-                    f"model: {model.library} {model.name} with backbone {model.encoder_name} cannot run on images of "
-                    f"{size_px[0]}x{size_px[1]} px ({error}); choose another backbone or other options"
-                ) from error
-    raise AssertionError("unreachable")
+    try:
+        with QuickShapes():  # type: ignore[no-untyped-call]
+            return _measure_on("meta", model, size_px)
+    except Exception:  # some code reads a tensor's value, which a meta tensor does not have
+        pass
+    try:
+        return _measure_on("cpu", model, size_px)
+    except Exception as error:
+        raise ConfigError(
+            f"model: {model.library} {model.name} with backbone {model.encoder_name} cannot run on images of "
+            f"{size_px[0]}x{size_px[1]} px ({error}); choose another backbone or other options"
+        ) from error
+
+
+def _measure_on(device: str, model: SegmentationModel, size_px: tuple[int, int]) -> set[str]:
+    logits = _run(model, device, 1, size_px, training=False)[0][0]
+    min_train_batch = 1
+    try:
+        logits_all, tensors = _run(model, device, 1, size_px, training=True)
+    except ValueError as error:
+        if ONE_VALUE not in str(error):
+            raise
+        min_train_batch = 2
+        logits_all, tensors = _run(model, device, 2, size_px, training=True)
+    model.record_inspection(max(1, round(size_px[0] / logits.shape[-2])), min_train_batch)
+    names = [name for name, _ in model.named_parameters()]
+    total = torch.stack([logits.sum() for logits in logits_all]).sum()
+    gradients = torch.autograd.grad(total, [tensors[name] for name in names], allow_unused=True)
+    return {name for name, gradient in zip(names, gradients, strict=True) if gradient is None}
 
 
 def _run(
@@ -112,3 +120,74 @@ def _unused_modules(model: nn.Module, unused: set[str], called: set[str]) -> lis
         if inner and inner <= unused and not runs:
             found.append(name)
     return found
+
+
+aten = torch.ops.aten
+
+
+def _as_first(first: Tensor, *_: Any, **__: Any) -> Tensor:
+    return torch.empty_like(first)
+
+
+def _itself(first: Tensor, *_: Any, **__: Any) -> Tensor:
+    return first
+
+
+def _batch_norm(images: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return torch.empty_like(images), images.new_empty(images.shape[1]), images.new_empty(images.shape[1])
+
+
+def _batch_norm_backward(grad: Tensor, images: Tensor, weight: Tensor | None, *rest: Any) -> tuple[Tensor | None, ...]:
+    return _masked((images, weight, weight), rest[-1])
+
+
+def _layer_norm(values: Tensor, shape: list[int], *_: Any) -> tuple[Tensor, ...]:
+    if [*values.shape[-len(shape) :]] != [*shape]:
+        raise ValueError(f"a LayerNorm over {[*shape]} got values of shape {[*values.shape]}")
+    moments = (*values.shape[: -len(shape)], *(1 for _ in shape))
+    return torch.empty_like(values), values.new_empty(moments), values.new_empty(moments)
+
+
+def _layer_norm_backward(grad: Tensor, values: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
+    *_, weight, bias, mask = rest
+    return _masked((values, weight, bias), mask)
+
+
+def _masked(values: tuple[Tensor | None, ...], mask: list[bool]) -> tuple[Tensor | None, ...]:
+    pairs = zip(values, mask, strict=True)
+    return tuple(torch.empty_like(value) if is_asked and value is not None else None for value, is_asked in pairs)
+
+
+def _upsample(images: Tensor, size: list[int], *_: Any) -> Tensor:
+    return images.new_empty(*images.shape[:2], *size)
+
+
+ANSWERS: dict[Any, Callable[..., Any]] = {
+    aten.relu.default: _as_first,
+    aten.hardswish.default: _as_first,
+    aten.hardsigmoid.default: _as_first,
+    aten.gelu.default: _as_first,
+    aten.threshold_backward.default: _as_first,
+    aten.hardswish_backward.default: _as_first,
+    aten.hardsigmoid_backward.default: _as_first,
+    aten.gelu_backward.default: _as_first,
+    aten.relu_.default: _itself,
+    aten.hardswish_.default: _itself,
+    aten.native_batch_norm.default: _batch_norm,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
+    aten.native_layer_norm.default: _layer_norm,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.upsample_bilinear2d.default: _upsample,
+}
+"""Operator -> outputs of the right shapes and types, with its arguments."""
+
+
+class QuickShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers the operators of `ANSWERS` by shape alone, on the meta device; all others run as without it.
+
+    On that device torch runs many operators in Python, a BatchNorm or an interpolation in a millisecond and more.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return the outputs of an operator."""
+        return ANSWERS.get(func, func)(*args, **(kwargs or {}))
