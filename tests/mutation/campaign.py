@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import datetime
-import functools
 import hashlib
+import itertools
 import json
-import os
+import multiprocessing
 import random
-import signal
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.mutation.operators import Mutant, mutants_of
+from tests.mutation.operators import Mutant, compiles, mutants_of
+from tests.mutation.running import import_libraries, run_tests
+from tests.mutation.selection import FOLDER, recorded_seconds, tests_of
 from tests.support import ROOT
 
 SEGAPP = ROOT / "segapp"
-FOLDER = ROOT / ".pytest_cache" / "mutation"
-RESULTS, CONTEXTS = FOLDER / "results.jsonl", FOLDER / "contexts.json"
+RESULTS = FOLDER / "results.jsonl"
 
 NOTICED = ("killed", "timeout")
 """Outcomes of a mutant that the tests notice; `survived` is the other. All else (`not run: ...`) has no score."""
-
-_HOOK = Path(__file__).parent / "hook"
-_PYTEST = ("-m", "pytest", "-n", "0", "-x", "-q", "-p", "no:cacheprovider")
 
 
 @dataclass(frozen=True)
@@ -71,14 +65,17 @@ def find_mutants(packages: Sequence[str] = (), root: Path = SEGAPP) -> list[Muta
     return found
 
 
-def sampled(mutants: Iterable[Mutant], seed: int, per_package: int) -> list[Mutant]:
+def sampled(mutants: Iterable[Mutant], seed: int, per_package: int, root: Path = SEGAPP) -> list[Mutant]:
     """Return so many mutants of each package, drawn with a seed, one package after the other in turn."""
     by_package: dict[str, list[Mutant]] = {}
     for mutant in mutants:
         by_package.setdefault(mutant.package, []).append(mutant)
+    drawn: list[list[Mutant]] = []
     for package, found in by_package.items():
         random.Random(f"{seed} {package}").shuffle(found)
-    return [found[i] for i in range(per_package) for found in by_package.values() if i < len(found)]
+        that_compile = (each for each in found if compiles(each, (root / each.path).read_bytes()))
+        drawn.append(list(itertools.islice(that_compile, per_package)))
+    return [found[i] for i in range(per_package) for found in drawn if i < len(found)]
 
 
 def source_hash(path: str, root: Path = SEGAPP) -> str:
@@ -86,116 +83,26 @@ def source_hash(path: str, root: Path = SEGAPP) -> str:
     return hashlib.sha256((root / path).read_bytes()).hexdigest()[:16]
 
 
-# --- which tests ------------------------------------------------------------------------------------------------------
-
-
-def module_of(path: str) -> str:
-    """Return the module of a file below segapp.
-
-    >>> module_of("losses/__init__.py"), module_of("errors.py")
-    ('segapp.losses', 'segapp.errors')
-    """
-    return ".".join(("segapp", *Path(path).with_suffix("").parts)).removesuffix(".__init__")
-
-
-def tests_of(mutant: Mutant) -> list[str]:
-    """Return the tests that call the mutated function, as recorded; else the files that import its module."""
-    recorded = _contexts().get(mutant.path, {}).get(str(mutant.function_line), [])
-    return recorded or files_that_import(module_of(mutant.path))
-
-
-def files_that_import(module: str) -> list[str]:
-    """Return the test files that import a module; if none does, those that import from the package it is in."""
-    while "." in module:
-        found = [path for path, names in _imports().items() if module in names]
-        if found:
-            return found
-        module = module.rpartition(".")[0]
-    return []
-
-
-@functools.cache
-def _contexts() -> dict[str, dict[str, list[str]]]:
-    found: dict[str, dict[str, list[str]]] = json.loads(CONTEXTS.read_text()) if CONTEXTS.exists() else {}
-    return found
-
-
-@functools.cache
-def _imports() -> dict[str, set[str]]:
-    """Return the modules of segapp that each test file imports, `from package import name` as both."""
-    return {str(path.relative_to(ROOT)): set(_imported(path)) for path in sorted((ROOT / "tests").rglob("test_*.py"))}
-
-
-def _imported(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
 # --- one run ----------------------------------------------------------------------------------------------------------
-
-
-def run_tests(tests: Sequence[str], timeout_s: float, folder: Path | None = None, root: Path = ROOT) -> int | None:
-    """Run tests and return pytest's exit code; None after the timeout, when all their processes are killed.
-
-    Args:
-        tests: Files, or names of tests.
-        timeout_s: The limit.
-        folder: With `module` and `source.py` of a mutant; None: the sources as they are.
-        root: Where pytest runs.
-    """
-    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    if folder is not None:
-        env["SEGAPP_MUTANT"] = str(folder)
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_HOOK), env.get("PYTHONPATH")]))
-    process = subprocess.Popen(
-        [sys.executable, *_PYTEST, *tests],
-        cwd=root,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        return process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def outcome_of(mutant: Mutant, tests: Sequence[str], timeout_s: float, root: Path = ROOT) -> str:
-    """Run the tests of a mutant; the working tree stays as it is. Return the outcome."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        source = (root / "segapp" / mutant.path).read_bytes()
-        (folder / "source.py").write_bytes(mutant.applied_to(source))
-        (folder / "module").write_text(module_of(mutant.path))
-        code = run_tests(tests, timeout_s, folder, root)
-        if not (folder / "loaded").exists():
-            return "not run: no test imports the module"
-    if code is None:
-        return "timeout"
-    return {0: "survived", 5: "not run: all tests were deselected"}.get(code, "killed")
 
 
 class Campaign:
     """Runs mutants and adds each result to a file, so that a later campaign goes on from there.
 
+    A test that fails with a mutant counts only if it passes without.
+
     Args:
         results: The file of JSON lines.
-        limit_s: Most time for the tests of one mutant.
+        budget_s: Most time for the tests of one mutant, as recorded.
+        limit_s: Most time for tests without a record.
+        root: The folder of segapp and its tests.
     """
 
-    def __init__(self, results: Path = RESULTS, *, limit_s: float = 120.0) -> None:
-        self._results, self._limit_s = results, limit_s
-        self._healthy_s: dict[tuple[str, ...], float | None] = {}
+    def __init__(
+        self, results: Path = RESULTS, *, budget_s: float = 30.0, limit_s: float = 120.0, root: Path = ROOT
+    ) -> None:
+        self._results, self._budget_s, self._limit_s, self._root = results, budget_s, limit_s, root
+        self._passes: dict[tuple[str, ...], bool] = {}
         self._commit = _git("rev-parse", "--short", "HEAD")
 
     def run(self, mutants: Sequence[Mutant], minutes: float) -> Iterator[Result]:
@@ -211,7 +118,7 @@ class Campaign:
     def run_one(self, mutant: Mutant) -> Result:
         """Run one mutant, and add its result to the file."""
         began_s = time.monotonic()
-        outcome = self._outcome(mutant)
+        outcome = self.outcome_of(mutant, tests_of(mutant, self._budget_s))
         change = f"{mutant.before} -> {mutant.after}"
         result = Result(
             id=mutant.id,
@@ -228,22 +135,49 @@ class Campaign:
             file.write(json.dumps(asdict(result)) + "\n")
         return result
 
-    def _outcome(self, mutant: Mutant) -> str:
-        tests = tests_of(mutant)
-        if not tests:
-            return "not run: no test imports the module or its package"
-        healthy_s = self._time_of(tuple(tests))
-        if healthy_s is None:
-            return "not run: its tests fail, or take too long, without the mutation"
-        return outcome_of(mutant, tests, min(self._limit_s, 3 * healthy_s + 10))
+    def outcome_of(self, mutant: Mutant, tests: Sequence[str]) -> str:
+        """Run the tests of a mutant; the working tree stays as it is. Return the outcome."""
+        left = [test for test in tests if self._passes.get((test,), True)]
+        while left:
+            run = run_tests(left, self._limit(left), mutant, self._root)
+            if not run.is_loaded:
+                return "not run: no test imports the module"
+            if run.code in (0, 5):
+                return "survived" if run.code == 0 else "not run: all tests were deselected"
+            suspects = left if run.failed is None else [run.failed]
+            if self._pass_without(suspects):
+                return "timeout" if run.code is None else "killed"
+            if suspects[0] not in left or len(suspects) > 1:
+                return f"not run: {suspects[0]} and {len(suspects) - 1} more fail or are too slow without the mutation"
+            left.remove(suspects[0])
+        return "not run: no test of it, or each fails or is too slow without the mutation"
 
-    def _time_of(self, tests: tuple[str, ...]) -> float | None:
-        """Return how long tests take on the sources as they are; None if they fail or exceed the limit."""
-        if tests not in self._healthy_s:
-            began_s = time.monotonic()
-            code = run_tests(tests, self._limit_s)
-            self._healthy_s[tests] = time.monotonic() - began_s if code == 0 else None
-        return self._healthy_s[tests]
+    def _pass_without(self, tests: Sequence[str]) -> bool:
+        key = tuple(tests)
+        if key not in self._passes:
+            self._passes[key] = run_tests(tests, self._limit(tests), root=self._root).code in (0, 5)
+        return self._passes[key]
+
+    def _limit(self, tests: Sequence[str]) -> float:
+        """Return the most time for some tests: they may wait for a busy machine, and import segapp."""
+        seconds = recorded_seconds()
+        recorded = [seconds[test] for test in tests if test in seconds]
+        return 40 + 4 * sum(recorded) if len(recorded) == len(tests) else self._limit_s
+
+
+def run_in_parallel(campaign: Campaign, mutants: Sequence[Mutant], minutes: float, jobs: int) -> None:
+    """Run mutants in several processes; each prints its results as they come."""
+    import_libraries()
+
+    def run(share: Sequence[Mutant]) -> None:
+        for result in campaign.run(share, minutes):
+            print(f"{result.outcome:9} {result.seconds:6.1f} s  {result.id}  {result.change[:80]}", flush=True)
+
+    processes = [multiprocessing.get_context("fork").Process(target=run, args=(mutants[i::jobs],)) for i in range(jobs)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
 
 
 # --- the score --------------------------------------------------------------------------------------------------------

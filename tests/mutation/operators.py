@@ -73,7 +73,7 @@ class Mutant:
 
 
 def mutants_of(path: str, source: bytes) -> list[Mutant]:
-    """Return all mutants of a file that compile, in the order of their places."""
+    """Return all mutants of a file in the order of their places; some may not compile."""
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -94,12 +94,17 @@ def mutants_of(path: str, source: bytes) -> list[Mutant]:
             function_line,
         )
         counts[key] = mutant.number + 1
-        try:
-            compile(mutant.applied_to(source), path, "exec", dont_inherit=True)
-        except (SyntaxError, ValueError):
-            continue
         found.append(mutant)
     return sorted(found, key=lambda each: (each.start, each.operator, each.number))
+
+
+def compiles(mutant: Mutant, source: bytes) -> bool:
+    """Return whether a file with this mutant compiles."""
+    try:
+        compile(mutant.applied_to(source), mutant.path, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError):
+        return False
+    return True
 
 
 def _changes(node: ast.AST, function_line: int) -> Iterator[tuple[ast.expr | ast.stmt, str, str, int]]:

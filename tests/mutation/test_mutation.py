@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import coverage
 import pytest
 
+from tests.mutation import selection
 from tests.mutation.campaign import (
     Campaign,
     Result,
-    files_that_import,
     find_mutants,
-    module_of,
-    outcome_of,
     read_results,
     sampled,
     score_lines,
 )
 from tests.mutation.operators import mutants_of
+from tests.mutation.selection import files_that_import, module_of
+from tests.support import ROOT
 
 
 def changes(source: str, operator: str) -> list[str]:
@@ -89,6 +90,7 @@ def tiny_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "    code = 'from segapp.size import twice; assert twice(3) == 6'\n"
         "    assert subprocess.run([sys.executable, '-c', code]).returncode == 0\n"
     )
+    (root / "test_bad.py").write_text("import segapp.size\n\n\ndef test_bad():\n    assert False\n")
     return root
 
 
@@ -103,12 +105,47 @@ def tiny_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_survivor_and_killed_mutant_are_told_apart(tiny_package: Path, mutant_id: str, outcome: str) -> None:
     mutants = {mutant.id: mutant for mutant in find_mutants(root=tiny_package / "segapp")}
     before = (tiny_package / "segapp" / "size.py").read_bytes()
-    assert outcome_of(mutants[mutant_id], ["test_size.py"], 60, tiny_package) == outcome
+    campaign = Campaign(tiny_package / "results.jsonl", root=tiny_package)
+    assert campaign.outcome_of(mutants[mutant_id], ["test_size.py"]) == outcome
     assert (tiny_package / "segapp" / "size.py").read_bytes() == before
 
 
+def test_test_that_fails_anyway_kills_no_mutant(tiny_package: Path) -> None:
+    mutants = {mutant.id: mutant for mutant in find_mutants(root=tiny_package / "segapp")}
+    campaign = Campaign(tiny_package / "results.jsonl", root=tiny_package)
+    tests = ["test_bad.py::test_bad", "test_size.py::test_size"]
+    assert campaign.outcome_of(mutants["size.py:2:comparison:0"], tests) == "survived"
+    assert campaign.outcome_of(mutants["size.py:2:comparison:0"], tests[:1]).startswith("not run: no test")
+
+
+def test_tests_of_a_line_are_chosen_by_package_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant = next(each for each in find_mutants(["metrics"]) if each.function_line)
+    seconds = {
+        "tests/test_metrics.py::test_a": 9,
+        "tests/run/test_b.py::test_b[1 - |]": 2,
+        "tests/run/test_c.py::test_c": 1,
+    }
+    data = coverage.CoverageData(str(tmp_path / "coverage"))
+    for test in (*seconds, "tests/test_metrics.py::test_that_failed"):
+        data.set_context(f"{test}|run")
+        data.add_lines({str(ROOT / "segapp" / mutant.path): [mutant.line]})
+    data.set_context("tests/test_metrics.py::test_of_another_line|run")
+    data.add_lines({str(ROOT / "segapp" / mutant.path): [mutant.line + 100]})
+    data.write()
+    monkeypatch.setattr(selection, "_LINES", tmp_path / "coverage")
+    monkeypatch.setattr(selection, "recorded_seconds", lambda: seconds)
+    for cached in (selection._recorded, selection._contexts_of):
+        cached.cache_clear()
+    try:
+        assert selection.tests_of(mutant, 11) == ["tests/test_metrics.py::test_a", "tests/run/test_c.py::test_c"]
+        assert selection.tests_of(mutant, 0) == ["tests/test_metrics.py::test_a"]
+    finally:
+        for cached in (selection._recorded, selection._contexts_of):
+            cached.cache_clear()
+
+
 def test_campaign_resumes_and_skips_what_has_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Campaign, "_outcome", lambda self, mutant: "survived" if "constant" in mutant.id else "killed")
+    monkeypatch.setattr(Campaign, "outcome_of", lambda *_: "survived")
     mutants = find_mutants(["metrics"])[:6]
     path = tmp_path / "results.jsonl"
     first = list(Campaign(path).run(mutants[:4], 1))

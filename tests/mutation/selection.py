@@ -1,0 +1,116 @@
+"""Which tests see a mutant: those that ran its line when they were recorded, else the files that import its module.
+
+The record is coverage.py's, with the test as its context, and pytest's JUnit file for the times and what passed. Lines
+that ran in other processes than the test's own are not in it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import coverage
+
+from tests.mutation.operators import Mutant
+from tests.support import ROOT
+
+FOLDER = ROOT / ".pytest_cache" / "mutation"
+_LINES, _TIMES, _OPTIONS = FOLDER / "coverage", FOLDER / "times.xml", FOLDER / "coverage.ini"
+
+
+def record(paths: Sequence[str]) -> int:
+    """Run tests and record which lines each of them runs, in place of an earlier record; return pytest's exit code."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(_LINES, ignore_errors=True)
+    _OPTIONS.write_text(f"[run]\nsource = segapp\ndata_file = {_LINES}\n")
+    words = ["--cov=segapp", "--cov-context=test", f"--cov-config={_OPTIONS}", "--cov-report="]
+    times = [f"--junitxml={_TIMES}", "-o", "junit_family=xunit1"]
+    return subprocess.run([sys.executable, "-m", "pytest", *words, *times, *paths], cwd=ROOT, check=False).returncode
+
+
+def tests_of(mutant: Mutant, budget_s: float) -> list[str]:
+    """Return tests for a mutant, at most so many seconds of them: of its own package first, quick ones first."""
+    seconds = recorded_seconds()
+    own = os.path.join("tests", mutant.package)
+    found = sorted(
+        (test for test in _that_ran(mutant) if test in seconds),
+        key=lambda test: (not test.startswith((f"{own}/", f"tests/test_{mutant.package}")), seconds[test], test),
+    )
+    total_s = 0.0
+    for number, test in enumerate(found):
+        total_s += seconds[test]
+        if number and total_s > budget_s:
+            return found[:number]
+    return found or files_that_import(module_of(mutant.path))
+
+
+@functools.cache
+def recorded_seconds() -> dict[str, float]:
+    """Return the seconds of each test that passed when it was recorded."""
+    if not _TIMES.exists():
+        return {}
+    cases = ElementTree.parse(_TIMES).getroot().iter("testcase")
+    return {
+        f"{case.attrib['file']}::{case.attrib['name']}": float(case.attrib["time"]) for case in cases if not len(case)
+    }
+
+
+def _that_ran(mutant: Mutant) -> set[str]:
+    if mutant.function_line == 0:  # runs in the test that happens to import the module first
+        return set()
+    contexts = _contexts_of(mutant.path)
+    lines = range(mutant.line, mutant.line + mutant.before.count("\n") + 1)
+    return {context.rpartition("|")[0] for line in lines for context in contexts.get(line, ()) if context}
+
+
+@functools.cache
+def _contexts_of(path: str) -> dict[int, list[str]]:
+    return _recorded().contexts_by_lineno(str(ROOT / "segapp" / path)) if _LINES.exists() else {}
+
+
+@functools.cache
+def _recorded() -> coverage.CoverageData:
+    data = coverage.CoverageData(str(_LINES))
+    data.read()
+    return data
+
+
+def module_of(path: str) -> str:
+    """Return the module of a file below segapp.
+
+    >>> module_of("losses/__init__.py"), module_of("errors.py")
+    ('segapp.losses', 'segapp.errors')
+    """
+    return ".".join(("segapp", *Path(path).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def files_that_import(module: str) -> list[str]:
+    """Return the test files that import a module; if none does, those that import from the package it is in."""
+    while "." in module:
+        found = [path for path, names in _imports().items() if module in names]
+        if found:
+            return found
+        module = module.rpartition(".")[0]
+    return []
+
+
+@functools.cache
+def _imports() -> dict[str, set[str]]:
+    """Return the modules of segapp that each test file imports, `from package import name` as both."""
+    return {str(path.relative_to(ROOT)): set(_imported(path)) for path in sorted((ROOT / "tests").rglob("test_*.py"))}
+
+
+def _imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
