@@ -36,6 +36,7 @@ class Result:
         package: Of the mutant.
         change: Before and after.
         outcome: `killed`, `timeout`, `survived`, or `not run: ` and why.
+        test: The one that noticed it, where that is known.
         seconds: Of the tests.
         source: Hash of the file that was mutated; with another one the mutant is run again.
         commit: Of the repository.
@@ -46,6 +47,7 @@ class Result:
     package: str
     change: str
     outcome: str
+    test: str
     seconds: float
     source: str
     commit: str
@@ -89,7 +91,7 @@ def source_hash(path: str, root: Path = SEGAPP) -> str:
 class Campaign:
     """Runs mutants and adds each result to a file, so that a later campaign goes on from there.
 
-    A test that fails with a mutant counts only if it passes without.
+    A test that fails with a mutant counts only if it passes without, then or when it was recorded.
 
     Args:
         results: The file of JSON lines.
@@ -118,13 +120,14 @@ class Campaign:
     def run_one(self, mutant: Mutant) -> Result:
         """Run one mutant, and add its result to the file."""
         began_s = time.monotonic()
-        outcome = self.outcome_of(mutant, tests_of(mutant, self._budget_s))
+        outcome, test = self.outcome_of(mutant, tests_of(mutant, self._budget_s))
         change = f"{mutant.before} -> {mutant.after}"
         result = Result(
             id=mutant.id,
             package=mutant.package,
             change=" ".join(change.split())[:200],
             outcome=outcome,
+            test=test,
             seconds=round(time.monotonic() - began_s, 1),
             source=source_hash(mutant.path),
             commit=self._commit,
@@ -135,27 +138,30 @@ class Campaign:
             file.write(json.dumps(asdict(result)) + "\n")
         return result
 
-    def outcome_of(self, mutant: Mutant, tests: Sequence[str]) -> str:
-        """Run the tests of a mutant; the working tree stays as it is. Return the outcome."""
+    def outcome_of(self, mutant: Mutant, tests: Sequence[str]) -> tuple[str, str]:
+        """Run the tests of a mutant; the working tree stays as it is. Return the outcome, and the test that noticed."""
         left = [test for test in tests if self._passes.get((test,), True)]
         while left:
             run = run_tests(left, self._limit(left), mutant, self._root)
             if not run.is_loaded:
-                return "not run: no test imports the module"
+                return "not run: no test imports the module", ""
             if run.code in (0, 5):
-                return "survived" if run.code == 0 else "not run: all tests were deselected"
+                return "survived" if run.code == 0 else "not run: all tests were deselected", ""
             suspects = left if run.failed is None else [run.failed]
             if self._pass_without(suspects):
-                return "timeout" if run.code is None else "killed"
+                return "timeout" if run.code is None else "killed", run.failed or ""
             if suspects[0] not in left or len(suspects) > 1:
-                return f"not run: {suspects[0]} and {len(suspects) - 1} more fail or are too slow without the mutation"
+                return f"not run: {suspects[0]} and {len(suspects) - 1} more fail, or take long, without it", ""
             left.remove(suspects[0])
-        return "not run: no test of it, or each fails or is too slow without the mutation"
+        return "not run: no test of it, or each fails, or takes long, without it", ""
 
     def _pass_without(self, tests: Sequence[str]) -> bool:
         key = tuple(tests)
         if key not in self._passes:
-            self._passes[key] = run_tests(tests, self._limit(tests), root=self._root).code in (0, 5)
+            self._passes[key] = (
+                set(tests) <= recorded_seconds().keys()
+                or run_tests(tests, self._limit(tests), root=self._root).code in (0, 5)
+            )  # fmt: skip
         return self._passes[key]
 
     def _limit(self, tests: Sequence[str]) -> float:

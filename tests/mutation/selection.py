@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import ast
 import functools
-import os
 import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import coverage
@@ -36,19 +35,31 @@ def record(paths: Sequence[str]) -> int:
 
 
 def tests_of(mutant: Mutant, budget_s: float) -> list[str]:
-    """Return tests for a mutant, at most so many seconds of them: of its own package first, quick ones first."""
+    """Return tests for a mutant, at most so many seconds of them: of its module and package first, quick ones first."""
     seconds = recorded_seconds()
-    own = os.path.join("tests", mutant.package)
-    found = sorted(
-        (test for test in _that_ran(mutant) if test in seconds),
-        key=lambda test: (not test.startswith((f"{own}/", f"tests/test_{mutant.package}")), seconds[test], test),
-    )
-    total_s = 0.0
-    for number, test in enumerate(found):
+    found = [test for test in _that_ran(mutant) if test in seconds]
+    if not found:  # its lines run at import, or in other processes
+        files = _seconds_of_files()
+        found = [path for path in files_that_import(module_of(mutant.path)) if path in files]
+        seconds = files
+    package, stem = f"tests/{mutant.package}", Path(mutant.path).stem
+
+    def rank(test: str) -> tuple[bool, bool, float, str]:
+        path = test.partition("::")[0]
+        return (
+            stem not in path,
+            not path.startswith((f"{package}/", f"tests/test_{mutant.package}")),
+            seconds[test],
+            test,
+        )
+
+    total_s, chosen = 0.0, []
+    for test in sorted(found, key=rank):
         total_s += seconds[test]
-        if number and total_s > budget_s:
-            return found[:number]
-    return found or files_that_import(module_of(mutant.path))
+        if chosen and total_s > budget_s:
+            break
+        chosen.append(test)
+    return chosen
 
 
 @functools.cache
@@ -62,11 +73,21 @@ def recorded_seconds() -> dict[str, float]:
     }
 
 
+@functools.cache
+def _seconds_of_files() -> dict[str, float]:
+    """Return the seconds of each test file of which a test was recorded; all files with 0 where there is no record."""
+    seconds = dict.fromkeys(_imports(), 0.0) if not recorded_seconds() else {}
+    for test, test_s in recorded_seconds().items():
+        path = test.partition("::")[0]
+        seconds[path] = seconds.get(path, 0.0) + test_s
+    return seconds
+
+
 def _that_ran(mutant: Mutant) -> set[str]:
-    if mutant.function_line == 0:  # runs in the test that happens to import the module first
-        return set()
     contexts = _contexts_of(mutant.path)
-    lines = range(mutant.line, mutant.line + mutant.before.count("\n") + 1)
+    lines: Iterable[int] = range(mutant.line, mutant.line + mutant.before.count("\n") + 1)
+    if mutant.function_line == 0:  # recorded for the test that happens to import the module first: any that runs it
+        lines = contexts
     return {context.rpartition("|")[0] for line in lines for context in contexts.get(line, ()) if context}
 
 

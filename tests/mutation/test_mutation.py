@@ -106,7 +106,7 @@ def test_survivor_and_killed_mutant_are_told_apart(tiny_package: Path, mutant_id
     mutants = {mutant.id: mutant for mutant in find_mutants(root=tiny_package / "segapp")}
     before = (tiny_package / "segapp" / "size.py").read_bytes()
     campaign = Campaign(tiny_package / "results.jsonl", root=tiny_package)
-    assert campaign.outcome_of(mutants[mutant_id], ["test_size.py"]) == outcome
+    assert campaign.outcome_of(mutants[mutant_id], ["test_size.py"])[0] == outcome
     assert (tiny_package / "segapp" / "size.py").read_bytes() == before
 
 
@@ -114,8 +114,8 @@ def test_test_that_fails_anyway_kills_no_mutant(tiny_package: Path) -> None:
     mutants = {mutant.id: mutant for mutant in find_mutants(root=tiny_package / "segapp")}
     campaign = Campaign(tiny_package / "results.jsonl", root=tiny_package)
     tests = ["test_bad.py::test_bad", "test_size.py::test_size"]
-    assert campaign.outcome_of(mutants["size.py:2:comparison:0"], tests) == "survived"
-    assert campaign.outcome_of(mutants["size.py:2:comparison:0"], tests[:1]).startswith("not run: no test")
+    assert campaign.outcome_of(mutants["size.py:2:comparison:0"], tests) == ("survived", "")
+    assert campaign.outcome_of(mutants["size.py:2:comparison:0"], tests[:1])[0].startswith("not run: no test")
 
 
 def test_tests_of_a_line_are_chosen_by_package_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_tests_of_a_line_are_chosen_by_package_and_time(tmp_path: Path, monkeypa
 
 
 def test_campaign_resumes_and_skips_what_has_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Campaign, "outcome_of", lambda *_: "survived")
+    monkeypatch.setattr(Campaign, "outcome_of", lambda *_: ("survived", ""))
     mutants = find_mutants(["metrics"])[:6]
     path = tmp_path / "results.jsonl"
     first = list(Campaign(path).run(mutants[:4], 1))
@@ -161,7 +161,7 @@ def test_campaign_resumes_and_skips_what_has_a_result(tmp_path: Path, monkeypatc
 def test_score_counts_timeouts_and_leaves_out_what_did_not_run() -> None:
     outcomes = ["killed", "timeout", "survived", "not run: x"]
     results = [
-        Result(f"run/a.py:{i}:constant:0", "run", "1 -> 2", each, 1, "", "", "") for i, each in enumerate(outcomes)
+        Result(f"run/a.py:{i}:constant:0", "run", "1 -> 2", each, "", 1, "", "", "") for i, each in enumerate(outcomes)
     ]
     lines = score_lines(results)
     assert "| run | 4 | 2 | 1 | 1 | 67 % |" in lines
