@@ -57,12 +57,15 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 
 
 def fsync_directory(path: Path) -> None:
-    """Make the names in a directory durable; does nothing on file systems without fsync for directories.
+    """Make the names in a directory durable; does nothing where directories have no fsync, or this one is unreadable.
 
     Raises:
         OSError: The device failed.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except PermissionError:
+        return
     try:
         os.fsync(fd)
     except OSError as error:
@@ -70,6 +73,18 @@ def fsync_directory(path: Path) -> None:
             raise
     finally:
         os.close(fd)
+
+
+def make_durable_directory(path: Path) -> None:
+    """Create a directory and its parents where they are missing, so that a power cut does not take their names away.
+
+    Raises:
+        OSError: One cannot be created, or is a file.
+    """
+    missing = [parent for parent in (path, *path.parents) if not parent.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for directory in missing:
+        fsync_directory(directory.parent)
 
 
 def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o644, point: str = "file") -> None:

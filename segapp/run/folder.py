@@ -17,7 +17,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 
 from segapp.errors import ConfigError, RunBusyError, StorageError
-from segapp.run.files import remove_dead_temporaries, storage_error, write_atomic, write_json
+from segapp.run.files import (
+    fsync_directory,
+    make_durable_directory,
+    remove_dead_temporaries,
+    storage_error,
+    write_atomic,
+    write_json,
+)
 from segapp.run.lock import drop_lock, is_write_locked, take_lock
 from segapp.run.process import ProcessId, this_process
 
@@ -141,7 +148,7 @@ class RunFolder:
         try:
             folder = cls(Path(path)) if path is not None else cls(_new_directory(Path(root), name))
             if path is not None:
-                folder.path.mkdir(parents=True, exist_ok=True)
+                make_durable_directory(folder.path)
                 if folder._holds_a_run():
                     raise ConfigError(
                         f"{path} already holds a run: add --resume to continue it, or choose another folder"
@@ -394,12 +401,13 @@ def _new_directory(root: Path, name: str) -> Path:
         raise ConfigError(
             f"name={name!r}: the name must be a valid folder name, without / and at most 100 characters long"
         )
-    root.mkdir(parents=True, exist_ok=True)
+    make_durable_directory(root)
     for number in range(1, 100_000):
         path = root / (name if number == 1 else f"{name}-{number}")
         _remove_failed_start(RunFolder(path))
         with contextlib.suppress(FileExistsError):
             path.mkdir()
+            fsync_directory(root)
             return path
     raise ConfigError(f"{root / name}: all numbered names are in use: choose another name")
 

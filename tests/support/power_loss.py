@@ -2,15 +2,17 @@
 
 After the method of ALICE (OSDI'14). A file's bytes are durable once the file was synced; a name (made, renamed, linked,
 removed) once its directory was. What was not synced may be there or not, in any combination: here nothing, all, each
-alone and all but each of the names, with the bytes that were not synced there or lost.
+alone and all but each of the names, with the bytes that were not synced there or lost; `torn` has one file's bytes
+there in part. A directory is a name with a slash at its end; what lies in one that is lost is lost too.
 """
 
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 _LINE = re.compile(r"(?P<pid>\d+) +(?P<rest>.*)")
@@ -60,7 +62,7 @@ def read_trace(path: Path) -> Iterator[Call]:
 
 @dataclass
 class _File:
-    content: bytearray = field(default_factory=bytearray)
+    content: bytes = b""
     durable: bytes = b""
 
 
@@ -77,16 +79,20 @@ class Disk:
 
     Args:
         root: the folder; what lies in it now is durable.
+        only: a folder in `root`, which may not exist yet: only what lies in it is looked at.
     """
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, only: str = "") -> None:
+        self.root, self._only = root, only
         self._names: dict[str, _File] = {}
-        for path in root.rglob("*"):
-            if path.is_file():
+        for path in (root, *sorted((root / only).rglob("*")), root / only):
+            name = str(path.relative_to(root))
+            if path.is_dir():
+                self._names[name + "/"] = _File()
+            elif path.is_file():
                 known = next((f for n, f in self._names.items() if (root / n).samefile(path)), None)
                 content = path.read_bytes()
-                self._names[str(path.relative_to(root))] = known or _File(bytearray(content), content)
+                self._names[name] = known or _File(content, content)
         self._durable = dict(self._names)
         self._pending: list[_NameChange] = []
         self._fds: dict[int, _File | str] = {}
@@ -109,12 +115,29 @@ class Disk:
             names = dict(self._durable)
             for change in changes:
                 _rename(names, change)
-            yield {name: bytes(file.content) for name, file in names.items()}
-            yield {name: file.durable for name, file in names.items()}
+            files = {name: file for name, file in names.items() if _is_reachable(name, names)}
+            yield {name: file.content for name, file in files.items()}
+            yield {name: file.durable for name, file in files.items()}
 
-    def names(self) -> set[str]:
-        """Returns the present names."""
-        return set(self._names)
+    def torn(self, name: str) -> Iterator[bytes]:
+        """Yields the contents that a power cut now may leave of a file: each part of what is not synced.
+
+        What was cut off or appended is there up to any byte; what follows is missing, or zeros.
+        """
+        if name not in self._names:
+            return
+        file = self._names[name]
+        pairs = zip(file.durable, file.content, strict=False)
+        num_same = next((i for i, (old, new) in enumerate(pairs) if old != new), len(file.durable))
+        yield file.durable
+        for end in range(num_same, len(file.content)):
+            yield file.content[:end]
+            yield file.content[:end] + bytes(len(file.content) - end)
+        yield file.content
+
+    def files(self) -> dict[str, bytes]:
+        """Returns the present files."""
+        return {name: file.content for name, file in self._names.items() if _is_reachable(name, self._names)}
 
     def _on_open(self, call: Call, cwd: Path) -> bool:
         name = self._inside(call.strings[0], cwd)
@@ -130,7 +153,7 @@ class Disk:
             self._change((name, _File()))
         self._fds[call.result] = self._names[name]
         if "O_TRUNC" in call.arguments:
-            self._names[name].content.clear()
+            self._names[name].content = b""
         return True
 
     def _on_write(self, call: Call, cwd: Path) -> bool:
@@ -140,10 +163,32 @@ class Disk:
         file.content += call.strings[0][: call.result]  # every file here is written from its start, or appended to
         return True
 
+    def _on_pwrite64(self, call: Call, cwd: Path) -> bool:
+        file, begin = self._fds.get(call.fd), int(call.arguments.rpartition(", ")[2])
+        if not isinstance(file, _File):
+            return False
+        data = call.strings[0][: call.result]
+        file.content = file.content[:begin].ljust(begin, b"\0") + data + file.content[begin + len(data) :]
+        return True
+
+    def _on_ftruncate(self, call: Call, cwd: Path) -> bool:
+        file, size = self._fds.get(call.fd), int(call.arguments.rpartition(", ")[2])
+        if not isinstance(file, _File):
+            return False
+        file.content = file.content[:size].ljust(size, b"\0")
+        return True
+
+    def _on_mkdir(self, call: Call, cwd: Path) -> bool:
+        name = self._inside(call.strings[0], cwd)
+        if name is None:
+            return False
+        self._change((name + "/", _File()))
+        return True
+
     def _on_fsync(self, call: Call, cwd: Path) -> bool:
         opened = self._fds.get(call.fd)
         if isinstance(opened, _File):
-            opened.durable = bytes(opened.content)
+            opened.durable = opened.content
         elif opened is not None:
             for change in self._pending:
                 if change.directory == opened:
@@ -155,6 +200,11 @@ class Disk:
 
     def _on_close(self, call: Call, cwd: Path) -> bool:
         self._fds.pop(call.fd, None)
+        return False
+
+    def _on_fcntl(self, call: Call, cwd: Path) -> bool:
+        if "F_DUPFD" in call.arguments and call.fd in self._fds:
+            self._fds[call.result] = self._fds[call.fd]
         return False
 
     def _on_rename(self, call: Call, cwd: Path) -> bool:
@@ -184,8 +234,16 @@ class Disk:
         self._pending.append(change)
 
     def _inside(self, path: bytes, cwd: Path) -> str | None:
-        whole = cwd / path.decode(errors="surrogateescape")
-        return str(whole.relative_to(self.root)) if whole.is_relative_to(self.root) else None
+        whole = Path(os.path.normpath(cwd / path.decode(errors="surrogateescape")))
+        if not whole.is_relative_to(self.root):
+            return None
+        name = whole.relative_to(self.root)
+        return str(name) if not self._only or name.parts[:1] in ((), (self._only,)) else None
+
+
+def _is_reachable(name: str, names: dict[str, _File]) -> bool:
+    """Whether a name is that of a file whose folders are all there."""
+    return not name.endswith("/") and all(f"{parent}/" in names for parent in Path(name).parents)
 
 
 def _rename(names: dict[str, _File], change: _NameChange) -> None:

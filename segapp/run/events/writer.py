@@ -99,6 +99,19 @@ class EventWriter:
             raise storage_error("write", self.path, error) from error
         return not self._pending
 
+    def sync(self) -> None:
+        """Make the events in the file survive a power cut; a failure is left to the next write.
+
+        Other threads may write meanwhile: they do not wait for the disk.
+        """
+        with contextlib.suppress(OSError):
+            with self._lock:
+                fd = os.dup(self._fd)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
     def close(self) -> None:
         """Write the waiting events, if possible, and close the file; idempotent."""
         with self._lock:
@@ -207,6 +220,8 @@ class EventWriter:
             return 0
         with open(self.path.with_name("events.rewound.jsonl"), "ab") as rewound:
             rewound.writelines(line + b"\n" for line in tail.dropped)
+            rewound.flush()
+            os.fsync(rewound.fileno())
         last_seq = _seq_before(self.path, tail.start)
         temporary = self.path.parent / temporary_name(step)
         try:

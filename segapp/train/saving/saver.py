@@ -237,6 +237,7 @@ class CheckpointSaver:
     def _write(self, captured: Captured, finished_epoch: int | None, is_best: bool, copy_s: float) -> None:
         at = captured.position
         try:
+            self._event_log.sync()  # a resume goes on from this checkpoint: the events before it must be there
             saved = self._store.save(
                 captured.state,
                 step=at.step,

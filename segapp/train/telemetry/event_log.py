@@ -41,6 +41,11 @@ class EventLog:
         for listener in self._listeners:
             listener.handle(event)
 
+    def sync(self) -> None:
+        """Make the events written so far survive a power cut."""
+        if self.writer is not None:
+            self.writer.sync()
+
     def close(self) -> None:
         """Write pending events; close the file and the listeners."""
         if self.writer is not None:
