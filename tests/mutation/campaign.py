@@ -11,7 +11,7 @@ import multiprocessing
 import random
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from tests.support import ROOT
 
 SEGAPP = ROOT / "segapp"
 RESULTS = FOLDER / "results.jsonl"
+JUDGED = Path(__file__).parent / "judged"
 
 NOTICED = ("killed", "timeout")
 """Outcomes of a mutant that the tests notice; `survived` is the other. All else (`not run: ...`) has no score."""
@@ -209,21 +210,48 @@ def _is_current(result: Result) -> bool:
     return (SEGAPP / path).exists() and source_hash(path) == result.source
 
 
-def score_lines(results: Iterable[Result]) -> list[str]:
-    """Return a Markdown table of the score of each package, and the survivors."""
+Place = tuple[str, str, str]
+"""A file below segapp, one of its lines without indentation, and a change on it."""
+
+
+def judged(folder: Path = JUDGED) -> dict[Place, str]:
+    """Return why a change need not be noticed, of the survivors that somebody has looked at."""
+    entries = [each for file in sorted(folder.glob("*.json")) for each in json.loads(file.read_text())]
+    return {(each["file"], each["line"], each["change"]): each["why"] for each in entries}
+
+
+def place_of(result: Result) -> Place:
+    """Return where a result is in `judged`; its file must be as it was."""
+    path, line = result.id.split(":")[:2]
+    return path, (SEGAPP / path).read_text().splitlines()[int(line) - 1].strip(), result.change
+
+
+def score_lines(results: Iterable[Result], excused: Mapping[Place, str] | None = None) -> list[str]:
+    """Return a Markdown table of the score of each package, and the survivors that are not excused."""
+    excused = judged() if excused is None else excused
     by_package: dict[str, list[Result]] = {}
     for each in results:
         by_package.setdefault(each.package, []).append(each)
-    lines = ["| package | mutants | noticed | survived | not run | score |", "|---|---:|---:|---:|---:|---:|"]
+    lines = [
+        "| package | mutants | noticed | survived | of these judged | not run | score | without the judged |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
     rows = [*sorted(by_package.items()), ("all", [each for found in by_package.values() for each in found])]
     for package, found in rows:
         noticed = sum(each.outcome in NOTICED for each in found)
-        survived = sum(each.outcome == "survived" for each in found)
-        score = f"{100 * noticed / (noticed + survived):.0f} %" if noticed + survived else "-"
-        left = len(found) - noticed - survived
-        lines.append(f"| {package} | {len(found)} | {noticed} | {survived} | {left} | {score} |")
-    survivors = [each for found in by_package.values() for each in found if each.outcome == "survived"]
-    return [*lines, "", *(f"- `{each.id}`: `{each.change}`" for each in sorted(survivors, key=lambda each: each.id))]
+        survivors = [each for each in found if each.outcome == "survived"]
+        allowed = sum(place_of(each) in excused for each in survivors)
+        left = len(found) - noticed - len(survivors)
+        counts = len(found), noticed, len(survivors), allowed, left
+        scores = _percent(noticed, len(survivors)), _percent(noticed, len(survivors) - allowed)
+        lines.append(f"| {' | '.join((package, *map(str, counts), *scores))} |")
+    everything = rows[-1][1]
+    shown = [each for each in everything if each.outcome == "survived" and place_of(each) not in excused]
+    return [*lines, "", *(f"- `{each.id}`: `{each.change}`" for each in sorted(shown, key=lambda each: each.id))]
+
+
+def _percent(noticed: int, survived: int) -> str:
+    return f"{100 * noticed / (noticed + survived):.0f} %" if noticed + survived else "-"
 
 
 def _git(*words: str) -> str:

@@ -6,6 +6,9 @@
 - negation: `not x` and `-x` become `x`;
 - arguments: the first two positional arguments of a call exchanged;
 - exception: a handler that raises does nothing instead.
+
+Left out, because nothing can depend on them: calls of a logger, the order of the arguments of `max`, `min`, `transpose`
+and other symmetric functions.
 """
 
 from __future__ import annotations
@@ -16,6 +19,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 OPERATORS = ("comparison", "constant", "statement", "negation", "arguments", "exception")
+
+_SYMMETRIC = {
+    "max",
+    "min",
+    "maximum",
+    "minimum",
+    "transpose",
+    "swapaxes",
+    "equal",
+    "array_equal",
+    "logical_and",
+    "logical_or",
+}
 
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -147,7 +163,8 @@ def _of_expression(node: ast.expr) -> Iterator[tuple[str, str]]:
     elif isinstance(node, ast.Call) and len(node.args) > 1:
         first, second = node.args[:2]
         is_starred = isinstance(first, ast.Starred) or isinstance(second, ast.Starred)
-        if not is_starred and ast.unparse(first) != ast.unparse(second):
+        is_symmetric = _name_of(node.func) in _SYMMETRIC and len(node.args) == 2
+        if not is_starred and not is_symmetric and ast.unparse(first) != ast.unparse(second):
             changed_call = copy.deepcopy(node)
             changed_call.args[:2] = reversed(changed_call.args[:2])
             yield "arguments", ast.unparse(changed_call)
@@ -155,10 +172,18 @@ def _of_expression(node: ast.expr) -> Iterator[tuple[str, str]]:
 
 def _can_be_dropped(node: ast.stmt) -> bool:
     if isinstance(node, ast.Expr):
-        return isinstance(node.value, ast.Call | ast.Await)
+        return isinstance(node.value, ast.Call | ast.Await) and not _is_log(node.value)
     if isinstance(node, ast.Assign):
         return all(isinstance(target, ast.Attribute | ast.Subscript) for target in node.targets)
     return isinstance(node, ast.AugAssign | ast.Raise)
+
+
+def _is_log(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("logger.", "logging."))
+
+
+def _name_of(function: ast.expr) -> str:
+    return ast.unparse(function).rpartition(".")[2]
 
 
 def _is_for_types(node: ast.AST) -> bool:

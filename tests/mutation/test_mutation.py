@@ -12,6 +12,7 @@ from tests.mutation.campaign import (
     Campaign,
     Result,
     find_mutants,
+    judged,
     read_results,
     sampled,
     score_lines,
@@ -43,6 +44,8 @@ def changes(source: str, operator: str) -> list[str]:
         ("negation", "if not a: b = -c", ["if (a): b = -c", "if not a: b = (c)"]),
         ("arguments", "f(a, b, c=d)", ["f(b, a, c=d)"]),
         ("arguments", "f(a, a); f(*a, b)", []),
+        ("arguments", "max(a, b); max(a, b, c)", ["max(a, b); max(b, a, c)"]),
+        ("statement", "logger.warning(a)\nlog.warning(a)", ["logger.warning(a)\npass"]),
         (
             "exception",
             "try:\n    a\nexcept E:\n    b\n    raise F from None\nexcept G:\n    c\n",
@@ -159,10 +162,22 @@ def test_campaign_resumes_and_skips_what_has_a_result(tmp_path: Path, monkeypatc
 
 
 def test_score_counts_timeouts_and_leaves_out_what_did_not_run() -> None:
+    line = (ROOT / "segapp" / "metrics.py").read_text().splitlines()[2].strip()
     outcomes = ["killed", "timeout", "survived", "not run: x"]
     results = [
-        Result(f"run/a.py:{i}:constant:0", "run", "1 -> 2", each, "", 1, "", "", "") for i, each in enumerate(outcomes)
+        Result(f"metrics.py:3:constant:{i}", "metrics", "1 -> 2", each, "", 1, "", "", "")
+        for i, each in enumerate(outcomes)
     ]
-    lines = score_lines(results)
-    assert "| run | 4 | 2 | 1 | 1 | 67 % |" in lines
-    assert lines[-1] == "- `run/a.py:2:constant:0`: `1 -> 2`"
+    lines = score_lines(results, {})
+    assert "| metrics | 4 | 2 | 1 | 0 | 1 | 67 % | 67 % |" in lines
+    assert lines[-1] == "- `metrics.py:3:constant:2`: `1 -> 2`"
+    lines = score_lines(results, {("metrics.py", line, "1 -> 2"): "equivalent"})
+    assert "| metrics | 4 | 2 | 1 | 1 | 1 | 67 % | 100 % |" in lines
+    assert lines[-1] == ""
+
+
+def test_judged_changes_are_of_the_source_and_have_a_reason() -> None:
+    for (path, line, change), why in judged().items():
+        source = (ROOT / "segapp" / path).read_text()
+        assert line in source, f"{path}: {line} is gone: remove {change} from tests/mutation/judged"
+        assert len(why) > 10, f"{path}: {change}"
