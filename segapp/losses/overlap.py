@@ -72,7 +72,7 @@ class _OverlapCriterion(HeadCriterion):
         intersection, mass, count = totals
         counted = count > 0 if self.classes == "present" else (count.sum() > 0).expand_as(count)
         losses = torch.where(counted, self.class_losses(intersection, mass, count), 0.0)
-        return (losses.sum() * reciprocal_or_zero(counted.sum())).to(intersection.dtype)
+        return (losses.sum() * reciprocal_or_zero(counted.sum(dtype=torch.float64))).to(intersection.dtype)
 
 
 class CriterionDice(_OverlapCriterion):
