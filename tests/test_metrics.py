@@ -16,7 +16,7 @@ from PIL import Image
 from torch.overrides import TorchFunctionMode
 
 from segapp import metrics
-from segapp.metrics import ConfusionMatrix
+from segapp.metrics import ConfusionMatrix, LabelCounts
 
 
 def confusion_of(prediction, target, num_classes, **kwargs) -> ConfusionMatrix:
@@ -70,22 +70,89 @@ def test_dice_precision_and_recall_match_loops_over_pixels(seed):
     assert scores.mean_dice == pytest.approx(sum(known) / len(known), abs=1e-15)
 
 
-def test_dice_precision_and_recall_match_torchmetrics():
-    from torchmetrics.functional.classification import multiclass_f1_score, multiclass_precision, multiclass_recall
+@st.composite
+def batches(draw, fewest_classes=1):
+    """A number of classes, an id of ignored pixels, and predictions and targets (B, N, H, W) of B batches."""
+    generator = np.random.default_rng(draw(st.integers(0, 2**32)))
+    num_classes, ignore_index = draw(st.integers(fewest_classes, 8)), draw(st.sampled_from([255, -1]))
+    shape = draw(st.tuples(*[st.integers(1, most) for most in (3, 2, 9, 9)]))
+    known = generator.choice(num_classes, draw(st.integers(1, num_classes)), replace=False)  # the others are absent
+    target = generator.choice(known, shape)
+    prediction = np.where(generator.random(shape) < 0.6, target, generator.integers(0, num_classes, shape))
+    target[generator.random(shape) < draw(st.sampled_from([0.0, 0.3, 0.95]))] = ignore_index
+    return num_classes, ignore_index, torch.from_numpy(prediction), torch.from_numpy(target)
 
-    generator = np.random.default_rng(3)
-    prediction = torch.from_numpy(generator.integers(0, 4, (3, 9, 7)))
-    target = torch.from_numpy(generator.choice([0, 1, 2, 3, 255], (3, 9, 7)))
-    confusion = ConfusionMatrix(4)
-    confusion.update(prediction, target)
+
+def assert_scores_equal(ours, theirs):
+    """torchmetrics gives 0 where we give None, in float32."""
+    assert [0.0 if value is None else value for value in ours] == pytest.approx(theirs.tolist(), abs=1e-6)
+
+
+@given(batches(fewest_classes=2))
+@settings(max_examples=60)
+def test_every_score_matches_torchmetrics(case):
+    """Its macro means of precision and recall count a class without denominator as 0, which ours leave out."""
+    from torchmetrics.functional import classification as theirs
+
+    num_classes, ignore_index, prediction, target = case
+    confusion = ConfusionMatrix(num_classes, ignore_index)
+    for each in zip(prediction, target, strict=True):
+        confusion.update(*each)
     scores = confusion.scores()
-    for ours, theirs in (
-        (scores.dice, multiclass_f1_score),
-        (scores.precision, multiclass_precision),
-        (scores.recall, multiclass_recall),
+    pixels = prediction.flatten(), target.flatten(), num_classes
+    options = {"ignore_index": ignore_index}
+    assert torch.equal(confusion.matrix, theirs.multiclass_confusion_matrix(*pixels, **options))
+    assert scores.num_valid_px == int((target != ignore_index).sum())
+    if not scores.num_valid_px:
+        return
+    for ours, score in (
+        (scores.iou, theirs.multiclass_jaccard_index),
+        (scores.dice, theirs.multiclass_f1_score),
+        (scores.precision, theirs.multiclass_precision),
+        (scores.recall, theirs.multiclass_recall),
     ):
-        expected = theirs(prediction, target, 4, average="none", ignore_index=255)
-        assert ours == pytest.approx(expected.tolist(), abs=1e-6)
+        assert_scores_equal(ours, score(*pixels, average="none", **options))
+    assert_scores_equal(
+        [scores.miou, scores.mean_dice, scores.frequency_weighted_iou, scores.pixel_accuracy],
+        torch.stack([
+            theirs.multiclass_jaccard_index(*pixels, average="macro", **options),
+            theirs.multiclass_f1_score(*pixels, average="macro", **options),
+            theirs.multiclass_jaccard_index(*pixels, average="weighted", **options),
+            theirs.multiclass_accuracy(*pixels, average="micro", **options),
+        ]),
+    )  # fmt: skip
+
+
+@given(batches(fewest_classes=2), st.integers(0, 2**32))
+@settings(max_examples=30)
+def test_every_score_of_sets_matches_torchmetrics(case, seed):
+    """Classes that do not exclude each other; a pixel is ignored for all of them."""
+    from torchmetrics.functional import classification as theirs
+
+    num_classes, ignore_index, prediction, target = case
+    valid = target != ignore_index
+    generator = torch.Generator().manual_seed(seed)
+    prediction, sets = (torch.randint(0, 1 << num_classes, target.shape, generator=generator) for _ in range(2))
+    counts = LabelCounts(num_classes)
+    for each in zip(prediction, torch.where(valid, sets, -1), strict=True):
+        counts.update(*each)
+    scores = counts.scores()
+
+    def as_maps(bits):
+        return (bits.flatten().unsqueeze(1) >> torch.arange(num_classes)) & 1
+
+    pixels = as_maps(prediction), torch.where(valid.view(-1, 1), as_maps(sets), -1), num_classes
+    options = {"ignore_index": -1}
+    assert torch.equal(counts.matrix, theirs.multilabel_confusion_matrix(*pixels, **options))
+    assert scores.num_valid_px == int(valid.sum())
+    for ours, score in (
+        (scores.iou, theirs.multilabel_jaccard_index),
+        (scores.dice, theirs.multilabel_f1_score),
+        (scores.precision, theirs.multilabel_precision),
+        (scores.recall, theirs.multilabel_recall),
+    ):
+        assert_scores_equal(ours, score(*pixels, average="none", **options))
+    assert_scores_equal([scores.pixel_accuracy], theirs.multilabel_accuracy(*pixels, average="micro", **options)[None])
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 2), (0, 4, 4), (3, 0, 5)])

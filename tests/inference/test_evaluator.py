@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cv2
 import hypothesis
 import numpy as np
 import pytest
@@ -13,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.ndimage import binary_erosion
 from torch import Tensor, nn
-from torchmetrics.classification import MulticlassJaccardIndex
 
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.files import ImagePair
@@ -114,23 +115,6 @@ def test_image_too_large_is_evaluated_in_smaller_windows() -> None:
         evaluate_on_devices([evaluator(ColorNet(capacity_px=100))], batches)
 
 
-@given(st.integers(0, 10_000), st.booleans())
-def test_scores_equal_torchmetrics_with_absent_classes(seed: int, has_absent: bool) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    top = 4 if has_absent else 6
-    prediction = torch.randint(0, top, (2, 9, 11), generator=generator)
-    target = torch.randint(0, top, (2, 9, 11), generator=generator)
-    target[torch.rand(target.shape, generator=generator) < 0.3] = 255
-    matrix = ConfusionMatrix(6)
-    matrix.update(prediction, target)
-    scores = matrix.scores()
-    theirs = MulticlassJaccardIndex(6, average=None, ignore_index=255)(prediction, target)
-    for ours, value in zip(scores.iou, theirs.tolist(), strict=True):
-        assert value == pytest.approx(0.0 if ours is None else ours, abs=1e-6)  # torchmetrics gives absent classes 0
-    mean = MulticlassJaccardIndex(6, average="macro", ignore_index=255)(prediction, target)
-    assert scores.miou == pytest.approx(float(mean), abs=1e-6)  # and excludes them from the mean too
-
-
 @given(st.integers(0, 10_000))
 def test_group_scores_equal_scores_of_relabelled_images(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -182,6 +166,33 @@ def test_boundary_iou_equals_slow_one_with_ignored_pixels() -> None:
             union[c] += (a | b).sum()
     assert counter.iou()[3] is None
     assert counter.iou()[:3] == tuple(inter[:3] / union[:3])
+
+
+def published_boundary(region: np.ndarray) -> np.ndarray:
+    """Return the region (H, W) minus its erosion by d pixels, d = 2 % of the diagonal and at least 1 (section 4)."""
+    width_px = max(1, round(0.02 * float(np.hypot(*region.shape))))
+    return region & ~binary_erosion(region, np.ones((3, 3)), iterations=width_px)
+
+
+@hypothesis.settings(max_examples=30)
+@given(st.integers(1, 40), st.integers(1, 40), st.sampled_from([0.0, 0.01, 1.0]), st.integers(0, 2**32))
+def test_boundary_iou_has_the_published_definition(rows: int, columns: int, ignored: float, seed: int) -> None:
+    """Per class over all images; the paper has no ignored pixels: ours belong to no region and are not counted."""
+    rng = np.random.default_rng(seed)
+    counter, counts = BoundaryIoU(4, 255), np.zeros((4, 2))
+    for side in (3, 7):
+        shape = side * rows, side * columns + 2
+        target, prediction = (
+            cv2.resize(rng.integers(0, 3, (rows, columns), np.uint8), shape[::-1], interpolation=cv2.INTER_NEAREST)
+            for _ in range(2)
+        )
+        prediction = np.where(rng.random(shape) < 0.9, target, prediction)
+        target[rng.random(shape) < ignored] = 255
+        counter.update(prediction, target)
+        for c in range(4):
+            wanted, found = (published_boundary((ids == c) & (target != 255)) for ids in (target, prediction))
+            counts[c] += (wanted & found).sum(), (wanted | found).sum()
+    assert counter.iou() == tuple(inter / union if union else None for inter, union in counts)
 
 
 @hypothesis.settings(max_examples=60, deadline=None)
