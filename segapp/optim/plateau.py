@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,11 +47,9 @@ class Plateau:
         return self.factor < before
 
     def _is_better(self, value: float) -> bool:
-        if self._best is None:
-            return value == value
         if self.larger_is_better:
-            return value > self._best * (1 + self.THRESHOLD)
-        return value < self._best * (1 - self.THRESHOLD)
+            return value > (-math.inf if self._best is None else self._best * (1 + self.THRESHOLD))
+        return value < (math.inf if self._best is None else self._best * (1 - self.THRESHOLD))
 
     def state_dict(self) -> dict[str, Any]:
         """Return factor, best result and count, as plain values."""

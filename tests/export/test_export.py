@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 from timm.layers.padding import pad_same
 from torch import nn
 
+from segapp.api import load
+from segapp.commands.export import export_target
 from segapp.commands.predict import PredictOptions, predict_target
 from segapp.errors import CheckpointError, ConfigError, RunError
 from segapp.export import ExportedModel, ExportInfo, ExportNetwork, check_export, runner, write, write_export
@@ -114,6 +116,21 @@ def run_pt2(path: Path) -> tuple[Callable[[np.ndarray], np.ndarray], dict[str, s
         return lambda images: module(torch.from_numpy(images)).numpy(), json.loads(extra_files["segapp.json"])
 
 
+def odd_sizes(count: int) -> list[tuple[int, int]]:
+    """Return drawn heights and widths, odd, from 1 to 179 pixels."""
+    halves = np.random.default_rng(count).integers(0, 90, (count, 2))
+    return [(2 * int(height) + 1, 2 * int(width) + 1) for height, width in halves]
+
+
+def assert_as_checkpoint(compute: Callable[[np.ndarray], np.ndarray], run: Path, sizes: list[tuple[int, int]]) -> None:
+    """Compare a file's logits with the class probabilities of the run's best checkpoint, on noise."""
+    network = load(run)
+    for size in sizes:
+        image = np.random.default_rng(size).integers(0, 256, (*size, 3), dtype=np.uint8)
+        found = torch.from_numpy(compute(image[None])).softmax(1)[0].numpy()
+        np.testing.assert_allclose(found, network.probabilities(image), atol=1e-4, err_msg=str(size))
+
+
 def test_pt2_file_gives_labels_and_metadata(tmp_path: Path) -> None:
     model = SmallNet()
     info = info_of(model, output="labels", file_ids=(7, 8, 11))
@@ -123,12 +140,13 @@ def test_pt2_file_gives_labels_and_metadata(tmp_path: Path) -> None:
     compute, properties = run_pt2(tmp_path / "x.pt2")
     assert ExportInfo.from_properties(properties, "x.pt2") == info
     assert info.scheme.file_ids == (7, 8, 11)
-    images = np.random.default_rng(0).integers(0, 256, (1, 41, 67, 3), dtype=np.uint8)
-    expected = ExportNetwork(model, info.mean, info.std)(torch.from_numpy(images)).argmax(1)
-    labels = compute(images)
-    assert labels.dtype == np.uint8
-    assert labels.shape == (1, 41, 67)
-    assert (labels == expected.numpy()).mean() > 0.999
+    for size in ((1, 41, 67), *((2, *size) for size in odd_sizes(4))):
+        images = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
+        expected = ExportNetwork(model, info.mean, info.std)(torch.from_numpy(images)).argmax(1)
+        labels = compute(images)
+        assert labels.dtype == np.uint8
+        assert labels.shape == size
+        assert (labels == expected.numpy()).mean() > 0.999
     assert [path.name for path in tmp_path.iterdir()] == ["x.pt2"]
     assert check_export(compute, info, SmallNet(seed=1), [(1, 41, 67)]).agreement < 0.99
 
@@ -234,6 +252,7 @@ def test_exported_run_matches_predict_and_runs_alone(tiny: dict[str, Any], tiny_
     assert [entry.shape for entry in session.get_inputs()] == [["batch", "height", "width", 3]]
     assert {entry.version for entry in onnx.load(tmp_path / "net.onnx").opset_import if not entry.domain} == {20}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["net.onnx", "run"]  # no external data
+    assert_as_checkpoint(lambda images: session.run(None, {"images": images})[0], tmp_path / "run", odd_sizes(5))
 
     photo = cv2.resize(cv2.imread(str(next((tiny_root / "images" / "val").glob("*.png")))), (101, 77))
     cv2.imwrite(str(tmp_path / "photo.png"), photo)
@@ -249,6 +268,15 @@ def test_exported_run_matches_predict_and_runs_alone(tiny: dict[str, Any], tiny_
     assert np.array_equal(exported, logits[0].argmax(0))
     colors = [cv2.imread(str(tmp_path / name / "color" / "photo.png")) for name in ("own", "exported")]
     assert (colors[0] == colors[1]).mean() > 0.999
+
+
+@pytest.mark.slow
+def test_exported_files_compute_50_odd_sizes(tiny: dict[str, Any], tmp_path: Path) -> None:
+    assert train(merged(tiny, train={"epochs": 1}), tmp_path / "run") == 0
+    for name in ("net.onnx", "net.pt2"):
+        export_target(str(tmp_path / "run"), tmp_path / name, format=None, half=False, argmax=False)
+        compute = ExportedModel(tmp_path / name) if name == "net.onnx" else run_pt2(tmp_path / name)[0]
+        assert_as_checkpoint(compute, tmp_path / "run", odd_sizes(50))
 
 
 FAMILIES = [
