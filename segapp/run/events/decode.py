@@ -62,10 +62,11 @@ def last_line_end(fd: int) -> int:
 
 # The first fields of a step stand in the order in which `EventWriter` writes them.
 _STEP_LINE = re.compile(
-    rb'(\{"v":1,"seq":\d+,"t":(-?\d[\d.eE+-]*+),"type":"step","epoch":\d+,"step":(\d{1,15}),"loss":'
-    rb"(null|-?\d[\d.eE+-]*+),.*+)\n"
+    rb'(\{"v":1,"seq":[0-9]+,"t":(-?[0-9][0-9.eE+-]*+),"type":"step","epoch":[0-9]+,"step":([0-9]{1,15}),"loss":'
+    rb"(null|-?[0-9][0-9.eE+-]*+),.*+(?<=\}))\n"
 )
-_ONCE_A_LINE = (b'{"v":', b'"type":')
+_ONCE_A_LINE = (b"y", b'"type":')
+"""In most `step` lines the byte stands only in the word behind it, and is counted in two thirds of the time."""
 
 
 class StepRun(NamedTuple):
@@ -118,7 +119,7 @@ def skim_block(block: bytes) -> Iterator[StepRun | bytes]:
     between, lines = parts[0::5], parts[1::5]
     others = [piece for piece in between if piece]
     rest = b"\n".join(others)
-    is_whole = all(block.count(mark) == len(lines) + rest.count(mark) for mark in _ONCE_A_LINE)
+    is_whole = any(block.count(mark) == len(lines) + rest.count(mark) for mark in _ONCE_A_LINE)
     if not is_whole or not all(piece.endswith(b"\n") for piece in others):
         yield block  # damage joined two lines: only the full parser can tell the good from the bad
         return

@@ -158,10 +158,11 @@ def _average(values: Floats, start: float, factor: float) -> Floats:
     out = np.empty_like(values)
     matrix, decay = _block_matrix(factor)
     body = values[: num_blocks * _BLOCK].reshape(num_blocks, _BLOCK) @ matrix.T
-    for block, row in enumerate(body):
-        row += start * decay
-        start = float(row[-1])
-        out[block * _BLOCK : (block + 1) * _BLOCK] = row
+    starts = np.empty((num_blocks, 1))
+    for block, last in enumerate(body[:, -1].tolist()):
+        starts[block] = start
+        start = last + start * float(decay[-1])
+    out[: num_blocks * _BLOCK] = (body + starts * decay).reshape(-1)
     for i in range(num_blocks * _BLOCK, len(values)):
         start = factor * start + (1 - factor) * float(values[i])
         out[i] = start
