@@ -69,8 +69,7 @@ def gpu_content(view: View, predicted_mib: Sequence[float | None], size: Size, g
 
 def _numbers(view: View, index: int, device: DeviceMemory, predicted_mib: float | None, width: int) -> Content:
     """Return the allocator's memory, the measured peak and the predicted one."""
-    peaks = view.peaks_mib.get(view.split or (), [])
-    peak = peaks[index] if index < len(peaks) else device.peak_mib
+    peak = _peak_mib(view, index, device)
     known = (
         ("allocated", device.allocated_mib), ("reserved", device.reserved_mib),
         ("peak", peak), ("predicted", predicted_mib),
@@ -106,10 +105,11 @@ def _device_line(view: View, index: int, device: DeviceMemory, width: int, glyph
     word = headroom_level(used, total)
     style = WORD_STYLES.get(word, "")
     share = view.split[index] if view.split is not None and index < len(view.split) else None
+    peak = _peak_mib(view, index, device)
     is_cpu = device.device is not None and device.device.startswith("cpu")
     parts = [
         Part(0, Content.assemble((f"{memory_text(used):>5}/{_total(total)}", "bold"))),
-        Part(2, Content(f"{_peak(view, index, device):>5}")),
+        Part(2, Content("-".rjust(5) if peak is None else f"{memory_text(peak):>5}")),
         Part(4, Content(f"{percent(device.utilization):>4}")),
         Part(5, Content(f"{_temperature(device.temperature, glyphs):>4}")) if not is_cpu else None,
         Part(1, Content(f"{share} img".ljust(6))) if share is not None else None,
@@ -131,10 +131,12 @@ def _frac(used_mib: float | None, total_mib: float | None) -> float | None:
     return used_mib / total_mib if used_mib is not None and total_mib else None
 
 
-def _peak(view: View, index: int, device: DeviceMemory) -> str:
+def _peak_mib(view: View, index: int, device: DeviceMemory) -> float | None:
+    """Return the peak of a device with the present split; None as long as only those of other splits are known."""
+    if not view.peaks_mib:
+        return device.peak_mib
     peaks = view.peaks_mib.get(view.split or (), [])
-    known = [peak for peak in (peaks[index] if index < len(peaks) else None, device.peak_mib) if peak is not None]
-    return memory_text(max(known)) if known else "-"
+    return peaks[index] if index < len(peaks) else None
 
 
 def _temperature(celsius: float | None, glyphs: Glyphs) -> str:

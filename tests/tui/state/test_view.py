@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from textual.geometry import Size
 
 from segapp.run.events import EVENT_TYPES, CommandAnswer, EventReader, Gpu0Bsz
-from segapp.tui.panes.devices import evaluate_split
+from segapp.tui.panes.devices import evaluate_split, gpu_content
+from segapp.tui.panes.glyphs import ASCII
 from segapp.tui.state.view import View, fold_events
 from tests.support.recorded_runs import RecordedRun
 
@@ -159,8 +161,10 @@ def test_peak_of_the_old_split_is_not_the_new_one_s(tmp_path: Path) -> None:
     before = view.peaks_mib[4, 10, 9, 9]
     fold_events(view, [memory_of(900.0, 800.0, 800.0, 800.0)])
     assert (6, 9, 9, 8) not in view.peaks_mib
+    assert "900M" not in gpu_content(view, (), Size(68, 20), ASCII).plain
     fold_events(view, [memory_of(500.0, 400.0, 400.0, 400.0), memory_of(450.0, 410.0, 400.0, 400.0)])
     assert view.peaks_mib == {(4, 10, 9, 9): before, (6, 9, 9, 8): [500.0, 410.0, 400.0, 400.0]}
+    assert gpu_content(view, (), Size(68, 20), ASCII).plain.count("500M") == 2
 
 
 def test_failed_smaller_share_sets_no_limit_for_device_0(tmp_path: Path) -> None:
