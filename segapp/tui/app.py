@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -91,6 +92,8 @@ def run_ui(
     )
     app.has_trainer_ended = has_trainer_ended
     _lower_priority()
+    gc.freeze()
+    gc.set_threshold(20_000)  # next to nothing is found: updates make hardly any cycles of references
     app.run(mouse=True)
     if app.return_code:
         what = f"{type(app.failure).__name__}: {app.failure}" if app.failure is not None else "no reason known"

@@ -27,10 +27,11 @@ from segapp.run.text import printable
 from segapp.tui import keys, layout, themes
 from segapp.tui.announcer import RESTORE_TITLE, SAVE_TITLE, Announcer
 from segapp.tui.event_log import EventsPane
+from segapp.tui.output.compositor import PartialScreen
 from segapp.tui.output.frame import Frame
 from segapp.tui.panes import header
 from segapp.tui.panes.chart import ChartOptions, LossChart, Other
-from segapp.tui.panes.classes import TableOptions, class_rows, classes_content, classes_title
+from segapp.tui.panes.classes import classes_title
 from segapp.tui.panes.devices import Draft, gpu0_content, gpu_content
 from segapp.tui.panes.glyphs import ASCII, UNICODE
 from segapp.tui.panes.pictures import PictureView
@@ -217,6 +218,10 @@ class Monitor(App[None]):
         if self._driver is not None and not self.is_headless:
             self._driver.write(codes)
 
+    def get_default_screen(self) -> Screen[object]:
+        """Return the screen that holds the panes."""
+        return PartialScreen()
+
     def _display(self, screen: Screen[object], renderable: RenderableType | None) -> None:
         """Write an update to the terminal, without what the terminal shows already."""
         super()._display(screen, self._frame.updated(renderable))
@@ -362,7 +367,7 @@ class Monitor(App[None]):
         is_held = isinstance(self.source, ReplaySource) and self.source.is_paused
         labels = {"toggle_pause": "Resume" if self.source.view.is_paused else "Pause",
                   "replay_pause": "Play" if is_held else "Pause"}  # fmt: skip
-        is_readonly = self.readonly or self.status().is_over
+        is_readonly = self.readonly or self.status().is_over or pane == "starting"  # no trainer can answer yet
         shown = keys.here(keys.available(is_readonly, is_replay=self.is_replay), pane)
         self._text("keys").show(keys.key_bar(shown, self.settings.keymap, labels, width))
 
@@ -410,13 +415,9 @@ class Monitor(App[None]):
             set_title(editor, Content.styled("gpu0_bsz", "bold"))
         if "classes" in plan.panes:
             table = self.query_one(ClassesPane)
-            title = classes_title(
-                view, self.settings.sort, self.wanted, table.size.width - (4 if plan.has_left else 34), glyphs
-            )
-            options = TableOptions(self.settings.sort, self.wanted, table.cursor)
-            size = Size(table.inner_width, max(1, table.size.height - 2))
-            table.show(classes_content(view, options, size, glyphs))
-            table.names = [row.name for row in class_rows(view, self.settings.sort, self.wanted)]
+            sort, room = self.settings.sort, table.size.width - (4 if plan.has_left else 34)
+            title = classes_title(view, sort, self.wanted, room, glyphs)
+            table.show_view(view, sort, self.wanted, glyphs)
             self._set_title(table, title, plan)
 
     def _predicted_mib(self) -> tuple[float | None, ...]:

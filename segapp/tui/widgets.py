@@ -2,37 +2,52 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
+from textual.geometry import Region, Size
 from textual.message import Message
 from textual.widget import Widget
-from textual.widgets import Input, Static
+from textual.widgets import Input
 
-from segapp.tui.panes.glyphs import ascii_text
+from segapp.run.events import RunStart, Val
+from segapp.tui.panes.classes import TableOptions, class_rows, classes_content
+from segapp.tui.panes.glyphs import Glyphs, ascii_text
+from segapp.tui.state.history import PastVal
+from segapp.tui.state.view import View
 
 
-class LiteralText(Static):
-    """Literal text, redrawn only if it differs."""
+class LiteralText(Widget):
+    """Literal text, of which only the lines that differ are redrawn."""
+
+    DEFAULT_CSS = "LiteralText { height: auto; }"
 
     def __init__(self, **keywords: str) -> None:
-        super().__init__("", id=keywords.get("id"), classes=keywords.get("classes"), markup=False)
-        self._key: tuple[object, ...] | None = None
-        self._num_rows = 0
+        super().__init__(id=keywords.get("id"), classes=keywords.get("classes"))
+        self._content = Content("")
+        self._lines: list[tuple[object, ...]] = []
+
+    def render(self) -> Content:
+        """Return the text."""
+        return self._content
 
     def show(self, content: Content) -> None:
         """Show a content."""
         content = drawable(self, content)
-        key = (content.plain, tuple(content.spans))
-        if key == self._key:
+        if content.plain == self._content.plain and content.spans == self._content.spans:
             return
-        num_rows = content.plain.count("\n") + bool(content.plain)
-        has_moved = num_rows != self._num_rows
-        self._key, self._num_rows = key, num_rows
-        self.update(content, layout=has_moved)
+        lines: list[tuple[object, ...]] = [(line.plain, *line.spans) for line in content.split(allow_blank=True)]
+        before, self._content, self._lines = self._lines, content, lines
+        if len(lines) != len(before) or not content.plain:
+            self.refresh(layout=True)
+        elif self.styles.text_wrap != "nowrap":
+            self.refresh()
+        else:
+            width = self.content_size.width
+            self.refresh(*(Region(0, y, width, 1) for y, line in enumerate(lines) if line != before[y]))
 
 
 class Pane(VerticalScroll, can_focus=True):
@@ -59,6 +74,14 @@ class Pane(VerticalScroll, can_focus=True):
 
 class _Rows(VerticalScroll, can_focus=True, inherit_bindings=False):
     """Scrolls with the cursor of its pane, which handles the keys."""
+
+
+class _Shown(NamedTuple):
+    """What a table of classes was made of."""
+
+    view: View | None
+    start: RunStart | None
+    val: Val | PastVal | None
 
 
 class ClassesPane(Vertical):
@@ -92,6 +115,8 @@ class ClassesPane(Vertical):
         """Of the rows, in order."""
         self.cursor: int | None = None
         """Index of the selected row; None before the first key."""
+        self._shown = _Shown(None, None, None)
+        self._options: tuple[TableOptions, Size] | None = None
         self._lines = LiteralText(classes="lines")
         self._box = _Rows(self._lines, id="class-lines")
 
@@ -100,9 +125,23 @@ class ClassesPane(Vertical):
         yield Input(placeholder="part of a class name", id="filter", compact=True, select_on_focus=False)
         yield self._box
 
-    def show(self, content: Content) -> None:
-        """Show a table."""
-        self._lines.show(content)
+    def show_view(self, view: View, sort: str, wanted: str, glyphs: Glyphs) -> None:
+        """Show the table of a view, made anew if its evaluations, the options or the size have changed.
+
+        Args:
+            view: The run.
+            sort: One of `SORTS`.
+            wanted: Part of a class name; empty: all classes.
+            glyphs: Characters to draw with.
+        """
+        size = Size(self.inner_width, max(1, self.size.height - 2))
+        shown = _Shown(view, view.start, view.vals[-1] if view.vals else None)
+        options = TableOptions(sort, wanted, self.cursor)
+        if self._options == (options, size) and all(a is b for a, b in zip(self._shown, shown, strict=True)):
+            return
+        self._shown, self._options = shown, (options, size)
+        self._lines.show(classes_content(view, options, size, glyphs))
+        self.names = [row.name for row in class_rows(view, sort, wanted)]
 
     @property
     def inner_width(self) -> int:

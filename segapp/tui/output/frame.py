@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import groupby
-from operator import itemgetter
 from typing import NamedTuple
 
 from rich.color import ColorSystem
@@ -23,8 +22,6 @@ _LEAST_GAP = 8
 
 _PLAIN = Style()
 
-Cell = tuple[str, Style]
-
 
 class Piece(NamedTuple):
     """Part of a row."""
@@ -34,11 +31,19 @@ class Piece(NamedTuple):
     strip: Strip
 
 
+class Cells(NamedTuple):
+    """Neighbouring cells of a row."""
+
+    chars: list[str]
+    """One character each; an empty string where a cell of the terminal is not known."""
+    styles: list[Style]
+
+
 class Frame:
     """The cells of the terminal, as far as they are known: those behind a wide character are not."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, dict[int, Cell]] = {}
+        self._rows: dict[int, Cells] = {}
 
     def updated(self, update: RenderableType | None) -> RenderableType | None:
         """Return an update that writes what an update changes, or all of it if it covers the whole screen.
@@ -62,15 +67,24 @@ class Frame:
                 codes.append(f"{_transition(style, _PLAIN, system)}\x1b[{y + 1};{x + 1}H{_whole(strip, system)}")
                 style = _PLAIN
                 continue
-            row = self._rows.setdefault(y, {})
-            changed = [i for i, cell in enumerate(cells, x) if row.get(i) != cell]
-            row.update(enumerate(cells, x))
-            for first, last in _stretches(changed):
-                codes.append(f"\x1b[{y + 1};{first + 1}H")
-                for new, group in groupby(cells[first - x : last + 1 - x], itemgetter(1)):
-                    codes += (_transition(style, new, system), *(char for char, _ in group))
+            for first, last in _stretches(self._put(x, y, cells)):
+                codes.append(f"\x1b[{y + 1};{x + first + 1}H")
+                for new, group in groupby(range(first, last + 1), cells.styles.__getitem__):
+                    codes += (_transition(style, new, system), *(cells.chars[i] for i in group))
                     style = new
         return "".join([*codes, _transition(style, _PLAIN, system)])
+
+    def _put(self, x: int, y: int, cells: Cells) -> list[int]:
+        """Keep cells; return the indices of those that the terminal does not show yet."""
+        row = self._rows.setdefault(y, Cells([], []))
+        end = x + len(cells.chars)
+        missing = max(0, end - len(row.chars))
+        row.chars.extend([""] * missing)
+        row.styles.extend([_PLAIN] * missing)
+        known = row.chars[x:end], row.styles[x:end]
+        row.chars[x:end], row.styles[x:end] = cells
+        pairs = zip(known[0], cells.chars, known[1], cells.styles, strict=True)
+        return [i for i, (old, new, a, b) in enumerate(pairs) if old != new or (a is not b and a != b)]
 
 
 class _FrameUpdate(CompositorUpdate):
@@ -95,13 +109,14 @@ def _pieces(update: LayoutUpdate | ChopsUpdate) -> Iterator[Piece]:
                 yield Piece(x, y, strip if x >= x1 and end <= x2 else strip.crop(0, min(end, x2) - x))
 
 
-def _cells(strip: Strip) -> list[Cell] | None:
+def _cells(strip: Strip) -> Cells | None:
     """Return the cells of a strip; None if it has characters that are wider or narrower than one, or links."""
-    cells: list[Cell] = []
+    cells = Cells([], [])
     for text, style, _ in strip:
         if _WIDER.search(text) or (style is not None and style.link):
             return None
-        cells += [(char, style or _PLAIN) for char in text]
+        cells.chars.extend(text)
+        cells.styles.extend([style or _PLAIN] * len(text))
     return cells
 
 

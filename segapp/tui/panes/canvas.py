@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.segment import Segment
 from rich.style import Style
+from textual.strip import Strip
 
 from segapp.tui.panes.glyphs import Glyphs
 from segapp.tui.panes.plot import Columns, Scale, draw_columns, pack_dots
@@ -23,6 +24,8 @@ class Canvas:
         self._chars = np.full((height, width), " ", dtype="<U1")
         self._styles = np.zeros((height, width), dtype=np.int8)
         self._table = np.array(list(glyphs.dot_cells), dtype="<U1")
+        self._strips: list[Strip] = []
+        self._made_of: tuple[Sequence[str], Sequence[Style]] = ((), ())
 
     def curve(self, columns: Columns, scale: Scale, style: int) -> None:
         """Draw a curve in dots."""
@@ -54,9 +57,27 @@ class Canvas:
         """Draw a character in one cell."""
         self._chars[row, column], self._styles[row, column] = char, style
 
-    def rows(self, styles: Sequence[Style]) -> list[list[Segment]]:
-        """Return the rows as segments, one for each run of equal style."""
-        return [self._row(chars, own, styles) for chars, own in zip(self._chars, self._styles, strict=True)]
+    def strips(self, styles: Sequence[Style], labels: Sequence[str], before: Canvas | None) -> list[Strip]:
+        """Return the rows with a label in front of each; rows that have not changed are taken from another canvas.
+
+        Args:
+            styles: Of the drawn indices, that of the labels last.
+            labels: Of equal length.
+            before: A canvas whose strips were made; None: there is none.
+        """
+        is_new = np.ones(self.height, dtype=bool)
+        old_labels: Sequence[str] = ()
+        if before is not None and before._chars.shape == self._chars.shape and before._made_of[1] == styles:
+            is_new = ((self._chars != before._chars) | (self._styles != before._styles)).any(1)
+            old_labels = before._made_of[0]
+        for row, label in enumerate(labels):
+            if before is not None and not is_new[row] and old_labels[row] == label:
+                self._strips.append(before._strips[row])
+            else:
+                segments = self._row(self._chars[row], self._styles[row], styles)
+                self._strips.append(Strip([Segment(label, styles[-1]), *segments], len(label) + self.width))
+        self._made_of = (labels, styles)
+        return list(self._strips)
 
     def _row(self, chars: NDArray[np.str_], own: NDArray[np.int8], styles: Sequence[Style]) -> list[Segment]:
         text = "".join(chars.tolist())

@@ -107,6 +107,7 @@ class LossChart(Widget, can_focus=True):
         self._others: Sequence[Other] = ()
         self._curve = Curve(None, [])
         self._strips: list[Strip] = []
+        self._canvas: Canvas | None = None
         self._styles: list[Style] = []
         self._built: tuple[object, ...] | None = None
         self._x_range = (0.0, 1.0)
@@ -142,7 +143,8 @@ class LossChart(Widget, can_focus=True):
         elif len(before) != len(self._strips):
             self.refresh()
         else:
-            rows = [y for y, (old, new) in enumerate(zip(before, self._strips, strict=True)) if old != new]
+            pairs = enumerate(zip(before, self._strips, strict=True))
+            rows = [y for y, (old, new) in pairs if old is not new and old != new]
             if rows:
                 self.refresh(*(Region(0, y, size.width, 1) for y in rows))
 
@@ -220,9 +222,10 @@ class LossChart(Widget, can_focus=True):
         if self._key() != self._built:
             self._make()
         width = self.content_size.width
-        if y < len(self._strips):
-            return self._strips[y].crop_extend(0, width, self.rich_style)
-        return Strip.blank(width, self.rich_style)
+        if y >= len(self._strips):
+            return Strip.blank(width, self.rich_style)
+        strip = self._strips[y]
+        return strip if strip.cell_length == width else strip.crop_extend(0, width, self.rich_style)
 
     def notify_style_update(self) -> None:
         """Rebuild the strips after a change of theme: they hold the old colours."""
@@ -313,12 +316,10 @@ class LossChart(Widget, can_focus=True):
         self._draw_points(canvas, scale, point_x[is_shown], point_y[is_shown])
         if self.options.cursor is not None:
             canvas.line(min(self.options.cursor, width - 1), self.glyphs.v_cursor, _CURSOR)
-        rows = canvas.rows([self._style(i) for i in range(len(_CLASSES))])
-        labels, axis = row_labels(scale, height, GUTTER), self._style(_AXIS)
-        strips = [
-            Strip([Segment(labels[i] + self.glyphs.v_axis, axis), *row], GUTTER + 1 + width)
-            for i, row in enumerate(rows)
-        ]
+        labels = [label + self.glyphs.v_axis for label in row_labels(scale, height, GUTTER)]
+        styles = [*(self._style(i) for i in range(len(_CLASSES))), self._style(_AXIS)]
+        strips = canvas.strips(styles, labels, self._canvas)
+        self._canvas = canvas
         return [self._legend(width), *strips, self._axis_line(raw, width)]
 
     def _message(self, text: str, style: int) -> Strip:
