@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.mutation.campaign import (
+    NOTICED,
     RESULTS,
     Campaign,
     current,
@@ -30,6 +31,7 @@ def main() -> int:
     parser.add_argument("--budget-s", type=float, default=30.0, help="most time of a mutant's tests, as recorded")
     parser.add_argument("--limit-s", type=float, default=120.0, help="most time for tests without a record")
     parser.add_argument("--results", type=Path, default=RESULTS, help="file of JSON lines; a campaign goes on from it")
+    parser.add_argument("--again", action="store_true", help="run those that survived or did not run, no others")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--list", action="store_true", help="print the sample, run nothing")
     what.add_argument("--one", metavar="ID", help="run this mutant, again too")
@@ -52,7 +54,10 @@ def main() -> int:
         return 0
     if not options.score:
         mutants = sampled(find_mutants(options.package), options.seed, options.per_package)
-        run_in_parallel(campaign, mutants, options.minutes, options.jobs)
+        if options.again:
+            known = {each.id for each in current(read_results(options.results)) if each.outcome not in NOTICED}
+            mutants = [mutant for mutant in find_mutants(options.package) if mutant.id in known]
+        run_in_parallel(campaign, mutants, options.minutes, jobs=options.jobs, again=options.again)
     print("\n".join(score_lines(current(read_results(options.results)))))
     return 0
 

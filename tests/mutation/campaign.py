@@ -108,9 +108,16 @@ class Campaign:
         self._passes: dict[tuple[str, ...], bool] = {}
         self._commit = _git("rev-parse", "--short", "HEAD")
 
-    def run(self, mutants: Sequence[Mutant], minutes: float) -> Iterator[Result]:
-        """Run the mutants without a result until the time is over; yield each result."""
-        known = {(each.id, each.source) for each in read_results(self._results)}
+    def run(self, mutants: Sequence[Mutant], minutes: float, *, again: bool = False) -> Iterator[Result]:
+        """Run the mutants without a result until the time is over; yield each result.
+
+        Args:
+            mutants: To be run, in this order.
+            minutes: No mutant is started after so long.
+            again: Run those again that survived or did not run.
+        """
+        found = read_results(self._results)
+        known = {(each.id, each.source) for each in found if not again or each.outcome in NOTICED}
         end_s = time.monotonic() + 60 * minutes
         for mutant in mutants:
             if time.monotonic() > end_s:
@@ -172,12 +179,14 @@ class Campaign:
         return 40 + 4 * sum(recorded) if len(recorded) == len(tests) else self._limit_s
 
 
-def run_in_parallel(campaign: Campaign, mutants: Sequence[Mutant], minutes: float, jobs: int) -> None:
+def run_in_parallel(
+    campaign: Campaign, mutants: Sequence[Mutant], minutes: float, *, jobs: int, again: bool = False
+) -> None:
     """Run mutants in several processes; each prints its results as they come."""
     import_libraries()
 
     def run(share: Sequence[Mutant]) -> None:
-        for result in campaign.run(share, minutes):
+        for result in campaign.run(share, minutes, again=again):
             print(f"{result.outcome:9} {result.seconds:6.1f} s  {result.id}  {result.change[:80]}", flush=True)
 
     processes = [multiprocessing.get_context("fork").Process(target=run, args=(mutants[i::jobs],)) for i in range(jobs)]

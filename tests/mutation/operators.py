@@ -126,6 +126,8 @@ def compiles(mutant: Mutant, source: bytes) -> bool:
 def _changes(node: ast.AST, function_line: int) -> Iterator[tuple[ast.expr | ast.stmt, str, str, int]]:
     """Yield (node to replace, operator, its replacement, line of the function around it)."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if "triton.jit" in (ast.unparse(each) for each in node.decorator_list):  # triton reads its source from the file
+            return
         function_line = min([node.lineno, *(each.lineno for each in node.decorator_list)])
     if isinstance(node, ast.expr):
         for operator, after in _of_expression(node):

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import coverage
@@ -34,27 +34,33 @@ def record(paths: Sequence[str]) -> int:
     return subprocess.run([sys.executable, "-m", "pytest", *words, *times, *paths], cwd=ROOT, check=False).returncode
 
 
+FILES_FACTOR = 4
+"""Test files that are chosen whole may take so much longer than tests that are known to run the line."""
+
+
 def tests_of(mutant: Mutant, budget_s: float) -> list[str]:
     """Return tests for a mutant, at most so many seconds of them: of its module and package first, quick ones first."""
     seconds = recorded_seconds()
     found = [test for test in _that_ran(mutant) if test in seconds]
-    if not found:  # its lines run at import, or in other processes
-        files = _seconds_of_files()
-        found = [path for path in files_that_import(module_of(mutant.path)) if path in files]
-        seconds = files
-    package, stem = f"tests/{mutant.package}", Path(mutant.path).stem
+    if found:
+        return _first(sorted(found, key=lambda test: (_distance(mutant, test), seconds[test], test)), seconds, budget_s)
+    # Its lines run at import, or in other processes.
+    module, seconds = module_of(mutant.path), _seconds_of_files()
+    imports = set(files_that_import(module))
+    found = [path for path in seconds if path in imports or _distance(mutant, path) < (True, True)]
+    found.sort(key=lambda path: (_distance(mutant, path), path not in imports, seconds[path], path))
+    return _first(found, seconds, FILES_FACTOR * budget_s)
 
-    def rank(test: str) -> tuple[bool, bool, float, str]:
-        path = test.partition("::")[0]
-        return (
-            stem not in path,
-            not path.startswith((f"{package}/", f"tests/test_{mutant.package}")),
-            seconds[test],
-            test,
-        )
 
+def _distance(mutant: Mutant, test: str) -> tuple[bool, bool]:
+    path = test.partition("::")[0]
+    is_of_package = path.startswith((f"tests/{mutant.package}/", f"tests/test_{mutant.package}"))
+    return not (is_of_package and Path(mutant.path).stem in Path(path).stem), not is_of_package
+
+
+def _first(tests: Sequence[str], seconds: Mapping[str, float], budget_s: float) -> list[str]:
     total_s, chosen = 0.0, []
-    for test in sorted(found, key=rank):
+    for test in tests:
         total_s += seconds[test]
         if chosen and total_s > budget_s:
             break
