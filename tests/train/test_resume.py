@@ -58,7 +58,12 @@ def reference(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
                 "crop_px": [32, 32],
                 "workers": 0,
             },
-            "model": {"name": "fcn", "encoder": "mobilenet_v3_small", "aux": False},
+            "model": {  # small, with BatchNorm and dropout
+                "library": "smp",
+                "name": "PSPNet",
+                "encoder": "tu-test_resnet",
+                "options": {"encoder_depth": 3, "psp_out_channels": 32, "psp_dropout": 0.2},
+            },
             "optim": {"name": "adamw", "lr": 0.001},
             "schedule": {"warmup_steps": 3},
             "train": {"epochs": 3, "batch_size": 2, "accumulate": 2, "ema": 0.9, "precise_bn": 2},
@@ -215,14 +220,14 @@ def test_resume_with_incompatible_config_names_the_keys(reference: tuple[RunConf
     plan = TrainRequest(other, run=tmp_path / "run", checkpoint=uninterrupted / "checkpoints" / "last.pt")
     with pytest.raises(CheckpointError, match=r"optim\.lr: 0\.001 -> 0\.5"):
         run_session(plan)
-    other = config.model_copy(update={"model": config.model.model_copy(update={"encoder": "mobilenet_v3_large"})})
+    other = config.model_copy(update={"model": config.model.model_copy(update={"encoder": "resnet18"})})
     with pytest.raises(CheckpointError, match=r"model\.encoder"):
         run_session(TrainRequest(other, run=tmp_path / "run2", checkpoint=uninterrupted / "checkpoints" / "last.pt"))
 
 
 @pytest.mark.parametrize(
     "words",
-    [("optim.lr=0.5",), ("model.encoder=mobilenet_v3_large",), ("data.root=/nowhere",), ("data.classes=[a, b, c]",)],
+    [("optim.lr=0.5",), ("model.encoder=resnet18",), ("data.root=/nowhere",), ("data.classes=[a, b, c]",)],
     ids=lambda words: words[0].partition("=")[0],
 )
 def test_refused_resume_changes_nothing_on_disk(
