@@ -1,26 +1,42 @@
-"""Every shipped config runs 10 steps on synthetic data in its layout, with smaller sizes."""
+"""Every shipped config trains on synthetic data in its layout, and its small form keeps the curve stored for it."""
 
 from __future__ import annotations
 
+import copy
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 
-import cv2
-import numpy as np
 import pytest
 
-from segapp.config import RunConfig, load_config
-from tests.support import ROOT
-from tests.support.runs import draw_scene, events, train
+from tests.support.golden_runs import (
+    CONFIGS,
+    CURVES,
+    NUM_STEPS,
+    curve_of,
+    differences,
+    prepare,
+    stored_curve,
+    train_recipe,
+    versions,
+)
+from tests.support.runs import events, train
 
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-# ResNet-50 and transformers: cityscapes and tests/train/test_modern_networks.py stand for them in the default suite.
-HEAVY = {"cityscapes-pspnet", "ade20k", "voc", "ade20k-segformer-b2", "cityscapes-eomt-vits"}
-TEACHER = ROOT / "configs" / "camvid.yaml"
-NUM_STEPS = 10
-SIZE = 48, 64
+
+def advice(recipe: str) -> list[str]:
+    """Return how to make a stored curve again, and which versions differ from those it was made with."""
+    old, new = stored_curve(recipe)["made_with"], versions()
+    lines = [f"it was made with {name} {old[name]}, this is {new[name]}" for name in old if old[name] != new[name]]
+    return [*lines, f"if the change is meant: python -m tests.support.golden_runs --write {recipe}"]
+
+
+def problems(path: Path, folder: Path, *more: str) -> list[str]:
+    """Train a recipe's small form and return what differs from its stored curve."""
+    return differences(path.stem, curve_of(train_recipe(path, folder, *more)), stored_curve(path.stem))
+
+
+def config_named(recipe: str) -> Path:
+    return next(path for path in CONFIGS if path.stem == recipe)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -32,97 +48,73 @@ def test_recipe_header_cites_published_result_and_source(path: Path) -> None:
     assert re.search(r"\d\d\.\d+ % mIoU|^\s+nothing, ", published), published
 
 
-def scenes(count: int, ids: tuple[int, ...], seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return images, and masks with these three values in the files."""
-    rng = np.random.default_rng(seed)
-    drawn = []
-    for _ in range(count):
-        image, mask = draw_scene(rng, *SIZE)
-        mask[mask == 255] = 0
-        drawn.append((image, np.array(ids, np.uint8)[mask]))
-    return drawn
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_recipe_keeps_its_golden_curve(path: Path, tmp_path: Path) -> None:
+    run = train_recipe(path, tmp_path)
+    found = differences(path.stem, curve_of(run), stored_curve(path.stem))
+    assert found == [], "\n".join([*found, *advice(path.stem)])
+    assert not events(run, "alert")
+    (start,) = events(run, "run_start")
+    (val,) = events(run, "val")
+    assert len(val["iou"]) == len(start["classes"])
+    assert (run / "checkpoints" / "best.pt").is_file()
+    assert events(run, "run_end")[-1]["status"] == "finished"
 
 
-def write(path: Path, picture: np.ndarray) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    assert cv2.imwrite(str(path), picture)
+def test_every_recipe_has_one_stored_curve_and_no_other() -> None:
+    assert {path.stem for path in CURVES.iterdir()} == {path.stem for path in CONFIGS}
+    for path in CONFIGS:
+        assert [step["step"] for step in stored_curve(path.stem)["steps"]] == list(range(1, NUM_STEPS + 1))
 
 
-def draw_cityscapes(root: Path, split: str, count: int) -> None:
-    for number, (image, mask) in enumerate(scenes(count, (7, 11, 26), len(split))):
-        stem = f"town_{number:06}_000019"
-        write(root / "leftImg8bit" / split / "town" / f"{stem}_leftImg8bit.png", image)
-        write(root / "gtFine" / split / "town" / f"{stem}_gtFine_labelIds.png", mask)
+def test_difference_names_recipe_step_and_both_values() -> None:
+    stored = {"steps": [{"step": 1, "loss": 2.5, "grad_norm": 1.0, "lr": 0.1}], "val": {}}
+    stored["val"] = {"loss": 2.0, "miou": 0.5, "pixel_accuracy": 0.75}
+    assert differences("voc", stored, stored) == []
+    curve = copy.deepcopy(stored)
+    curve["steps"][0]["loss"] = 2.5001
+    assert differences("voc", curve, stored) == ["voc, step 1: loss is 2.5001, stored is 2.5 (tolerance 1e-08)"]
+    curve = copy.deepcopy(stored)
+    curve["val"]["miou"] = 0.6
+    assert [line.partition(" is ")[0] for line in differences("voc", curve, stored)] == ["voc, evaluation: miou"]
+    assert differences("voc", {**stored, "steps": []}, stored) == ["voc: 0 steps, stored are 1"]
 
 
-def draw_camvid(root: Path, split: str, count: int) -> None:
-    for number, (image, mask) in enumerate(scenes(count, (3, 1, 8), len(split))):
-        write(root / split / f"{number:02}.png", image)
-        write(root / f"{split}annot" / f"{number:02}.png", mask)
+CHANGES = [
+    ("cityscapes", "loss.aux_weight=0.404"),
+    ("cityscapes", "optim.head_lr_factor=10.1"),
+    ("cityscapes", "optim.momentum=0.909"),
+    ("cityscapes", "optim.weight_decay=0.000505"),
+    ("cityscapes", "optim.lr=0.0101"),
+    ("cityscapes", "schedule.power=0.909"),
+    ("cityscapes", "seed=1"),
+    ("ade20k", "data.scale=[0.5, 2.02]"),
+    ("cityscapes-eomt-vits", "optim.clip_grad_norm=0.0101"),
+    ("cityscapes-eomt-vits", "optim.lr=1.01e-4"),
+    ("camvid", "data.photometric=0.707"),
+    ("camvid", "train.ema=0.9801"),
+    ("camvid", "train.bn_momentum=0.0505"),
+    ("camvid", "loss.class_weights=null"),
+    ("camvid-distill", "distill.pixel_wise=1.01"),
+    ("camvid-distill", "distill.pair_wise=1.01"),
+    ("camvid-distill", "distill.holistic=0.101"),
+    ("topdown", "data.mix={cutmix: 0.2525}"),
+    ("topdown", "data.foreground_share=0.3"),
+]
 
 
-def draw_voc(root: Path, split: str, count: int) -> None:
-    names = []
-    for number, (image, mask) in enumerate(scenes(count, (0, 7, 15), len(split))):
-        names.append(f"{split}_{number:06}")
-        write(root / "VOCdevkit/VOC2012/JPEGImages" / f"{names[-1]}.jpg", image)
-        write(root / "VOCdevkit/VOC2012/SegmentationClass" / f"{names[-1]}.png", mask)
-    listed = root / "VOCdevkit/VOC2012/ImageSets/Segmentation" / f"{split}.txt"
-    listed.parent.mkdir(parents=True, exist_ok=True)
-    listed.write_text("\n".join(names) + "\n")
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "change"), CHANGES)
+def test_golden_curve_notices_a_change_of_one_percent(recipe: str, change: str, tmp_path: Path) -> None:
+    assert problems(config_named(recipe), tmp_path, change)
 
 
-def draw_ade20k(root: Path, split: str, count: int) -> None:
-    folder = {"train": "training", "val": "validation"}[split]
-    for number, (image, mask) in enumerate(scenes(count, (1, 2, 150), len(split))):
-        write(root / "images" / folder / f"ADE_{split}_{number:08}.jpg", image)
-        write(root / "annotations" / folder / f"ADE_{split}_{number:08}.png", mask)
-
-
-def draw_folder(root: Path, split: str, count: int) -> None:
-    for number, (image, mask) in enumerate(scenes(count, (0, 1, 1), len(split))):
-        write(root / "images" / split / f"{number:02}.png", image)
-        write(root / "masks" / split / f"{number:02}.png", mask)
-
-
-DRAW: dict[str, Callable[[Path, str, int], None]] = {
-    "cityscapes": draw_cityscapes,
-    "camvid": draw_camvid,
-    "voc": draw_voc,
-    "ade20k": draw_ade20k,
-    "folder": draw_folder,
-}
-
-
-def small(path: Path, root: Path, *more: str) -> RunConfig:
-    """Return the config with smaller sizes and other paths."""
-    overrides = [
-        f"data.root={root}", "data.crop_px=[32,32]", "data.workers=0", "train.epochs=2", "train.batch_size=2",
-        "model.weights_backbone=null", "eval.every_epochs=2", "checkpoint.every_epochs=null", "log.every_steps=1",
-    ]  # fmt: skip
-    return load_config(path, [*overrides, *more])
-
-
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=[pytest.mark.slow] if path.stem in HEAVY else [], id=path.stem) for path in CONFIGS],
-)
-def test_every_recipe_trains_ten_steps(path: Path, tmp_path: Path) -> None:
-    config = small(path, tmp_path / "data")
-    if config.distill is not None:
-        config = small(path, tmp_path / "data", f"distill.teacher={tmp_path / 'teacher'}")
-    for split, count in (("train", 10), ("val", 2)):
-        DRAW[config.data.format](tmp_path / "data", split, count)
-    if config.distill is not None:  # trained by the recipe in its header
-        assert train(small(TEACHER, tmp_path / "data", "train.epochs=1"), tmp_path / "teacher") == 0
-    assert train(config, tmp_path / "run") == 0
+@pytest.mark.slow
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_recipe_trains_with_its_own_network(path: Path, tmp_path: Path) -> None:
+    """In its own precision."""
+    assert train(prepare(path, tmp_path, "train.epochs=1", "eval.every_epochs=1"), tmp_path / "run") == 0
     steps = events(tmp_path / "run", "step")
-    assert [step["step"] for step in steps] == list(range(1, NUM_STEPS + 1))
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5]
     assert all(math.isfinite(step["loss"]) and step["grad_norm"] > 0 for step in steps)
     assert not events(tmp_path / "run", "alert")
-    (start,) = events(tmp_path / "run", "run_start")
-    (val,) = events(tmp_path / "run", "val")
-    assert len(val["iou"]) == len(start["classes"])
-    assert val["miou"] is not None
-    assert (tmp_path / "run" / "checkpoints" / "best.pt").is_file()
-    assert events(tmp_path / "run", "run_end")[-1]["status"] == "finished"
