@@ -55,9 +55,27 @@ def run(command: dict[str, Any]) -> int:
         sampler = segapp.train.session.MemorySampler
         polling = functools.partial(sampler, gpus=GpuPoller())
         segapp.train.session.MemorySampler = polling  # type: ignore[misc, assignment]
+    if ":clock:" in os.environ.get(failpoints.VARIABLE, ""):
+        make_clock_jump()
     failpoints.arm(os.environ.get(failpoints.VARIABLE, ""))
     sys.argv = ["segapp", *command["argv"]]
     return run_main()
+
+
+def make_clock_jump() -> None:
+    """Gives failpoints one more action, `clock:SECONDS`: the time of day jumps, as when somebody sets the clock."""
+    from segapp import failpoints
+
+    act, now_s, shift_s = failpoints._act, time.time, [0.0]
+
+    def act_or_jump(name: str, point: Any) -> str | None:
+        if point.action != "clock":
+            return act(name, point)
+        shift_s[0] += float(point.argument)
+        return None
+
+    failpoints._act = act_or_jump
+    time.time = lambda: now_s() + shift_s[0]
 
 
 def run_main() -> int:
