@@ -1,6 +1,6 @@
 """Decodes the lines of events.jsonl: bytes to a dict, to an event, or many `step` lines to their curve.
 
-There are three depths because of their cost, per million lines: `skim_block` takes 3 s of CPU, `parse_line` (JSON, and
+There are three depths because of their cost, per million lines: `skim_block` takes 2 s of CPU, `parse_line` (JSON, and
 the fields of every line) 5 s, and `parse_event` (types of all fields) ten times that. All accept the same lines, except
 that only `parse_event` checks an event's own fields.
 """
@@ -124,12 +124,12 @@ def skim_block(block: bytes) -> Iterator[StepRun | bytes]:
         yield block  # damage joined two lines: only the full parser can tell the good from the bad
         return
     try:
-        t = list(map(float, parts[2::5]))
-        loss = _losses(parts[4::5])
+        t, step, loss = (_numbers(parts[group::5]) for group in (2, 3, 4))
     except ValueError:  # such as 1.2.3
         yield block
         return
-    step = list(map(int, parts[3::5]))
+    if None in loss:
+        loss = [float("nan") if value is None else value for value in loss]
     start = 0
     ends = [i for i, piece in enumerate(between) if piece]
     if not between[-1]:
@@ -142,8 +142,6 @@ def skim_block(block: bytes) -> Iterator[StepRun | bytes]:
         start = end
 
 
-def _losses(texts: list[bytes]) -> list[float]:
-    try:
-        return list(map(float, texts))
-    except ValueError:
-        return [float("nan") if text == b"null" else float(text) for text in texts]
+def _numbers(texts: list[bytes]) -> list[Any]:
+    numbers: list[Any] = from_json(b"[%b]" % b",".join(texts))  # a third of the time of float() one by one
+    return numbers

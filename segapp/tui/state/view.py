@@ -246,9 +246,10 @@ def _note_memory(view: View, raw: dict[str, Any]) -> None:
 
 
 def _memory_of(device: Any) -> tuple[float, float]:
-    if not isinstance(device, dict):
-        return math.nan, math.nan
-    return _number(device.get("used_mib")), _number(device.get("peak_mib"))
+    used, peak = (device.get("used_mib"), device.get("peak_mib")) if isinstance(device, dict) else (None, None)
+    if type(used) is float and type(peak) is float:  # in long histories nearly always
+        return used, peak
+    return _number(used), _number(peak)
 
 
 def _set_paused(view: View, is_paused: bool, t: float) -> None:
