@@ -44,9 +44,10 @@ class Measurement:
         Raises:
             ConfigError: the events have no memory size for them.
         """
-        if not self.devices or None in self.total_mib:
+        known_mib = [mib for mib in self.total_mib if mib is not None]
+        if not self.devices or len(known_mib) < len(self.devices):
             raise ConfigError("the run's events do not have the memory of its devices: give it with --gpus 3x24220MiB")
-        return tuple(GpuSpec(mib or 0.0, name) for mib, name in zip(self.total_mib, self.devices, strict=True))
+        return tuple(GpuSpec(mib, name) for mib, name in zip(known_mib, self.devices, strict=True))
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ import json
 
 import pytest
 
+from segapp.memory.advice import Variant, accumulate_advice, ranked, split_advice, variant_advice
 from segapp.memory.affine import Line, MemoryModel, fit_model, splits_to_simulate
 from segapp.memory.gpu_specs import GpuSpec
-from segapp.memory.planner import MemoryPlan, OverheadEstimate, Planner, plan_as_json
+from segapp.memory.planner import Advice, MemoryPlan, OverheadEstimate, Planner, plan_as_json
 from segapp.memory.report import plan_lines
 from segapp.memory.simulation.jobs import PhasePeak, SimulationResult
 
@@ -156,3 +157,59 @@ def test_json_has_contract_names_and_text_every_split():
     for row in rows:
         assert "+".join(map(str, row.split)) in text
     assert all(len(line) < 220 for line in plan_lines(plan))
+
+
+def test_every_simulated_device_has_two_samples_or_none():
+    """BatchNorm may refuse to train on one."""
+    for mode, num_devices in itertools.product(("single", "dp", "ddp", "model"), (1, 3)):
+        for is_gathered in (False, True):
+            splits = splits_to_simulate(mode, num_devices, is_gathered=is_gathered)
+            assert {part for split in splits for part in split} & {1} == set()
+
+
+def test_advice_to_accumulate_counts_kept_gradients():
+    own = planner()
+    (advice,) = accumulate_advice(24, 1, 380.0, own.row(24, 8), own)
+    assert advice.change == "train.batch_size=12 train.accumulate=2 parallel.gpu0_bsz=4"
+    # 500 + (1000 + 4 * 1000) / 0.95, and 380 / 0.95 of gradients; before, 500 + (1000 + 8 * 1000) / 0.95
+    assert (advice.peak_mib, advice.gain_mib, advice.fits) == (6163.2, 3810.5, True)
+    (again,) = accumulate_advice(24, 2, 380.0, own.row(24, 8), own)
+    assert again.change.startswith("train.batch_size=12 train.accumulate=4 ")
+    assert (again.peak_mib, again.gain_mib) == (5763.2, 4210.5), "the gradients are kept already"
+    assert accumulate_advice(9, 1, 380.0, own.row(9, 3), own) == []
+
+
+def test_advice_to_accumulate_needs_room_on_the_first_gpu():
+    own = planner(gpus=(GpuSpec(10_000.0), GpuSpec(20_000.0), GpuSpec(20_000.0)))
+    for gradients_mib, fits in ((6000.0, True), (6650.0, False)):  # beside the 3658 MiB of two samples
+        (advice,) = accumulate_advice(24, 1, gradients_mib, own.row(24, 4), own)
+        assert advice.change.endswith("gpu0_bsz=2")
+        assert advice.fits == fits
+
+
+def test_advice_of_a_variant_is_that_of_the_fullest_gpu():
+    own = planner(scale=(1.0, 1.5, 1.0))
+    row = own.row(6, 2)  # tensors 3000, 1.5 * 2500, 2500
+    variant = Variant("a", "a=b", "a note", {"a": "b"})
+    advice = variant_advice(variant, 1000.0, 500.0, row, own)
+    assert (advice.peak_mib, advice.gain_mib, advice.fits) == (2473.7, 1973.7, True)  # 500 + half of 3750 / 0.95
+    assert not variant_advice(variant, 1000.0, 3000.0, row, own).fits
+    used = variant_advice(Variant("a", "a", "", {}, in_use=True), 810.0, 1000.0, row, own)
+    assert (used.peak_mib, used.gain_mib, used.in_use) == (4447.4, 300.0, True)  # 1.5 * 190 / 0.95
+
+
+def test_advice_to_split_otherwise_saves_the_difference():
+    own = planner()
+    rows, _ = own.rows(9)
+    (advice,) = split_advice(own.row(9, 9), own.row(9, 3), own)
+    assert advice.change == "parallel.gpu0_bsz=3"
+    assert (advice.gain_mib, advice.peak_mib) == (6315.8, 4710.5)  # 6 * 1000 / 0.95; 500 + (1000 + 3 * 1000) / 0.95
+    assert split_advice(rows[3], rows[3], own) == []
+
+
+def test_advice_is_ranked_by_gain_and_what_is_used_is_last():
+    def advice(gain_mib, in_use=False):
+        return Advice("", gain_mib, 0.0, True, "", in_use)
+
+    found = ranked([advice(900.0, True), advice(20.0), advice(0.4), advice(300.0)])
+    assert [item.gain_mib for item in found] == [300.0, 20.0, 900.0]

@@ -11,15 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from segapp.parallel import launch_local
+from segapp.parallel import launch, launch_local
 from tests.support import ROOT
 
 RANK = """
     import os, signal, sys, time
     from pathlib import Path
     from segapp.parallel.launch import die_with_parent
-    die_with_parent(poll_s=0.2, grace_s=1)
-    folder, what, rank = Path(sys.argv[1]), sys.argv[2], os.environ["RANK"]
+    folder, what, rank, agent = Path(sys.argv[1]), sys.argv[2], os.environ["RANK"], os.getppid()
+    is_late = what == "stubborn" and rank == "1"
+    if not is_late:
+        die_with_parent(poll_s=0.2, grace_s=1)
     def save(number, frame):
         (folder / f"saved{rank}").write_text(str(number))
         sys.exit(75)
@@ -28,8 +30,15 @@ RANK = """
         signal.signal(signal.SIGINT, save)
     else:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    (folder / f"agent{rank}").write_text(str(os.getppid()))
+    (folder / f"agent{rank}").write_text(str(agent))
     (folder / f"rank{rank}").write_text(str(os.getpid()))
+    while is_late:  # it is still starting when the agent dies
+        try:
+            os.kill(agent, 0)
+            time.sleep(0.05)
+        except ProcessLookupError:
+            die_with_parent(poll_s=0.2, grace_s=1)
+            break
     if what == "deaf":
         from segapp.parallel.launch import end_with_peers
         pids, other = [], folder / f"rank{1 - int(rank)}"
@@ -84,7 +93,12 @@ def test_launch_without_ranks_is_refused():
 def start(script, tmp_path, what):
     """A launcher in a process of its own; returns it with the pids of its agent and ranks."""
     command = [str(script), str(tmp_path), what]
-    code = f"import sys; from segapp.parallel import launch_local; sys.exit(launch_local({command!r}, 2, shutdown_s=5))"
+    code = f"""if True:
+        import sys, time
+        from segapp.parallel import launch_local
+        status = launch_local({command!r}, 2, shutdown_s=5)
+        time.sleep({60 if what == "stubborn" else 0})  # a program that goes on without its ranks
+        sys.exit(status)"""
     launcher = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     files = [tmp_path / f"rank{i}" for i in range(2)]
     wait_until(lambda: all(file.exists() and file.read_text() for file in files))
@@ -94,10 +108,11 @@ def start(script, tmp_path, what):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("victim", ["launcher", "agent"])
 def test_sigkill_of_launcher_or_agent_leaves_no_rank(script, tmp_path, victim):
-    what = "sleep" if victim == "launcher" else "stubborn"  # the latter ignores SIGTERM
+    what = "sleep" if victim == "launcher" else "stubborn"  # the latter ignore SIGTERM, and one of them starts slowly
     launcher, agent, ranks = start(script, tmp_path, what)
     os.kill(launcher.pid if victim == "launcher" else agent, signal.SIGKILL)
     wait_until(lambda: not any(is_alive(pid) for pid in [agent, *ranks]), within_s=20)
+    launcher.kill()
     launcher.wait(20)
 
 
@@ -118,6 +133,15 @@ def test_deaf_rank_ends_soon_after_its_peer_was_killed(script, tmp_path):
     assert launcher.wait(60) == 137, "the first failure is the cause"
     assert time.monotonic() - began < 20, "torchrun alone waits 30 s for a rank that handles no signal"
     assert (tmp_path / "told0").exists()
+
+
+def test_peers_are_looked_for_without_a_busy_loop(monkeypatch):
+    looks = []
+    monkeypatch.setattr(launch, "_is_alive", lambda pid: looks.append(pid) or True)
+    end_watch = launch.end_with_peers([1], 8, grace_s=1.0)
+    time.sleep(0.6)
+    end_watch()
+    assert 1 <= len(looks) <= 4  # after 0, 0.25, 0.5 s
 
 
 @pytest.mark.slow

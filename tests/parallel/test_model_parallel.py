@@ -102,6 +102,15 @@ def test_measured_memory_counts_parameters_and_activations():
         balance_stages(net, ["cpu"], x, names=[])
 
 
+def test_what_runs_between_stages_belongs_to_none():
+    class Between(nn.Sequential):
+        def forward(self, x):
+            return self[1](self[0](x).sigmoid().exp())
+
+    costs = measure_stages(Between(nn.Linear(10, 20, bias=False), nn.ReLU()), ["0", "1"], torch.randn(7, 10))
+    assert costs == {"0": 2 * 200 * 4 + 7 * 10 * 4, "1": 7 * 20 * 4}  # without the outputs of sigmoid and exp
+
+
 def test_measuring_needs_no_values_and_changes_nothing():
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5)).half()
     before = {name: value.clone() for name, value in net.state_dict().items()}

@@ -56,6 +56,17 @@ def test_sync_batchnorm_matches_batchnorm_on_the_whole_batch(kind, shape, option
             assert relative_error(outcome(layer, parallel, x, weights), expected) <= 1e-12
 
 
+@pytest.mark.parametrize(
+    ("kind", "shape", "layout"),
+    [(nn.BatchNorm2d, (4, 5, 3, 4), torch.channels_last), (nn.BatchNorm3d, (4, 5, 2, 3, 2), torch.channels_last_3d)],
+)
+def test_outputs_have_the_layout_of_the_input(kind, shape, layout):
+    outputs = DataParallelModel(layer_and_twin(kind)[1], ["cpu"] * 2)(
+        torch.randn(shape).contiguous(memory_format=layout)
+    )
+    assert [y.is_contiguous(memory_format=layout) for y in outputs] == [True, True]
+
+
 @pytest.mark.parametrize("ratio", [0.0, 330.0, 3000.0])
 def test_float32_far_from_zero_is_as_accurate_as_batchnorm(ratio):
     torch.manual_seed(0)

@@ -235,6 +235,15 @@ def test_pending_settings_survive_a_stop_and_others_are_answered(harness: Contro
     assert harness.answers(command_id) == ["accepted", "cancelled"]
 
 
+def test_open_commands_are_answered_at_the_end(harness: ControllerHarness) -> None:
+    kinds = ("stop", "checkpoint", "pause")
+    read = [harness.send(kind) for kind in kinds]
+    unread = [send_command(harness.folder.path, parse_command(kind)) for kind in kinds]
+    harness.controller.answer_at_end(MIDDLE, "the end", is_finished=False)
+    assert [harness.answers(each) for each in read] == [["applied"], ["applied"], ["cancelled"]]
+    assert [harness.answers(each) for each in unread] == [["applied"], ["applied"], ["rejected"]]
+
+
 def test_answered_command_left_by_a_crash_is_not_repeated(harness: ControllerHarness) -> None:
     command_id = harness.send("checkpoint")
     path = harness.controller._open["checkpoint"][0].path

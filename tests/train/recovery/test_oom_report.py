@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import types
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from segapp.memory.oom_report import OomReport
+from segapp.memory.oom_report import LiveTensor, OomReport, OomSnapshot, report_event
 from segapp.parallel import ReplicaError
 from segapp.parallel.ranks import Ranks
 from segapp.run.events import EventReader, EventWriter
@@ -74,3 +75,34 @@ def test_report_keeps_counters_without_a_snapshot(context: RunContext, monkeypat
     event = reported(context, ReplicaError(0, torch.device("cuda:0"), "CUDA error: out of memory"))
     assert (event["total_mib"], event["reserved_mib"], event["allocated_mib"]) == (24576.0, 20480.0, 18432.0)
     assert (event["others_mib"], event.get("largest")) == (3072.0, [])
+
+
+def test_event_has_the_largest_tensors_in_hundredths_of_a_mib() -> None:
+    snapshot = OomSnapshot(0, "cuda:0", "forward", largest=(LiveTensor(1.23456, "a"), LiveTensor(0.5, "b")))
+    event = report_event(OomReport(snapshot, 1, 2, "", ""))
+    assert [(tensor.mib, tensor.what) for tensor in event.largest] == [(1.23, "a"), (0.5, "b")]
+
+
+@pytest.mark.parametrize("has_cause", [True, False])
+def test_release_frees_what_a_failed_step_held(context: RunContext, has_cause: bool) -> None:
+    """The frames of an error, and of the one that it was raised from or after, hold the activations."""
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def deeper() -> None:
+        activations = torch.zeros(3)
+        held.append(weakref.ref(activations))
+        raise RuntimeError("no memory")
+
+    def step() -> None:
+        inputs = torch.zeros(3)
+        held.append(weakref.ref(inputs))
+        try:
+            deeper()
+        except RuntimeError as inner:
+            raise ReplicaError(1, torch.device("cuda:1"), "no memory") from (inner if has_cause else None)
+
+    with pytest.raises(ReplicaError) as caught:
+        step()
+    assert [ref() is None for ref in held] == [False, False]
+    OomHandler(context, lambda: ()).release(caught.value, torch.device("cpu"))
+    assert [ref() is None for ref in held] == [True, True]

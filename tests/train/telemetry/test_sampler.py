@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from segapp.memory.gpus import GpuPoller
 from segapp.run.events import EventWriter
 from segapp.run.folder import RunFolder
+from segapp.train.telemetry import sampler as sampler_module
 from segapp.train.telemetry.device_memory import DeviceInfo, DeviceMemoryTracker, ProcessCounters, host_memory_mib
 from segapp.train.telemetry.event_log import EventLog
 from segapp.train.telemetry.sampler import MemorySampler
@@ -214,3 +216,23 @@ def test_monitor_error_ends_neither_monitor_nor_training(tmp_path: Path, monkeyp
         while not samples(run):
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+
+def test_intervals_are_those_of_the_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "A `memory` event is written every 2 s and a `heartbeat` every 5 s": on a clock that the waits move."""
+    run = RunFolder.create(path=tmp_path / "run")
+    watch = DeviceMemoryTracker([DeviceInfo("cpu")], [Counters()])
+    watch.mark("data")
+    monitor = MemorySampler(EventLog(EventWriter(run.events)), watch)
+    now_s = 1000.0
+
+    def wait(seconds: float) -> bool:
+        nonlocal now_s
+        now_s += seconds
+        return now_s > 1020.5
+
+    monkeypatch.setattr(sampler_module, "time", types.SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(monitor, "_stop", types.SimpleNamespace(wait=wait))
+    monitor._run()
+    assert len(events(run.path, "memory")) == 11  # at 0, 2, ..., 20 s
+    assert len(events(run.path, "heartbeat")) == 5  # at 0, 5, ..., 20 s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -119,3 +120,15 @@ def test_progress_ends_the_silence(watched: Watched, monkeypatch: pytest.MonkeyP
         yield from [1.0] * 50
 
     assert watched.reported_after(waits(), monkeypatch) is None  # type: ignore[arg-type]
+
+
+def test_stacks_are_kept_only_where_there_are_some(tmp_path: Path) -> None:
+    for folder, text in ((tmp_path / "quiet", ""), (tmp_path / "earlier", "stacks of an earlier process\n")):
+        folder.mkdir()
+        (folder / "stacks.log").write_text(text)
+        with Watched(folder, HangLimits(0.0)).dog:
+            pass
+        assert (folder / "stacks.log").exists() == bool(text)
+    with Watched(tmp_path, HangLimits(0.0)).dog as dog:
+        faulthandler.dump_traceback(dog._file)
+    assert "test_watchdog.py" in (tmp_path / "stacks.log").read_text()

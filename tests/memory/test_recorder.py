@@ -1,0 +1,88 @@
+"""Storages that a recorder counts, by hand; buckets of gradients beside those that torch's reducer would make."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from segapp.memory.simulation.buckets import Buckets
+from segapp.memory.simulation.recorder import PhaseMarks, Recorder
+
+
+def test_peaks_by_hand():
+    recorder = Recorder(granule_bytes=512)
+    with recorder:
+        recorder.mark("forward")
+        freed = torch.empty(256)  # 1024 bytes
+        kept = torch.empty(100)  # 400 bytes take 512
+        recorder.enter("head")
+        view = kept.view(10, 10)
+        own = torch.zeros(129)  # 516 bytes take 1024
+        recorder.leave()
+        recorder.tag([kept], "weights")
+        del freed
+        recorder.mark("backward")
+        more = torch.zeros(2, 64, dtype=torch.float16)  # 256 bytes take 512
+        recorder.mark("step")
+    assert view.shape == (10, 10)
+    assert (own.numel(), more.numel()) == (129, 128)
+    peaks = recorder.peaks(first_mark=1)["cpu"]
+    assert {phase: (peak.num_bytes, peak.by_kind, peak.by_module) for phase, peak in peaks.items()} == {
+        "forward": (2560, {"forward": 2048, "weights": 512}, {"head": 1024}),
+        "backward": (2048, {"forward": 1024, "weights": 512, "backward": 512}, {"head": 1024}),
+        "step": (2048, {"forward": 1024, "weights": 512, "backward": 512}, {"head": 1024}),
+    }
+    first = peaks["backward"].largest[0]
+    assert (first.num_bytes, first.module, first.what) == (1024, "head", "zeros 129 float32")
+
+
+def test_phases_of_a_step_begin_in_their_order():
+    class Scaling:
+        def scale(self, loss):
+            return 8 * loss
+
+        def unscale(self, gradients):
+            gradients.append("unscaled")
+
+    marks, precision, network = [], Scaling(), nn.Linear(2, 1)
+    PhaseMarks(marks.append).attach(network, precision)
+    for _ in range(2):
+        loss = network(torch.ones(1, 2)).sum()
+        assert marks[-2:] == ["forward", "loss"]
+        assert precision.scale(loss) == 8 * loss
+        gradients = []
+        precision.unscale(gradients)
+        assert gradients == ["unscaled"]
+    assert marks == ["forward", "loss", "backward", "step"] * 2
+
+
+@pytest.mark.parametrize("as_views", [True, False])
+@pytest.mark.parametrize("is_lazy", [True, False])
+def test_buckets_are_those_of_torch_s_reducer(as_views, is_lazy):
+    sizes = [1000, 3_000_000, 4_000_000, 10, 200_000, 100_000, 5]  # elements of 4 bytes; limits of 1 MiB, then 25 MiB
+    parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
+    backwards = parameters[::-1]
+    limits = [2**20, 25 * 2**20]
+    expected, _ = dist._compute_bucket_assignment_by_size(backwards, limits, [False] * len(sizes))
+    bytes_of_buckets = [sum(4 * backwards[i].numel() for i in bucket) for bucket in expected]
+    assert len(expected) == 3, "the case is meant to have buckets of both limits"
+
+    recorder = Recorder(granule_bytes=1)
+    with recorder:
+        buckets = Buckets(parameters, as_views=as_views, is_lazy=is_lazy, recorder=recorder)
+        recorder.mark("backward")
+        sum(parameter.sum() for parameter in parameters).backward()
+        recorder.mark("step")
+    kind = "gradients" if as_views else "buckets"
+    made = sorted(a.num_bytes for a in recorder.allocations if a.kind == kind)
+    assert made == sorted(bytes_of_buckets)
+    assert (kind in recorder.peaks()["cpu"]["build"].by_kind) is not is_lazy
+    if as_views:
+        together = [{backwards[i].grad.untyped_storage().data_ptr() for i in bucket} for bucket in expected]
+        assert [len(addresses) for addresses in together] == [1, 1, 1]
+        assert len(set.union(*together)) == 3
+        for parameter in parameters:
+            parameter.grad = None
+    buckets.end_backward()
+    recorder.mark("next")
+    assert (kind in recorder.peaks()["cpu"]["next"].by_kind) is not is_lazy
