@@ -19,6 +19,7 @@ from segapp.build.trained import load_trained
 from segapp.errors import ConfigError, RunError, StorageError
 from segapp.report import charts, compare_runs, write_report
 from segapp.report.charts import Curve, Frame
+from segapp.report.page import top_confusions
 from segapp.report.pictures import evaluate_split
 from segapp.report.run_report import Thinned, read_run_report
 from segapp.run.folder import RunFolder
@@ -116,7 +117,10 @@ def test_report_shows_the_values_of_run_and_model(trained: Path, tmp_path: Path)
 def test_report_scores_equal_the_evaluation(trained: Path) -> None:
     model = load_trained(str(trained))
     dataset = build_dataset(model.config.data, model.scheme, "val", is_training=False, seed=0)
-    found = evaluate_split(model, dataset, "val", 2)
+    done: list[int] = []
+    found = evaluate_split(model, dataset, "val", 2, done.append)
+    assert done == list(range(1, len(dataset) + 1))
+    assert evaluate_split(model, build_one(dataset, 0), "val", 0).worst == []
     best = max(event["miou"] for event in events(trained, "val"))
     assert found.scores.miou == pytest.approx(best, abs=1e-6)
     mious = [evaluate_split(model, build_one(dataset, i), "val", 1).worst[0].miou for i in range(len(dataset))]
@@ -180,6 +184,18 @@ def test_comparison_names_the_differing_settings(trained: Path, tmp_path: Path) 
     assert "parallel.gpu0_bsz" in read(tmp_path / "page.html").text
     with pytest.raises(ConfigError, match="at least two runs"):
         compare_runs([str(trained)])
+
+
+def test_most_frequent_confusions_are_shares_of_the_target() -> None:
+    matrix = np.array([[6, 3, 1], [0, 0, 0], [2, 0, 2]])
+    expected = [("c", "a", 0.5), ("a", "b", 0.3), ("a", "c", 0.1)]
+    assert top_confusions(matrix, "abc") == expected
+    assert top_confusions(matrix, "abc", 2) == expected[:2]
+
+
+def test_style_sheet_has_each_color_of_the_curves() -> None:
+    style = (Path(charts.__file__).parent / "templates" / "style.css").read_text()
+    assert sorted(re.findall(r"\.c(\d+) \{ stroke:", style)) == [str(i) for i in range(charts.NUM_COLORS)]
 
 
 def test_report_command_writes_the_page(trained: Path, tmp_path: Path) -> None:

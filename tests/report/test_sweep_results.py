@@ -84,6 +84,9 @@ def test_one_run_has_no_deviation_and_none_no_mean() -> None:
     assert row.best_miou is not None
     assert (row.best_miou.mean, row.best_miou.deviation, row.best_miou.count) == (0.5, None, 1)
     assert row.val_loss is None
+    two = [RunResult(fold, fold, {"seed": 0}, "finished", best_miou=miou) for fold, miou in (("a", 0.5), ("b", 0.7))]
+    row = summarize_setting({}, two, lambda run: run.config)
+    assert (row.over_seeds, row.over_folds) == (None, None)  # two folds, but one seed
     waiting = summarize_setting({}, [RunResult("a", "c", {}, "waiting")], lambda run: run.config)
     assert (waiting.best_miou, waiting.num_finished) == (None, 0)
 

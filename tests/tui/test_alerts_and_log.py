@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -201,8 +202,9 @@ def test_trainer_log_is_shown_and_followed(fresh: RecordedRun) -> None:
         assert "\x1b" not in screen_text(app)
         with fresh.folder.log.open("a") as file:
             file.write("Traceback (most recent call last):\n")
-        app.screen._read()  # type: ignore[attr-defined]
-        await pilot.pause()
+        until_s = time.monotonic() + 20
+        while "Traceback" not in screen_text(app) and time.monotonic() < until_s:
+            await pilot.pause(0.1)
         assert "Traceback" in screen_text(app)
         await press(app, pilot, "escape")
         assert len(app.screen_stack) == 1

@@ -160,6 +160,11 @@ def test_evaluation_of_unknown_progress_only_begins(fresh: RecordedRun, fields: 
     assert "begins" in line
 
 
+def test_history_that_is_read_shows_how_far() -> None:
+    line = header.progress_line(View(), Status("busy", loaded_frac=0.5), 30, UNICODE).plain
+    assert line == "reading the history ━━━━━─────"
+
+
 def test_remaining_time_stands_still_while_paused(fresh: RecordedRun) -> None:
     fresh.write(Step(epoch=2, step=26, loss=0.5, lr=0.01, eta_epoch_s=100.0, eta_run_s=1000.0), 1.0)
     for _ in range(3):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from segapp.run.starting import announce, last_announced
 from segapp.run.state import run_state
 from segapp.tui.app import MonitorApp
 from segapp.tui.panes.chart import LossChart
+from segapp.tui.panes.glyphs import UNICODE
+from segapp.tui.runs_screen import Columns, run_header, run_row
 from segapp.tui.state.runs import RunList, sorted_runs
 from segapp.tui.state.source import LiveSource
 from tests.support.recorded_runs import RecordedRun
@@ -62,6 +65,29 @@ def test_run_list_equals_the_state_of_each_run(runs: list[RecordedRun]) -> None:
     while followed.poll():
         pass
     assert {run.folder.name: len(run.mious) for run in followed.runs} == {"gamma": 6, "beta": 1, "alpha": 3, "delta": 2}
+    events = runs[0].folder.events
+    lines = events.read_bytes().splitlines(keepends=True)
+    events.write_bytes(b"".join(lines[: len(lines) // 2]))  # replaced by a shorter one
+    for _ in range(2):
+        while followed.poll():
+            pass
+        alpha = next(run for run in followed.runs if run.folder.name == "alpha")
+        expected = [json.loads(line)["miou"] for line in lines[: len(lines) // 2] if json.loads(line)["type"] == "val"]
+        assert alpha.mious == expected != []
+        assert alpha.summary.epochs == 8
+
+
+def test_numbers_of_the_list_end_below_their_titles(runs: list[RecordedRun]) -> None:
+    followed = RunList(runs[0].folder.path.parent)
+    while followed.poll():
+        pass
+    columns = Columns.of(followed.runs)
+    titles = run_header(120, columns).plain
+    for run in followed.runs:
+        row = run_row(run, 120, columns, UNICODE, is_marked=False).plain.ljust(120)
+        for title in ("EPOCH", "MIOU", "BEST", "IMG/S", "AGE"):
+            end = titles.index(title) + len(title)
+            assert row[end - 1] != " " == row[end]
 
 
 def test_list_opens_runs_and_goes_back(runs: list[RecordedRun]) -> None:

@@ -101,6 +101,7 @@ def test_rows_kept_by_the_chart_equal_new_ones() -> None:
                 num_kept += sum(a is b for a, b in zip(before, chart._strips, strict=False))
                 canvas, chart._canvas = chart._canvas, None
                 assert chart._build() == chart._strips
+                assert {strip.cell_length for strip in chart._strips[1:]} == {chart.content_size.width}
                 chart._canvas = canvas
                 if step == 30:
                     app.theme = "textual-light"

@@ -1,0 +1,133 @@
+"""Steps of an export against values worked by hand: crops and sizes of the check, input values, poolings, rounding."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from segapp.errors import RunError
+from segapp.export import ExportNetwork, write
+from segapp.export.network import SizedPooling, replace_adaptive_pooling
+from segapp.export.weights import write_weights
+from tests.export.test_export import SmallNet, info_of
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted", "scale", "corner"),
+    [
+        ((101, 90), (41, 30), 1.0, (30, 30)),
+        ((40, 100), (60, 50), 1.5, (0, 50)),  # enlarged to 60 x 150
+        ((100, 40), (50, 60), 1.5, (50, 0)),
+        ((20, 30), (20, 30), 1.0, (0, 0)),
+    ],
+)
+def test_picture_of_the_check_is_a_middle_without_distortion(
+    shape: tuple[int, int], wanted: tuple[int, int], scale: float, corner: tuple[int, int]
+) -> None:
+    picture = np.stack(np.mgrid[: shape[0], : shape[1]], -1).astype(np.float32)  # each pixel holds its row and column
+    found = write._center_crop(picture, *wanted)
+    sides = [
+        np.clip((np.arange(wanted[i]) + corner[i] + 0.5) / scale - 0.5, 0, shape[i] - 1) for i in range(2)
+    ]  # pixel centers
+    np.testing.assert_allclose(found, np.stack(np.meshgrid(*sides, indexing="ij"), -1), atol=0.02)
+
+
+@pytest.mark.parametrize("divisor", [1, 4, 32])
+def test_sizes_of_the_check_are_odd_and_of_both_orientations(divisor: int) -> None:
+    model = SmallNet()
+    model.size_divisor = divisor
+    first, *others = write.check_sizes(model)
+    assert (first[1] % divisor, first[2] % divisor) == (0, 0)
+    assert all(height % 2 and width % 2 for _, height, width in others)
+    assert {size[0] for size in (first, *others)} == {1, 2}
+    assert {height > width for _, height, width in others} == {True, False}
+
+
+@pytest.mark.parametrize("is_used_twice", [False, True])
+def test_ceiling_of_a_quotient_becomes_a_division_of_integers(is_used_twice: bool) -> None:
+    graph = torch.fx.Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    a.meta["val"], b.meta["val"] = 7, 2
+    quotient = graph.call_function(operator.truediv, (a, b))
+    rounded = graph.call_function(math.ceil, (quotient,))
+    result = graph.output((rounded, quotient if is_used_twice else a))
+    write._divide_in_integers(graph)
+    assert result.args[0][0].meta["val"] == 4
+    left = {operator.truediv} if is_used_twice else set()
+    assert {node.target for node in graph.nodes if node.op == "call_function"} == {
+        operator.neg,
+        operator.floordiv,
+    } | left
+    module = torch.fx.GraphModule(nn.Module(), graph)
+    for over, under in ((7, 2), (8, 2), (1, 32), (32, 32), (33, 32), (641, 3)):
+        assert module(over, under) == (math.ceil(over / under), over / under if is_used_twice else over)
+
+
+def test_values_are_scaled_by_hand_and_missing_ones_are_lowest() -> None:
+    model = SmallNet().double().eval()
+    ranges = ((-50.0, 150.0), (0.0, 4000.0), (0.25, 0.75))
+    low, high = np.array(ranges).T
+    images = np.random.default_rng(0).uniform(low - 0.1 * (high - low), high + 0.1 * (high - low), (2, 8, 12, 3))
+    images[0, 2, 3, 1] = images[1, 7, 0] = np.nan
+    info = info_of(model)
+    values = np.clip(np.where(np.isnan(images), 0, (images - low) / (high - low)), 0, 1)
+    normalized = torch.from_numpy((values - info.mean) / info.std).permute(0, 3, 1, 2)
+    with torch.no_grad():
+        expected = F.interpolate(model(normalized)[0], (8, 12), mode="bilinear", align_corners=True)
+    found = ExportNetwork(model, info.mean, info.std, ranges)(torch.from_numpy(images).float())
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("size", "is_replaced"),
+    [(1, False), ((1, 1), False), (2, True), ((1, 2), True), ((3, 1), True), ((None, 2), False)],
+)
+def test_poolings_to_several_values_are_replaced(size: Any, is_replaced: bool) -> None:
+    module = nn.Sequential(nn.Sequential(nn.AdaptiveAvgPool2d(size)))
+    features = torch.rand(1, 2, 5, 7)
+    expected = module(features)
+    replace_adaptive_pooling(module)
+    assert isinstance(module[0][0], SizedPooling) == is_replaced
+    torch.testing.assert_close(module(features), expected)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_weights_are_those_of_the_network_and_nothing_else_stays(tmp_path: Path, precision: str) -> None:
+    model = SmallNet()
+    path = tmp_path / "new" / "x.safetensors"
+    assert write_weights(model, info_of(model, precision=precision), path, {"more": "text"}) == 4
+    found = safetensors.torch.load_file(path)
+    expected = {name: value.to(getattr(torch, f"float{precision[2:]}")) for name, value in model.state_dict().items()}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    with safetensors.safe_open(path, "pt") as file:
+        assert file.metadata()["more"] == "text"
+    assert [each.name for each in path.parent.iterdir()] == ["x.safetensors"]
+
+
+@pytest.mark.parametrize("change", [lambda back: back.popitem(), lambda back: back["head.bias"].add_(1)])
+def test_weights_that_read_back_otherwise_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, torch.Tensor]], object]
+) -> None:
+    load = safetensors.torch.load_file
+
+    def load_changed(path: Path, device: str) -> dict[str, torch.Tensor]:
+        back = load(path, device=device)
+        change(back)
+        return back
+
+    monkeypatch.setattr(safetensors.torch, "load_file", load_changed)
+    model = SmallNet()
+    with pytest.raises(RunError, match="differ from those written"):
+        write_weights(model, info_of(model), tmp_path / "x.safetensors")
+    assert list(tmp_path.iterdir()) == []
