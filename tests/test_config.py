@@ -66,6 +66,16 @@ def test_all_problems_are_reported_with_place_and_nearest_key(tmp_path: Path) ->
         assert part in message
 
 
+def test_what_is_accepted_is_listed_only_where_there_is_a_choice(tmp_path: Path) -> None:
+    message = refusal(tmp_path, "name: 3\ndata: {format: voc}\ntrain: {epochs: 1.5}\nparallel: {gpu0_bsz: x}\n")
+    assert [line.partition(": ")[2] for line in message.splitlines()[1:]] == [
+        "name = 3: text is expected",
+        "data.root is missing: Folder of the data set, relative to the current folder.",
+        "train.epochs = 1.5: a whole number is expected",
+        "parallel.gpu0_bsz = 'x': accepted: a whole number | auto | null",
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -148,6 +158,9 @@ def test_printed_config_is_read_back_equal(tmp_path: Path) -> None:
 
 def test_config_is_searched_as_given_in_configs_then_packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "demoo.yml").write_text("")  # a file of the current folder is not offered
+    with pytest.raises(ConfigError, match=r"'demoo\.yaml' not found .*Known configs: demo\.yaml[,.]"):
+        find_config("demoo.yaml")
     packaged = find_config("demo.yaml")
     assert packaged.is_absolute()
     (tmp_path / "configs").mkdir()

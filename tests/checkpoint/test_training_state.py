@@ -696,6 +696,17 @@ def test_unknown_checkpoint_name_error_lists_committed_ones(tmp_path):
         load_checkpoint(tmp_path, "best")
 
 
+def test_checkpoint_whose_files_are_all_gone_is_said_missing(tmp_path):
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    (newest,) = (tmp_path / "objects").glob("00000020*")
+    newest.unlink()
+    (tmp_path / "last.pt").unlink()
+    loaded = load_checkpoint(tmp_path)
+    assert loaded.step == 10
+    assert "is missing" in loaded.messages[0]
+
+
 @pytest.mark.slow
 def test_2000_mutated_files_are_refused_or_read_without_crash(tmp_path):
     save(tmp_path / "c", 10)

@@ -1,6 +1,7 @@
 """`data.augment`: lists of transforms, their problems, and equal samples in any process."""
 
 import hashlib
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -144,6 +145,18 @@ def test_file_of_albumentations_gives_its_transforms(form: str, tmp_path: Path) 
             np.testing.assert_array_equal(one, other)
         outside += int((results[0][1] == 255).sum())
     assert outside > 500  # the file says fill_mask = 0, albumentations' default, which would be a class
+
+
+@pytest.mark.parametrize(
+    ("probability", "form"),
+    [("", "{}"), (', "p": 1', "{}"), (', "p": 0.5', '{"Sequential": {"transforms": [{}], "p": 0.5}}')],
+)
+def test_composition_without_a_probability_is_its_list(probability: str, form: str, tmp_path: Path) -> None:
+    flip = '{"__class_fullname__": "HorizontalFlip", "p": 0.25}'
+    path = tmp_path / "list.json"
+    path.write_text(f'{{"transform": {{"__class_fullname__": "Compose", "transforms": [{flip}]{probability}}}}}')
+    listed = json.loads(f"[{form}]".replace("{}", '{"HorizontalFlip": {"p": 0.25}}'))
+    assert config(str(path)).data.augment == config(listed).data.augment
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import random
 import re
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +192,17 @@ def test_supervisely_polygons_with_holes_and_bitmaps(tmp_path: Path) -> None:
     assert (mask[30:36, 40:46] == 1).all()
     assert (mask[13:17, 15:19] == 0).all()  # the inside of the hole; its outline belongs to the road
     assert (mask[8:28, 10:30] == 2).sum() == 20 * 20 - 4 * 4
+
+
+def test_bitmap_that_is_no_png_is_left_out_and_named(tmp_path: Path) -> None:
+    supervisely(tmp_path / "d")
+    path = tmp_path / "d" / "ds0" / "ann" / "0000.jpg.json"
+    content = json.loads(path.read_text())
+    content["objects"][1]["bitmap"]["data"] = base64.b64encode(zlib.compress(b"no PNG")).decode()
+    path.write_text(json.dumps(content))
+    _, result, names = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert "its bitmap is no PNG" in "\n".join(result.lines)
+    assert len(names["train"] + names["val"]) == 5
 
 
 def test_parquet_rows_become_images_and_masks(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from segapp.datasets.doctor import check_masks, examine
 from segapp.datasets.files import ImagePair, check_pairs
 from segapp.datasets.layouts.formats import ClassScheme, DataLocation, class_scheme, find_pairs
 from segapp.datasets.masks import read_masks
+from segapp.datasets.own_data import OwnData
 from segapp.datasets.sums import check_sums, write_sums
 from segapp.errors import DataError
 from tests.support.runs import draw_scene, segapp
@@ -234,6 +235,27 @@ def test_unknown_ids_are_counted_over_all_masks_with_cause(root: Path) -> None:
     assert unknown.pixels == {3: int((masks == 3).sum())}
     assert (unknown.masks, unknown.num_masks) == ({3: 8}, 8)
     assert "start at 1" in unknown.cause
+
+
+class OwnMasks:
+    """Own data of two images; the second mask holds three pixels of an id that is no class."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def image_and_mask(self, index: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        mask = np.arange(16, dtype=np.int64).reshape(4, 4) % 3
+        mask[0, : 3 * index] = 7
+        return np.full((4, 4, 3), 100 * index, np.uint8), mask
+
+
+def test_unknown_ids_of_own_data_are_found() -> None:
+    pairs = OwnData(OwnMasks(), "my:data", "train").pairs()
+    (report,) = examine({"train": pairs}, SCHEME, crop_px=(4, 4))
+    assert report.unknown_ids is not None
+    assert report.unknown_ids.pixels == {7: 3}
+    (found,) = [each for each in report.findings if each.kind == "ids"]
+    assert "train[1]" in found.message
 
 
 def check(root: Path, tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:

@@ -19,6 +19,7 @@ from segapp.datasets.files import ImagePair, check_pairs, is_complete_jpeg, read
 from segapp.datasets.images.reading import read_image
 from segapp.datasets.layouts.formats import ClassScheme, class_scheme
 from segapp.datasets.masks import read_mask
+from segapp.datasets.survey.content import stored_pixels
 from segapp.errors import DataError
 from tests.support.drawn_data import draw_image, draw_mask
 from tests.support.fault_table import case
@@ -252,6 +253,7 @@ def test_every_png_depth_keeps_the_ids(bits: int, color_type: int, tmp_path: Pat
     path.write_bytes(packed_png(ids, bits, color_type))
     scheme = class_scheme("folder", classes=names(12))
     np.testing.assert_array_equal(read_mask(path, scheme), ids)
+    np.testing.assert_array_equal(stored_pixels(path, as_rgb=False)[0], ids)
 
 
 def packed_png(ids: np.ndarray, bits: int, color_type: int) -> bytes:
@@ -457,7 +459,7 @@ def test_check_pairs_reports_all_problems_at_once(write_pairs: Callable[..., tup
         "005.png: cannot be decoded (truncated PNG",
     ):
         assert text in message
-    with pytest.raises(DataError, match=r"006_mask\.png: a mask saved as JPEG"):
+    with pytest.raises(DataError, match=r"^\S+006_mask\.png: a mask saved as JPEG"):  # one problem, without a count
         check_pairs(pairs[6:7])
     with pytest.raises(DataError, match=r"007\.png: .*truncated JPEG"):
         check_pairs(pairs[7:8])

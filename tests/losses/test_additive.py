@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from segapp.losses import LOSSES, CriterionCE, CriterionDice, CriterionSum, surrogate
+from segapp.losses.additive import reciprocal_or_zero
 from tests.support.loss_cases import criteria, draw, relative_error, suited
 
 NAMES = list(criteria())
@@ -120,6 +121,11 @@ def test_counts_are_float64_and_losses_at_least_float32(name):
         loss = criterion.finalize(entries)
         assert loss.shape == ()
         assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def test_reciprocal_of_no_pixel_is_zero():
+    counts = torch.tensor([0.0, 0.25, 4.0], dtype=torch.float64)
+    assert reciprocal_or_zero(counts).tolist() == [0.0, 4.0, 0.25]
 
 
 def test_surrogate_without_gradient_is_zero():

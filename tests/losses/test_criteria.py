@@ -1,5 +1,6 @@
 """OHEM, Dice, Tversky, focal and Lovász against independent implementations and values computed by hand."""
 
+import functools
 import math
 
 import pytest
@@ -7,7 +8,25 @@ import torch
 import torch.nn.functional as F
 
 from segapp.losses import CriterionCE, CriterionDice, CriterionFocal, CriterionLovasz, CriterionOHEM, CriterionTversky
+from segapp.losses.plain import PlainCriterion
 from tests.support.loss_cases import class_weight, draw, relative_error
+
+
+@pytest.mark.parametrize("num_valid", [0, 1, 2])
+def test_plain_loss_of_few_pixels_matches_torch(num_valid):
+    logits, target = draw(1)
+    target.fill_(255)
+    target.view(-1)[:num_valid] = torch.arange(num_valid)
+    mine, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    loss = PlainCriterion(functools.partial(F.cross_entropy, ignore_index=255))(mine, target)
+    loss.backward()
+    if num_valid == 0:
+        assert loss.item() == mine.grad.abs().max() == 0
+        return
+    truth = pixel_losses(theirs, target.long()).mean()
+    truth.backward()
+    assert relative_error(loss.detach(), truth.detach()) < 1e-12
+    assert relative_error(mine.grad, theirs.grad) < 1e-12
 
 
 def upsampled(logits, target):

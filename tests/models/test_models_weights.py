@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from segapp.errors import CheckpointError, ConfigError
 from segapp.models import build_model
 from segapp.models.keys import KeyMap
-from segapp.models.weights import LoadReport, check_reachable, fetch_hub_file, read_weights_file
+from segapp.models.weights import LoadReport, check_reachable, fetch_hub_file, fetch_url, read_weights_file
 
 BACKBONE = "mobilenet_v3_small"
 
@@ -460,6 +460,14 @@ def test_missing_network_is_found_out_within_three_seconds(tmp_path, monkeypatch
     message = str(raised.value)
     assert "/timm/test_vit.r160_in1k/resolve/main/model.safetensors" in message
     assert f"copy {tmp_path}/models--timm--test_vit.r160_in1k from a machine that has it" in message
+
+
+def test_no_download_begins_from_an_absent_server(tmp_path, monkeypatch):
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(torch.hub, "download_url_to_file", lambda *_, **__: pytest.fail("a download without a limit"))
+    with pytest.raises(CheckpointError, match=r"net-0123abcd\.pth is not on this machine .*refused"):
+        fetch_url("http://127.0.0.1:9/net-0123abcd.pth", "DEFAULT", "model.weights")
 
 
 def test_reachable_server_or_proxy_is_accepted(monkeypatch):

@@ -108,6 +108,16 @@ def test_share_of_device_0_stays_below_its_ceiling(ceiling: int | None, split: S
     assert (None if move is None else move.split) == split
 
 
+def test_device_0_may_get_the_whole_batch() -> None:
+    """By hand: device 1 is as good as full without a sample; each sample takes 100 MiB."""
+    facts = SplitFacts(
+        2, 2, current=(1, 1), usable_mib=[1000.0, 1000.0], observed={(1, 1): (200.0, 950.0)}, planned_slope_mib=100.0
+    )
+    move = plan_move(facts)
+    assert move is not None
+    assert (move.gpu0_bsz, move.split) == (2, (2, 0))
+
+
 def test_split_stays_without_measurements() -> None:
     assert plan((6, 1, 1), (), observed={}) is None
     assert plan((6, 1, 1), (900.0, None, 250.0)) is None

@@ -426,7 +426,8 @@ def test_endless_line_is_read_in_bounded_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("segapp.run.events.reader.MAX_LINE_BYTES", 2**20)
     path = tmp_path / "e.jsonl"
     with open(path, "wb") as file:
-        file.write(b"x" * (40 * 2**20) + b'\n{"v":1,"seq":1,"t":1.0,"type":"heartbeat"}\n')
+        # What follows the last block of the line reads as an event and is none.
+        file.write(b"x" * (40 * 2**20) + 2 * b'{"v":1,"seq":1,"t":1.0,"type":"heartbeat"}\n')
     reader = EventReader(path)
     assert len(reader.read()) == 1
     assert reader.num_bad == 1

@@ -13,6 +13,7 @@ from segapp.run.events import Checkpoint, CommandAnswer, EventWriter, Heartbeat,
 from segapp.run.folder import RunFolder, find_run
 from segapp.run.process import ProcessId, is_alive, this_process
 from segapp.run.state import RunFacts, derive_state, list_runs, run_state, summarize
+from segapp.run.sweep import SweepFolder
 
 HOLD = "import sys, time; from segapp.run.folder import RunFolder; f = RunFolder(sys.argv[1]); f.acquire()"
 HOLD += "; f.write_info(); print('held', flush=True); time.sleep(60)"
@@ -97,6 +98,27 @@ def test_second_trainer_is_refused_until_the_first_is_dead(tmp_path):
     folder.acquire()
     assert folder.read_holder().pid == os.getpid()
     folder.release()
+
+
+@pytest.mark.parametrize("kind", [RunFolder, SweepFolder])
+def test_lock_file_is_writable_for_its_owner_alone(tmp_path, kind):
+    before = os.umask(0)
+    try:
+        folder = kind(tmp_path / "a")
+        (tmp_path / "a").mkdir()
+        folder.acquire()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a" / "lock").stat().st_mode) == 0o644
+    assert folder.is_locked()
+    folder.release()
+    assert not folder.is_locked()
+
+
+@pytest.mark.parametrize("kind", [RunFolder, SweepFolder])
+def test_release_without_a_lock_closes_no_file(tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(os, "close", lambda fd: pytest.fail(f"closed the file {fd} of others"))
+    kind(tmp_path).release()
 
 
 def test_reading_the_lock_file_does_not_release_the_lock(tmp_path):

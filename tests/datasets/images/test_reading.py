@@ -16,6 +16,7 @@ from PIL import Image, ImageOps
 
 from segapp.datasets.files import ImagePair, check_pairs, read_header
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat, per_band
+from segapp.datasets.images.raster import encode_bands
 from segapp.datasets.images.reading import read_image, read_picture_of, upright
 from segapp.datasets.images.tiff_tags import read_tiff_tags
 from segapp.errors import DataError
@@ -56,6 +57,15 @@ def test_tiff_bands_are_those_that_tifffile_wrote(dtype: str, num_bands: int, pl
     assert (header.height_px, header.width_px) == image.shape[:2]
     assert header.stored is not None
     assert (header.stored.bands, header.stored.dtype) == (num_bands, dtype)
+
+
+@pytest.mark.parametrize("size", [(20, 30), (256, 300), (600, 257)])
+def test_written_bands_are_read_back_by_tifffile(size: tuple[int, int]) -> None:
+    image = drawn("uint16", 5, size)
+    with tifffile.TiffFile(io.BytesIO(encode_bands(image, ["red", "green", "blue", "nir", "height"], "made"))) as file:
+        (page,) = file.pages
+        assert (page.is_tiled, page.description) == (min(size) >= 256, "made")
+        np.testing.assert_array_equal(page.asarray(), image)
 
 
 @pytest.mark.parametrize("num_bands", [1, 3, 4])

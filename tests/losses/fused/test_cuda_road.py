@@ -6,6 +6,7 @@ from collections import deque
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from segapp.losses import CriterionLovasz, CriterionOHEM, lovasz, ohem
 from segapp.losses.fused import checks, triton_trial
@@ -14,6 +15,7 @@ from segapp.losses.fused.checks import raise_reported, report_range
 from segapp.losses.fused.compiled import cross_entropy_on_cells
 from segapp.losses.fused.grid import Axis, _cached_grid, products_are_exact
 from segapp.losses.fused.kernel_shapes import block_shape, buffers_of, column_blocks
+from segapp.losses.fused.reference import cross_entropy_sums
 from tests.support.as_on_cuda import DeterministicOnCuda, LaunchCounter, take_cuda_road
 from tests.support.loss_cases import class_weight, criteria, draw, relative_error, suited
 
@@ -55,6 +57,26 @@ def test_losses_on_the_cuda_road_match_the_cpu(name, monkeypatch):
     monkeypatch.undo()
     for a, b in zip(mine, gradient_of(criteria()[name], logits, target), strict=True):
         assert relative_error(a, b) < 1e-11
+
+
+class _OnDevice(torch.Tensor):
+    """A tensor of the CPU that says that it is on a device."""
+
+    is_cpu = False
+
+
+@pytest.mark.parametrize("ignore_index", [255, 2])
+def test_reference_on_a_device_leaves_out_ids_of_no_class(ignore_index):
+    logits, target = draw(ignored=0.2, target_dtype=torch.int64)
+    valid = torch.where(target < 4, target, ignore_index)
+    target[0, :2], valid[0, :2] = 77, ignore_index
+    options = {"align_corners": True, "weight": class_weight(), "label_smoothing": 0.1}
+    loss_sum, _ = cross_entropy_sums(logits, target.as_subclass(_OnDevice), ignore_index=ignore_index, **options)
+    values = F.interpolate(logits, target.shape[-2:], mode="bilinear", align_corners=True)
+    truth = F.cross_entropy(
+        values, valid, class_weight(), ignore_index=ignore_index, label_smoothing=0.1, reduction="sum"
+    )
+    assert relative_error(loss_sum, truth) < 1e-12
 
 
 @pytest.mark.parametrize("columns", [1, 64])

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from segapp.checkpoint.snapshot import snapshot
 from segapp.datasets.loader import Batch
 from segapp.models import Critic
+from segapp.models.critic import SelfAttention
 from segapp.optim import adam
 from segapp.parallel.ranks import Ranks
 from segapp.precision import Precision
@@ -27,6 +29,25 @@ def build(kind: Any = "wgan-gp", seed: int = 7) -> CriticTrainer:
     optimizer = adam([{"params": list(critic.parameters()), "lr_factor": 1.0}], 0.01, (0.0, 0.9))
     penalty = PenaltySettings(kind, 10.0, seed)
     return CriticTrainer(critic, critic, optimizer, Precision("fp32", CPU), penalty, Ranks())
+
+
+def test_shapes_of_the_layers_by_hand() -> None:
+    """4x4 convolutions that double the channels; SAGAN's attention, query and key an eighth as wide; one score."""
+    critic = Critic(5, (8, 8), width=16)
+    assert [tuple(weight.shape) for weight in critic.parameters() if weight.ndim == 4] == [
+        *[(16, 5, 4, 4), (32, 16, 4, 4), (64, 32, 4, 4)],
+        *[(8, 64, 1, 1), (8, 64, 1, 1), (64, 64, 1, 1)],
+        (1, 64, 1, 1),
+    ]
+
+
+def test_self_attention_is_that_of_torch() -> None:
+    torch.manual_seed(0)
+    layer, features = SelfAttention(16).double(), torch.randn(2, 16, 3, 5, dtype=torch.float64)
+    torch.nn.init.constant_(layer.strength, 0.5)
+    query, key, value = (part(features).flatten(2).mT for part in (layer.query, layer.key, layer.value))
+    expected = F.scaled_dot_product_attention(query, key, value, scale=1.0).mT.view_as(features)
+    torch.testing.assert_close(layer(features), features + 0.5 * expected)
 
 
 def batch_of(*indices: int) -> Batch:
