@@ -5,11 +5,12 @@ import json
 
 import pytest
 
-from segapp.memory.advice import Variant, accumulate_advice, ranked, split_advice, variant_advice
+from segapp.memory.advice import Variant, accumulate_advice, ranked, split_advice, variant_advice, variants
 from segapp.memory.affine import Line, MemoryModel, fit_model, splits_to_simulate
 from segapp.memory.gpu_specs import GpuSpec
 from segapp.memory.planner import Advice, MemoryPlan, OverheadEstimate, Planner, plan_as_json
 from segapp.memory.report import plan_lines
+from segapp.memory.saved_plan import SavedMemoryPlan
 from segapp.memory.simulation.jobs import PhasePeak, SimulationResult
 
 GPUS = tuple(GpuSpec(10_000.0, f"GPU {i}") for i in range(3))
@@ -145,15 +146,52 @@ def test_fit_of_six_simulations_recovers_every_coefficient():
         assert fitted.peak_mib(split) == pytest.approx(peaks(split).peak_mib(), rel=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("mode", "num_devices", "split", "expected"),
+    [
+        ("single", 1, (7,), (321 + 7 * 2462,)),
+        ("dp", 1, (7,), (321 + 7 * 2462,)),
+        ("ddp", 3, (7, 0, 13), (321 + 7 * 2462, 321, 321 + 13 * 2462)),
+        ("model", 2, (7, 0), (321 + 7 * 2462, 161 + 7 * 2623)),
+        ("dp", 3, (7, 0, 13), (321 + 7 * 2462, 0, 161 + 13 * 2623)),
+        ("dp", 3, (0, 1, 13), (502, 161 + 2623, 161 + 13 * 2623)),
+    ],
+)
+def test_fit_recovers_a_known_law_in_every_mode(mode, num_devices, split, expected):
+    def simulated(split):
+        first = 321 + 2462 * split[0] if split[0] else 502
+        others = [161 + 2623 * (split[0] if mode == "model" else part) for part in split[1:]]
+        return SimulationResult(split, tuple({"backward": PhasePeak(mib)} for mib in (first, *others)))
+
+    fitted = fit_model(mode, [simulated(each) for each in splits_to_simulate(mode, num_devices)])
+    assert fitted.peak_mib(split) == pytest.approx(expected, rel=1e-9)
+
+
+def test_one_sample_may_be_the_largest_batch():
+    lines = {"backward": Line(100.0, 10.0)}
+    own = Planner(MemoryModel("single", (lines,)), (GpuSpec(120.0),), OverheadEstimate((0.0,)))
+    largest, row = own.largest_batch()  # 110 / 0.95 = 115.8, 120 / 0.95 = 126.3
+    assert (largest, row.split) == (1, (1,))
+
+
+def test_saved_plan_predicts_the_splits_it_has():
+    one = SavedMemoryPlan(4, 1, None, (4,), ((4,),), ((70.0,),), 1.0)
+    assert [one.predicted_mib(split) for split in (None, [4], [3])] == [(70.0,), (70.0,), ()]
+    two = SavedMemoryPlan(4, 1, 0, (0, 4), ((0, 4), (1, 3)), ((10.0, 18.0), (11.0, 17.0)), 1.0)
+    assert [two.predicted_mib(split) for split in (None, [1, 3])] == [(), (11.0, 17.0)]
+
+
 def test_json_has_contract_names_and_text_every_split():
     own = planner()
     rows, refused = own.rows(6)
-    plan = MemoryPlan("x", "dp", 6, GPUS, own.model, own.overhead, rows, refused, max_batch=own.largest_batch()[0])
+    largest, row = own.largest_batch()
+    plan = MemoryPlan("x", "dp", 6, GPUS, own.model, own.overhead, rows, refused, max_batch=largest, max_row=row)
     found = json.loads(json.dumps(plan_as_json(plan)))
     assert {"gpu0_bsz", "split", "peak_mib", "fits"} <= found["rows"][0].keys()
     assert found["best"]["gpu0_bsz"] in range(7)
     assert found["max_batch"] == 24
     text = "\n".join(plan_lines(plan))
+    assert "largest batch that fits: 24 at gpu0_bsz 8, split 8+8+8" in text
     for row in rows:
         assert "+".join(map(str, row.split)) in text
     assert all(len(line) < 220 for line in plan_lines(plan))
@@ -213,3 +251,17 @@ def test_advice_is_ranked_by_gain_and_what_is_used_is_last():
 
     found = ranked([advice(900.0, True), advice(20.0), advice(0.4), advice(300.0)])
     assert [item.gain_mib for item in found] == [300.0, 20.0, 900.0]
+
+
+def test_variants_are_the_changes_that_the_config_lacks():
+    def changes(*args):
+        assert all(variant.note for variant in variants(*args))
+        return {variant.change: dict(variant.changes) for variant in variants(*args)}
+
+    assert changes("fp32", (512, 640), (384, 480)) == {
+        "train.precision=amp-bf16": {"train.precision": "amp-bf16"},
+        "train.precision=fp16": {"train.precision": "fp16"},
+        "data.crop_px=[384,480]": {"data.crop_px": [384, 480]},
+    }
+    assert changes("amp-bf16", (64, 64), (64, 64)).keys() == {"train.precision=fp16"}
+    assert changes("fp16", (64, 64), None) == {}

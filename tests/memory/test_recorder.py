@@ -1,10 +1,11 @@
-"""Storages that a recorder counts, by hand; buckets of gradients beside those that torch's reducer would make."""
+"""Storages that a recorder counts, by hand; buckets and casts beside those of torch's reducer and autocast."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from segapp.memory.simulation.backend import _WeightCache
 from segapp.memory.simulation.buckets import Buckets
 from segapp.memory.simulation.recorder import PhaseMarks, Recorder
 
@@ -86,3 +87,18 @@ def test_buckets_are_those_of_torch_s_reducer(as_views, is_lazy):
     buckets.end_backward()
     recorder.mark("next")
     assert (kind in recorder.peaks()["cpu"]["next"].by_kind) is not is_lazy
+
+
+def test_only_weights_are_cast_once_for_all_uses():
+    cache, half = _WeightCache(), torch.bfloat16
+    weight = nn.Parameter(torch.ones(3))
+    assert cache.cast(weight, half) is cache.cast(weight, half)
+    assert cache.cast(weight, half).dtype == half
+    assert cache.cast(weight, torch.float16).dtype == torch.float16
+    for value in (torch.ones(3), weight * 1, weight.detach()):
+        assert cache.cast(value, half) is not cache.cast(value, half)
+        assert cache.cast(value, half).dtype == half
+    half_weight = nn.Parameter(torch.ones(3, dtype=half))
+    assert cache.cast(half_weight, torch.float32) is not cache.cast(half_weight, torch.float32)
+    for unchanged in (None, 2, torch.ones(3, dtype=torch.float64), torch.ones(3, dtype=torch.int64)):
+        assert cache.cast(unchanged, half) is unchanged

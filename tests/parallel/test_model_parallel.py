@@ -41,6 +41,24 @@ def test_inner_stage_overrides_an_outer_one():
     assert placement.device_of("stem.0.weight") == torch.device("cpu")
 
 
+def test_parts_move_to_their_stage_and_outputs_to_theirs(monkeypatch):
+    monkeypatch.setattr(
+        "segapp.parallel.model_parallel.resolve_devices", lambda ids: tuple(torch.device(device) for device in ids)
+    )
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1))
+    place_stages(net, {"1": "meta"}, rest="cpu")
+    assert {name: tensor.device.type for name, tensor in net.state_dict().items() if "weight" in name} == {
+        "0.weight": "cpu", "1.weight": "meta", "2.weight": "cpu"
+    }  # fmt: skip
+    assert net[1].running_mean.device.type == "meta"
+    net = nn.Sequential(nn.Conv2d(3, 4, 1))
+    placement = place_stages(net, {"0": "cpu"}, output_device="meta")
+    x = torch.randn(1, 3, 2, 2)
+    assert net(x).device.type == "meta"
+    placement.remove()
+    assert net(x).device.type == "cpu"
+
+
 @pytest.mark.parametrize(
     ("stages", "words"),
     [

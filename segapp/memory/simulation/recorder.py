@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,10 +55,10 @@ class PeakMoment:
         largest: the largest storages alive, largest first.
     """
 
-    num_bytes: int = 0
-    by_kind: dict[str, int] = field(default_factory=dict)
-    by_module: dict[str, int] = field(default_factory=dict)
-    largest: tuple[Allocation, ...] = ()
+    num_bytes: int
+    by_kind: dict[str, int]
+    by_module: dict[str, int]
+    largest: tuple[Allocation, ...]
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

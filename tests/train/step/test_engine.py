@@ -220,3 +220,9 @@ def test_config_selects_the_cross_entropy_implementation(implementation: str) ->
     criterion = build_criterion(section, 3, 255, lambda _: torch.ones(3))
     assert isinstance(criterion, CriterionCE)
     assert criterion.implementation == implementation
+
+
+def test_split_of_a_step_is_that_of_its_first_micro_batch() -> None:
+    engine = engine_of(CriterionCE())
+    assert engine.step([batch(4), batch(2)]).split == [4]
+    assert engine.step([batch(4), batch(2)], num_samples=9).split == [9]

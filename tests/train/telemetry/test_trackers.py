@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import struct
+import sys
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from segapp.errors import ConfigError
 from segapp.run.events import DeviceMemory, EpochStart, Memory, RunEnd, Step, Val
 from segapp.run.folder import RunFolder
 from segapp.train.telemetry import trackers
-from segapp.train.telemetry.trackers import TrackerListener, artifact_folder, make_trackers
+from segapp.train.telemetry.trackers import TrackerListener, WandbTracker, artifact_folder, make_trackers
 from tests.support.runs import events, merged, train
 
 
@@ -70,6 +72,18 @@ def test_failing_tracker_is_disabled_with_one_message(tmp_path: Path, capsys: py
     assert said.count("wandb is switched off") == 1
     assert "\x1b" not in said
     assert notes.told == []
+
+
+@pytest.mark.parametrize(("status", "exit_code"), [("finished", 0), ("stopped", 1), ("failed", 1)])
+def test_wandb_run_ends_as_the_training_did(
+    status: str, exit_code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    run = types.SimpleNamespace(summary={}, finish=lambda exit_code: ended.append(exit_code))
+    fake = types.SimpleNamespace(init=lambda **_: run, Settings=lambda **_: None)
+    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
+    WandbTracker(tmp_path, "project", {}, "id", "name").close(status, {"best_miou": 0.5})
+    assert (ended, run.summary) == ([exit_code], {"best_miou": 0.5})
 
 
 def test_tensorboard_has_scalars_images_memory_and_settings(tiny: dict[str, Any], tmp_path: Path) -> None:
