@@ -6,7 +6,7 @@ events have the split at that time. No torch here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -137,16 +137,12 @@ def calibrated(
     everywhere = [ratio for own in ratios for ratio in own]
     fallback = median(everywhere) if everywhere else 1.0
     scale = tuple(median(own) if own else fallback for own in ratios)
+    beside_mib = (*measurement.beside_mib, *[None] * len(ratios))  # none was measured on GPUs that the run did not have
     context = tuple(
-        assumed.context_mib[i] if i >= len(measurement.beside_mib) or measurement.beside_mib[i] is None else mib
-        for i, mib in enumerate(_padded(measurement.beside_mib, len(ratios)))
+        assumed_mib if mib is None else mib for assumed_mib, mib in zip(assumed.context_mib, beside_mib, strict=False)
     )
     errors = [PeakError(split, i, measured, mib, mib * scale[i]) for split, i, measured, mib in pairs]
     return OverheadEstimate(context, assumed.room, scale, "measured"), errors
-
-
-def _padded(values: Sequence[float | None], length: int) -> list[float]:
-    return [mib or 0.0 for mib in values] + [0.0] * (length - len(values))
 
 
 def _split(event: dict[str, Any]) -> tuple[int, ...] | None:

@@ -201,3 +201,22 @@ def test_listed_processes_are_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     fake_nvidia_smi(tmp_path, f"cat {tmp_path / 'out'}", monkeypatch)
     monkeypatch.setattr(gpus, "is_first_pid_namespace", lambda: True)
     assert processes_on("a") == [OtherProcess(1, "a, b", None)]
+
+
+@pytest.mark.parametrize(
+    ("used_mib", "total_mib", "utilization", "expected"),
+    [
+        (100.0, 200.0, 0.5, True),
+        (101.0, 200.0, 0.5, False),
+        (100.0, 200.0, 0.51, False),
+        (0.0, 200.0, 1.0, False),
+        (100.0, 200.0, None, True),
+        (None, 200.0, 0.0, False),
+        (100.0, None, 0.0, False),
+        (0.0, 0.0, 0.0, False),
+    ],
+)
+def test_gpu_is_available_up_to_half_of_its_load_and_memory(
+    used_mib: float | None, total_mib: float | None, utilization: float | None, expected: bool
+) -> None:
+    assert GpuStatus("u", "n", used_mib, total_mib, utilization, None).is_available == expected

@@ -265,3 +265,17 @@ def test_variants_are_the_changes_that_the_config_lacks():
     }
     assert changes("amp-bf16", (64, 64), (64, 64)).keys() == {"train.precision=fp16"}
     assert changes("fp16", (64, 64), None) == {}
+
+
+def test_bar_and_kinds_of_a_gpu_by_hand():
+    lines = {"backward": Line(100.0), "backward/activations": Line(60.0), "backward/weights": Line(40.0)}
+    memory = MemoryModel("single", (lines,))
+    own = Planner(memory, (GpuSpec(200.0),), OverheadEstimate((10.0,)))
+    plan = MemoryPlan("x", "single", 1, own.gpus, memory, own.overhead, own.rows(1)[0])
+    (at,) = [i for i, line in enumerate(plan_lines(plan)) if "|" in line]
+    picture, kinds = plan_lines(plan)[at : at + 2]
+    assert kinds.split() == ["activations", "60", "weights", "40", "overhead", "15"]  # 10 and 5 % of 105
+    assert "115 of 200 MiB, backward, +85 free" in picture
+    bar = picture.split("|")[1]
+    shares = {letter: bar.count(letter) / len(bar) for letter in "WAx."}
+    assert shares == pytest.approx({"W": 0.2, "A": 0.3, "x": 0.075, ".": 0.425}, abs=1 / len(bar))
