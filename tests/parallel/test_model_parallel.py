@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from segapp.parallel import balance_stages, measure_stages, place_stages, plan_stages
+from segapp.parallel.scatter_gather import to_device
 from tests.support.parallel_cases import PlainCE, SmallNet, grads_of, make_batch, relative_error
 
 
@@ -153,3 +154,15 @@ def test_model_that_reads_values_is_refused():
 
     with pytest.raises(ValueError, match=r"Reading cannot be measured without values .*: name the"):
         balance_stages(Reading(), ["cpu", "cpu"], torch.ones(1, 2))
+
+
+def test_copies_to_the_host_wait_for_their_values():
+    class Noted(torch.Tensor):
+        def to(self, device, non_blocking=False):
+            copies.append((device.type, non_blocking))
+            return self
+
+    copies = []
+    for device in ("cpu", "cuda:0"):
+        to_device([Noted()], torch.device(device))
+    assert copies == [("cpu", False), ("cuda", True)]

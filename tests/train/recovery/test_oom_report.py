@@ -106,3 +106,11 @@ def test_release_frees_what_a_failed_step_held(context: RunContext, has_cause: b
     assert [ref() is None for ref in held] == [False, False]
     OomHandler(context, lambda: ()).release(caught.value, torch.device("cpu"))
     assert [ref() is None for ref in held] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("amount", "mib"), [("512.00 KiB", 0.5), ("20.00 MiB", 20.0), ("1.50 GiB", 1536.0), ("many bytes", None)]
+)
+def test_requested_memory_is_read_in_any_unit(context: RunContext, amount: str, mib: float | None) -> None:
+    error = RuntimeError(f"CUDA out of memory. Tried to allocate {amount}. GPU 0 has a total capacity of 23.68 GiB")
+    assert OomHandler(context, lambda: ()).examine(error).requested_mib == mib
