@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from segapp.errors import RunError
-from segapp.export import ExportNetwork, write
+from segapp.export import ExportNetwork, check_export, write
 from segapp.export.network import SizedPooling, replace_adaptive_pooling
 from segapp.export.weights import write_weights
 from tests.export.test_export import SmallNet, info_of
@@ -51,6 +51,42 @@ def test_sizes_of_the_check_are_odd_and_of_both_orientations(divisor: int) -> No
     assert all(height % 2 and width % 2 for _, height, width in others)
     assert {size[0] for size in (first, *others)} == {1, 2}
     assert {height > width for _, height, width in others} == {True, False}
+
+
+@pytest.mark.parametrize(("output", "multilabel"), [("logits", False), ("labels", False), ("logits", True)])
+def test_check_counts_the_pixels_that_differ(output: str, multilabel: bool) -> None:
+    model = SmallNet()
+    info = info_of(model, output=output, multilabel=multilabel)
+    network = write.build_network(model, info)
+
+    def altered(images: np.ndarray) -> np.ndarray:
+        outputs = network(torch.from_numpy(images)).numpy()
+        if output == "labels":
+            outputs[0, 0, :4] = (outputs[0, 0, :4] + 1) % 3
+        else:
+            outputs[0, :, 0, :4] = [[1e3], [-1e3], [-1e3]] if images.shape[1] == 8 else outputs[0, :, 0, :4]
+        return outputs
+
+    pictures = [np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)]
+    sizes = [(2, 8, 12), (1, 10, 7)]
+    same = check_export(lambda images: network(torch.from_numpy(images)).numpy(), info, model, sizes, pictures)
+    assert (same.agreement, same.max_difference) == (1.0, None if output == "labels" else 0.0)
+    assert same.sizes == tuple(sizes)
+    found = check_export(altered, info, model, sizes, pictures)
+    reference = write.build_network(model, info_of(model))
+    logits = [
+        reference(torch.from_numpy(np.stack([write._center_crop(pictures[0], *size[1:])] * size[0]))) for size in sizes
+    ]
+    assert found.max_logit == pytest.approx(max(float(each.abs().max()) for each in logits))
+    corner = logits[0][0, :, 0, :4]
+    if multilabel:
+        num_wrong, num = int((corner > 0).ne(torch.tensor([[True], [False], [False]])).sum()), 3 * (192 + 70)
+    else:
+        num_wrong, num = 8 if output == "labels" else int((corner.argmax(0) != 0).sum()), 192 + 70
+    assert num_wrong > 0
+    assert found.agreement == pytest.approx(1 - num_wrong / num, abs=1e-12)
+    nothing = check_export(lambda images: network(torch.from_numpy(images)).numpy() * np.nan, info, model, sizes)
+    assert nothing.agreement == 0
 
 
 @pytest.mark.parametrize("is_used_twice", [False, True])

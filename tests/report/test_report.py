@@ -19,7 +19,7 @@ from segapp.build.trained import load_trained
 from segapp.errors import ConfigError, RunError, StorageError
 from segapp.report import charts, compare_runs, write_report
 from segapp.report.charts import Curve, Frame
-from segapp.report.page import top_confusions
+from segapp.report.page import loss_chart, top_confusions
 from segapp.report.pictures import evaluate_split
 from segapp.report.run_report import Thinned, read_run_report
 from segapp.run.folder import RunFolder
@@ -184,6 +184,15 @@ def test_comparison_names_the_differing_settings(trained: Path, tmp_path: Path) 
     assert "parallel.gpu0_bsz" in read(tmp_path / "page.html").text
     with pytest.raises(ConfigError, match="at least two runs"):
         compare_runs([str(trained)])
+
+
+def test_loss_chart_shows_evaluations_and_the_last_best_one(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run", steps_per_epoch=5)
+    for _ in range(3):
+        run.epoch()
+    chart = loss_chart([read_run_report(str(run.folder.path))])
+    assert re.findall(r"<title>([\w ]+) at (\d+):", chart) == [("validation loss", str(5 * i)) for i in (1, 2, 3)]
+    assert re.findall(r"best, epoch \d", chart) == ["best, epoch 3"]
 
 
 def test_most_frequent_confusions_are_shares_of_the_target() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.cells import cell_len
 from textual.geometry import Size
 from textual.pilot import Pilot
 
@@ -19,11 +21,12 @@ from segapp.tui.panes.devices import gpu_content, memory_graph
 from segapp.tui.panes.glyphs import UNICODE
 from segapp.tui.panes.plot import choose_scale, reduce_columns, usual_range
 from segapp.tui.panes.readout import cursor_readout
-from segapp.tui.state.metrics import curve_of, metric_names, step_field
+from segapp.tui.state.history import History
+from segapp.tui.state.metrics import Curve, curve_of, metric_names, step_field
 from segapp.tui.state.replay import ReplaySource
 from segapp.tui.state.series import SeriesReader
 from segapp.tui.state.view import View, fold_events
-from tests.support.recorded_runs import RecordedRun
+from tests.support.recorded_runs import CAMVID, RecordedRun
 from tests.tui.test_screen import press, run_screen, screen_text, sent, settled
 
 
@@ -125,6 +128,9 @@ def test_cursor_reads_the_event_nearest_by(run: RecordedRun) -> None:
     assert parts(58)[-1] == "best, epoch 3"
     assert "best" not in " ".join(parts(50))
     assert [part for part in parts(40) if part.startswith("val ")]
+    of_class = cursor_readout(view, curve_of(view, "IoU pole", None), 1, 0, tolerance=1.0)
+    assert of_class[:2] == ["step 40", "epoch 2"]
+    assert f"{view.vals[1].iou[2]:.3f}" in of_class
 
 
 def test_palette_offers_every_metric_and_class(run: RecordedRun) -> None:
@@ -250,6 +256,19 @@ def test_zoomed_classes_show_their_history(run: RecordedRun) -> None:
     assert re.search("[▁▂▃▄▅▆▇█]{3}", row)
 
 
+@pytest.mark.parametrize("width", [46, 150])
+def test_class_rows_fill_the_line_and_show_the_change(run: RecordedRun, width: int) -> None:
+    run.write(Val(epoch=4, step=80, loss=0.5, miou=0.5, iou=[0.5, 0.5, 0.5, *[None] * 8]))
+    run.write(Val(epoch=5, step=100, loss=0.5, miou=0.5, iou=[0.5, 0.6, 0.2, *[None] * 8]))
+    _, *rows = classes_content(folded(run), TableOptions("name"), Size(width, 40), UNICODE).plain.splitlines()
+    rows = [row for row in rows if row.split()[0] in CAMVID]
+    assert {cell_len(row) for row in rows} == {width}
+    found = {row.split()[0]: row.split()[-2 if row.endswith("!") else -1] for row in rows}
+    wanted = {"sky": "=0.000", "building": f"{UNICODE.up}0.100", "pole": f"{UNICODE.down}0.300"}
+    assert {name: found[name] for name in wanted} == wanted
+    assert [row.split()[0] for row in rows if row.endswith("!")] == ["pole"]
+
+
 def test_old_evaluations_keep_their_classes(tmp_path: Path) -> None:
     view = View()
     vals = [
@@ -295,7 +314,7 @@ def test_lr_factor_and_shares_are_edited_with_a_check(run: RecordedRun) -> None:
 
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "l", *"-1")
-        assert "lr_factor" in screen_text(app)
+        assert "lr_factor is 1" in screen_text(app)
         await press(app, pilot, "enter")
         assert sent(run) == []
         await press(app, pilot, "backspace", "backspace", *"0.5", "enter")
@@ -311,6 +330,19 @@ def test_lr_factor_and_shares_are_edited_with_a_check(run: RecordedRun) -> None:
         run_screen(run, act)
     finally:
         run.folder.release()
+
+
+def test_longer_curves_are_smoothed_more() -> None:
+    chart, history = LossChart(), History()
+    chart._curve = Curve(history, [])
+    found = []
+    for num_steps in (150, 3000, 6000):
+        new = range(history.num_steps + 1, num_steps + 1)
+        history.extend(new, [0.0] * len(new), [1.0] * len(new))
+        found.append(chart.smoothing)
+    assert found == sorted(set(found))
+    chart.options = replace(chart.options, smoothing=0.0)
+    assert chart.smoothing == 0
 
 
 def test_applied_lr_factor_is_known(run: RecordedRun) -> None:

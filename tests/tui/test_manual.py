@@ -63,7 +63,11 @@ def test_pages_turn_and_links_between_pages_open(width: int) -> None:
             await viewer.go("https://example.com/page")
             await viewer.go("../../../../etc/passwd")
             assert viewer.document.source == shown
-            await pilot.press("backspace", "escape")
+            await pilot.press("backspace")
+            assert viewer.navigator.location == find_page("deterministic")[0].path
+            await pilot.press("right")
+            assert viewer.navigator.location.name.startswith("train.md")
+            await pilot.press("escape")
         assert app.return_code == 0
 
     asyncio.run(go())

@@ -57,6 +57,7 @@ def test_replay_pauses_and_moves_by_epochs(tmp_path: Path) -> None:
     starts_s = [raw["t"] for raw in EventReader(run.folder.events).read_raw() if raw["type"] == "epoch_start"]
     now = [0.0]
     source = ReplaySource(run.folder, 10.0, monotonic=lambda: now[0])
+    assert source.status().now_s == EventReader(run.folder.events).read_raw()[0]["t"]
 
     def place() -> tuple[int | None, int]:
         while source.poll():

@@ -169,9 +169,6 @@ def progress_line(view: View, status: Status, width: int, glyphs: Glyphs) -> Con
     parts = [
         Part(1, first),
         Part(0, _one_progress("run", run, run_eta_s, bar_width, glyphs)) if run is not None else None,
-        Part(3, Content.styled(f"val {duration(view.vals[-1].val_s)}", "$text-muted"))
-        if view.vals and view.vals[-1].val_s is not None
-        else None,
     ]
     return fit_parts(parts, width, gap=3)
 

@@ -108,8 +108,8 @@ class View:
     @property
     def is_auto(self) -> bool:
         """True if `gpu0_bsz` follows the measured memory."""
-        last = self.gpu0.last
-        return bool(last.is_auto if last is not None else self.start is not None and self.start.is_auto)
+        events = [event for event in (self.start, self.gpu0.last) if event is not None]
+        return bool(events and max(events, key=lambda event: event.t).is_auto)
 
     @property
     def step_interval_s(self) -> float:
@@ -313,7 +313,7 @@ def _fold_start(view: View, event: RunStart) -> None:
     _set_paused(view, False, event.t)
     view.pending.clear()
     view.gpu0.pending = None
-    view.gpu0.value = event.gpu0_bsz if event.gpu0_bsz is not None or view.num_starts == 1 else view.gpu0.value
+    view.gpu0.value = event.gpu0_bsz
     view.step_times_s.clear()
     _note_split(view, event.split)
     if event.resumed_from_step is not None:

@@ -40,6 +40,11 @@ def test_pictures_are_arranged_as_large_as_they_fit(
     assert columns * plan.width + columns - 1 <= size[0]
     assert rows * (plan.height + 1) <= size[1]
     assert min(plan.legend_width, plan.legend_height) > 0
+    if columns == 3:  # the legend is below, else in what is free on the right
+        assert plan.height + 1 + plan.legend_height <= size[1]
+    else:
+        assert plan.width + 1 + plan.legend_width <= size[0]
+        assert plan.legend_height <= size[1]
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 36), (200, 60)])

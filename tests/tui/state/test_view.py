@@ -102,9 +102,35 @@ def test_resume_removes_steps_that_are_repeated(tmp_path: Path) -> None:
     assert view.history.step.tolist() == [*range(1, 11), 11, 12, 13]
     assert [val.epoch for val in view.vals] == [1]
     assert view.best == view.vals[0]
+    assert [(mark.kind, mark.step) for mark in view.marks] == [("best", 10), ("resume", 10)]
     assert view.step is not None
     assert view.step.step == 13
     assert view.num_starts == 2
+
+
+def test_resumed_run_shows_the_share_it_resumes_with(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run", steps_per_epoch=10)
+    run.epoch()
+    run.change_gpu0(6)
+    run.write(Gpu0Bsz(status="applied", old=6, new=7, split=[7, 9, 8, 8], epoch=2, is_auto=True), 1.0)
+    view = folded(run)
+    assert (view.gpu0.value, view.is_auto) == (7, True)
+    run.gpu0_bsz = None
+    run.clock.now_s += 1
+    run.write_start(resumed_from_step=10)
+    view = folded(run)
+    assert (view.gpu0.value, view.is_auto, view.split) == (None, False, (8, 8, 8, 8))
+
+
+def test_skimmed_steps_before_a_heartbeat_are_kept(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run")
+    run.train(5)
+    run.beat("eval")
+    view = View()
+    fold_events(view, EventReader(run.folder.events).read_skimmed())
+    assert view.step is not None
+    assert (view.step.step, view.phase) == (5, "eval")
+    assert summary(view) == summary(folded(run))
 
 
 def test_short_last_batch_is_not_a_new_split(tmp_path: Path) -> None:
