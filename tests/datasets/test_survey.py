@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from segapp.datasets.convert.sources import Images
+from segapp.datasets.survey.lists import list_files
 from segapp.datasets.survey.tree import Tree, survey_tree
 
 
@@ -22,6 +23,15 @@ def test_links_to_other_places_are_noticed(link: str | None, images: list[str], 
     tree = survey_tree(root)
     assert tree.leads_outside == (link is not None)
     assert sorted(tree.images) == sorted(["a.png", "inside.png", *images])
+
+
+def test_lists_of_segmentation_come_before_all_others(tmp_path: Path) -> None:
+    """As in VOC, whose Main lists the images of other tasks."""
+    folders = ("sets", "VOC/ImageSets/Segmentation", "VOC/ImageSets/Main")
+    files = tuple(f"{folder}/{split}.txt" for folder in folders for split in ("train", "val", "trainval"))
+    found = list_files(Tree(tmp_path, (), files, leads_outside=False))
+    assert list(found) == ["VOC/ImageSets/Segmentation", "sets", "VOC/ImageSets/Main"]
+    assert found["sets"] == {"train": "sets/train.txt", "val": "sets/val.txt"}
 
 
 @pytest.mark.parametrize(

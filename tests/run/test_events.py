@@ -34,6 +34,7 @@ from segapp.run.events import (
     parse_event,
     read_answers,
 )
+from segapp.run.events.rewind import RewindPoint, is_repeated
 
 
 def step(number: int, **fields: object) -> Step:
@@ -294,6 +295,15 @@ def test_rewind_gives_the_events_of_an_uninterrupted_run(tmp_path, back_to, sha2
         assert all(raw in before for raw in gone)
 
 
+@pytest.mark.parametrize(
+    ("step", "is_after_own", "gone"),
+    [(5, True, False), (6, False, False), (6, True, True), (7, False, True), (7, True, True)],
+)
+def test_second_checkpoint_of_a_step_is_repeated(step, is_after_own, gone):
+    raw = {"type": "checkpoint", "step": step}
+    assert is_repeated(raw, RewindPoint(6, epoch=3, batch=0), is_after_own=is_after_own) == gone
+
+
 def test_rewind_without_checkpoint_event_uses_the_step(tmp_path):
     path = tmp_path / "e.jsonl"
     interrupted_run(path)
@@ -420,6 +430,25 @@ def test_reader_follows_a_created_removed_and_shrunk_file(tmp_path):
     path.write_bytes(b"")
     assert reader.read() == []
     assert reader.generation == 2
+
+
+def test_events_are_written_and_read_without_standard_input(tmp_path):
+    """The first file that a process without standard input opens gets the number 0."""
+    path, standard_input = tmp_path / "e.jsonl", os.dup(0)
+    os.close(0)
+    try:
+        write_steps(path, 2)
+        reader = EventReader(path)
+        assert [event.step for event in reader.read()] == [1, 2]
+        num_open = len(os.listdir("/proc/self/fd"))
+        assert reader.read() == []
+        assert len(os.listdir("/proc/self/fd")) == num_open
+        path.unlink()
+        assert reader.read() == []
+        assert reader.generation == 1
+    finally:
+        os.dup2(standard_input, 0)
+        os.close(standard_input)
 
 
 def test_endless_line_is_read_in_bounded_memory(tmp_path, monkeypatch):

@@ -202,6 +202,11 @@ def test_is_alive_distinguishes_processes_of_equal_pid():
         (RunFacts(is_trainer_alive=True, event_age_s=1.0, step_age_s=100.0), "busy"),
         (RunFacts(is_trainer_alive=True, event_age_s=100.0, step_age_s=100.0), "stale"),
         (RunFacts(is_trainer_alive=True, event_age_s=100.0, step_age_s=100.0, step_interval_s=30.0), "live"),
+        # Fresh for 15 s, or for five steps where that is longer.
+        (RunFacts(is_trainer_alive=True, event_age_s=14.9, step_age_s=14.9, step_interval_s=2.9), "live"),
+        (RunFacts(is_trainer_alive=True, event_age_s=15.1, step_age_s=15.1, step_interval_s=2.9), "stale"),
+        (RunFacts(is_trainer_alive=True, event_age_s=49.0, step_age_s=49.0, step_interval_s=10.0), "live"),
+        (RunFacts(is_trainer_alive=True, event_age_s=51.0, step_age_s=51.0, step_interval_s=10.0), "stale"),
         (RunFacts(is_trainer_alive=True), "busy"),
         (RunFacts(is_trainer_alive=False, event_age_s=1.0, step_age_s=1.0), "crashed"),
         (RunFacts(is_trainer_alive=False), "crashed"),
@@ -313,6 +318,10 @@ def test_runs_are_found_by_name_path_inner_file_and_age(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="tow: no such run: there are two"):
         find_run("tow")
+    (tmp_path / "runs" / "lr-sweep").mkdir()
+    (tmp_path / "runs" / "lr-sweep" / "sweep.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"lr-sweep is a sweep: name one of its runs \(`segapp ls lr-sweep` lists"):
+        find_run("lr-sweep")
     with pytest.raises(ConfigError, match="no run in nowhere"):
         find_run(None, "nowhere")
     with pytest.raises(ConfigError, match="not a run"):
