@@ -67,6 +67,11 @@ def test_combinations_that_make_no_sense_are_refused(tiny: dict[str, Any]) -> No
         ("loss", {"name": "ce"}, "ce is for one class per pixel"),
         ("distill", {"teacher": "x"}, "distill.* needs one class per pixel"),
         ("data", {"sampling": "class-balanced"}, "aims at one class per pixel"),
+        (
+            "data",
+            {"classes": [f"c{i}" for i in range(32)]},
+            "classes: has 32 names: at most 31",
+        ),
         ("data", {"label_map": {1: 0}}, "label_map.*cannot be combined"),
     ]:
         config = {**tiny, "loss": {"name": "bce"}}

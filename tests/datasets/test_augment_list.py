@@ -272,7 +272,9 @@ def test_all_problems_are_named_at_once() -> None:
     ],
 )
 def test_unusable_list_is_refused_and_named(augment: Any, message: str) -> None:
-    assert re.search(message, problems(augment))
+    found = problems(augment)
+    assert re.search(message, found)
+    assert not found.startswith("1 problem")
 
 
 def test_transform_for_rgb_is_refused_for_other_images() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import random
 import re
@@ -16,6 +17,7 @@ from PIL import Image
 
 from segapp.commands.init import InitRequest, propose_config
 from segapp.datasets.convert.drawing import decode_runs
+from segapp.datasets.convert.parquet import _suffix
 from segapp.errors import DataError, SegappError
 from tests.support.drawn_annotations import (
     HEIGHT,
@@ -203,6 +205,13 @@ def test_bitmap_that_is_no_png_is_left_out_and_named(tmp_path: Path) -> None:
     _, result, names = proposed(tmp_path / "d", tmp_path / "made.yaml")
     assert "its bitmap is no PNG" in "\n".join(result.lines)
     assert len(names["train"] + names["val"]) == 5
+
+
+@pytest.mark.parametrize(("form", "suffix"), [("JPEG", ".jpg"), ("PNG", ".png")])
+def test_images_of_parquet_files_get_the_extension_of_their_kind(form: str, suffix: str) -> None:
+    data = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(data, form)
+    assert _suffix(data.getvalue()) == suffix
 
 
 def test_parquet_rows_become_images_and_masks(tmp_path: Path) -> None:

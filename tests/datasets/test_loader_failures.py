@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import pickle
+import re
 import signal
 import threading
 import time
@@ -21,8 +22,9 @@ from segapp.datasets.augment import TrainTransform
 from segapp.datasets.files import ImagePair
 from segapp.datasets.layouts.formats import ClassScheme
 from segapp.datasets.loader import EvalLoader, LoadOptions, SegmentationDataset, TrainLoader
+from segapp.datasets.pool import BatchPool
 from segapp.datasets.resources import ThreadPool
-from segapp.datasets.sampling import sample_order
+from segapp.datasets.sampling import SampleKey, sample_order
 from segapp.errors import DataError, WorkerError
 from segapp.parallel.launch import signal_when_parent_dies
 from tests.support.drawn_data import draw_mask
@@ -189,6 +191,12 @@ def test_hanging_worker_is_reported_with_its_file(misbehave: Callable[..., Segme
     assert "gave no batch for 2 s, at " in str(error)
     assert "003.png" in str(error)
     assert 2 <= time.monotonic() - start < 12
+
+
+def test_hanging_start_of_workers_names_the_first_image(misbehave: Callable[..., SegmentationDataset]) -> None:
+    pool = BatchPool(misbehave(lambda: None), LoadOptions(2, 5.0))
+    error = pool._timeout_error([SampleKey(0, 6), SampleKey(0, 7)])
+    assert re.search(r"gave no batch for 5 s, at \S+006\.png: check", str(error))
 
 
 def test_slow_worker_within_timeout_succeeds(misbehave: Callable[..., SegmentationDataset]) -> None:

@@ -68,6 +68,12 @@ def test_written_bands_are_read_back_by_tifffile(size: tuple[int, int]) -> None:
         np.testing.assert_array_equal(page.asarray(), image)
 
 
+def test_missing_rasterio_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("segapp.datasets.images.raster.has_rasterio", lambda: False)
+    with pytest.raises(DataError, match=r"^red: writing an image of several bands needs the package rasterio: pip"):
+        encode_bands(drawn("uint8", 2), ["red", "nir"], "made")
+
+
 @pytest.mark.parametrize("num_bands", [1, 3, 4])
 @pytest.mark.parametrize("dtype", ["uint8", "uint16"])
 def test_png_bands_are_those_that_opencv_wrote(dtype: str, num_bands: int, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.doctor import SplitReport, examine
 from segapp.datasets.files import ImagePair, check_pairs
 from segapp.datasets.images import windows as windows_module
-from segapp.datasets.images.measure import measure_ranges
+from segapp.datasets.images.measure import _spread_pixels, measure_ranges
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat, Range
 from segapp.datasets.images.reading import read_image
 from segapp.datasets.images.windows import image_windows, mask_blocks, mask_windows
@@ -100,6 +100,16 @@ def test_unknown_ids_in_a_window_name_the_mask(tmp_path: Path) -> None:
         found[100:, :]
     np.testing.assert_array_equal(read_mask(write_pair(tmp_path, 1, "uint8").mask or Path(), SCHEME)[5:9], mask_windows(
         tmp_path / "mask.tif", SCHEME)[5:9])  # type: ignore[index]  # fmt: skip
+
+
+def test_measured_pixels_lie_on_a_grid_over_the_whole_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = write_pair(tmp_path, 5, "uint16", rowsperstrip=16)
+    pixels = PixelFormat((1, 2, 3, 4, 5), "uint16")
+    monkeypatch.setattr("segapp.datasets.images.measure._MAX_PX", 4_000)  # of 200 x 320: every fourth is exactly that
+    expected = tifffile.imread(pair.image)[::4, ::4].reshape(-1, 5)
+    np.testing.assert_array_equal(_spread_pixels(pair.image, pixels), expected)
+    monkeypatch.setattr(windows_module, "LARGE_PX", 10**9)
+    np.testing.assert_array_equal(_spread_pixels(pair.image, pixels), expected)
 
 
 def test_rotated_and_palette_tiffs_are_read_whole(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Losses whose output rows are cut into one part per torch thread, against torch's operators in float64."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,6 +32,12 @@ def _small_parts(monkeypatch):
 
 
 pytestmark = pytest.mark.usefixtures("_small_parts")
+
+
+def test_threads_started_later_have_torchs_number():
+    bands._single_threads.__wrapped__(3, 0).shutdown()
+    with ThreadPoolExecutor(1) as later:
+        assert later.submit(torch.get_num_threads).result() == 3
 
 
 def slope_of(loss_of, logits):
