@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.mutation.operators import Mutant, compiles, mutants_of
-from tests.mutation.running import import_libraries, run_tests
+from tests.mutation.running import adopt_orphans, import_libraries, kill_children, run_tests
 from tests.mutation.selection import FOLDER, recorded_seconds, tests_of
 from tests.support import ROOT
 
@@ -186,7 +186,9 @@ def run_in_parallel(
     import_libraries()
 
     def run(share: Sequence[Mutant]) -> None:
+        adopt_orphans()
         for result in campaign.run(share, minutes, again=again):
+            kill_children()
             print(f"{result.outcome:9} {result.seconds:6.1f} s  {result.id}  {result.change[:80]}", flush=True)
 
     processes = [multiprocessing.get_context("fork").Process(target=run, args=(mutants[i::jobs],)) for i in range(jobs)]

@@ -6,6 +6,7 @@ Importing torch and the rest takes seconds, most tests milliseconds.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import multiprocessing
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.mutation.operators import Mutant
@@ -26,7 +28,22 @@ from tests.support import ROOT
 
 _HOOK = Path(__file__).parent / "hook"
 _LIBRARIES = ("torch", "torchvision", "albumentations", "segmentation_models_pytorch", "textual.app", "hypothesis")
+_PR_SET_CHILD_SUBREAPER = 36
 _FORK = multiprocessing.get_context("fork")
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of processes below it that lose theirs, such as a trainer that a test detached."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def kill_children() -> None:
+    """Kill all processes below this one."""
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    psutil.wait_procs(children, timeout=10)
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import coverage
 import pytest
 
-from tests.mutation import selection
+from tests.mutation import running, selection
 from tests.mutation.campaign import (
     Campaign,
     Result,
@@ -159,6 +161,26 @@ def test_campaign_resumes_and_skips_what_has_a_result(tmp_path: Path, monkeypatc
     assert [each.id for each in first + later] == [mutant.id for mutant in mutants]
     assert list(Campaign(path).run(mutants, 0)) == []
     assert {each.id for each in read_results(path)} == {mutant.id for mutant in mutants}
+
+
+def test_process_that_a_test_detached_is_killed_after_its_run() -> None:
+    reading, writing = os.pipe()
+    campaign = os.fork()
+    if campaign == 0:
+        running.adopt_orphans()
+        test = os.fork()
+        if test == 0:
+            os.setsid()
+            if os.fork() == 0:
+                time.sleep(60)
+            os._exit(0)
+        os.waitpid(test, 0)
+        running.kill_children()
+        os._exit(0)
+    os.close(writing)
+    assert os.waitpid(campaign, 0)[1] == 0
+    with open(reading, "rb") as pipe:
+        assert pipe.read() == b""  # at once: nobody holds the other end
 
 
 def test_score_counts_timeouts_and_leaves_out_what_did_not_run() -> None:
