@@ -28,6 +28,6 @@ def test_each_row_of_the_table_has_a_test() -> None:
 def test_gate_runs_the_test_commands_of_the_readme() -> None:
     text = (ROOT / "README.md").read_text()
     gate = (ROOT / ".ci" / "run").read_text()
-    for command in ("run pytest", "run pytest -m faults"):
+    for command in ("run pytest", "run pytest -m faults tests/faults"):
         assert f"uv {command}" in text
         assert f"$uv {command}\n" in gate + "\n"
