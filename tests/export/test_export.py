@@ -21,6 +21,7 @@ from timm.layers.padding import pad_same
 from torch import nn
 
 from segapp.api import load
+from segapp.commands.export import export_target
 from segapp.commands.predict import PredictOptions, predict_target
 from segapp.errors import CheckpointError, ConfigError, RunError
 from segapp.export import ExportedModel, ExportInfo, ExportNetwork, check_export, runner, write, write_export
@@ -267,6 +268,15 @@ def test_exported_run_matches_predict_and_runs_alone(tiny: dict[str, Any], tiny_
     assert np.array_equal(exported, logits[0].argmax(0))
     colors = [cv2.imread(str(tmp_path / name / "color" / "photo.png")) for name in ("own", "exported")]
     assert (colors[0] == colors[1]).mean() > 0.999
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["net.onnx", "net.pt2"])
+def test_exported_file_computes_50_odd_sizes(name: str, tiny: dict[str, Any], tmp_path: Path) -> None:
+    assert train(merged(tiny, train={"epochs": 1}), tmp_path / "run") == 0
+    export_target(str(tmp_path / "run"), tmp_path / name, format=None, half=False, argmax=False)
+    compute = ExportedModel(tmp_path / name) if name == "net.onnx" else run_pt2(tmp_path / name)[0]
+    assert_as_checkpoint(compute, tmp_path / "run", odd_sizes(50))
 
 
 FAMILIES = [
