@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.fault_runs import FaultRun, Invariants, case
+from tests.support.random_faults import PLACES
 
 NUM_KILLS = int(os.environ.get("SEGAPP_KILLS", "36"))
 
@@ -37,25 +38,6 @@ SLOW_TO_START = {"ddp"}
 
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL, 8)
 """How a program ends that was killed, or that lost a rank to it."""
-
-PLACES = (
-    "train.step",
-    "train.device",
-    "eval.batch",
-    "events.before_write",
-    "events.before_rewind_rename",
-    "command.answered",
-    "ckpt.opened",
-    "ckpt.write",
-    "ckpt.before_fsync",
-    "ckpt.before_rename",
-    "ckpt.after_rename",
-    "ckpt.manifest.before_rename",
-    "ckpt.committed",
-    "ckpt.before_link",
-    "ckpt.before_retire",
-    "ckpt.end",
-)
 
 
 def kill_somewhere(run: FaultRun, rng: random.Random) -> bool:

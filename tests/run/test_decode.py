@@ -92,6 +92,20 @@ def test_last_step_of_a_run_is_parsed_in_full(tmp_path: Path) -> None:
     assert {run.split_text for run in runs} == {b'"split":[1,2'}
 
 
+def test_step_that_swallowed_the_start_of_another_line_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "e.jsonl"
+    write_run(path, [2, 2, 2])
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[1] = lines[1].rstrip(b"}\n") + b'{"v":1,"seq":9}\n'
+    path.write_bytes(b"".join(lines))
+    skimmed, full = EventReader(path), EventReader(path)
+    steps = [
+        step for item in skimmed.read_skimmed() for step in (item.step if isinstance(item, StepRun) else [item["step"]])
+    ]
+    assert steps == [raw["step"] for raw in full.read_raw()] == [1, 3]
+    assert skimmed.num_bad == full.num_bad == 1
+
+
 def test_torn_last_line_is_kept_back(tmp_path: Path) -> None:
     path = tmp_path / "e.jsonl"
     write_run(path, [2, 2])

@@ -65,6 +65,7 @@ _STEP_LINE = re.compile(
     rb'(\{"v":1,"seq":[0-9]+,"t":(-?[0-9][0-9.eE+-]*+),"type":"step","epoch":[0-9]+,"step":([0-9]{1,15}),"loss":'
     rb"(null|-?[0-9][0-9.eE+-]*+),.*+(?<=\}))\n"
 )
+_START = b'{"v":'
 _ONCE_A_LINE = (b"y", b'"type":')
 """In most `step` lines the byte stands only in the word behind it, and is counted in two thirds of the time."""
 
@@ -119,7 +120,9 @@ def skim_block(block: bytes) -> Iterator[StepRun | bytes]:
     between, lines = parts[0::5], parts[1::5]
     others = [piece for piece in between if piece]
     rest = b"\n".join(others)
-    is_whole = any(block.count(mark) == len(lines) + rest.count(mark) for mark in _ONCE_A_LINE)
+    is_whole = block.count(_START) == len(lines) + rest.count(_START) and any(
+        block.count(mark) == len(lines) + rest.count(mark) for mark in _ONCE_A_LINE
+    )
     if not is_whole or not all(piece.endswith(b"\n") for piece in others):
         yield block  # damage joined two lines: only the full parser can tell the good from the bad
         return
