@@ -92,7 +92,7 @@ def test_last_step_of_a_run_is_parsed_in_full(tmp_path: Path) -> None:
     assert {run.split_text for run in runs} == {b'"split":[1,2'}
 
 
-def test_step_that_swallowed_the_start_of_another_line_is_damaged(tmp_path: Path) -> None:
+def test_step_that_swallowed_another_line_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / "e.jsonl"
     write_run(path, [2, 2, 2])
     lines = path.read_bytes().splitlines(keepends=True)
