@@ -92,8 +92,7 @@ def run_ui(
     )
     app.has_trainer_ended = has_trainer_ended
     _lower_priority()
-    gc.freeze()
-    gc.set_threshold(20_000)  # next to nothing is found: updates make hardly any cycles of references
+    collect_rarely()
     app.run(mouse=True)
     if app.return_code:
         what = f"{type(app.failure).__name__}: {app.failure}" if app.failure is not None else "no reason known"
@@ -107,6 +106,12 @@ def run_ui(
             again = f"segapp attach {printable(app.source.folder.argument)}"
             print(f"left {app.run_name} ({how}); to see it again: {again}")
     return 0
+
+
+def collect_rarely() -> None:
+    """Leave what is loaded out of garbage collection, and collect the rest rarely: updates make hardly any cycles."""
+    gc.freeze()
+    gc.set_threshold(20_000)
 
 
 def _lower_priority() -> None:
