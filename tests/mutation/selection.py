@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -21,16 +20,16 @@ from tests.mutation.operators import Mutant
 from tests.support import ROOT
 
 FOLDER = ROOT / ".pytest_cache" / "mutation"
-_LINES, _TIMES, _OPTIONS = FOLDER / "coverage", FOLDER / "times.xml", FOLDER / "coverage.ini"
+_LINES, _TIMES = FOLDER / "coverage", FOLDER / "times.xml"
 
 
-def record(paths: Sequence[str]) -> int:
+def record(paths: Sequence[str], folder: Path = FOLDER) -> int:
     """Run tests and record which lines each of them runs, in place of an earlier record; return pytest's exit code."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(_LINES, ignore_errors=True)
-    _OPTIONS.write_text(f"[run]\nsource = segapp\ndata_file = {_LINES}\n")
-    words = ["--cov=segapp", "--cov-context=test", f"--cov-config={_OPTIONS}", "--cov-report="]
-    times = [f"--junitxml={_TIMES}", "-o", "junit_family=xunit1"]
+    folder.mkdir(parents=True, exist_ok=True)
+    options = folder / "options.ini"  # coverage.py would erase a `coverage.*` beside its data
+    options.write_text(f"[run]\nsource = segapp\ndata_file = {folder / _LINES.name}\n")
+    words = ["--cov=segapp", "--cov-context=test", f"--cov-config={options}", "--cov-report="]
+    times = [f"--junitxml={folder / _TIMES.name}", "-o", "junit_family=xunit1"]
     return subprocess.run([sys.executable, "-m", "pytest", *words, *times, *paths], cwd=ROOT, check=False).returncode
 
 

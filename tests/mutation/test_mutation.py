@@ -149,6 +149,16 @@ def test_tests_of_a_line_are_chosen_by_package_and_time(tmp_path: Path, monkeypa
             cached.cache_clear()
 
 
+def test_record_has_the_lines_and_the_time_of_each_test(tmp_path: Path) -> None:
+    test = "tests/run/test_decode.py::test_torn_last_line_is_kept_back"
+    assert selection.record(["-n", "1", "-q", test], tmp_path) == 0
+    lines = coverage.CoverageData(str(tmp_path / "coverage"))
+    lines.read()
+    tests = lines.contexts_by_lineno(str(ROOT / "segapp/run/events/decode.py"))
+    assert any(f"{test}|run" in each for each in tests.values())
+    assert (tmp_path / "times.xml").read_text().count("<testcase ") == 1
+
+
 def test_campaign_resumes_and_skips_what_has_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Campaign, "outcome_of", lambda *_: ("survived", ""))
     mutants = find_mutants(["metrics"])[:6]
