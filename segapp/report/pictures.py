@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from segapp.build.trained import TrainedModel
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.layouts.formats import ClassScheme
-from segapp.inference.predict import colorize, predict_image
+from segapp.inference.predict import blend, colorize, predict_image
 from segapp.inference.workspace import HostLimit
 from segapp.metrics import SegmentationScores, counts_for
 from segapp.report.render import data_url
@@ -28,7 +28,6 @@ from segapp.report.render import data_url
 PICTURE_PX = 480
 """Maximum of the longer side of a picture."""
 WRONG_RGB = (214, 39, 140)
-OVERLAY_ALPHA = 0.55
 
 
 @dataclass(frozen=True)
@@ -109,10 +108,9 @@ def pictures_of(image: NDArray[Any], target: NDArray[Any], labels: NDArray[Any],
     truth[~valid] = 0
     grey = np.repeat(cv2.cvtColor(small, cv2.COLOR_RGB2GRAY)[..., None], 3, axis=2)
     errors = np.where((valid & (labels != target))[..., None], np.array(WRONG_RGB, np.uint8), grey // 2 + 96)
-    mixed = cv2.addWeighted(small, 1 - OVERLAY_ALPHA, colorize(labels, scheme), OVERLAY_ALPHA, 0.0)
     return {
         "input": data_url(small, ".jpg"),
         "target": data_url(truth, ".png"),
-        "prediction": data_url(mixed, ".jpg"),
+        "prediction": data_url(blend(small, labels, scheme), ".jpg"),
         "wrong pixels": data_url(errors.astype(np.uint8), ".jpg"),
     }

@@ -19,9 +19,10 @@ from segapp.build.trained import load_trained
 from segapp.errors import ConfigError, RunError, StorageError
 from segapp.report import charts, compare_runs, write_report
 from segapp.report.charts import Curve, Frame
-from segapp.report.page import loss_chart, top_confusions
+from segapp.report.page import _memory_rows, class_rows, loss_chart, top_confusions
 from segapp.report.pictures import evaluate_split
 from segapp.report.run_report import Thinned, read_run_report
+from segapp.run.events import DeviceMemory, Gpu0Bsz, Memory, Val
 from segapp.run.folder import RunFolder
 from tests.support.recorded_runs import RecordedRun
 from tests.support.runs import events, merged, segapp, train
@@ -200,6 +201,36 @@ def test_most_frequent_confusions_are_shares_of_the_target() -> None:
     expected = [("c", "a", 0.5), ("a", "b", 0.3), ("a", "c", 0.1)]
     assert top_confusions(matrix, "abc") == expected
     assert top_confusions(matrix, "abc", 2) == expected[:2]
+
+
+def test_class_table_shows_scores_changes_and_absent_classes(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run", classes=["a", "b", "c", "d"])
+    run.write(Val(epoch=1, step=1, loss=1.0, miou=0.4, iou=[0.4, 0.3, 0.5, None]))
+    run.write(
+        Val(epoch=2, step=2, loss=1.0, miou=0.4, iou=[0.6, None, 0.25, 0.0], recall=[0.7, None, 0.3], precision=[0.8])
+    )
+    rows = class_rows(read_run_report(str(run.folder.path)), None)
+    assert [tuple(vars(row).values()) for row in rows] == [
+        ("d", 0.0, None, 0.0, None, None, None),
+        ("c", 0.25, -0.25, 0.4, 0.3, None, None),  # dice of 2 * 0.25 / 1.25
+        ("a", 0.6, pytest.approx(0.2), pytest.approx(0.75), 0.7, 0.8, None),
+        ("b", None, None, None, None, None, None),
+    ]
+
+
+def test_memory_table_has_each_split_and_device(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run", num_devices=2, batch_size=8, gpu0_bsz=3)
+    run.train(1)
+    run.write(Memory(devices=[DeviceMemory(device=f"cuda:{i}", peak_mib=mib) for i, mib in enumerate((11264.0, 99e3))]))
+    run.write(Gpu0Bsz(status="applied", old=3, new=2, split=[2, 6], observed_mib=[None, 2048.0], epoch=1))
+    rows = _memory_rows(read_run_report(str(run.folder.path)))
+    columns = ("split", "is_first", "num", "device", "samples", "peak_mib", "total_mib", "frac")
+    assert [tuple(row[column] for column in columns) for row in rows] == [
+        ((2, 6), True, 2, "cuda:0", 2, None, 22_528, None),
+        ((2, 6), False, 2, "cuda:1", 6, 2048.0, 22_528, 1 / 11),
+        ((3, 5), True, 2, "cuda:0", 3, 11264.0, 22_528, 0.5),
+        ((3, 5), False, 2, "cuda:1", 5, 99e3, 22_528, 1.0),
+    ]
 
 
 def test_style_sheet_has_each_color_of_the_curves() -> None:

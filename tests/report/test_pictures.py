@@ -1,0 +1,81 @@
+"""Pictures of evaluated images and the key figures of runs, by hand."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.report.compare import print_comparison, run_row
+from segapp.report.pictures import WRONG_RGB, pictures_of
+from segapp.report.run_report import read_run_report
+from segapp.run.events import DeviceMemory, Memory, Step, Val
+from tests.support.recorded_runs import RecordedRun
+
+ROAD, SKY = (200, 40, 40), (20, 60, 220)
+
+
+def decoded(address: str, at: tuple[int, int]) -> NDArray[Any]:
+    data = np.frombuffer(base64.b64decode(address.split(",")[1]), np.uint8)
+    return cv2.imdecode(data, cv2.IMREAD_COLOR)[at][::-1].astype(int)
+
+
+def test_pictures_show_target_prediction_and_wrong_pixels() -> None:
+    """Quarters: ignored, right, wrong, right; 960 x 320 px, shown at half the size."""
+    image = np.full((320, 960, 3), 100, np.uint8)
+    target, labels = np.zeros((320, 960), np.uint8), np.ones((320, 960), np.uint8)
+    target[:, :240], target[:, 240:480], target[:, 480:720] = 255, 1, 0
+    target[:, 720:] = labels[:, 720:] = 0
+    found = pictures_of(image, target, labels, ClassScheme(("road", "sky"), (ROAD, SKY)))
+    grey = (100 // 2 + 96,) * 3
+    expected: dict[str, list[Any]] = {
+        "input": [(100,) * 3] * 4,
+        "target": [(0, 0, 0), SKY, ROAD, ROAD],
+        "prediction": [*[(60, 80, 160)] * 3, (150, 70, 70)],  # the mean of image and class
+        "wrong pixels": [grey, grey, WRONG_RGB, grey],
+    }
+    assert list(found) == list(expected)
+    for name, colors in expected.items():
+        for i, color in enumerate(colors):
+            np.testing.assert_allclose(decoded(found[name], (80, 60 + 120 * i)), color, atol=4)
+        with pytest.raises(IndexError):
+            decoded(found[name], (160, 0))
+        assert decoded(found[name], (159, 479)).shape == (3,)
+
+
+def test_prediction_of_no_class_leaves_the_image_as_it_is() -> None:
+    scheme = ClassScheme(("road", "sky"), (ROAD, SKY), ignore_index=-1, multilabel="bits")
+    labels = np.zeros((32, 64), np.int32)
+    labels[:, 32:] = 0b11
+    found = pictures_of(np.full((32, 64, 3), 100, np.uint8), labels, labels, scheme)["prediction"]
+    np.testing.assert_allclose(decoded(found, (16, 8)), (100,) * 3, atol=4)
+    np.testing.assert_allclose(decoded(found, (16, 56)), (105, 75, 115), atol=4)
+
+
+def test_key_figures_are_those_of_the_best_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RecordedRun(tmp_path / "run", classes=["a", "b"], num_devices=2, batch_size=8, gpu0_bsz=3)
+    for epoch, miou in enumerate((0.25, 0.75, 0.5), start=1):
+        step = Step(epoch=epoch, step=epoch, loss=2.0, lr=0.1, images_per_s=12.5, split=[3, 5])
+        run.write(step, 10.0)
+        run.write(Memory(devices=[DeviceMemory(device="cuda:0", peak_mib=mib) for mib in (1024.0, 2048.0 * epoch)]))
+        val = Val(epoch=epoch, step=epoch, loss=0.1 * epoch, miou=miou, iou=[miou, None], mean_dice=miou + 0.1)
+        run.write(val, 20.0)
+    run.end()
+    row = run_row(read_run_report(str(run.folder.path)))
+    expected = {
+        "name": "run", "state": "finished", "best_miou": 0.75, "best_epoch": 2, "mean_dice": 0.85, "last_loss": 2.0,
+        "last_val_loss": pytest.approx(0.3), "epochs": 3, "steps": 3, "images_per_s": 12.5,
+        "duration_s": pytest.approx(90.1), "num_params": 11_200_000, "peak_mib": 6144.0, "iou": {"a": 0.75, "b": None},
+    }  # fmt: skip
+    assert vars(row) == expected
+    print_comparison({"runs": [vars(row)], "differences": {"optim.lr": [0.1]}})
+    lines = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
+    assert {"state finished", "best mIoU 75.00 %", "mean Dice 85.00 %", "at epoch 2 of 3", "loss 2.00"} <= lines
+    assert {"validation loss 0.300", "images/s 12.5", "time 1m30s", "parameters 11,200,000", "peak GiB 6.0"} <= lines
+    assert {"differences run", "optim.lr 0.1"} <= lines
