@@ -176,9 +176,8 @@ def shown_key(key: Key, keymap: Mapping[str, str], *, is_ascii: bool = False) ->
 
 
 def key_bar(keys: Sequence[Key], keymap: Mapping[str, str], labels: Mapping[str, str], width: int) -> Content:
-    """Return the key bar: as many keys as fit, in the order of the table, help always."""
+    """Return the key bar: as many keys as fit, in their order, and always the last one, which is help in the table."""
     shown = [key for key in keys if key.label]
-    shown.sort(key=lambda key: key.action == "help")
     return bar([(shown_key(key, keymap), labels.get(key.action, key.label)) for key in shown], width)
 
 

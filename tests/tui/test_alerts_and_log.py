@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -64,9 +65,10 @@ def test_alerts_of_several_kinds_are_seen_one_by_one(fresh: RecordedRun) -> None
 
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         assert "2 alerts" in screen_text(app)
-        assert "checkpoint (3 times): checkpoint message" in screen_text(app)
+        assert "checkpoint (3 times): checkpoint message  a seen, d details  1 more" in screen_text(app)
         await press(app, pilot, "a")
-        assert "hang: hang message" in screen_text(app)
+        assert "hang: hang message  a seen, d details" in screen_text(app)
+        assert " more" not in screen_text(app)
         await press(app, pilot, "escape")
         assert "alert" not in screen_text(app).splitlines()[0]
 
@@ -98,6 +100,16 @@ def test_damaged_file_of_seen_alerts_reads_as_empty(tmp_path: Path, content: str
     assert load_seen(path, "run") == {}
     save_seen(path, "run", {"hang": 3.0})
     assert load_seen(path, "run") == {"hang": 3.0}
+
+
+def test_runs_seen_longest_ago_are_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "seen.json"
+    path.write_text(json.dumps({f"run {i}": {"hang": float(i)} for i in range(300)}))
+    save_seen(path, "run 0", {"hang": 500.0})
+    save_seen(path, "new", {"hang": 600.0})
+    assert load_seen(path, "run 0") == {"hang": 500.0}
+    assert load_seen(path, "run 1") == {}
+    assert [load_seen(path, f"run {i}") for i in range(2, 300)] == [{"hang": float(i)} for i in range(2, 300)]
 
 
 def test_details_show_every_field_of_an_event(fresh: RecordedRun) -> None:

@@ -6,16 +6,18 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from rich.cells import cell_len
+from textual import events
 from textual.geometry import Size
 from textual.pilot import Pilot
 
 from segapp.run.events import CommandAnswer, EventReader, Step, Val
 from segapp.tui.app import MonitorApp
-from segapp.tui.panes.chart import LossChart
+from segapp.tui.panes.chart import LossChart, Other
 from segapp.tui.panes.classes import TableOptions, classes_content
 from segapp.tui.panes.devices import gpu_content, memory_graph
 from segapp.tui.panes.glyphs import UNICODE
@@ -186,6 +188,71 @@ def test_wheel_zooms_at_the_pointer_and_a_drag_pans(run: RecordedRun) -> None:
         await pilot.mouse_up(chart, offset=(45, 6))
         await settled(app, pilot)
         assert chart.options.part.visible(1, 60)[0] < before[0]
+
+    run_screen(run, act)
+
+
+def test_clicked_cell_is_read_and_a_drag_reads_none(run: RecordedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        chart = app.query_one(LossChart)
+
+        def mouse(kind: type[events.MouseEvent], x: int) -> Any:
+            return kind(chart, x, 5, 0, 0, 1, False, False, False)
+
+        rows = screen_text(app).splitlines()[chart.region.y : chart.region.bottom]
+        first = next(row for row in rows if "└" in row).index("└") + 1 - chart.region.x
+        cells = range(chart.content_size.width - (first - chart.gutter.left))
+        found = []
+        for cell in cells:
+            chart.on_mouse_down(mouse(events.MouseDown, first + cell))
+            chart.on_mouse_up(mouse(events.MouseUp, first + cell))
+            found.append(chart.options.cursor)
+        assert found == list(cells)
+        await settled(app, pilot)
+        rows = screen_text(app).splitlines()[chart.region.y : chart.region.bottom]
+        assert UNICODE.v_cursor in {row[chart.region.x + first + cells[-1]] for row in rows}
+        assert app.mouse_captured is None
+        part = chart.options.part
+        chart.on_mouse_move(mouse(events.MouseMove, first))  # no button is held
+        assert chart.options.part == part
+        chart.change(cursor=None)
+        chart.on_mouse_down(mouse(events.MouseDown, first + 20))
+        chart.on_mouse_up(mouse(events.MouseUp, first + 21))
+        assert chart.options.cursor is None
+
+    run_screen(run, act)
+
+
+def test_chart_fills_its_pane_and_shows_new_steps(fresh: RecordedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        chart = app.query_one(LossChart)
+        for name in ("loss", "miou"):
+            chart.change(metric=name)
+            legend, *rows = chart._strips
+            assert len(rows) == chart.content_size.height - 1
+            assert legend.cell_length <= chart.content_size.width
+            assert {row.cell_length for row in rows} == {chart.content_size.width}
+        chart.change(metric="loss")
+        for loss in (0.777, 0.555):
+            fresh.train(1, loss=loss)
+            await settled(app, pilot)
+            assert f"last {loss}" in screen_text(app)
+
+    run_screen(fresh, act)
+
+
+def test_axis_reaches_the_last_step_of_the_longest_run(run: RecordedRun, tmp_path: Path) -> None:
+    longer = RecordedRun(tmp_path / "longer", steps_per_epoch=100)
+    longer.epoch()
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        chart, view = app.query_one(LossChart), folded(run)
+        chart.show(view)
+        assert chart._x_range == (0, 62)  # 1 to 60, rounded outwards
+        chart.show(view, None, [Other("longer", folded(longer), None)])
+        assert chart._x_range == (0, 104)
+        chart.zoom(0.5)
+        assert chart._x_range == (30, 61)
 
     run_screen(run, act)
 

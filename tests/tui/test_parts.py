@@ -119,6 +119,10 @@ def test_key_bar_always_shows_help(width: int) -> None:
     if width >= 60:
         assert len(bar) <= width
         assert "Leave" in bar
+    for is_replay in (False, True):
+        for pane in ("loss", "gpu", "classes", "events", "pictures", "starting"):
+            offered = keys.here(keys.available(False, is_replay=is_replay), pane)
+            assert "?" in keys.key_bar(offered, {}, {}, width).plain
 
 
 @given(

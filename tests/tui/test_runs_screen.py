@@ -58,6 +58,8 @@ def test_run_list_equals_the_state_of_each_run(runs: list[RecordedRun]) -> None:
         assert run.summary.state == run_state(run.folder.path)
     assert [len(run.mious) for run in followed.runs] == [5, 1, 3]
     assert [run.folder.name for run in sorted_runs(followed.runs, "mIoU")] == ["gamma", "alpha", "beta"]
+    followed.runs[0].summary.best_miou = None
+    assert [run.folder.name for run in sorted_runs(followed.runs, "mIoU")] == ["alpha", "beta", "gamma"]
     assert [run.folder.name for run in sorted_runs(followed.runs, "name", "A")] == ["alpha", "beta", "gamma"]
     assert next(run.folder.name for run in sorted_runs(followed.runs, "state", "a")) == "gamma"
     runs[2].epoch()

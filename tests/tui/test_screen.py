@@ -562,6 +562,25 @@ def test_command_palette_offers_the_actions(live: RecordedRun) -> None:
     run_screen(live, act)
 
 
+def test_screenshot_that_cannot_be_written_names_the_next_move(
+    live: RecordedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(app: MonitorApp, name: str) -> str:
+        assert name == "segapp-camvid-042.svg"
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(MonitorApp, "save_screenshot", save)
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        commands = {command.title: command.callback for command in app.get_system_commands(app.screen)}
+        commands["screenshot"]()
+        await app.workers.wait_for_complete()
+        message = "the screenshot cannot be written: Permission denied: start segapp in another folder"
+        assert toasts(app)[-1] == message
+
+    run_screen(live, act)
+
+
 def test_screen_choices_are_saved(live: RecordedRun, tmp_path: Path) -> None:
     file = tmp_path / "segapp" / "ui.toml"
 

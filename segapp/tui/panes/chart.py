@@ -208,7 +208,7 @@ class LossChart(Widget, can_focus=True):
         """End a drag; without a movement, set the cursor."""
         self.release_mouse()
         if self._dragged_from is not None and abs(event.x - self._dragged_from[0]) < 1:
-            self.change(cursor=int(self._fraction(event.x) * max(1, self._plot_size()[0] - 1)))
+            self.change(cursor=round(self._fraction(event.x) * max(1, self._plot_size()[0] - 1)))
         self._dragged_from = None
 
     def _fraction(self, x: int) -> float:

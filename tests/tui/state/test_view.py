@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from textual.geometry import Size
 
-from segapp.run.events import EVENT_TYPES, CommandAnswer, EventReader, Gpu0Bsz
+from segapp.run.events import EVENT_TYPES, CommandAnswer, EpochStart, EventReader, Gpu0Bsz
 from segapp.tui.panes.devices import evaluate_split, gpu_content
 from segapp.tui.panes.glyphs import ASCII
 from segapp.tui.state.view import View, fold_events
@@ -141,6 +141,13 @@ def test_short_last_batch_is_not_a_new_split(tmp_path: Path) -> None:
     view = View()
     fold_events(view, [*raws, step])
     assert view.split == (4, 10, 9, 9)
+
+
+def test_split_of_an_epoch_is_known_at_its_start(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run")
+    run.train(2)
+    run.write(EpochStart(epoch=2, lr=0.01, split=[6, 9, 9, 8], step=2))
+    assert folded(run).split == (6, 9, 9, 8)
 
 
 def test_split_change_is_pending_then_applied_then_reverted(tmp_path: Path) -> None:
