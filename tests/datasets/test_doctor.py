@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segapp.datasets.doctor import check_masks, examine
+from segapp.datasets.doctor import _alike, check_masks, examine
 from segapp.datasets.files import ImagePair, check_pairs
 from segapp.datasets.layouts.formats import ClassScheme, DataLocation, class_scheme, find_pairs
 from segapp.datasets.masks import read_masks
@@ -235,6 +235,21 @@ def test_unknown_ids_are_counted_over_all_masks_with_cause(root: Path) -> None:
     assert unknown.pixels == {3: int((masks == 3).sum())}
     assert (unknown.masks, unknown.num_masks) == ({3: 8}, 8)
     assert "start at 1" in unknown.cause
+
+
+def test_hashes_are_alike_up_to_5_of_256_bits() -> None:
+    """Distinct frames of CamVid differ in 6 bits or more."""
+
+    def of_bits(count: int) -> bytes:
+        return (2**count - 1).to_bytes(32, "big")
+
+    assert list(_alike([of_bits(0), of_bits(5)])) == [(0, 1)]
+    assert list(_alike([of_bits(0), of_bits(6)])) == []
+    assert list(_alike([None, of_bits(0), of_bits(256), None, of_bits(5)])) == [(1, 4)]
+    many = list(np.random.default_rng(0).bytes(32 * 1030))
+    hashes = [bytes(many[32 * i : 32 * i + 32]) for i in range(1030)]
+    assert list(_alike([*hashes, hashes[3], hashes[1027]])) == [(3, 1030), (1027, 1031)]
+    assert list(_alike([])) == []
 
 
 class OwnMasks:

@@ -1,12 +1,16 @@
-"""What `segapp init` sees in a folder: links to other places, and the images that annotations name."""
+"""What `segapp init` sees in a folder: links to other places, lists, stray values, and the images of annotations."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from segapp.datasets.convert.sources import Images
+from segapp.datasets.convert.yolo import _classes_in
+from segapp.datasets.survey.content import MaskContent
+from segapp.datasets.survey.encoding import _binary
 from segapp.datasets.survey.lists import list_files
 from segapp.datasets.survey.tree import Tree, survey_tree
 
@@ -32,6 +36,37 @@ def test_lists_of_segmentation_come_before_all_others(tmp_path: Path) -> None:
     found = list_files(Tree(tmp_path, (), files, leads_outside=False))
     assert list(found) == ["VOC/ImageSets/Segmentation", "sets", "VOC/ImageSets/Main"]
     assert found["sets"] == {"train": "sets/train.txt", "val": "sets/val.txt"}
+
+
+@pytest.mark.parametrize(
+    ("others", "is_binary"),
+    [
+        ({}, True),
+        ({1: 1, 2: 1, 3: 1}, True),  # a few pixels
+        ({1: 4, 2: 4, 3: 2}, True),
+        ({1: 4, 2: 4, 3: 3}, False),  # 1, 2, 3 are rather classes
+        ({1: 1, 2: 1, 3: 1, 4: 1}, False),
+        ({7: 1, 99: 1, 128: 1, 254: 1}, True),  # values that do not count, 0.04 % of the pixels
+        ({7: 6, 99: 6, 128: 6, 254: 6}, False),  # 0.24 %
+        (dict.fromkeys(range(101, 116), 1), True),
+        (dict.fromkeys(range(101, 117), 40), True),  # smoothed borders
+        (dict.fromkeys(range(101, 117), 70), False),
+    ],
+)
+def test_black_and_white_masks_may_hold_stray_values(others: dict[int, int], is_binary: bool) -> None:
+    values = Counter({0: 9000 - sum(others.values()), 255: 1000, **others})
+    found = _binary(MaskContent(1, 1, values=values, masks_with=Counter(dict.fromkeys(values, 1))), ())
+    assert (found is not None) == is_binary
+    if found is not None:
+        strays = others if len(others) < 16 else range(1, 255)
+        assert found.label_map == {255: 1, **dict.fromkeys(strays, -1)}
+
+
+def test_largest_class_is_that_of_any_line_of_a_label_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("0 0.1 0.1 0.9 0.1 0.5 0.9\n12 0.1 0.1 0.9 0.1 0.5 0.9\n\n3 0 0 1 0 1 1\n")
+    (tmp_path / "b.txt").write_text("")
+    tree = Tree(tmp_path, (), ("a.txt", "b.txt"), leads_outside=False)
+    assert [_classes_in(tree, name) for name in ("a.txt", "b.txt")] == [12, 0]
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def read_picture_of(path: Path) -> NDArray[np.uint8]:
     values = read_image(path, PixelFormat(bands, stored.dtype))
     finite = values[np.isfinite(values)] if stored.dtype == "float32" else values
     low, high = (float(v) for v in np.percentile(finite, (1, 99))) if finite.size else (0.0, 1.0)
-    spread = PixelFormat(bands, stored.dtype, ((low, max(high, low + 1e-6)),) * len(bands))
+    spread = PixelFormat(bands, stored.dtype, ((low, max(high, low + 1e-6 * max(1.0, abs(low)))),) * len(bands))
     return spread.as_rgb(values)
 
 

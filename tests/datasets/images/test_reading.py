@@ -178,6 +178,16 @@ def test_any_image_has_a_picture(tmp_path: Path) -> None:
     assert np.abs(picture - expected).max() <= 0.51
 
 
+def test_picture_of_small_numbers_shows_their_whole_range(tmp_path: Path) -> None:
+    image = np.linspace(0, 0.01, 600, dtype=np.float32).reshape(20, 30, 1)
+    picture = read_picture_of(write_tiff(tmp_path / "a.tif", image))
+    low, high = np.percentile(image, (1, 99))
+    assert np.abs(picture - ((image - low) / (high - low) * 255).clip(0, 255)).max() <= 0.51
+    for value in (7.5, -3e9, 1000):  # of one value, which a float32 must tell from the end of its range
+        one = np.full((2, 3, 1), value, np.uint16 if isinstance(value, int) else np.float32)
+        assert not read_picture_of(write_tiff(tmp_path / "b.tif", one)).any()
+
+
 def test_statistics_of_rgb_are_continued_for_further_bands() -> None:
     assert per_band((0.1, 0.2, 0.6), 5) == (0.1, 0.2, 0.6, 0.3, 0.3)
     assert per_band((0.1, 0.2, 0.6), 2) == (0.3, 0.3)

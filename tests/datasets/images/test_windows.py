@@ -15,6 +15,7 @@ from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.doctor import SplitReport, examine
 from segapp.datasets.files import ImagePair, check_pairs
 from segapp.datasets.images import windows as windows_module
+from segapp.datasets.images.large import LargeTensor
 from segapp.datasets.images.measure import _spread_pixels, measure_ranges
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat, Range
 from segapp.datasets.images.reading import read_image
@@ -100,6 +101,20 @@ def test_unknown_ids_in_a_window_name_the_mask(tmp_path: Path) -> None:
         found[100:, :]
     np.testing.assert_array_equal(read_mask(write_pair(tmp_path, 1, "uint8").mask or Path(), SCHEME)[5:9], mask_windows(
         tmp_path / "mask.tif", SCHEME)[5:9])  # type: ignore[index]  # fmt: skip
+
+
+def test_large_tensors_are_indexed_like_the_whole(tmp_path: Path) -> None:
+    pair = write_pair(tmp_path, 5, "uint16", tile=(64, 64))
+    pixels = PixelFormat((1, 2, 3, 4, 5), "uint16")
+    image, target = image_windows(pair.image, pixels, 1), mask_windows(pair.masks[0], SCHEME)
+    assert image is not None
+    assert target is not None
+    for large, whole in (
+        (LargeTensor(image), torch.from_numpy(read_image(pair.image, pixels)).permute(2, 0, 1)[None]),
+        (LargeTensor(target), torch.from_numpy(read_mask(pair.masks[0], SCHEME))[None]),
+    ):
+        assert (large.shape, len(large)) == (whole.shape, len(whole))
+        assert torch.equal(large[..., 3:50, 100:], whole[..., 3:50, 100:])
 
 
 def test_measured_pixels_lie_on_a_grid_over_the_whole_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
