@@ -491,10 +491,18 @@ def test_sample_images_show_all_three_and_change_nothing(
 ) -> None:
     import cv2
 
-    from segapp.train.telemetry.sample_images import SamplePictures
+    from segapp.train.telemetry import sample_images
 
-    config = small(tiny, 1)
+    modes: list[bool] = []
+
+    def predict(model: nn.Module, *rest: Any) -> Any:
+        modes.append(model.training)
+        return predict_image(model, *rest)  # type: ignore[arg-type]
+
+    config, predict_image = small(tiny, 1), sample_images.predict_image
+    monkeypatch.setattr(sample_images, "predict_image", predict)
     assert train(config, tmp_path / "run") == 0
+    assert modes == [False] * 3
     paths = sorted((tmp_path / "run" / "samples").iterdir())
     assert [path.name for path in paths] == ["epoch_0001_0.png", "epoch_0001_1.png", "epoch_0001_2.png"]
     drawn = cv2.imread(str(paths[0]))
@@ -502,6 +510,6 @@ def test_sample_images_show_all_three_and_change_nothing(
     palette = [tuple(color) for color in seen(tmp_path / "run", "run_start")[0]["palette"]]
     assert {tuple(bgr[::-1]) for bgr in drawn[:, 64:].reshape(-1, 3).tolist()} <= {*palette, (0, 0, 0)}
     assert len(palette) == 3
-    monkeypatch.setattr(SamplePictures, "_write", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+    monkeypatch.setattr(sample_images.SamplePictures, "_write", lambda *_: (_ for _ in ()).throw(OSError("no space")))
     assert train(config, tmp_path / "none") == 0
     assert not differing(model_of(tmp_path / "run"), model_of(tmp_path / "none"))

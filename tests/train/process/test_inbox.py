@@ -59,3 +59,4 @@ def test_reverted_split_is_left_out_and_auto_moves_are_kept(tmp_path: Path) -> N
     )
     expected = [(10, {"lr_factor": 0.5}), (20, {"gpu0_bsz": 3, "gpu0_bsz_auto": True}), (30, {"gpu0_bsz_auto": True})]
     assert applied_after(path, 0) == expected
+    assert applied_after(path, 20) == expected[1:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from dataclasses import replace
 from itertools import permutations
 
@@ -9,7 +10,10 @@ import pytest
 
 from segapp.inference.normalize import Normalizer
 from segapp.inference.sliding import Inference
+from segapp.parallel.ranks import Ranks
 from segapp.train.recovery.fallbacks import MemoryFallbacks, next_eval_fallback
+from segapp.train.recovery.policy import BatchSizes, OomPolicy
+from segapp.train.saving.position import Position
 
 WHOLE = Inference(Normalizer((0.5,) * 3, (0.25,) * 3))
 """Whole images."""
@@ -59,3 +63,15 @@ def test_evaluation_shrinks_until_nothing_is_left() -> None:
     assert next_eval_fallback(MemoryFallbacks(), WHOLE, 1, (256, 100), is_fixed=True) is None
     small = MemoryFallbacks(window_px=(32, 32))
     assert next_eval_fallback(small, small.adapted(WHOLE), 1, (32, 32), is_fixed=False) is None
+
+
+def test_later_fallbacks_are_adopted_at_their_steps() -> None:
+    later = [(3, MemoryFallbacks(num_pieces=2)), (6, MemoryFallbacks(num_pieces=4)), (7, MemoryFallbacks(num_pieces=8))]
+    engine, sizes = types.SimpleNamespace(ranks=Ranks()), BatchSizes(4, 1, 2, (32, 32))
+
+    def policy() -> OomPolicy:
+        return OomPolicy(None, engine, None, WHOLE, sizes, later=later)  # type: ignore[arg-type]
+
+    step_by_step = policy()
+    assert [step_by_step.begin(Position(step=step)).num_pieces for step in (2, 3, 5, 6)] == [1, 2, 2, 4]
+    assert policy().begin(Position(step=9)) == MemoryFallbacks(num_pieces=8)
