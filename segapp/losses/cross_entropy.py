@@ -241,8 +241,8 @@ def simulated_buffers(
     """Return tensors like those that the Triton launch allocates and frees, for simulated logits; else none."""
     if not is_simulated(logits):
         return ()
-    dtype, size = compute_dtype(logits), (target.shape[-2], target.shape[-1])
-    buffers = buffers_of(tuple(logits.shape), size, options.align_corners, dtype, with_gradient)
+    dtype = compute_dtype(logits)
+    buffers = buffers_of(tuple(logits.shape), target.shape[-1], options.align_corners, dtype, with_gradient)
     return (
         logits.new_empty(buffers.num_partials, dtype=dtype),
         logits.new_empty((2, buffers.num_places), dtype=dtype),

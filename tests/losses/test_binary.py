@@ -132,5 +132,8 @@ def test_targets_and_options_that_do_not_fit_are_named():
         CriterionBCE(multilabel=True)(logits, torch.full_like(target, 16))
     with pytest.raises(ValueError, match=r"pos_weight=0"):
         CriterionBCE(pos_weight=0)
+    for smoothing in (-0.1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match=f"label_smoothing={smoothing}: give a number from 0 to 1"):
+            CriterionBCE(label_smoothing=smoothing)
     with pytest.raises(ValueError, match=r"weight=\[0\.0, 0\.0\]"):
         CriterionBCE([0.0, 0.0])

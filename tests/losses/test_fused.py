@@ -210,6 +210,14 @@ def test_ids_out_of_range_are_named(way, bad):
         upsample_cross_entropy(logits, target, implementation=way)
 
 
+@pytest.mark.parametrize(("num_bad", "named"), [(10, "20, .*, 29: classes"), (11, r"20, .*, 29, \.\.\.: classes")])
+def test_first_ten_ids_out_of_range_are_named(num_bad, named):
+    logits, target = draw()
+    target.view(-1)[:num_bad] = torch.arange(20, 20 + num_bad)
+    with pytest.raises(ValueError, match=named):
+        upsample_cross_entropy(logits, target, implementation="bands")
+
+
 def test_probability_targets_match_torch():
     logits, _ = draw(2)
     soft = torch.rand(2, 4, 9, 9, dtype=torch.float64).softmax(1)

@@ -8,7 +8,7 @@ import pytest
 from segapp.memory.advice import Variant, accumulate_advice, ranked, split_advice, variant_advice, variants
 from segapp.memory.affine import Line, MemoryModel, fit_model, splits_to_simulate
 from segapp.memory.gpu_specs import GpuSpec
-from segapp.memory.planner import Advice, MemoryPlan, OverheadEstimate, Planner, plan_as_json
+from segapp.memory.planner import Advice, MemoryPlan, OverheadEstimate, Planner, context_mib, plan_as_json
 from segapp.memory.report import plan_lines
 from segapp.memory.saved_plan import SavedMemoryPlan
 from segapp.memory.simulation.jobs import PhasePeak, SimulationResult
@@ -84,6 +84,21 @@ def test_unequal_gpus_get_unequal_shares():
     assert largest < sum(shares)
 
 
+def test_shares_fill_each_gpu_to_its_last_mib():
+    own = Planner(model(), GPUS, OverheadEstimate((0.0,) * 3, room=1.0))
+    assert own.largest_shares() == (9, 9, 9)  # 1000 + 9 * 1000 = 10000
+    # 500 + (1000 + 1200 * 6) / 0.95 = 9132; with a seventh sample 10395
+    assert planner(model(per_batch=200.0)).largest_shares() == (6, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_gpus", "expected"), [("single", 1, 500.0), ("dp", 1, 500.0), ("dp", 2, 700.0), ("model", 2, 500.0)]
+)
+def test_only_modes_that_send_between_gpus_have_buffers_of_nccl(mode, num_gpus, expected):
+    assert context_mib(mode, num_gpus) == (expected,) * num_gpus
+    assert context_mib(mode, num_gpus, driver_mib=0.0) == (expected - 500.0,) * num_gpus
+
+
 def test_gpu_smaller_than_the_context_fits_no_split():
     own = planner(gpus=(GpuSpec(400.0),) * 3)
     assert own.largest_batch() == (0, None)
@@ -95,6 +110,7 @@ def test_measured_scale_and_context_change_the_need():
     row = own.row(6, 2)
     assert row.tensors_mib == (3300.0, 2500.0, 2500.0)
     assert row.peak_mib[0] == pytest.approx(700 + 3300 / 0.95, abs=0.1)
+    assert own.row(6, 6).peak_mib[1:] == (300.0, 300.0), "without samples"
 
 
 @pytest.mark.parametrize("mode", ["single", "model"])
@@ -198,10 +214,12 @@ def test_json_has_contract_names_and_text_every_split():
 
 
 def test_every_simulated_device_has_two_samples_or_none():
-    """BatchNorm may refuse to train on one."""
+    """BatchNorm may refuse to train on one; a rank of ddp is simulated alone."""
     for mode, num_devices in itertools.product(("single", "dp", "ddp", "model"), (1, 3)):
         for is_gathered in (False, True):
             splits = splits_to_simulate(mode, num_devices, is_gathered=is_gathered)
+            num_simulated = {"dp": min(num_devices, 2), "model": num_devices}.get(mode, 1)
+            assert {len(split) for split in splits} == {num_simulated}
             assert {part for split in splits for part in split} & {1} == set()
 
 
@@ -215,6 +233,10 @@ def test_advice_to_accumulate_counts_kept_gradients():
     assert again.change.startswith("train.batch_size=12 train.accumulate=4 ")
     assert (again.peak_mib, again.gain_mib) == (5763.2, 4210.5), "the gradients are kept already"
     assert accumulate_advice(9, 1, 380.0, own.row(9, 3), own) == []
+    lines = {"backward": Line(100.0, 10.0)}
+    one = Planner(MemoryModel("single", (lines,)), GPUS[:1], OverheadEstimate((0.0,)), smallest_chunk=2)
+    assert accumulate_advice(2, 1, 0.0, one.row(2), one) == [], "BatchNorm needs two samples"
+    assert len(accumulate_advice(4, 1, 0.0, one.row(4), one)) == 1
 
 
 def test_advice_to_accumulate_needs_room_on_the_first_gpu():

@@ -37,6 +37,27 @@ def test_peaks_by_hand():
     assert (first.num_bytes, first.module, first.what) == (1024, "head", "zeros 129 float32")
 
 
+def test_only_parts_of_a_model_become_replicas_on_other_devices():
+    recorder = Recorder()
+    with recorder:
+        parts, inputs = [torch.zeros(3), torch.zeros(4)], torch.zeros(5)
+        recorder.tag([None, parts[0]], "weights")
+        recorder.tag(parts[1:], "buffers")
+        recorder.mark("forward")
+        made = {
+            "replicas": [*(part.to("meta") for part in parts), torch.cat(parts), torch.cat([parts[1], inputs])],
+            "forward": [inputs.to("meta"), parts[0].half(), torch.cat([inputs, parts[0]])],
+        }
+        made["forward"].append(made["replicas"][0].to(torch.float64))
+        recorder.enter("head")
+        made["forward"].append(torch.cat(parts))
+        recorder.leave()
+        for kind, tensors in made.items():
+            assert [recorder.kind_of(tensor) for tensor in tensors] == [kind] * len(tensors)
+    assert recorder.kind_of(torch.zeros(1)) is None
+    assert [recorder.kind_of(part.view(-1, 1)) for part in parts] == ["weights", "buffers"]
+
+
 def test_phases_of_a_step_begin_in_their_order():
     class Scaling:
         def scale(self, loss):
@@ -60,7 +81,8 @@ def test_phases_of_a_step_begin_in_their_order():
 @pytest.mark.parametrize("as_views", [True, False])
 @pytest.mark.parametrize("is_lazy", [True, False])
 def test_buckets_are_those_of_torch_s_reducer(as_views, is_lazy):
-    sizes = [1000, 3_000_000, 4_000_000, 10, 200_000, 100_000, 5]  # elements of 4 bytes; limits of 1 MiB, then 25 MiB
+    # Backwards, in MiB: 0.00 + 0.38 + 0.57 + 0.11 reach 1, 0.00 + 14.11 + 10.38 + 1.14 reach 25; one is left.
+    sizes = [1000, 300_000, 2_720_000, 3_700_000, 10, 30_000, 150_000, 100_000, 5]
     parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
     backwards = parameters[::-1]
     limits = [2**20, 25 * 2**20]

@@ -83,6 +83,37 @@ def test_launcher_exits_with_status_of_the_failed_rank(script, tmp_path, what, s
     assert launch_local([str(script), str(tmp_path), what], 2, shutdown_s=5) == status
 
 
+@pytest.mark.parametrize(
+    ("end", "status", "said"),
+    [
+        (None, 0, ""),
+        (6, 6, ""),
+        (-signal.SIGKILL, 137, "error: rank 1 was ended by SIGKILL; the others were stopped\n"),
+        ("signal", 143, ""),
+    ],
+)
+def test_agent_returns_what_its_ranks_came_to(end, status, said, monkeypatch, capsys):
+    run = pytest.importorskip("torch.distributed.run", reason="this torch has no torchrun")
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    def ranks(options):
+        seen.append((options.nproc_per_node, options.training_script, os.environ["SEGAPP_PARENT_PID"]))
+        if end == "signal":
+            raise SignalException("stopped", signal.SIGTERM)
+        if end is not None:
+            raise ChildFailedError("x.py", {1: ProcessFailure(1, 99, end, "")})
+
+    seen: list[tuple[str, ...]] = []
+    monkeypatch.setenv("SEGAPP_PARENT_PID", "1")
+    for name, value in (("die_with_parent", lambda **_: None), ("signal.signal", None), ("logging.disable", None)):
+        monkeypatch.setattr(f"segapp.parallel.launch.{name}", value or (lambda *_: None))
+    monkeypatch.setattr(run, "run", ranks)
+    assert launch.run_agent(["--standalone", "--nproc-per-node=2", "--", "x.py", "--run", "a"]) == status
+    assert seen == [("2", "x.py", str(os.getpid()))], "a rank ends with this process, not with the one above it"
+    assert capsys.readouterr().err == said
+
+
 def test_launch_without_ranks_is_refused():
     with pytest.raises(ValueError, match="num_ranks=0"):
         launch_local(["x.py"], 0)

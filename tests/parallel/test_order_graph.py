@@ -87,6 +87,8 @@ def collectives_of(rank, sizes):
         torch.manual_seed(0)
         net = SmallNet()
         ddp = wrap_ddp(convert_sync_batchnorm(net), bucket_cap_mb=0.0005)
+        assert ddp.gradient_as_bucket_view
+        assert ddp.__dict__.get("lazy_bucket_allocation", True), "where torch has it"
         ddp.register_comm_hook(None, reduce_bucket)
         images, target = make_batch(max(1, sizes[rank]), dtype=torch.float32)
         with Collectives() as mode:

@@ -95,9 +95,7 @@ class Buffers:
     num_partials: int
 
 
-def buffers_of(
-    shape: tuple[int, ...], size: tuple[int, int], align_corners: bool, dtype: torch.dtype, with_gradient: bool
-) -> Buffers:
+def buffers_of(shape: tuple[int, ...], W: int, align_corners: bool, dtype: torch.dtype, with_gradient: bool) -> Buffers:
     """Return the sizes of the temporary tensors.
 
     Each program stores the gradient of two source rows, so the partial gradients take 2 pitch W / (BX w) times the
@@ -105,12 +103,12 @@ def buffers_of(
 
     Args:
         shape: (N, C, h, w) of the logits.
-        size: (H, W).
+        W: columns of the output; its rows change no size.
         align_corners: as in `F.interpolate`.
         dtype: the compute dtype.
         with_gradient: compute the gradient.
     """
     N, C, h, w = shape
-    blocks = column_blocks(w, size[1], align_corners, block_shape(C, dtype).BX)
+    blocks = column_blocks(w, W, align_corners, block_shape(C, dtype).BX)
     num_places = N * h * len(blocks.first)
     return Buffers(num_places, num_places * 2 * C * blocks.pitch if with_gradient else 1)

@@ -115,9 +115,8 @@ def cross_entropy_by_triton(
     """
     if not is_capturing(target):
         raise_reported()
-    C, size = logits.shape[1], (target.shape[1], target.shape[2])
-    dtype, device = compute_dtype(logits), logits.device
-    buffers = buffers_of(tuple(logits.shape), size, options.align_corners, dtype, with_gradient)
+    C, dtype, device = logits.shape[1], compute_dtype(logits), logits.device
+    buffers = buffers_of(tuple(logits.shape), target.shape[2], options.align_corners, dtype, with_gradient)
     partial = torch.empty(buffers.num_partials, dtype=dtype, device=device)
     loss, count = torch.empty(2, buffers.num_places, dtype=dtype, device=device)
     bad = torch.empty(buffers.num_places, dtype=torch.int32, device=device)

@@ -206,6 +206,6 @@ def test_partial_results_hold_every_source_column(w, W, align_corners, num_class
         used = matrix[block * BX : (block + 1) * BX].sum(0).nonzero().flatten()
         assert first <= int(used.min())
         assert int(used.max()) <= last < first + blocks.pitch
-    buffers = buffers_of((2, num_classes, 5, w), (40, W), align_corners, torch.float32, True)
+    buffers = buffers_of((2, num_classes, 5, w), W, align_corners, torch.float32, True)
     assert buffers.num_places == 2 * 5 * len(blocks.first)
     assert buffers.num_partials == buffers.num_places * 2 * num_classes * blocks.pitch

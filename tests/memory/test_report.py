@@ -1,0 +1,148 @@
+"""The text of a plan and the plan in a run's folder, line by line and field by field by hand."""
+
+import json
+
+import pytest
+
+from segapp.memory.affine import Line, MemoryModel
+from segapp.memory.calibration import PeakError
+from segapp.memory.gpu_specs import GpuSpec
+from segapp.memory.planner import Advice, MemoryPlan, OverheadEstimate, Planner, PlanRow
+from segapp.memory.report import advice_lines, error_lines, gpu_bars, plan_lines, split_table
+from segapp.memory.saved_plan import SavedMemoryPlan, read_saved_plan
+
+ADVICE = (
+    Advice("no=1", 9.4, 99.0, False, "slow"),
+    Advice("in=use", 12.0, 50.0, True, "kept", in_use=True),
+    Advice("fits=1", 5.0, 90.6, True, "fast"),
+)
+
+
+def plan_of_one(total_mib):
+    """Return a plan whose GPU needs 110 MiB."""
+    memory = MemoryModel("single", ({"backward": Line(100.0)},))
+    own = Planner(memory, (GpuSpec(total_mib),), OverheadEstimate((10.0,), room=1.0))
+    return MemoryPlan("x", "single", 1, own.gpus, memory, own.overhead, own.rows(1)[0])
+
+
+def plan_of_two(slope=1000.0, **fields):
+    memory = MemoryModel(
+        "dp",
+        ({"backward": Line(1000.0, slope)},),
+        (({"backward": Line(500.0, slope)},),),
+        ({"step": Line(400.0)},),
+    )
+    own = Planner(memory, (GpuSpec(10_000.0),) * 2, OverheadEstimate((500.0, 700.0), 0.95, (1.0, 1.2), "measured"))
+    rows, _ = own.rows(2)
+    return MemoryPlan("x", "dp", 2, own.gpus, memory, own.overhead, rows, current=rows[2], **fields)
+
+
+@pytest.mark.parametrize(("total_mib", "end"), [(111.0, "+1 free"), (110.0, "+0 free"), (109.0, "-1 free  OVER")])
+def test_gpu_is_over_only_if_it_lacks_memory(total_mib, end):
+    plan = plan_of_one(total_mib)
+    line = gpu_bars(plan, plan.best)[1]
+    assert line.startswith("  GPU 0    |")
+    assert line.endswith(f"| 110 of {total_mib:.0f} MiB, backward, {end}")
+
+
+def test_plan_names_its_batch_its_gpus_and_its_overhead():
+    lines = plan_lines(plan_of_two(notes=("a note",), advice=ADVICE[:1]))
+    assert lines[:2] == ["x: batch 2 on 2 GPUs (10000, 10000 MiB), mode dp", "a note"]
+    # 500 + 2000 / 0.95 and 700 + 1.2 * 1500 / 0.95, of 10000
+    assert "best for batch 2: gpu0_bsz 1, split 1+1, fullest GPU 26 % (ok: " in "\n".join(lines)
+    assert "largest batch that fits: none, not even 1" in lines
+    assert (
+        "overhead (measured): 500/700 MiB per GPU for driver, context and NCCL, 5 % for the allocator; "
+        "measured over predicted: 1.000, 1.200"
+    ) in lines
+    assert lines[-1].split() == ["no=1", "9", "99", "no", "slow"]
+    single = plan_lines(plan_of_one(200.0))
+    assert single[0] == "x: batch 1 on 1 GPU (200 MiB), mode single"
+    assert any(line.startswith("best for batch 1: split 1, fullest GPU 55 % (ok: ") for line in single)
+
+
+def test_largest_batch_is_given_with_its_split_and_its_shares():
+    plan = plan_of_two(max_batch=17, shares=(8, 9))
+    at = plan_lines(MemoryPlan(**{**vars(plan), "max_row": plan.rows[1]}))
+    assert "largest batch that fits: 17 at gpu0_bsz 1, split 1+1" in at
+    assert "  with parallel.shares=[8, 9]: 17" in at
+    one = plan_of_one(200.0)
+    at = plan_lines(MemoryPlan(**{**vars(one), "max_batch": 1, "max_row": one.rows[0]}))
+    assert "largest batch that fits: 1, split 1" in at
+
+
+def test_split_table_marks_rows_and_groups_refused_values():
+    reason = "gpu0_bsz={} leaves 1 sample, too few for BatchNorm"
+    lines = split_table(plan_of_two(refused=tuple((value, reason.format(value)) for value in (3, 5))))
+    assert [line.split() for line in lines[:4]] == [
+        ["gpu0_bsz", "split", "GPU", "0", "MiB", "GPU", "1", "MiB", "verdict"],
+        ["0", "0+2", "921", "step", "3858", "backward", "ok"],
+        ["1", "1+1", "2605", "backward", "2595", "backward", "ok", "<-", "best"],
+        ["2", "2+0", "3658", "backward", "700", "idle", "ok", "<-", "config"],
+    ]
+    assert lines[4:] == ["gpu0_bsz 3, 5 refused: leaves 1 sample, too few for BatchNorm"]
+
+
+@pytest.mark.parametrize(
+    ("batch", "best", "first"), [(60, 0, 0), (60, 5, 0), (60, 30, 10), (60, 45, 21), (60, 60, 21), (39, 39, 0)]
+)
+def test_forty_rows_around_the_best_are_shown(batch, best, first):
+    rows = tuple(
+        PlanRow(i, (i, batch - i), (100.0 + abs(i - best),) * 2, (), ("step",) * 2, (), True, "ok", "")
+        for i in range(batch + 1)
+    )
+    memory = MemoryModel("dp", ())
+    plan = MemoryPlan("x", "dp", batch, (GpuSpec(1e3),) * 2, memory, OverheadEstimate(()), rows)
+    _, *shown = split_table(plan)
+    if batch == 60:
+        assert shown.pop() == "(21 more: --json has them all)"
+    assert [int(line.split()[0]) for line in shown] == list(range(first, first + 40))
+
+
+def test_advice_is_a_table_and_what_is_in_use_follows():
+    assert advice_lines(ADVICE) == [
+        "changes that reduce memory (on the fullest GPU):",
+        "change  saves MiB  fullest GPU  fits  note",
+        "no=1    9          99           no    slow",
+        "fits=1  5          91           yes   fast",
+        "in use already: in=use saves 12 MiB (kept)",
+    ]
+    assert advice_lines(ADVICE[1:2]) == ["in use already: in=use saves 12 MiB (kept)"]
+    assert advice_lines([]) == []
+
+
+def test_errors_of_a_prediction_are_signed_percentages():
+    _, _, line = error_lines([PeakError((2, 3), 1, 1000.0, 900.0, 1010.0)])
+    assert line.split() == ["2+3", "1", "1000", "900", "-10.0", "%", "1010", "+1.0", "%"]
+
+
+def test_saved_plan_by_hand_and_read_again(tmp_path):
+    saved = SavedMemoryPlan.of_plan(plan_of_two(advice=ADVICE), 3, ["a note"])
+    assert saved == SavedMemoryPlan(
+        batch_size=2,
+        accumulate=3,
+        gpu0_bsz=1,
+        best_split=(2, 0),
+        splits=((0, 2), (1, 1), (2, 0)),
+        tensors_mib=((400.0, 3000.0), (2000.0, 1800.0), (3000.0, 0.0)),  # 1.2 times those of the second GPU
+        slope_mib=1000.0,
+        advice=(
+            "fits=1: saves 5 MiB on the fullest GPU, fits with 91 MiB (fast)",
+            "no=1: saves 9 MiB on the fullest GPU, does not fit with 99 MiB (slow)",
+        ),
+        notes=("a note",),
+    )
+    path = tmp_path / "plan.json"
+    saved.write(path)
+    assert read_saved_plan(path) == saved
+    assert SavedMemoryPlan.of_plan(plan_of_two(slope=-10.0), 1).slope_mib == 0
+
+
+def test_saved_plan_that_cannot_be_read_is_none(tmp_path):
+    path = tmp_path / "plan.json"
+    assert read_saved_plan(path) is None
+    SavedMemoryPlan.of_plan(plan_of_two(), 1).write(path)
+    raw = json.loads(path.read_text())
+    for damaged in ("{", "[]", json.dumps({**raw, "format": 2}), json.dumps({**raw, "splits": 3})):
+        path.write_text(damaged)
+        assert read_saved_plan(path) is None
