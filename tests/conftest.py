@@ -36,6 +36,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 LONG_FILES = (
+    "faults/test_random_faults.py",
+    "faults/test_soak.py",
+    "faults/test_random_kills.py",
     "train/test_parallel_training.py",
     "commands/test_control.py",
     "tui/test_screen.py",
