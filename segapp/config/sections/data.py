@@ -61,7 +61,7 @@ class DataConfig(Section):
     """Range of the random scale before the crop."""
     hflip: Fraction = 0.5
     """Probability of a horizontal flip."""
-    cat_max_ratio: Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1)] = 0.75
+    cat_max_ratio: Annotated[float, Field(gt=0, le=1), BeforeValidator(no_bool)] = 0.75
     """A crop in which one class has more than this share of the pixels is drawn again, at most ten times."""
     photometric: bool | NonNegativeFloat = True
     """Jitter of brightness, contrast, saturation and hue: true, false, or a strength (1.0 is the same as true)."""
@@ -74,7 +74,7 @@ class DataConfig(Section):
     """An epoch has each image once, or crops aimed at all classes equally often, or a share aimed at the foreground."""
     foreground_classes: list[str] | None = None
     """Classes that crops are aimed at, equally often (foreground); null: every class but the first, the background."""
-    foreground_share: Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1)] = 0.33
+    foreground_share: Annotated[float, Field(gt=0, le=1), BeforeValidator(no_bool)] = 0.33
     """Share of the crops that are aimed at foreground_classes (foreground)."""
     bands: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
     """Bands of the image files that the network gets, in this order, e.g. [1, 2, 3, 4]; pictures show the first three

@@ -18,7 +18,7 @@ class RunConfig(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
     """Name of the run folder: letters, digits, dot, underscore, hyphen."""
-    seed: Annotated[int, BeforeValidator(no_bool), Field(ge=0, lt=2**31)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**31), BeforeValidator(no_bool)] = 0
     """Random seed of initial weights, sample order and augmentation."""
     data: DataConfig
     model: ModelConfig = ModelConfig()

@@ -33,13 +33,13 @@ def no_bool(value: object) -> object:
     return value
 
 
-PositiveInt = Annotated[int, BeforeValidator(no_bool), Field(ge=1)]
-Count = Annotated[int, BeforeValidator(no_bool), Field(ge=0)]
-Number = Annotated[float, BeforeValidator(no_bool), Field(allow_inf_nan=False)]
-PositiveFloat = Annotated[float, BeforeValidator(no_bool), Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, BeforeValidator(no_bool), Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=1)]
-Byte = Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=255)]
+PositiveInt = Annotated[int, Field(ge=1), BeforeValidator(no_bool)]
+Count = Annotated[int, Field(ge=0), BeforeValidator(no_bool)]
+Number = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(no_bool)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(no_bool)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(no_bool)]
+Fraction = Annotated[float, Field(ge=0, le=1), BeforeValidator(no_bool)]
+Byte = Annotated[int, Field(ge=0, le=255), BeforeValidator(no_bool)]
 PartName = Annotated[str, Field(pattern=PART_PATTERN)]
 """Name of an own part: package.module:factory, or file.py:factory."""
 HeightWidth = tuple[PositiveInt, PositiveInt]

@@ -1,0 +1,126 @@
+"""Rules about several config keys: what is just accepted, and what lies just beyond, each worked by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from segapp.config import RunConfig
+from segapp.config.load import config_of
+from segapp.errors import ConfigError
+
+LABELS_31, LABELS_32 = (f"data.classes=[{','.join(f'c{i}' for i in range(count))}]" for count in (31, 32))
+SETS = "data.format=folder; loss.name=bce; data.multilabel=channels; "
+AB, THREE_COLORS = "data.classes=[a,b]; ", "data.palette=[[0,0,0],[9,9,9],[5,5,5]]"
+BUDGET, NO_TERM = "parallel.memory_budget_mib", "pixel_wise: 0, pair_wise: 0, holistic: 0"
+EOMT = "model={library: segapp, name: eomt, encoder: tu-x}; loss.name=mask_classification; "
+
+RULES: list[tuple[str, str, str, str]] = [
+    # key, accepted, refused, part of the message
+    ("data.crop_px", "data.crop_px=[8192,8192]", "data.crop_px=[8192,8193]", "67 megapixels"),
+    ("data.scale", "data.scale=[1,1]", "data.scale=[1.1,1]", "swap them"),
+    ("data.mix", "data.mix={cutmix: 0.5, mixup: 0.5}", "data.mix={cutmix: 1, mixup: 0.5}", "add up to 1.5"),
+    ("data.mix", "data.mix={classmix: 1}", "data.mix={cutmix: 0.75, classmix: 0.5}", "add up to 1.25"),
+    ("data.augment", "data.augment=[ScaledCrop]", "data.augment=[]", "is empty"),
+    (
+        "data.sampling",
+        "data.sampling=foreground; data.augment=[Blur, ScaledCrop]",
+        "data.sampling=foreground; data.augment=[RandomCrop]",
+        "needs ScaledCrop",
+    ),
+    ("data.hflip", "data.augment=[Blur]; data.hflip=0.5", "data.augment=[Blur]; data.hflip=0.4", "built-in transforms"),
+    ("data.classes", f"data.format=list; {AB}", "data.format=list", "does not fix the classes"),
+    ("data.classes", f"{SETS}data.classes=[a]", "data.format=folder; data.classes=[a]", "is one class"),
+    ("data.classes", SETS + LABELS_31, SETS + LABELS_32, "has 32 names: at most 31"),
+    (
+        "data.multilabel",
+        f"{SETS}{AB}data.multilabel=files; data.mask_dir='m/{{class}}'",
+        f"{SETS}{AB}data.multilabel=files",
+        "needs {class}",
+    ),
+    ("data.palette", "data.rgb_masks=false", "data.rgb_masks=true", "needs one colour a class"),
+    ("data.palette", f"{AB}{THREE_COLORS}; data.rgb_masks=true", AB + THREE_COLORS, "3 colours for 2 classes"),
+    ("data.palette", f"{AB}data.palette=[[0,0,0],[9,9,9]]", f"{AB}data.palette=[[0,0,0]]", "1 colours for 2 classes"),
+    ("data.bands", "data.dtype=uint16; data.bands=[2]", "data.dtype=uint16", "needs the bands"),
+    ("data.value_range", "data.value_range=[[0,1]]", "data.value_range=[[0,0]]", "must be larger"),
+    ("data.value_range", "data.value_range=[[0,1],[0,2],[0,3]]", "data.value_range=[[0,1],[0,2]]", "for 3 bands"),
+    ("data.mean", "data.bands=[1,2,3,4]; data.mean=[0,0,0]", "data.bands=[1,2,3,4]; data.mean=[0,0]", "give 4"),
+    ("data.std", "data.bands=[1]; data.std=[1]", "data.std=[1]", "has 1 values for 3 bands"),
+    ("model.encoder", "model.library=torchvision", "model.library=smp", "e.g. resnet34"),
+    ("model.freeze_epochs", "model.freeze=[a]; model.freeze_epochs=1", "model.freeze_epochs=1", "model.freeze"),
+    ("model.encoder", EOMT, f"{EOMT}model.encoder=null", "eomt needs one"),
+    ("loss.name", EOMT, f"{EOMT}loss.name=ce", "eomt learns by"),
+    ("loss.name", "loss.name=ce", "loss.name=mask_classification", "is for model.library: segapp"),
+    ("loss.plus", EOMT, f"{EOMT}loss.plus=[{{name: mask_classification}}]", "leave it out"),
+    ("loss.plus", "loss.name=bce; loss.plus=[{name: bce}]", "loss.name=bce; loss.plus=[{name: ce}]", "(bce)"),
+    ("loss.plus.0.name", "loss.plus=[{name: ohem}]", "loss.plus=[{name: mask_classification}]", "cannot be added"),
+    ("loss.label_smoothing", "loss.label_smoothing=0.1", "loss={name: dice, label_smoothing: 0.1}", "not dice"),
+    (
+        "loss.plus.0.label_smoothing",
+        "loss.plus=[{name: ce, label_smoothing: 0.1}]",
+        "loss.plus=[{name: dice, label_smoothing: 0.1}]",
+        "not dice",
+    ),
+    ("loss.class_weights", f"{AB}loss.class_weights=[0,1]", f"{AB}loss.class_weights=[0,0]", "no weight above 0"),
+    (
+        "loss.plus.1.class_weights",
+        f"{AB}loss.plus=[{{name: dice}}, {{class_weights: [1,2]}}]",
+        f"{AB}loss.plus=[{{name: dice}}, {{class_weights: [1,2,3]}}]",
+        "has 3 values, but data.classes has 2",
+    ),
+    ("loss.class_weights", EOMT, f"{EOMT}loss.class_weights=inverse", "are not used"),
+    ("optim.nesterov", "optim.momentum=0", "optim.nesterov=true; optim.momentum=0", "optim.momentum > 0"),
+    ("schedule.min_lr", "schedule.min_lr=0.01", "schedule.min_lr=0.02", "above optim.lr = 0.01"),
+    ("schedule.step_epochs", "schedule={name: step, step_steps: [9]}", "schedule.name=step", "list the epochs"),
+    ("schedule.gamma", "schedule.gamma=1", "schedule.gamma=1; schedule.name=plateau", "is no reduction"),
+    ("schedule.warmup_steps", "schedule.warmup_steps=1", "schedule={name: onecycle, warmup_steps: 1}", "set it to 0"),
+    ("train.effective_batch_size", "train.effective_batch_size=16", "train.effective_batch_size=12", "use 16"),
+    (
+        "train.accumulate",
+        "train.effective_batch_size=16; train.accumulate=2",
+        "train.effective_batch_size=16; train.accumulate=3",
+        "is set by",
+    ),
+    (
+        "train.accumulate",
+        "train.effective_batch_size=13; train.batch_size=auto",
+        "train.effective_batch_size=13; train.batch_size=auto; train.accumulate=2",
+        "is set by",
+    ),
+    ("train.compile", "train.compile=true", "train.compile=true; parallel.mode=dp", "mode: dp"),
+    ("train.compile", "parallel.mode=model", "train.compile=true; parallel.mode=model", "mode: model"),
+    ("train.compile", "distill={teacher: t}", "distill={teacher: t}; train.compile=true", "support distill"),
+    ("parallel.gpu0_bsz", "parallel.gpu0_bsz=8", "parallel.gpu0_bsz=9", "9 is above train.batch_size = 8: use 0 to 8"),
+    ("parallel.gpu0_bsz", "parallel.gpu0_bsz=9; train.batch_size=auto", "parallel.gpu0_bsz=-1", "= -1"),
+    ("parallel.shares", "parallel.shares=[0,1]", "parallel.shares=[0,0]", "adds up to 0"),
+    ("parallel.shares", "parallel.shares=[1,2]", "parallel.shares=[1,2]; parallel.gpu0_bsz=1", "keep one of them"),
+    ("parallel.devices", "parallel.devices=[0]", "parallel.devices=[]", "is empty"),
+    ("parallel.stages", "parallel={stages: {a: 0}, mode: model}", "parallel.stages={a: 0}", "not auto"),
+    ("parallel.mode", f"{EOMT}parallel.mode=dp", f"{EOMT}parallel.mode=model", "eomt's queries"),
+    (BUDGET, f"parallel.devices=[0,1]; {BUDGET}=[1,2]", f"parallel.devices=[0,1]; {BUDGET}=[1]", "1 budgets for 2"),
+    (BUDGET, f"parallel.devices=[0,1]; {BUDGET}=[1]; parallel.mode=single", f"{BUDGET}=[]", "is empty"),
+    (BUDGET, f"parallel.mode=dp; {BUDGET}=[1]", f"parallel.mode=model; {BUDGET}=[1]", "does not support"),
+    ("distill", "distill={teacher: t}", f"distill={{teacher: t, {NO_TERM}}}", "has no term"),
+    *(
+        ("distill", f"distill={{teacher: t, {NO_TERM.replace(f'{term}: 0', f'{term}: 1')}}}", words, message)
+        for term, words, message in (
+            ("pixel_wise", "distill={teacher: t}; parallel.mode=model", "parallel.mode: model"),
+            ("pair_wise", f"{EOMT}distill={{teacher: t}}", "may be the teacher"),
+            ("holistic", f"{SETS}{AB}distill={{teacher: t}}", "with data.multilabel"),
+        )
+    ),
+]
+
+
+def built(words: str) -> RunConfig:
+    given = [word for word in words.split("; ") if word]
+    return config_of({"name": "x", "data": {"format": "voc", "root": "d"}}, given)
+
+
+@pytest.mark.parametrize(("key", "accepted", "refused", "part"), RULES)
+def test_rule_holds_up_to_its_bound(key: str, accepted: str, refused: str, part: str) -> None:
+    built(accepted)
+    with pytest.raises(ConfigError) as caught:
+        built(refused)
+    problems = str(caught.value).splitlines()
+    found = [line for line in problems if line.strip().startswith((f"config: {key}: ", f"config: {key} = "))]
+    assert any(part in line for line in found), problems
