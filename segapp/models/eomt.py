@@ -254,7 +254,7 @@ def semantic_logits(masks: Tensor, classes: Tensor) -> Tensor:
 
 
 def build_eomt(
-    name: str, num_classes: int, aux: bool, encoder: str | None, options: Mapping[str, Any], in_channels: int = 3
+    name: str, num_classes: int, aux: bool, encoder: str | None, options: Mapping[str, Any], in_channels: int
 ) -> SegmentationModel:
     """Return a network with random weights.
 

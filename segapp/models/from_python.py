@@ -17,7 +17,7 @@ _BACKBONES = ("backbone", "encoder")
 class PythonModel(SegmentationModel):
     """A network of the user's own code; tensor names are its own behind `network.`."""
 
-    def __init__(self, network: nn.Module, *, name: str, num_classes: int, in_channels: int = 3) -> None:
+    def __init__(self, network: nn.Module, *, name: str, num_classes: int, in_channels: int) -> None:
         super().__init__(
             library="python",
             name=name,
@@ -67,7 +67,7 @@ class PythonModel(SegmentationModel):
         raise TypeError(f"{self.name} has no features for distillation")
 
 
-def build_python(name: str, num_classes: int, options: Mapping[str, Any], in_channels: int = 3) -> PythonModel:
+def build_python(name: str, num_classes: int, options: Mapping[str, Any], in_channels: int) -> PythonModel:
     """Return the network that an own part makes.
 
     Args:

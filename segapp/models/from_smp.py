@@ -65,7 +65,7 @@ def smp_names() -> tuple[str, ...]:
 
 
 def build_smp(
-    name: str, num_classes: int, encoder: str | None, options: Mapping[str, Any], in_channels: int = 3
+    name: str, num_classes: int, encoder: str | None, options: Mapping[str, Any], in_channels: int
 ) -> SmpModel:
     """Return a network with random weights.
 

@@ -83,7 +83,7 @@ def build_torchvision(
     aux: bool,
     encoder: str | None,
     options: Mapping[str, Any],
-    in_channels: int = 3,
+    in_channels: int,
 ) -> TorchvisionModel:
     """Return a network with random weights.
 

@@ -95,7 +95,7 @@ class SegmentationModel(nn.Module):
         encoder_name: str,
         num_classes: int,
         note: FamilyNote,
-        in_channels: int = 3,
+        in_channels: int,
         size_divisor: int = 1,
         min_size_px: int = 1,
         fixed_size_px: tuple[int, int] | None = None,

@@ -96,7 +96,7 @@ class SmallNet(SegmentationModel):
     def __init__(self, seed: int = 0) -> None:
         note = FamilyNote(4, True, "nothing")
         about = {"library": "test", "name": "small", "encoder_name": "none"}
-        super().__init__(**about, num_classes=len(CLASSES), note=note, size_divisor=4)
+        super().__init__(**about, num_classes=len(CLASSES), note=note, in_channels=3, size_divisor=4)
         torch.manual_seed(seed)
         self.stem = nn.Conv2d(3, 8, 5, stride=4, padding=2)
         self.pool = nn.AdaptiveAvgPool2d((2, 3))

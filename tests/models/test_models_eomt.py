@@ -55,6 +55,12 @@ def test_outputs_have_documented_shapes_at_any_size():
         model(torch.randn(1, 3, 47, 65))
 
 
+def test_options_left_out_are_those_of_the_published_network():
+    options = {**SMALL, "depth": 5}
+    model = build_model("segapp", "eomt", 3, encoder=DINO_V3, options=options)
+    assert (model.num_queries, model.num_blocks, model.masking) == (100, 4, None)
+
+
 def test_gradient_reaches_every_parameter():
     model = build(mask_steps=10)
     sum(output.square().sum() for output in model(torch.randn(2, 3, 32, 48))).backward()

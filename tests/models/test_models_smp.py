@@ -1,6 +1,7 @@
 import copy
 import functools
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch.nn.functional import interpolate
 
 from segapp.errors import ConfigError
 from segapp.models import FAMILY_NOTES, build_model
-from segapp.models.from_smp import smp_names
+from segapp.models.from_smp import _size_divisor, smp_names
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -112,6 +113,13 @@ def test_dpt_decodes_patches_of_14_px_as_smp_those_of_16_px():
         model(torch.zeros(1, 3, 42, 70))
 
 
+@pytest.mark.parametrize(("patch_px", "divisor"), [(8, 32), (14, 28), (16, 32), (32, 32), (64, 64)])
+def test_dpt_takes_multiples_of_patch_and_deepest_stride(patch_px, divisor):
+    """Four features at strides 4 to 32: patches of 14 px count as of 16 px, so two of them make one of the deepest."""
+    encoder = SimpleNamespace(output_strides=[patch_px] * 4)
+    assert _size_divisor("DPT", SimpleNamespace(requires_divisible_input_shape=True, encoder=encoder)) == divisor
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_size_rule_matches_smp(name):
     model = build_small(name).eval()
@@ -150,7 +158,7 @@ def test_transformer_of_fixed_size_names_its_size():
         encoder="tu-swin_tiny_patch4_window7_224",
         options={"depths": [1, 1, 1, 1], "img_size": [64, 96], "window_size": 2},
     )
-    assert sized.fixed_size_px == (64, 96)
+    assert (sized.fixed_size_px, sized.logits_stride) == ((64, 96), 4)
     assert sized(torch.randn(2, 3, 64, 96))[0].shape == (2, 3, 16, 24)
 
 

@@ -83,6 +83,11 @@ def test_family_note_states_the_stride_of_a_resnet50(family):
     assert model.note.stride == model.logits_stride
 
 
+def test_one_pixel_is_an_image():
+    model = build_model("torchvision", "fcn", 3, **SMALL).eval()
+    assert [tuple(logits.shape) for logits in model(torch.zeros(1, 3, 1, 1))] == [(1, 3, 1, 1)]
+
+
 def test_auxiliary_head_can_be_left_out():
     model = build_model("torchvision", "fcn", 4, aux=False, **SMALL)
     assert not model.has_aux

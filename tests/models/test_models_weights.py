@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from segapp.errors import CheckpointError, ConfigError
 from segapp.models import build_model
+from segapp.models.build import weights_in_cache
 from segapp.models.keys import KeyMap
 from segapp.models.weights import LoadReport, check_reachable, fetch_hub_file, fetch_url, read_weights_file
 
@@ -378,6 +379,10 @@ def test_named_weights_are_downloaded_once_and_verified(hub, monkeypatch):
     model = build(weights_backbone="DEFAULT")
     assert_same_tensors(model.backbone_module, {n.removeprefix("features."): v for n, v in published.items()})
     assert len(calls) == 1
+    names = ["weights_backbone=IMAGENET1K_V1"]
+    assert weights_in_cache(model) == names
+    file.unlink()
+    assert weights_in_cache(model) == []
 
 
 def test_named_encoder_weights_of_smp_come_from_its_hub(tmp_path, monkeypatch):
@@ -428,9 +433,11 @@ def test_weights_in_the_hub_cache_need_no_network(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("segapp.models.weights.check_reachable", lambda url: pytest.fail("asked for the network"))
     published = timm.create_model("test_vit").state_dict()
-    write_to_hub_cache(tmp_path, timm.get_pretrained_cfg("test_vit").hf_hub_id, published)
     encoder, options = "tu-test_vit", {"num_blocks": 2}
+    assert weights_in_cache(build_model("segapp", "eomt", 3, encoder=encoder, options=options)) == []
+    write_to_hub_cache(tmp_path, timm.get_pretrained_cfg("test_vit").hf_hub_id, published)
     model = build_model("segapp", "eomt", 3, encoder=encoder, weights_backbone="DEFAULT", options=options)
+    assert weights_in_cache(model) == ["weights_backbone=imagenet", "weights_backbone=DEFAULT"]
     own = {name: tensor for name, tensor in published.items() if not name.startswith(("head.", "fc_norm."))}
     assert_same_tensors(model.backbone_module, own)
     model = build_model("smp", "DPT", 3, encoder=encoder, weights_backbone="imagenet")
@@ -468,6 +475,31 @@ def test_no_download_begins_from_an_absent_server(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.hub, "download_url_to_file", lambda *_, **__: pytest.fail("a download without a limit"))
     with pytest.raises(CheckpointError, match=r"net-0123abcd\.pth is not on this machine .*refused"):
         fetch_url("http://127.0.0.1:9/net-0123abcd.pth", "DEFAULT", "model.weights")
+
+
+@pytest.mark.parametrize(
+    ("url", "proxies", "server"),
+    [
+        ("https://host.example/file", {}, ("host.example", 443)),
+        ("http://host.example/file", {}, ("host.example", 80)),
+        ("https://host.example:8443/file", {}, ("host.example", 8443)),
+        ("https://host.example/file", {"https": "http://proxy.example:3128"}, ("proxy.example", 3128)),
+        ("https://host.example/file", {"https": "proxy.example:3128"}, ("proxy.example", 3128)),
+        ("https://host.example/file", {"http": "http://proxy.example:3128"}, ("host.example", 443)),
+    ],
+)
+def test_address_that_must_be_reachable_follows_url_and_proxy(monkeypatch, url, proxies, server):
+    asked = []
+    monkeypatch.setattr("urllib.request.getproxies", lambda: proxies)
+    monkeypatch.setattr("urllib.request.proxy_bypass", lambda host: False)
+    monkeypatch.setattr(socket, "create_connection", lambda address, timeout: asked.append(address) or Connection())
+    check_reachable(url)
+    assert asked == [server]
+
+
+class Connection:
+    def close(self):
+        pass
 
 
 def test_reachable_server_or_proxy_is_accepted(monkeypatch):

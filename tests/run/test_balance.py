@@ -87,7 +87,16 @@ def test_split_moves_only_for_a_large_gain_with_reason() -> None:
     move = plan((6, 1, 1), (900.0, 250.0, 250.0))
     assert move is not None
     assert (move.gpu0_bsz, move.split) == (2, (2, 3, 3))
+    assert move.predicted_mib == pytest.approx((500.0, 450.0, 450.0))  # 300, 150 and 150 without a sample
     assert "device 0 is the fullest, 90 %" in move.reason
+
+
+def test_first_move_without_a_slope_assumes_the_largest() -> None:
+    """By hand: the peaks allow 150 MiB a sample on device 0, where nothing is fixed then, and 100 on the others."""
+    move = plan((6, 1, 1), (900.0, 250.0, 250.0), planned_slope_mib=None)
+    assert move is not None
+    assert (move.gpu0_bsz, move.split) == (2, (2, 3, 3))
+    assert move.predicted_mib == pytest.approx((300.0, 550.0, 550.0))
 
 
 def test_failed_splits_are_not_tried_again() -> None:

@@ -442,10 +442,13 @@ def test_events_are_written_and_read_without_standard_input(tmp_path):
         assert [event.step for event in reader.read()] == [1, 2]
         num_open = len(os.listdir("/proc/self/fd"))
         assert reader.read() == []
+        write_steps(tmp_path / "new.jsonl", 3)
+        os.replace(tmp_path / "new.jsonl", path)
+        assert [event.step for event in reader.read()] == [1, 2, 3]
         assert len(os.listdir("/proc/self/fd")) == num_open
         path.unlink()
         assert reader.read() == []
-        assert reader.generation == 1
+        assert reader.generation == 2
     finally:
         os.dup2(standard_input, 0)
         os.close(standard_input)

@@ -9,7 +9,18 @@ import time
 import pytest
 
 from segapp.errors import ConfigError, RunBusyError, StorageError
-from segapp.run.events import Checkpoint, CommandAnswer, EventWriter, Heartbeat, Memory, RunEnd, RunStart, Step, Val
+from segapp.run.events import (
+    Checkpoint,
+    CommandAnswer,
+    EventWriter,
+    Gpu0Bsz,
+    Heartbeat,
+    Memory,
+    RunEnd,
+    RunStart,
+    Step,
+    Val,
+)
 from segapp.run.folder import RunFolder, find_run
 from segapp.run.process import ProcessId, is_alive, this_process
 from segapp.run.state import RunFacts, derive_state, list_runs, run_state, summarize
@@ -117,7 +128,11 @@ def test_lock_file_is_writable_for_its_owner_alone(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", [RunFolder, SweepFolder])
 def test_release_without_a_lock_closes_no_file(tmp_path, kind, monkeypatch):
+    held = kind(tmp_path)
+    held.acquire()
+    held.release()
     monkeypatch.setattr(os, "close", lambda fd: pytest.fail(f"closed the file {fd} of others"))
+    held.release()
     kind(tmp_path).release()
 
 
@@ -287,6 +302,27 @@ def test_summary_has_every_field(tmp_path):
     assert (found.num_alerts, found.last_alert) == (1, "GPU 0 is nearly full")
     assert found.pid == os.getpid()
     assert listed.name == "a"
+
+
+@pytest.mark.parametrize(
+    ("status", "change", "in_force"),
+    [
+        ("pending", {"old": 1, "new": 2, "split": [2, 2]}, (1, [1, 3])),
+        ("applied", {"old": 1, "new": 2, "split": [2, 2]}, (2, [2, 2])),
+        ("applied", {"old": 1, "new": None}, (None, [1, 3])),
+        ("reverted", {"old": 3, "new": 2, "split": [3, 1]}, (3, [3, 1])),
+    ],
+)
+def test_summary_shows_the_split_in_force(tmp_path, status, change, in_force):
+    folder = RunFolder.create("a", root=tmp_path)
+    with EventWriter(folder.events) as writer:
+        writer.write(start(gpu0_bsz=1, split=[1, 3]))
+        writer.write(CommandAnswer(id="1", command="set gpu0_bsz=2", by="me", status="accepted"))
+        writer.write(Gpu0Bsz(status=status, epoch=2, **change))
+        writer.write(CommandAnswer(id="1", command="set gpu0_bsz=2", by="me", status="applied"))
+    found = summarize(folder.path)
+    assert (found.gpu0_bsz, found.split) == in_force
+    assert found.pending == {}
 
 
 def test_damaged_run_folder_is_summarized_without_traceback(tmp_path):
