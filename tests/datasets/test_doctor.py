@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segapp.datasets.doctor import _alike, check_masks, examine
+from segapp.datasets.doctor import _alike, _of_classes, check_masks, examine, summary_of_ids
 from segapp.datasets.files import ImagePair, check_pairs
+from segapp.datasets.frequencies import ClassFrequencies
 from segapp.datasets.layouts.formats import ClassScheme, DataLocation, class_scheme, find_pairs
 from segapp.datasets.masks import read_masks
 from segapp.datasets.own_data import OwnData
@@ -68,6 +69,12 @@ def test_sound_data_has_no_findings_and_exact_counts(root: Path) -> None:
     masks = np.stack([read(path) for path in sorted((root / "masks" / "train").iterdir())])
     assert report.frequencies.pixels == tuple(int((masks == c).sum()) for c in range(3))
     assert report.frequencies.ignored_px == int((masks == 255).sum())
+    present = np.stack([(masks == c).any((1, 2)) for c in range(3)])
+    valid_px = (masks != 255).sum((1, 2))
+    assert report.frequencies.images == tuple(present.sum(1).tolist())
+    assert report.frequencies.pixels_where_present == tuple((present * valid_px).sum(1).tolist())
+    assert report.frequencies.classes_of_masks == tuple(tuple(np.flatnonzero(row)) for row in present.T)
+    assert (report.frequencies.num_images, report.valid_px) == (8, valid_px.sum())
     assert report.sizes == {(48, 64): 8}
     assert (report.num_pairs, report.num_masks) == (8, 8)
 
@@ -175,6 +182,44 @@ def test_missing_class_and_small_images_are_warnings(root: Path) -> None:
     ]
 
 
+def test_small_images_are_counted_and_the_smallest_named(root: Path) -> None:
+    for name, height in (("02.png", 30), ("05.png", 20), ("06.png", 32)):
+        for kind in ("images", "masks"):
+            path = root / kind / "train" / name
+            write(path, read(path)[:height])
+    assert (
+        "train: 2 of 8 images are smaller than data.crop_px [32, 64] (the smallest [20, 64]): their crops are padded "
+        "with ignored pixels" in findings(root, (32, 64))[0][3]
+    )
+    assert findings(root, (20, 64)) == []
+    splits = {"train": find_pairs(DataLocation("folder", str(root)), "train")}
+    (report,) = examine(splits, SCHEME, crop_px=(20, 64), resize_px=(64, 63))
+    assert "8 of 8 images" in report.findings[0].message
+    assert "(the smallest [64, 63], by data.resize_px)" in report.findings[0].message
+
+
+def test_classes_below_a_ten_thousandth_are_rare() -> None:
+    frequencies = ClassFrequencies((0, 9, 10, 99_900), (0, 1, 1, 1), (0, 9, 10, 99_900), 0, 2, ((1, 2), (3,)))
+    scheme = class_scheme("folder", classes=["a", "b", "c", "d"])
+    messages = [found.message for found in _of_classes("train", frequencies, scheme, 100_000)]
+    assert messages == [
+        "train: classes without a single pixel: a",
+        "train: rare classes, by share of the pixels: b (9.0e-05): consider loss.class_weights",
+    ]
+    assert len(_of_classes("val", frequencies, scheme, 0)) == 1
+
+
+@pytest.mark.parametrize("plant", [leak, leak_as_jpeg])
+def test_allowed_overlap_is_only_a_warning(root: Path, plant: Any) -> None:
+    plant(root)
+    splits = {name: find_pairs(DataLocation("folder", str(root)), name) for name in ("train", "val")}
+    reports = examine(splits, SCHEME, crop_px=(32, 32), allow_overlap=True)
+    found = [finding for report in reports for finding in report.findings]
+    assert [(each.severity, each.kind, each.split) for each in found] == [("warning", "leak", "val")]
+    assert (found[0].pair, found[0].other) != (None, None)
+    assert "of split train: scores on val would be too good" in found[0].message
+
+
 def config_of(root: Path, folder: Path) -> None:
     (folder / "data.yaml").write_text(
         f"name: data\ndata: {{format: folder, root: {root}, classes: [{', '.join(CLASSES)}], crop_px: [32, 32]}}\n"
@@ -235,6 +280,11 @@ def test_unknown_ids_are_counted_over_all_masks_with_cause(root: Path) -> None:
     assert unknown.pixels == {3: int((masks == 3).sum())}
     assert (unknown.masks, unknown.num_masks) == ({3: 8}, 8)
     assert "start at 1" in unknown.cause
+    count = int((masks == 3).sum())
+    assert summary_of_ids(unknown) == f"8 masks hold ids outside the classes: 3 ({count} px). {unknown.cause}"
+    pairs = find_pairs(DataLocation("folder", str(root)), "train")
+    with pytest.raises(DataError, match=r"so do 7 more of the 8 masks read: The ids seem to start at 1"):
+        check_masks(pairs, check_pairs(pairs), SCHEME)
 
 
 def test_hashes_are_alike_up_to_5_of_256_bits() -> None:

@@ -1,0 +1,205 @@
+"""The lines around the panes, word by word, for a run with known numbers: epoch 3 of 8, half of its 20 steps done."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from segapp.run.events import Alert, Device, DeviceMemory, Gpu0Bsz, RunEnd, RunStart, Step, Val
+from segapp.tui.panes import header
+from segapp.tui.panes.glyphs import ASCII
+from segapp.tui.panes.header import Place
+from segapp.tui.state.records import Evaluating, Raised
+from segapp.tui.state.source import Status
+from segapp.tui.state.view import View
+
+LIVE = Status("live", now_s=150.0, age_s=3.0, pid=7)
+
+
+@pytest.fixture
+def view() -> View:
+    view = View()
+    view.start = RunStart(
+        classes=["road", "sky", "pole", "car"], num_params=9, batch_size=8, epochs=8, steps_per_epoch=20, t=50.0,
+        devices=[Device(device=f"cuda:{i}", total_mib=10_240) for i in range(2)],
+    )  # fmt: skip
+    view.classes = view.start.classes
+    view.epoch, view.lr, view.phase, view.split = 3, 0.005, "train", (3, 5)
+    view.step = Step(
+        epoch=3, step=50, loss=0.5, lr=0.005, images_per_s=12.5, data_wait_frac=0.25, grad_norm=1.5, skipped=2,
+        step_s=0.64, loss_scale=1024.0, terms={"pixel": 0.25}, eta_epoch_s=16.0, eta_run_s=76.0, t=140.0,
+    )  # fmt: skip
+    view.rates.extend([10.0, 12.5])
+    return view
+
+
+def test_first_line_leaves_out_the_least_important(view: View) -> None:
+    def line(width: int, **options: bool) -> str:
+        return header.header(view, LIVE, Place("a-run", width, ASCII), is_readonly=True, num_alerts=2, **options).plain
+
+    known = "segapp  a-run  * LIVE train  2 alerts  epoch 3/8  step 10/20  lr 5.0e-3  up 1m40s"
+    whole = f"{known}  pid 7  read-only  3.0s ago"
+    assert line(len(whole)) == whole
+    for left_out in ("segapp  ", "pid 7  ", "up 1m40s  ", "read-only  ", "lr 5.0e-3  ", "step 10/20  "):
+        before, whole = len(whole), whole.replace(left_out, "")
+        assert line(before - 1) == whole
+    assert line(len("a-run  * LIVE train  2 alerts")) == "a-run  * LIVE train  2 alerts"
+    assert line(14) == "* LIVE train"
+    assert line(9) == "* LIVE t…"
+    assert view.start is not None
+    view.start = view.start.model_copy(update={"steps": 155})
+    assert "step 50/155" in line(200)
+    long = header.header(view, LIVE, Place("x" * 99, 100, ASCII), is_readonly=False).plain
+    assert f"{'x' * 24}…  * LIVE" in long
+    assert "alert" not in long
+
+
+@pytest.mark.parametrize(
+    ("status", "is_paused", "phase", "shown"),
+    [
+        (LIVE, False, "eval", "* LIVE eval"),
+        (LIVE, True, "paused", "* PAUSED"),
+        (replace(LIVE, loaded_frac=0.9), True, "train", "* READING"),
+        (replace(LIVE, is_there=False), False, "train", "o GONE"),
+        (Status("finished"), False, "train", "o FINISHED"),
+        (Status("finished", replay="replay 8x"), False, "train", "* FINISHED"),
+        (Status("stale"), True, "train", "* STALE train"),
+        (Status("lost"), False, None, "* LOST"),
+        (Status("crashed"), True, "train", "o CRASHED"),
+    ],
+)
+def test_state_is_a_dot_a_word_and_the_phase(
+    view: View, status: Status, is_paused: bool, phase: str | None, shown: str
+) -> None:
+    view.is_paused, view.phase = is_paused, phase
+    assert header.state_content(view, status, ASCII).plain == shown
+
+
+def test_progress_of_epoch_and_run_is_in_their_steps(view: View) -> None:
+    line = header.progress_line(view, LIVE, 110, ASCII).plain
+    epoch, run = f"epoch {'=' * 15}{'.' * 15} 50% ETA 6s", f"run {'=' * 9}{'.' * 21} 31.2% ETA 1m06s"
+    assert line.split("   ")[0].rstrip() == epoch  # 16 s at the step, 10 s ago
+    assert line.split("   ")[-1].strip() == run
+    assert header.progress_line(view, LIVE, 40, ASCII).plain.startswith("run ==-..... 31.2%")
+    assert (header.epoch_fraction(view), header.run_fraction(view)) == (0.5, 50 / 160)
+    view.evaluating = Evaluating(100.0, 120.0, 25, 100)
+    line = header.progress_line(view, LIVE, 110, ASCII).plain
+    assert line.startswith(f"eval {'=' * 5}{'.' * 15} 25/100 images ETA 30s   run ")
+    assert "eval" not in header.progress_line(view, replace(LIVE, state="crashed"), 110, ASCII).plain
+    assert "eval" in header.progress_line(view, Status("finished", replay="replay 8x"), 110, ASCII).plain
+    view.evaluating, view.step = None, None
+    assert (header.epoch_fraction(view), header.run_fraction(view)) == (0.0, 0.0)
+    view.epoch = None
+    assert header.progress_line(view, LIVE, 110, ASCII).plain.strip() == f"run {'.' * 30} 0.0%"
+
+
+def test_throughput_line_marks_what_slows_or_skips(view: View) -> None:
+    line = header.throughput_line(view, 200, ASCII).plain
+    assert line == (
+        "12.5 img/s  _#  step 640 ms  waiting for data 25%  grad norm 1.50  skipped 2  scale 1024  pixel 0.250"
+    )
+    assert header.throughput_line(view, 34, ASCII).plain == "12.5 img/s  waiting for data 25%"
+    assert view.step is not None
+    view.step = view.step.model_copy(update={"step_s": 12.34, "skipped": 0, "terms": None, "loss_scale": None})
+    assert header.throughput_line(view, 200, ASCII).plain.endswith("step 12.3 s  waiting for data 25%  grad norm 1.50")
+    assert header.throughput_line(View(), 200, ASCII).plain == "no step yet"
+
+
+def test_summary_of_hidden_panes_names_the_most_important(view: View) -> None:
+    view.vals = [
+        Val(epoch=2, step=40, loss=0.5, miou=0.6, iou=[0.9, 0.8, 0.1, 0.6]),
+        Val(epoch=3, step=50, loss=0.5, miou=0.5, iou=[0.8, None, 0.2, 0.5]),
+    ]
+    view.best = view.vals[0]
+    view.devices = [DeviceMemory(device="cuda:0", used_mib=mib, total_mib=10_240) for mib in (5120, 512)]
+    rows = header.small_summary(view, 120, 3, ASCII).plain.splitlines()
+    assert rows == [
+        "GPU0 5.0/10 ===...  GPU1 512M/10 ......",
+        "gpu0_bsz even  split 3·5",
+        "mIoU 0.500  best 0.600 e2  pole 0.200  car 0.500  road 0.800",
+    ]
+    assert header.small_summary(view, 34, 3, ASCII).plain.splitlines()[0] == "GPU0 5.0/10  GPU1 512M/10"
+    assert header.small_summary(view, 30, 1, ASCII).plain == "mIoU 0.500  best 0.600 e2"
+    view.gpu0.pending = Gpu0Bsz(status="pending", old=None, new=2, split=[2, 6], epoch=4)
+    shown = "gpu0_bsz even -> 2 PENDING at epoch 4"
+    assert header.small_summary(view, 120, 2, ASCII).plain == f"{shown}  split 2·6"
+    assert header.small_summary(view, len(shown), 2, ASCII).plain == shown
+    assert view.start is not None
+    view.start = view.start.model_copy(update={"devices": view.start.devices[:1]})
+    assert "gpu0_bsz" not in header.small_summary(view, 120, 3, ASCII).plain
+    view.vals = []
+    assert header.small_summary(view, 120, 3, ASCII).plain.splitlines()[-1] == "no evaluation yet"
+
+
+def test_of_many_devices_the_fullest_are_named(view: View) -> None:
+    used_mib = (1024, 9216, None, 10_000, 2048, 5120)
+    view.devices = [DeviceMemory(device=f"cuda:{i}", used_mib=mib, total_mib=10_240) for i, mib in enumerate(used_mib)]
+    found = header.small_summary(view, 40, 3, ASCII)
+    assert found.plain.splitlines()[0] == "GPU3 9.8/10  GPU1 9.0/10  GPU5 5.0/10"
+    styles = {found.plain[span.start : span.end]: span.style for span in found.spans}
+    assert styles["GPU3 9.8/10"] == "$text-error"
+    assert styles.get("GPU1 9.0/10", "") == ""  # 90 % is not above it
+    wide = header.small_summary(view, 200, 3, ASCII).plain.splitlines()[0]
+    assert [part.split()[0] for part in wide.split("  ")] == ["GPU3", "GPU1", "GPU5", "GPU4", "GPU0", "GPU2"]
+    assert wide.endswith("GPU2 n/a")
+
+
+@pytest.mark.parametrize(
+    ("status", "end", "shown"),
+    [
+        (replace(LIVE, is_there=False), None, "my run: the run folder is gone; this is its last state"),
+        (Status("crashed"), None,
+         "the trainer's process is gone: L shows its log; `segapp train --resume 'my run'` continues"),
+        (Status("failed"), "disk full", "failed: disk full; `segapp train --resume 'my run'` continues"),
+        (Status("stopped"), "", "stopped: no reason given; `segapp train --resume 'my run'` continues"),
+        (Status("stale"), None, "the trainer is alive but writes no events: it may hang"),
+        (Status("lost", host="box"), None,
+         "no events from the trainer on box, and its process cannot be checked from this host"),
+        (Status("lost"), None, "no events from the trainer, and its process cannot be checked from this host"),
+        (Status("finished"), "8 epochs", None),
+        (LIVE, None, None),
+    ],
+)  # fmt: skip
+def test_banner_says_what_has_happened(view: View, status: Status, end: str | None, shown: str | None) -> None:
+    if end is not None:
+        view.end = RunEnd(status=status.state, reason=end, exit_code=1)
+    found = header.banner(view, status, Place("my run", 100, ASCII), ())
+    assert (found.plain if found is not None else None) == shown
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (48, "hang (3 times): no progress  a seen, d details"),
+        (46, "hang (3 times): no progress  a seen, d details"),
+        (45, "hang (3 times): no progress\na seen, d details"),
+    ],
+)
+def test_keys_of_an_alert_are_on_its_line_where_they_fit(view: View, width: int, shown: str) -> None:
+    raised = Raised(Alert(kind="hang", message="no progress"), 3)
+    found = header.banner(view, LIVE, Place("run", width, ASCII), [raised])
+    assert found is not None
+    assert found.plain == shown
+    assert header.banner(view, Status("stale"), Place("run", width, ASCII), [raised]) != found
+
+
+def test_screen_too_small_for_panes_says_so(view: View) -> None:
+    lines = ["a-run", "* LIVE train", "epoch 3/8  loss 0.500", "segapp needs 60x15, here 40x10", "q leaves"]
+    assert header.notice(view, LIVE, "a-run", 40, 10, ASCII).plain.splitlines() == lines
+    small = header.notice(view, LIVE, "a-run", 12, 3, ASCII).plain
+    assert small.splitlines() == ["a-run", "* LIVE train", "epoch 3/8  …"]
+    assert header.notice(View(), LIVE, "a-run", 40, 0, ASCII).plain == "a-run"
+    assert "no step yet" in header.notice(View(), LIVE, "a-run", 40, 9, ASCII).plain
+    styles = {span.style for span in header.notice(view, LIVE, "a", 60, 14, ASCII).spans}
+    assert {"$text-success", "$text-error bold"} <= styles  # wide enough, but not high enough
+
+
+def test_start_shows_the_step_and_the_end_of_the_log(view: View) -> None:
+    log = ["one", "starting: reading data", "", "two", "three"]
+    assert header.starting(View(), LIVE, log, 2).plain == "starting: reading data\n\ntwo\nthree"
+    assert header.starting(View(), LIVE, [], 2).plain == "starting: the trainer's process\n\n"
+    crashed = header.starting(View(), Status("crashed"), log, 1).plain
+    assert crashed == "the trainer ended before its first step\n\nthree"
+    view.end = RunEnd(status="failed", reason="no memory", exit_code=1)
+    assert header.starting(view, Status("failed"), log, 1).plain == "failed: no memory\n\nthree"
