@@ -22,6 +22,7 @@ from segapp.config import (
     resume_differences,
     validate_config,
 )
+from segapp.config.load import config_of
 from segapp.config.yaml_reader import parse_yaml
 from segapp.errors import ConfigError
 
@@ -67,6 +68,38 @@ def test_all_problems_are_reported_with_place_and_nearest_key(tmp_path: Path) ->
         "command line: model.library = 'smq': accepted: torchvision | smp | segapp",
     ):
         assert part in message
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.crop_px=[64, a]", "data.crop_px.1 = 'a': a whole number is expected"),
+        ("data.scale=[1, 2, 3]", "data.scale = [1, 2, 3]: tuple should have at most 2 items"),
+        ("loss.plus=[{nam: ce}]", "unknown key loss.plus.0.nam: did you mean loss.plus.0.name?"),
+        ("optim.groups=[{patern: a}]", "unknown key optim.groups.0.patern: did you mean optim.groups.0.pattern?"),
+        ("distill={teacher: t, temprature: 3}", "unknown key distill.temprature: did you mean distill.temperature?"),
+        ("distill={teacher: t, temperature: 0}", "distill.temperature = 0: input should be greater than 0"),
+        ("distill={teacher: t, pair_grid: [8, a]}", "distill.pair_grid.1 = 'a': a whole number is expected"),
+        ("distill={temperature: 1}", "distill.teacher is missing: Teacher with the same classes"),
+        ("distill={teacher: t, critic: {xyz: 3}}", "unknown key distill.critic.xyz: distill.critic has batchnorm, "),
+        ("distill=3", "distill = 3: "),
+        ("xyz=3", "unknown key xyz: the sections are name, "),
+        ("loss.plus=3", "loss.plus = 3: a list is expected"),
+        ("loss=3", "loss = 3: a mapping of keys is expected"),
+        (f"schedule={'x' * 58}", f"schedule = '{'x' * 58}': a mapping of keys is expected"),
+        (f"schedule={'x' * 59}", f"schedule = '{'x' * 56}...: a mapping of keys is expected"),
+    ],
+)
+def test_problem_names_its_key_and_the_nearest(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of({**MINIMAL, "data": {**MINIMAL["data"]}}, [override])
+    assert message in str(caught.value)
+
+
+def test_file_that_is_no_text_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_bytes(b"name: \xff")
+    with pytest.raises(ConfigError, match=r"config .*c\.yaml cannot be read: 'utf-8' codec can't decode"):
+        load_config(tmp_path / "c.yaml")
 
 
 def test_what_is_accepted_is_listed_only_where_there_is_a_choice(tmp_path: Path) -> None:

@@ -75,10 +75,9 @@ def _key_path(loc: Sequence[int | str]) -> tuple[str, ...]:
             break
         path.append(str(part))
         if model is not None and isinstance(part, str):
-            field = model.model_fields.get(part)
-            annotation = field.annotation if field else None
-            model = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
-            if field is not None and model is None and part not in _LISTS_OF_SECTIONS:
+            is_field = part in model.model_fields
+            model = section_of(model, part) if is_field else None
+            if is_field and model is None and part not in _LISTS_OF_SECTIONS:
                 rest = [str(each) for each in loc[len(path) :] if isinstance(each, int)]
                 return (*path, *rest)
     return tuple(path)
@@ -110,21 +109,25 @@ def _schema() -> dict[str, Any]:
     return RunConfig.model_json_schema()
 
 
+def _resolved(node: dict[str, Any]) -> dict[str, Any]:
+    while "$ref" in node:
+        node = _schema()["$defs"][node["$ref"].rsplit("/", 1)[1]]
+    return node
+
+
 def _field_schema(loc: Sequence[str]) -> dict[str, Any] | None:
-    schema = _schema()
-    node = schema
+    node = _schema()
     for part in loc:
-        while "$ref" in node:
-            node = schema["$defs"][node["$ref"].rsplit("/", 1)[1]]
-        if part in node.get("properties", {}):
-            node = node["properties"][part]
-        elif node.get("type") == "array" and "items" in node:
-            node = node["items"]
+        for member in map(_resolved, node.get("anyOf", [node])):  # an optional section has two members
+            if part in member.get("properties", {}):
+                node = member["properties"][part]
+                break
+            if member.get("type") == "array" and "items" in member:
+                node = member["items"]
+                break
         else:
             return None
-    while "$ref" in node:
-        node = schema["$defs"][node["$ref"].rsplit("/", 1)[1]]
-    return node
+    return _resolved(node)
 
 
 def _options(loc: Sequence[str]) -> str:

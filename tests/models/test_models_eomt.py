@@ -156,11 +156,18 @@ def test_masks_have_a_stride_of_about_four_pixels(patch_px, stride):
         (DINO_V3, {"num_queries": 0}, r"num_queries = 0 is not a whole number of at least 1"),
         (DINO_V3, {"num_blocks": 4}, r"num_blocks = 4, but .* has 3"),
         (DINO_V3, {"num_querys": 4}, "cannot be built .*num_querys"),
+        (DINO_V3, {"patch_size": (16, 8)}, "is no plain vision transformer with square patches"),
+        ("tu-vit_small_patch16_rope_mixed_224", {}, "is no plain vision transformer"),
     ],
 )
 def test_what_cannot_be_built_is_refused_with_the_next_move(encoder, options, message):
     with pytest.raises(ConfigError, match=message):
         build(encoder, **options)
+
+
+def test_unknown_name_is_refused_with_the_known_one():
+    with pytest.raises(ConfigError, match=r"model.name: 'eom' is not a model of segapp; nearest: eomt"):
+        build_model("segapp", "eom", 3, encoder=DINO_V3)
 
 
 def test_masked_attention_needs_predictions_of_earlier_blocks():

@@ -88,6 +88,28 @@ def test_one_pixel_is_an_image():
     assert [tuple(logits.shape) for logits in model(torch.zeros(1, 3, 1, 1))] == [(1, 3, 1, 1)]
 
 
+@pytest.mark.parametrize(("family", "last"), [("fcn", "classifier.4"), ("deeplabv3", "classifier.4")])
+def test_last_layer_turns_the_features_into_the_logits(family, last):
+    model = build_model("torchvision", family, 3, **SMALL).eval()
+    images = torch.randn(1, 3, 64, 96)
+    with torch.no_grad():
+        (logits,), features = model.compute_with_features(images)
+        assert logits.equal(model(images)[0])
+        assert logits.equal(model.get_submodule(last)(features))
+        model.train()
+        assert len(model.compute_with_features(images.repeat(2, 1, 1, 1))[0]) == 2
+
+
+def test_features_of_lraspp_are_the_deepest_map():
+    model = build_model("torchvision", "lraspp", 3, **SMALL).eval()
+    images = torch.randn(1, 3, 64, 96)
+    with torch.no_grad():
+        (logits,), features = model.compute_with_features(images)
+        assert logits.equal(model(images)[0])
+        assert features.equal(model.backbone(images)["high"])
+        assert features.shape == (1, 576, 4, 6)
+
+
 def test_auxiliary_head_can_be_left_out():
     model = build_model("torchvision", "fcn", 4, aux=False, **SMALL)
     assert not model.has_aux
@@ -135,6 +157,7 @@ def test_options_reach_backbone_and_head(name, encoder, options, stride):
         ("fcn", {**SMALL, "options": {"width_mul": 2}}, r"model\.options: 'width_mul' is not .*nearest: width_mult"),
         ("fcn", {"encoder": "resnet18", "options": {"output_stride": 8}}, r"output_stride=8; resnet18 takes 32"),
         ("fcn", {"encoder": "resnet50", "options": {"output_stride": 4}}, r"=4; resnet50 takes 8, 16 or 32"),
+        ("fcn", {**SMALL, "options": {"output_stride": 8}}, r"output_stride=8; mobilenet_v3_small takes 16 or 32"),
         ("fcn", {"encoder": "resnet50", "options": {"output_stride": [8]}}, r"model\.options"),
         ("deeplabv3", {**SMALL, "options": {"atrous_rates": "x"}}, r"model\.options: .*atrous_rates"),
     ],

@@ -78,6 +78,31 @@ def test_file_in_place_of_run_folder_is_one_clear_error(tmp_path):
         RunFolder.create("x", root=tmp_path / "file" / "runs")
 
 
+@pytest.mark.parametrize(
+    ("name", "write", "message"),
+    [
+        ("lock", lambda folder: folder.acquire(), "lock"),
+        ("run.json", lambda folder: folder.write_info(), "run.json"),
+        ("config.yaml", lambda folder: folder.write_config("name: x"), "config.yaml"),
+    ],
+)
+def test_file_that_cannot_be_written_is_a_storage_error(tmp_path, name, write, message):
+    folder = RunFolder.create(path=tmp_path / "a")
+    (tmp_path / "a" / name).mkdir()
+    with pytest.raises(StorageError, match=message):
+        write(folder)
+
+
+def test_inbox_that_is_a_link_is_refused_and_the_lock_released(tmp_path):
+    folder = RunFolder.create(path=tmp_path / "a")
+    (tmp_path / "elsewhere").mkdir()
+    folder.commands.rmdir()
+    folder.commands.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match="is a link or belongs to another user"):
+        folder.acquire()
+    assert not folder.is_locked()
+
+
 def test_run_json_is_written_once_with_contract_fields(tmp_path):
     folder = RunFolder.create("a", root=tmp_path)
     with folder:
@@ -323,6 +348,26 @@ def test_summary_shows_the_split_in_force(tmp_path, status, change, in_force):
     found = summarize(folder.path)
     assert (found.gpu0_bsz, found.split) == in_force
     assert found.pending == {}
+
+
+def test_resumed_run_is_at_the_step_of_its_start(tmp_path):
+    folder = RunFolder.create("a", root=tmp_path)
+    with EventWriter(folder.events) as writer:
+        writer.write(start())
+        writer.write(Step(epoch=3, step=9, loss=1.0, lr=0.1))
+        writer.write(start(resumed_from_step=6))
+    assert summarize(folder.path).step == 6
+
+
+@pytest.mark.parametrize("num_bytes", [0, 300 * 2**10, 2 * 2**20])
+def test_last_events_are_found_before_much_damage(tmp_path, num_bytes):
+    folder = RunFolder.create("a", root=tmp_path)
+    with EventWriter(folder.events) as writer:
+        writer.write(start())
+        writer.write(RunEnd(status="finished", reason="done", exit_code=0))
+    with folder.events.open("ab") as file:
+        file.write(b"x" * num_bytes + b"\n")
+    assert run_state(folder.path) == "finished"
 
 
 def test_damaged_run_folder_is_summarized_without_traceback(tmp_path):
