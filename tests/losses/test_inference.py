@@ -9,8 +9,10 @@ from segapp.losses import (
     Tile,
     upsample_argmax,
     upsample_confusion,
+    upsample_label_counts,
     upsample_logits,
     upsample_probabilities,
+    upsample_sets,
 )
 from segapp.losses.inference import class_of_largest
 from tests.support.loss_cases import class_weight, draw, relative_error
@@ -65,6 +67,13 @@ def test_confusion_and_loss_in_one_pass_match_separate_ones(ignored, target_dtyp
         assert relative_error(scores.weight_sum, weight_sum) < 1e-12
     else:
         assert float(scores.loss_sum) == float(scores.weight_sum) == 0.0
+
+
+def test_probability_equal_to_the_threshold_is_not_above_it():
+    logits = torch.tensor([0.0, 1e-6], dtype=torch.float64).view(1, 2, 1, 1)
+    assert upsample_sets(logits, (1, 1), 0.5).tolist() == [[[0b10]]]
+    counts = upsample_label_counts(logits, torch.full((1, 1, 1), 0b11), 0.5)
+    assert counts.tolist() == [[[0, 0], [1, 0]], [[0, 0], [0, 1]]]
 
 
 def test_wrong_inputs_are_named():

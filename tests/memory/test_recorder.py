@@ -37,6 +37,17 @@ def test_peaks_by_hand():
     assert (first.num_bytes, first.module, first.what) == (1024, "head", "zeros 129 float32")
 
 
+def test_later_and_smaller_storages_do_not_move_the_peak():
+    recorder = Recorder(granule_bytes=512)
+    with recorder:
+        recorder.mark("forward")
+        first = torch.empty(1024)  # 4096 bytes
+        del first
+        others = [torch.empty(128) for _ in range(3)]  # 512 bytes each
+    assert len(others) == 3
+    assert recorder.peaks(first_mark=1)["cpu"]["forward"].num_bytes == 4096
+
+
 def test_only_parts_of_a_model_become_replicas_on_other_devices():
     recorder = Recorder()
     with recorder:

@@ -104,13 +104,16 @@ def test_agent_returns_what_its_ranks_came_to(end, status, said, monkeypatch, ca
         if end is not None:
             raise ChildFailedError("x.py", {1: ProcessFailure(1, 99, end, "")})
 
-    seen: list[tuple[str, ...]] = []
+    seen: list[object] = []
     monkeypatch.setenv("SEGAPP_PARENT_PID", "1")
-    for name, value in (("die_with_parent", lambda **_: None), ("signal.signal", None), ("logging.disable", None)):
-        monkeypatch.setattr(f"segapp.parallel.launch.{name}", value or (lambda *_: None))
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "60")
+    monkeypatch.setattr(launch, "die_with_parent", lambda grace_s: seen.append(grace_s))
+    for name in ("signal.signal", "logging.disable"):
+        monkeypatch.setattr(f"segapp.parallel.launch.{name}", lambda *_: None)
     monkeypatch.setattr(run, "run", ranks)
     assert launch.run_agent(["--standalone", "--nproc-per-node=2", "--", "x.py", "--run", "a"]) == status
-    assert seen == [("2", "x.py", str(os.getpid()))], "a rank ends with this process, not with the one above it"
+    own = str(os.getpid())  # a rank ends with this process, not with the one above it
+    assert seen == [65.0, ("2", "x.py", own)], "its ranks have a minute to save before it is killed"
     assert capsys.readouterr().err == said
 
 

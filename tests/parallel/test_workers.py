@@ -68,6 +68,11 @@ def test_thread_ids_repeat_over_steps_and_models(mode):
     assert settles(lambda: not any(thread.name.startswith("replica ") for thread in threading.enumerate()))
 
 
+def test_threads_without_a_user_end_with_their_call():
+    ReplicaGroup([torch.device("cpu")] * 2).run([lambda: None] * 2)
+    assert settles(lambda: not any(thread.name.startswith("replica ") for thread in threading.enumerate()))
+
+
 def test_copies_and_pickles_of_a_used_model_have_no_threads():
     model = DataParallelModel(nn.Linear(2, 2), ["cpu"] * 2)
     model(torch.ones(4, 2))
