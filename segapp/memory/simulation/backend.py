@@ -204,15 +204,30 @@ def simulation(*modes: Any) -> Iterator[None]:
 
 def _apply_by_replacing(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
     """Replace parameters and buffers, where `Module._apply` changes them in place, which fake tensors do not allow."""
-    for part in module.modules() if recurse else (module,):
+    _replace_tensors(module, lambda tensor, _: fn(_fake(tensor).detach()), recurse)
+    return module
+
+
+def _replace_tensors(module: nn.Module, change: Callable[[Tensor, str], Tensor], recurse: bool = True) -> None:
+    """Replace parameters and buffers, in place; those that several parts of the module share stay shared.
+
+    Args:
+        module: changed in place.
+        change: returns the new tensor, from the old one and the dotted name of its part.
+        recurse: also in the parts of the module.
+    """
+    made: dict[int, Tensor] = {}
+    for name, part in module.named_modules() if recurse else (("", module),):
         for key, parameter in part._parameters.items():
             if parameter is not None:
-                changed = fn(_fake(parameter.detach()))
-                part._parameters[key] = nn.Parameter(changed, parameter.requires_grad)
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(change(parameter, name), parameter.requires_grad)
+                part._parameters[key] = made[id(parameter)]
         for key, buffer in part._buffers.items():
             if buffer is not None:
-                part._buffers[key] = fn(_fake(buffer))
-    return module
+                if id(buffer) not in made:
+                    made[id(buffer)] = change(buffer, name)
+                part._buffers[key] = made[id(buffer)]
 
 
 def _fake(tensor: Tensor) -> Tensor:
@@ -220,12 +235,10 @@ def _fake(tensor: Tensor) -> Tensor:
     return tensor if isinstance(tensor, FakeTensor) else _like(tensor, str(tensor.device))
 
 
-def _deepcopy_fake(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+def _deepcopy_fake(tensor: Tensor, _memo: dict[int, Any]) -> Tensor:
     """Return a copy of a fake tensor; the default deepcopy would also copy its FakeTensorMode."""
     made = _like(tensor, str(tensor.device))
-    copied = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-    memo[id(tensor)] = copied
-    return copied
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
 _tensor = torch.tensor
@@ -240,7 +253,8 @@ def _tensor_on_device(data: Any, **options: Any) -> Tensor:
 
 def skeleton(module: nn.Module) -> nn.Module:
     """Return the module with its tensors on the meta device, to be copied by `place`."""
-    return module.to("meta")
+    _replace_tensors(module, lambda tensor, _: _like(tensor, "meta"))
+    return module
 
 
 def place(module: nn.Module, device_of: Callable[[str], str]) -> nn.Module:
@@ -252,17 +266,7 @@ def place(module: nn.Module, device_of: Callable[[str], str]) -> nn.Module:
     """
     with _disable_current_modes():
         copied = copy.deepcopy(module)
-    made: dict[int, Tensor] = {}
-    for name, part in copied.named_modules():
-        device = device_of(name)
-        for key, parameter in part._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(_like(parameter, device), parameter.requires_grad)
-                part._parameters[key] = made[id(parameter)]
-        for key, buffer in part._buffers.items():
-            if buffer is not None:
-                part._buffers[key] = made.setdefault(id(buffer), _like(buffer, device))
+    _replace_tensors(copied, lambda tensor, name: _like(tensor, device_of(name)))
     return copied
 
 

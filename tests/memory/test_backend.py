@@ -1,0 +1,47 @@
+"""Tensors on simulated devices have the devices, dtypes, casts and copies of real ones, by hand."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from segapp.memory.simulation.backend import is_supported
+from tests.support import ROOT
+
+
+@pytest.mark.skipif(not is_supported(), reason="this torch cannot register a device in Python")
+def test_simulated_tensors_are_those_of_a_device():
+    command = [sys.executable, "-m", "tests.support.simulated_devices"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = "simgpu:0", "simgpu:1"
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        "placed": {
+            "0.weight": [first, "float32", [2, 2, 1, 1], True],
+            "1.weight": [second, "float32", [2], False],
+            "1.bias": [second, "float32", [2], False],
+            "1.running_mean": [second, "float32", [2], False],
+            "1.running_var": [second, "float32", [2], False],
+            "1.num_batches_tracked": [second, "int64", [], False],
+        },
+        "is shared": True,
+        "autocast": [[first, "bfloat16"], [first, "float32"]],
+        "casts": [1, 2],  # once for both convolutions, and again in the next context
+        "without autocast": [first, "float32"],
+        "gradient": [first, "float32", [2, 2, 1, 1], False],
+        "copied": [
+            [first, "float32", [2, 2, 1, 1], True],
+            [second, "float32", [2], False],
+            [second, "float32", [2], False],
+        ],
+        "is copied": True,
+        "is shared in half": True,
+        "half": [
+            [first, "float16", [2, 2, 1, 1], True],
+            [second, "float16", [2], False],
+            [second, "int64", [], False],
+        ],
+        "made": [[first, "float32", [2], False], ["cpu", "int64", [1], False]],
+        "real weight": [second, "float32", [2], False],
+    }

@@ -1,0 +1,67 @@
+"""What tensors on simulated devices are, in a process of their own; prints one JSON object."""
+
+import copy
+import json
+
+import torch
+from torch import Tensor, nn
+
+from segapp.losses import CriterionCE
+from segapp.memory.simulation.backend import place, simulation, skeleton
+from segapp.memory.simulation.recorder import Recorder
+
+
+def facts(tensor: Tensor) -> list[object]:
+    """Return device, dtype, shape and whether it is a trained parameter."""
+    is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+    return [str(tensor.device), str(tensor.dtype).removeprefix("torch."), list(tensor.shape), is_trained]
+
+
+def network() -> nn.Module:
+    """Return two convolutions with one weight, between them a frozen BatchNorm."""
+    net = nn.Sequential(nn.Conv2d(2, 2, 1, bias=False), nn.BatchNorm2d(2), nn.Conv2d(2, 2, 1, bias=False))
+    net[2].weight = net[0].weight
+    net[1].requires_grad_(False)
+    return skeleton(net)
+
+
+def casts(recorder: Recorder) -> int:
+    """Return how often the convolutions' weight has been cast."""
+    return sum(each.what == "_to_copy 2x2x1x1 bfloat16" for each in recorder.allocations)
+
+
+def main() -> None:
+    """Print the facts."""
+    model, recorder = network(), Recorder(granule_bytes=1)
+    found: dict[str, object] = {}
+    with simulation(recorder):
+        net = place(model, lambda name: "simgpu:1" if name == "1" else "simgpu:0")
+        found["placed"] = {key: facts(tensor) for key, tensor in (*net.named_parameters(), *net.named_buffers())}
+        found["is shared"] = net[0].weight is net[2].weight
+
+        images = torch.empty(3, 2, 4, 4, device="simgpu:0")
+        with torch.autocast("simgpu", torch.bfloat16):
+            logits = net[2](net[0](images))
+            found["autocast"] = [facts(logits)[:2], facts(logits.softmax(1))[:2]]
+            found["casts"] = [casts(recorder)]
+        with torch.autocast("simgpu", torch.bfloat16):
+            net[0](images)
+        found["casts"] += [casts(recorder)]
+        found["without autocast"] = facts(net[0](images))[:2]
+        net[0](images).sum().backward()
+        found["gradient"] = facts(net[0].weight.grad)
+
+        copied = copy.deepcopy(net)
+        found["copied"] = [facts(copied[0].weight), facts(copied[1].weight), facts(copied[1].running_mean)]
+        found["is copied"] = copied[0].weight is not net[0].weight and copied[2].weight is copied[0].weight
+        net.half()
+        found["is shared in half"] = net[0].weight is net[2].weight
+        found["half"] = [facts(net[0].weight), facts(net[1].weight), facts(net[1].num_batches_tracked)]
+        found["made"] = [facts(torch.tensor([1.5, 2.5], device="simgpu:0")), facts(torch.tensor([3]))]
+        criterion = CriterionCE(weight=[1.0, 3.0]).to("simgpu:1")
+        found["real weight"] = facts(criterion.weight)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
