@@ -216,18 +216,19 @@ def _replace_tensors(module: nn.Module, change: Callable[[Tensor, str], Tensor],
         change: returns the new tensor, from the old one and the dotted name of its part.
         recurse: also in the parts of the module.
     """
-    made: dict[int, Tensor] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    buffers: dict[int, Tensor] = {}
     for name, part in module.named_modules() if recurse else (("", module),):
         for key, parameter in part._parameters.items():
             if parameter is not None:
-                if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(change(parameter, name), parameter.requires_grad)
-                part._parameters[key] = made[id(parameter)]
+                if id(parameter) not in parameters:
+                    parameters[id(parameter)] = nn.Parameter(change(parameter, name), parameter.requires_grad)
+                part._parameters[key] = parameters[id(parameter)]
         for key, buffer in part._buffers.items():
             if buffer is not None:
-                if id(buffer) not in made:
-                    made[id(buffer)] = change(buffer, name)
-                part._buffers[key] = made[id(buffer)]
+                if id(buffer) not in buffers:
+                    buffers[id(buffer)] = change(buffer, name)
+                part._buffers[key] = buffers[id(buffer)]
 
 
 def _fake(tensor: Tensor) -> Tensor:
