@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 
 import pytest
 
-from segapp.datasets.survey.division import Grouping, divide, divide_into_folds, group_pairs
+from segapp.datasets.survey.division import Grouping, divide, divide_into_folds, group_pairs, split_word_of
 from segapp.datasets.survey.hypotheses import Pair
 from segapp.errors import ConfigError, DataError
 
@@ -30,7 +31,9 @@ def grouped(*sizes: int) -> tuple[list[Pair], Grouping]:
         ((50, 10, 10, 10, 10, 10), 0.2, 20),  # the large group never fits
         ((10, 10), 0.4, 10),
         ((10, 10), 0.5, 10),
-        ((5, 5), 0.1, 5),  # too many rather than none
+        ((5, 5), 0.05, 5),  # too many rather than none
+        ((2,) * 10, 0.15, 2),  # 2 and 4 are as near to 3
+        ((5, 5, 5), 0.9, 10),
         ((10, 10), 0.9, 10),  # one group must be left for training
     ],
 )
@@ -43,6 +46,41 @@ def test_share_is_the_nearest_that_whole_groups_allow(sizes: tuple[int, ...], sh
         assert all(len(side) == 1 for side in sides.values())
         assert found.count("val") == num_val
     assert len({tuple(divide(pairs, grouping, share, seed)) for seed in range(8)}) > 1
+
+
+def test_groups_are_taken_in_the_order_of_a_hash() -> None:
+    """The order is the same in every version, so that a repeated command divides as before."""
+
+    def ranked(groups: str, seed: int) -> list[str]:
+        return sorted(groups, key=lambda group: hashlib.sha256(f"{seed}:{group}".encode()).digest())
+
+    for seed in range(3):
+        pairs, grouping = grouped(*[2] * 6)
+        found = divide(pairs, grouping, 0.5, seed)
+        assert {group for group, side in zip(grouping.groups, found, strict=True) if side == "val"} == set(
+            ranked("abcdef", seed)[:3]
+        )
+        folds = dict(zip(grouping.groups, divide_into_folds(grouping, 4, seed), strict=True))
+        assert [folds[group] for group in ranked("abcdef", seed)] == [0, 1, 2, 3, 0, 1]
+        pairs, grouping = grouped(5, 5, 9)
+        found = divide(pairs, grouping, 0.05, seed)  # the smallest rather than none
+        val = {group for group, side in zip(grouping.groups, found, strict=True) if side == "val"}
+        assert val == {ranked("ab", seed)[0]}
+
+
+@pytest.mark.parametrize(
+    ("words", "word"),
+    [
+        (["valid", "valid"], "valid"),
+        (["Dev", "Dev"], "Dev"),
+        (["valid", "dev"], "val"),
+        ([None], "val"),
+        (["x"], "val"),
+    ],
+)
+def test_split_on_disk_is_named_by_its_only_word(words: list[str | None], word: str) -> None:
+    pairs = [Pair("i.png", "m.png", "val", each) for each in words]
+    assert split_word_of([*pairs, Pair("j.png", "n.png", "train", "training")], "val") == word
 
 
 def test_added_groups_hardly_change_a_division() -> None:
@@ -76,22 +114,37 @@ def test_folds_are_even_and_hold_whole_groups() -> None:
     assert sorted(divide_into_folds(grouped(3, 3)[1], 2, 0)) == [0, 0, 0, 1, 1, 1]
 
 
+BEGINNING = "beginning of the name"
+
+
 @pytest.mark.parametrize(
-    ("images", "pattern", "kind", "groups"),
+    ("images", "kind", "groups"),
     [
-        (["s1/a.png", "s1/b.png", "s2/a.png", "s2/b.png", "s3/a.png", "s3/b.png"], None, "folder", "s1 s1 s2 s2 s3 s3"),
-        (["x_1.png", "x_2.png", "y_1.png", "y_2.png", "z_1.png", "z_2.png"], None, "beginning of the name",
-         "x_ x_ y_ y_ z_ z_"),
-        (["a.png", "b.png", "c.png"], None, "image", "a.png b.png c.png"),
-        (["x_1.png", "x_2.png", "y_1.png", "y_2.png"], None, "image", "x_1.png x_2.png y_1.png y_2.png"),  # two groups
-        (["p/x_1.png", "p/y_2.png"], r"/(.)_", r"--group /(.)_", "x y"),
-        (["p/x_1.png", "p/y_2.png"], r"._\d", r"--group ._\d", "x_1 y_2"),
+        ("s1/a s1/b s2/a s2/b s3/a s3/b", "folder", "s1 s1 s2 s2 s3 s3"),
+        ("x_1 x_2 y_1 y_2 z_1 z_2", BEGINNING, "x_ x_ y_ y_ z_ z_"),
+        ("a b c", "image", None),
+        ("x_1 x_2 y_1 y_2", "image", None),  # two groups are too few
+        ("x_1 x_2 y_1 y_2 z_1", "image", None),  # of fewer than two images on average
+        ("x_1 x_2 x_3 x_4 x_5 x_6 x_7 x_8 y z", BEGINNING, "x_ x_ x_ x_ x_ x_ x_ x_ y z"),
+        ("x_1 x_2 x_3 x_4 x_5 x_6 x_7 x_8 x_9 y z", "image", None),  # one of them holds nearly all
+        ("1/a_1 1/a_2 1/b_1 1/b_2 2/c_1 2/c_2 2/d_1 2/d_2 3/e_1 3/e_2 3/a_3 3/a_4", BEGINNING,
+         "a_ a_ b_ b_ c_ c_ d_ d_ e_ e_ a_ a_"),  # five, where there are only three folders
+        ("x_1 x_2 y_1 y_2 z_q_1 z_q_2 z_r_1 z_r_2 z_s_1 z_s_2", BEGINNING, "x_ x_ y_ y_ z_q_ z_q_ z_r_ z_r_ z_s_ z_s_"),
     ],
 )  # fmt: skip
-def test_groups_are_folders_beginnings_or_matches(
-    images: list[str], pattern: str | None, kind: str, groups: str
-) -> None:
-    assert group_pairs(pairs_of(*images), pattern) == Grouping(tuple(groups.split()), kind)
+def test_groups_are_folders_or_beginnings_of_names(images: str, kind: str, groups: str | None) -> None:
+    pairs = pairs_of(*(f"{image}.png" for image in images.split()))
+    assert group_pairs(pairs, None) == Grouping(
+        tuple(pair.image for pair in pairs) if groups is None else tuple(groups.split()), kind
+    )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "groups"), [(r"/(.)_", ("x", "y")), (r"._\d", ("x_1", "y_2")), ("(q)?p", ("p", "q"))]
+)
+def test_groups_are_what_an_expression_matches(pattern: str, groups: tuple[str, str]) -> None:
+    pairs = pairs_of("p/x_1.png", "qp/y_2.png")
+    assert group_pairs(pairs, pattern) == Grouping(groups, f"--group {pattern}")
 
 
 def test_wrong_expressions_for_groups_are_named() -> None:

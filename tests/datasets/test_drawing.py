@@ -35,6 +35,13 @@ def test_polygons_fill_their_outline_but_not_their_holes() -> None:
     np.testing.assert_array_equal(mask, wanted)
 
 
+def test_corners_may_have_further_numbers() -> None:
+    plain, labelled = blank_mask(5, 5), blank_mask(5, 5)
+    fill_polygon(plain, [[(1, 1), (3, 1), (1, 3)]], 1)
+    fill_polygon(labelled, [[(1, 1, 7), (3, 1, 7), (1, 3, 7)]], 1)
+    np.testing.assert_array_equal(plain, labelled)
+
+
 @pytest.mark.parametrize(
     ("ring", "message"),
     [
@@ -57,6 +64,7 @@ def test_polygon_that_cannot_be_filled_leaves_the_mask(ring: list[tuple[float, .
 def test_mask_of_an_impossible_size_is_refused(size_px: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match=f"a size of {size_px[1]} x {size_px[0]} pixels"):
         blank_mask(*size_px)
+    assert blank_mask(65_536, 1).shape == blank_mask(1, 65_536).T.shape == (65_536, 1)
 
 
 def test_area_of_a_polygon_is_the_same_in_both_directions() -> None:

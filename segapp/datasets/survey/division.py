@@ -47,7 +47,7 @@ def group_pairs(pairs: Sequence[Pair], pattern: str | None) -> Grouping:
     few: Grouping | None = None
     for groups, kind in [(scenes, "folder"), *_beginnings(pairs)]:
         count = len(set(groups))
-        if 2 <= count <= len(pairs) / 2 and max(Counter(groups).values()) <= 0.8 * len(pairs):
+        if count <= len(pairs) / 2 and max(Counter(groups).values()) <= 0.8 * len(pairs):
             found = Grouping(tuple(groups), kind)
             if count >= MIN_GROUPS:
                 return found
@@ -104,9 +104,9 @@ def divide(pairs: Sequence[Pair], grouping: Grouping, share: float, seed: int) -
         if abs(taken + sizes[group] - wanted) < abs(taken - wanted) and len(val) < len(sizes) - 1:
             val.add(group)
             taken += sizes[group]
-    if not val and len(sizes) > 1 and share * len(pairs) >= 0.5:
+    if not val and share * len(pairs) >= 0.5:
         val.add(min(sizes, key=lambda group: (sizes[group], _rank(group, seed))))
-    if not val or len(val) == len(sizes):
+    if not val:
         raise ConfigError(
             f"--val-share {share:g} of {len(pairs)} images in {len(sizes)} groups ({grouping.kind}) leaves one split "
             "empty: choose another share, or other groups with --group REGEX"

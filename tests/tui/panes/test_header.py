@@ -73,6 +73,9 @@ def test_state_is_a_dot_a_word_and_the_phase(
     view: View, status: Status, is_paused: bool, phase: str | None, shown: str
 ) -> None:
     view.is_paused, view.phase = is_paused, phase
+    line = header.header(view, replace(status, age_s=3.0), Place("a", 200, ASCII), is_readonly=False)
+    age = {line.plain[span.start : span.end]: span.style for span in line.spans}["3.0s ago"]
+    assert age == ("$text-warning bold" if status.state == "stale" else "$text-muted")
     assert header.state_content(view, status, ASCII).plain == shown
 
 
@@ -83,6 +86,8 @@ def test_progress_of_epoch_and_run_is_in_their_steps(view: View) -> None:
     assert line.split("   ")[-1].strip() == run
     assert header.progress_line(view, LIVE, 40, ASCII).plain.startswith("run ==-..... 31.2%")
     assert (header.epoch_fraction(view), header.run_fraction(view)) == (0.5, 50 / 160)
+    assert header.etas_s(view, replace(LIVE, now_s=139.0)) == (16.0, 76.0)  # by a clock behind the trainer's
+    assert header.etas_s(view, replace(LIVE, now_s=170.0)) == (0.0, 46.0)
     view.evaluating = Evaluating(100.0, 120.0, 25, 100)
     line = header.progress_line(view, LIVE, 110, ASCII).plain
     assert line.startswith(f"eval {'=' * 5}{'.' * 15} 25/100 images ETA 30s   run ")
@@ -103,6 +108,8 @@ def test_throughput_line_marks_what_slows_or_skips(view: View) -> None:
     assert view.step is not None
     view.step = view.step.model_copy(update={"step_s": 12.34, "skipped": 0, "terms": None, "loss_scale": None})
     assert header.throughput_line(view, 200, ASCII).plain.endswith("step 12.3 s  waiting for data 25%  grad norm 1.50")
+    found = header.throughput_line(view, 200, ASCII)
+    assert {found.plain[span.start : span.end]: span.style for span in found.spans}["25%"] == "$text-warning bold"
     assert header.throughput_line(View(), 200, ASCII).plain == "no step yet"
 
 
@@ -133,7 +140,7 @@ def test_summary_of_hidden_panes_names_the_most_important(view: View) -> None:
 
 
 def test_of_many_devices_the_fullest_are_named(view: View) -> None:
-    used_mib = (1024, 9216, None, 10_000, 2048, 5120)
+    used_mib = (0, 9216, None, 10_000, 2048, 5120)
     view.devices = [DeviceMemory(device=f"cuda:{i}", used_mib=mib, total_mib=10_240) for i, mib in enumerate(used_mib)]
     found = header.small_summary(view, 40, 3, ASCII)
     assert found.plain.splitlines()[0] == "GPU3 9.8/10  GPU1 9.0/10  GPU5 5.0/10"
@@ -142,7 +149,7 @@ def test_of_many_devices_the_fullest_are_named(view: View) -> None:
     assert styles.get("GPU1 9.0/10", "") == ""  # 90 % is not above it
     wide = header.small_summary(view, 200, 3, ASCII).plain.splitlines()[0]
     assert [part.split()[0] for part in wide.split("  ")] == ["GPU3", "GPU1", "GPU5", "GPU4", "GPU0", "GPU2"]
-    assert wide.endswith("GPU2 n/a")
+    assert wide.endswith("GPU4 2.0/10 =.....  GPU0 0.0/10 ......  GPU2 n/a")
 
 
 @pytest.mark.parametrize(
@@ -177,11 +184,19 @@ def test_banner_says_what_has_happened(view: View, status: Status, end: str | No
     ],
 )
 def test_keys_of_an_alert_are_on_its_line_where_they_fit(view: View, width: int, shown: str) -> None:
-    raised = Raised(Alert(kind="hang", message="no progress"), 3)
+    raised = Raised(Alert(kind="hang", message="no progress", t=9.0), 3)
     found = header.banner(view, LIVE, Place("run", width, ASCII), [raised])
     assert found is not None
     assert found.plain == shown
     assert header.banner(view, Status("stale"), Place("run", width, ASCII), [raised]) != found
+    newer = Raised(Alert(kind="oom", message="out of memory", t=10.0), 1)
+    view.alerts = {"hang": raised, "oom": newer}
+    unseen = header.unseen_alerts(view, {"hang": 8.9})
+    assert unseen == [raised, newer]
+    found = header.banner(view, LIVE, Place("run", 99, ASCII), unseen)
+    assert found is not None
+    assert found.plain == "oom: out of memory  a seen, d details  1 more"
+    assert header.unseen_alerts(view, {"hang": 9.0, "oom": 11.0}) == []
 
 
 def test_screen_too_small_for_panes_says_so(view: View) -> None:
@@ -191,8 +206,10 @@ def test_screen_too_small_for_panes_says_so(view: View) -> None:
     assert small.splitlines() == ["a-run", "* LIVE train", "epoch 3/8  …"]
     assert header.notice(View(), LIVE, "a-run", 40, 0, ASCII).plain == "a-run"
     assert "no step yet" in header.notice(View(), LIVE, "a-run", 40, 9, ASCII).plain
-    styles = {span.style for span in header.notice(view, LIVE, "a", 60, 14, ASCII).spans}
-    assert {"$text-success", "$text-error bold"} <= styles  # wide enough, but not high enough
+    for width, height, good in ((60, 14, "60"), (59, 15, "15")):
+        found = header.notice(view, LIVE, "a", width, height, ASCII)
+        styles = {found.plain[span.start : span.end]: span.style for span in found.spans}
+        assert [side for side in ("60", "15") if styles[side] == "$text-success"] == [good]
 
 
 def test_start_shows_the_step_and_the_end_of_the_log(view: View) -> None:

@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 
 from segapp.tui.panes.glyphs import ASCII, UNICODE, thinned
 from segapp.tui.panes.plot import (
+    Columns,
     Scale,
     choose_scale,
     draw_columns,
     pack_dots,
     padded_range,
     reduce_columns,
+    row_labels,
+    usual_range,
     without_spikes,
 )
 
@@ -108,6 +111,54 @@ def test_ticks_are_few_ascending_and_inside_the_range(bottom: float, ratio: floa
     assert len(ticks) <= 4 * count + 6
     assert all(a < b for a, b in itertools.pairwise(ticks))
     assert all(bottom * (1 - 1e-6) <= tick <= bottom * ratio * (1 + 1e-6) for tick in ticks)
+
+
+@pytest.mark.parametrize(
+    ("scale", "count", "ticks"),
+    [
+        (Scale(0.0, 1.0), 5, [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]),
+        (Scale(0.0, 62.0), 5, [0.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0]),
+        (Scale(-1.0, 3.0), 4, [-1.0, 0.0, 1.0, 2.0, 3.0]),
+        (Scale(7.0, 7.5), 2, [7.0, 7.2, 7.4]),
+        (Scale(1.0, 1.0), 3, []),
+        (Scale(0.01, 100.0, is_log=True), 6, [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100]),
+        (Scale(0.01, 100.0, is_log=True), 5, [0.01, 0.1, 1.0, 10.0, 100.0]),
+        (Scale(1e-4, 1e4, is_log=True), 4, [1e-4, 1e-2, 1.0, 1e2, 1e4]),
+        (Scale(2.5, 4.5, is_log=True), 4, [2.5, 3.0, 3.5, 4.0, 4.5]),
+    ],
+)
+def test_ticks_are_round_numbers(scale: Scale, count: int, ticks: list[float]) -> None:
+    assert scale.ticks(count) == pytest.approx(ticks)
+
+
+def test_strokes_are_drawn_from_low_to_high_and_joined() -> None:
+    low, high = np.array([0.0, 1.0, 0.5, 0.25, NAN]), np.array([0.0, 1.0, 0.5, 0.75, NAN])
+    dots = draw_columns(Columns(low, high, np.zeros(5, dtype=bool)), Scale(0.0, 1.0), 5)
+    assert [np.flatnonzero(column).tolist() for column in dots.T] == [[4], [0, 1, 2, 3], [1, 2], [1, 2, 3], []]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        ([1.0] * 200, [2.0] * 200, (1.0, 2.0)),
+        ([1.0] * 200, [2.0] * 199 + [5.0], (1.0, 2.0)),  # more than twice the span above
+        ([1.0] * 200, [2.0] * 199 + [4.0], (1.0, 4.0)),
+        ([1.0] * 199 + [-0.5], [2.0] * 200, (1.0, 2.0)),  # one of 200 is left out
+        ([1.0] * 198 + [-0.5], [2.0] * 199, (-0.5, 2.0)),
+        ([1.0] * 20, [2.0] * 19 + [9.0], (1.0, 9.0)),  # too few to call one rare
+        ([1.0] * 21, [2.0] * 20 + [9.0], (1.0, 2.0)),
+        ([NAN] * 3, [NAN] * 3, None),
+    ],
+)
+def test_rarest_values_do_not_count_for_the_usual_range(
+    low: list[float], high: list[float], expected: tuple[float, float] | None
+) -> None:
+    assert usual_range(np.array(low), np.array(high)) == expected
+
+
+def test_row_labels_stand_at_their_heights() -> None:
+    assert row_labels(Scale(0.0, 1.0), 6, 6) == ["    1 ", "      ", "      ", "  0.5 ", "      ", "    0 "]
+    assert row_labels(Scale(0.0, 12_345.0), 3, 4) == ["1e+ ", "500 ", "  0 "]
 
 
 @given(st.floats(0, 2e9), st.just(0.0) | st.floats(1e-3, 1e9))

@@ -22,7 +22,7 @@ def test_zoom_and_pan_by_hand() -> None:
     assert left.panned(10, 1, 1001) == half
     assert left.jumped(1, 1001, to_end=False) == Viewport(500, 501)
     assert left.jumped(1, 1001, to_end=True) == half
-    assert left.zoomed(100, 0.5, 1, 1001) == everything
+    assert left.zoomed(100, 0.5, 1, 1001) == half.zoomed(2, 1.0, 1, 1001) == everything
     middle = everything.zoomed(0.5, 0.5, 0, 1000)
     assert middle.visible(0, 1000) == (250, 750), "the step under the pointer keeps its place"
 

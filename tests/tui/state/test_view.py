@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from textual.geometry import Size
 
-from segapp.run.events import EVENT_TYPES, CommandAnswer, EpochStart, EventReader, Gpu0Bsz
+from segapp.run.events import EVENT_TYPES, CommandAnswer, EpochStart, EventReader, Gpu0Bsz, Heartbeat, Val
 from segapp.tui.panes.devices import evaluate_split, gpu_content
 from segapp.tui.panes.glyphs import ASCII
 from segapp.tui.state.view import View, fold_events
@@ -200,11 +200,48 @@ def test_peak_of_the_old_split_is_not_the_new_one_s(tmp_path: Path) -> None:
     assert gpu_content(view, (), Size(68, 20), ASCII).plain.count("500M") == 2
 
 
-def test_failed_smaller_share_sets_no_limit_for_device_0(tmp_path: Path) -> None:
+@pytest.mark.parametrize("new", [2, 4])
+def test_failed_smaller_share_sets_no_limit_for_device_0(tmp_path: Path, new: int) -> None:
     run = RecordedRun(tmp_path / "run")
     run.train(1)
-    run.write(Gpu0Bsz(status="reverted", old=4, new=2, split=[4, 10, 9, 9], epoch=2, reason="out of memory on cuda:1"))
+    for old, applied in ((5, 3), (3, 4)):
+        run.write(Gpu0Bsz(status="applied", old=old, new=applied, epoch=2))
+    run.write(Gpu0Bsz(status="applied", old=4, new=new, epoch=2))
+    run.write(Gpu0Bsz(status="reverted", old=4, new=new, split=[4, 10, 9, 9], epoch=2, reason="out of memory"))
     assert folded(run).gpu0.ceiling is None
+    assert folded(run).gpu0.previous == [5, 3]
+
+
+def test_evaluation_ends_with_its_result(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run", steps_per_epoch=5)
+    run.train(5)
+    run.write(Heartbeat(phase="eval", step=5, num_evaluated=9, num_images=10))
+    assert folded(run).evaluating is not None
+    run.write(Val(epoch=1, step=5, loss=0.1, miou=0.5, iou=[0.5]))
+    assert folded(run).evaluating is None
+
+
+def test_events_with_invalid_fields_are_counted_and_skipped(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run")
+    run.train(1)
+    raws = EventReader(run.folder.events).read_raw()
+    step, memory = (next(raw for raw in raws if raw["type"] == kind) for kind in ("step", "memory"))
+    wrong = ({**step, "lr": "fast"}, {**step, "step": -1}, {**memory, "devices": 3}, {**raws[0], "epochs": None})
+    view = View()
+    for count, raw in enumerate(wrong, start=1):
+        fold_events(view, [raw])
+        assert view.num_bad == count
+    assert view.step is None
+    assert view.start is None
+    assert view.devices == []
+
+
+def test_last_thousand_answers_are_kept() -> None:
+    view = View()
+    answers = [CommandAnswer(id=str(i), command="pause", by="a@b", status="rejected", t=1.0) for i in range(1002)]
+    for num_before, num_kept in ((999, 999), (1000, 1000), (1002, 1000)):
+        fold_events(view, [answer.model_dump() for answer in answers[len(view.answers) : num_before]])
+        assert list(view.answers) == [str(i) for i in range(num_before - num_kept, num_before)]
 
 
 def test_cancelled_change_restores_the_view(tmp_path: Path) -> None:
@@ -227,6 +264,8 @@ def test_pause_follows_answer_heartbeat_and_next_step(tmp_path: Path) -> None:
     assert not folded(run).is_paused
     run.beat("paused")
     assert folded(run).is_paused
+    run.write_start(resumed_from_step=2)
+    assert not folded(run).is_paused
 
 
 junk = st.recursive(

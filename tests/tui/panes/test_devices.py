@@ -1,0 +1,148 @@
+"""The device pane and the editor of gpu0_bsz, word by word, for two devices of 10 GiB and a batch of 8."""
+
+from __future__ import annotations
+
+import pytest
+from textual.geometry import Size
+
+from segapp.run.events import Device, DeviceMemory, Gpu0Bsz, RunStart, Step
+from segapp.tui.panes.devices import (
+    Draft,
+    begin_draft,
+    edit_draft,
+    gpu0_content,
+    gpu_content,
+    headroom_level,
+    memory_graph,
+)
+from segapp.tui.panes.glyphs import ASCII
+from segapp.tui.state.source import Status
+from segapp.tui.state.view import View
+
+LIVE = Status("live", now_s=150.0)
+
+
+@pytest.fixture
+def view() -> View:
+    view = View()
+    view.start = RunStart(
+        classes=["road"], num_params=9, batch_size=8, epochs=8, steps_per_epoch=20, t=50.0,
+        devices=[Device(device=f"cuda:{i}", total_mib=10_240) for i in range(2)],
+    )  # fmt: skip
+    view.split, view.gpu0.value = (3, 5), 3
+    view.peaks_mib = {(3, 5): [6144.0, 9420.0]}
+    view.devices = [
+        DeviceMemory(device="cuda:0", used_mib=5120, total_mib=10_240, utilization=0.96, temperature=71,
+                     allocated_mib=2048, reserved_mib=3072, peak_mib=6144, phase="backward"),
+        DeviceMemory(device="cuda:1", used_mib=9830.5, total_mib=10_240),
+    ]  # fmt: skip
+    view.memory.extend([((0.0, 0.0), (1.0, 1.0)), ((2560.0, 1.0),), ((5120.0, 1.0), (1.0, 1.0)), ((10_240.0, 1.0),)])
+    return view
+
+
+def test_each_device_has_a_line_with_a_bar(view: View) -> None:
+    lines = gpu_content(view, (), Size(60, 3), ASCII).plain.splitlines()
+    assert lines == [
+        "GPU0 ========-........   5.0/10   6.0  96%  71C 3 img  ok   ",
+        "GPU1 ================.   9.6/10   9.2  n/a    - 5 img  full ",
+    ]
+    narrow = gpu_content(view, (), Size(59, 3), ASCII).plain.splitlines()
+    assert narrow[0].startswith("0 =========-.........   5.0/10")
+    assert gpu_content(view, (), Size(30, 3), ASCII).plain.splitlines()[0] == "0 ======......   5.0/10 3 img "
+    assert len(gpu_content(view, (), Size(200, 3), ASCII).plain.splitlines()[0].split()[1]) == 40
+    view.split = (2, 6)
+    assert "5.0/10     -  96%" in gpu_content(view, (), Size(60, 3), ASCII).plain  # no peak of this split yet
+    view.devices = [DeviceMemory(device="cpu", used_mib=812.0)]
+    words = gpu_content(view, (), Size(60, 3), ASCII).plain.split()
+    assert words == ["CPU0", "." * 21, "812M/n/a", "-", "n/a", "2", "img"]
+
+
+def test_taller_pane_has_the_allocator_and_a_graph(view: View) -> None:
+    lines = gpu_content(view, (7168.0, None), Size(80, 4), ASCII).plain.splitlines()
+    assert lines[1::2] == [
+        "  allocated 2.0  reserved 3.0  peak 6.0  predicted 7.0  in backward", "  peak 9.2"
+    ]  # fmt: skip
+    narrow = gpu_content(view, (7168.0,), Size(50, 4), ASCII).plain.splitlines()
+    assert narrow[1] == "  allocated 2.0  reserved 3.0  peak 6.0"
+    assert len(gpu_content(view, (), Size(80, 7), ASCII).plain.splitlines()) == 4
+    assert len(gpu_content(view, (), Size(80, 8), ASCII).plain.splitlines()) == 2 + 2 + 2 + 2  # two rows of a graph
+    assert len(gpu_content(view, (), Size(80, 40), ASCII).plain.splitlines()) == 2 + 2 + 6 + 6
+
+
+def test_graph_of_memory_ends_at_the_right(view: View) -> None:
+    def graph(index: int, total_mib: float | None, width: int) -> list[str]:
+        return [line.plain for line in memory_graph(view, index, total_mib, Size(width, 2), ASCII)]
+
+    assert graph(0, 10_240.0, 12) == ["           :", "        .:::"]  # 0, a quarter, a half, all of it
+    assert graph(0, 20_480.0, 12) == [" " * 12, "        ..::"]
+    assert graph(0, None, 12) == graph(0, 10_240.0, 12)
+    assert graph(1, 1.0, 12) == ["        : : ", "        : : "]  # no sample of this device in between
+    assert graph(0, 10_240.0, 10) == ["         :", "      .:::"]
+    assert graph(0, 10_240.0, 9) == []
+    view.memory.clear()
+    view.memory.append(((1.0, 1.0),))
+    assert graph(0, 10_240.0, 12) == []
+
+
+@pytest.mark.parametrize(
+    ("used_mib", "total_mib", "level"),
+    [(90.0, 100.0, "ok"), (90.1, 100.0, "tight"), (95.0, 100.0, "tight"), (95.1, 100.0, "full"), (None, 100.0, ""),
+     (1.0, None, ""), (1.0, 0.0, "")],
+)  # fmt: skip
+def test_headroom_is_tight_above_90_and_full_above_95_percent(
+    used_mib: float | None, total_mib: float | None, level: str
+) -> None:
+    assert headroom_level(used_mib, total_mib) == level
+
+
+def test_pane_of_the_split_shows_the_last_change(view: View) -> None:
+    def shown(status: Status = LIVE, *, can_edit: bool = True) -> list[str]:
+        return gpu0_content(view, status, None, (60, 5), ASCII, can_edit=can_edit).plain.splitlines()
+
+    assert shown() == ["3  split 3·5  batch 8", "b changes it from the next epoch on"]
+    assert shown(can_edit=False) == ["3  split 3·5  batch 8"]
+    view.gpu0.last = Gpu0Bsz(status="applied", old=2, new=3, epoch=4, predicted_mib=[5120.0, 1.0], is_auto=True, t=60.0)
+    assert shown() == ["3  auto  split 3·5  batch 8", "applied at epoch 4, GPU0 peak 6.0 (predicted 5.0)"]
+    view.gpu0.last = Gpu0Bsz(status="applied", old=2, new=3, observed_mib=[7168.0, 1.0])
+    assert shown()[1] == "applied, GPU0 peak 7.0"
+    view.peaks_mib = {}
+    view.gpu0.last = Gpu0Bsz(status="applied", old=2, new=3, predicted_mib=[5120.0, 1.0])
+    assert shown()[1] == "applied"
+    view.gpu0.last = Gpu0Bsz(status="reverted", old=3, new=None)
+    assert shown()[1] == "even was reverted"
+    view.gpu0.pending = Gpu0Bsz(status="pending", old=3, new=None, epoch=4)
+    view.epoch, view.step = 3, Step(epoch=3, step=50, loss=0.5, lr=0.1, eta_epoch_s=30.0, t=140.0)
+    assert shown() == ["3 -> even  PENDING: epoch 4, in 20s", "split 3·5 -> 4·4", "u cancels it"]
+    view.gpu0.pending = Gpu0Bsz(status="pending", old=3, new=2, split=[2, 6])
+    assert shown(Status("crashed"))[:2] == ["3 -> 2  PENDING: the next epoch", "split 3·5 -> 2·6"]
+    view.start = view.start.model_copy(update={"devices": view.start.devices[:1]}) if view.start else None
+    assert shown() == ["one device: nothing to split"]
+    view.start = None
+    assert shown() == ["known when the training has begun"]
+
+
+def test_editor_opens_with_the_pending_or_present_value(view: View) -> None:
+    assert begin_draft(view) == Draft("3", is_fresh=True)
+    view.gpu0.pending = Gpu0Bsz(status="pending", old=3, new=None)
+    assert begin_draft(view) == Draft("", is_fresh=True)
+    view.gpu0.pending = Gpu0Bsz(status="pending", old=3, new=2)
+    assert begin_draft(view).value == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "is_fresh", "key", "after"),
+    [
+        ("3", True, "4", "4"), ("3", False, "4", "34"), ("0", False, "4", "4"), ("123456", False, "7", "123456"),
+        ("12", False, "backspace", "1"), ("", False, "backspace", ""), ("3", False, "e", ""),
+        ("3", True, "+", "4"), ("3", True, "=", "4"), ("3", True, "up", "4"), ("3", True, "-", "2"),
+        ("3", True, "_", "2"), ("3", True, "down", "2"), ("0", True, "down", "0"), ("8", True, "up", "8"),
+        ("", False, "up", "4"), ("", False, "down", "2"), ("3", True, "x", "3"),
+    ],
+)  # fmt: skip
+def test_keys_of_the_editor_change_the_number(view: View, text: str, is_fresh: bool, key: str, after: str) -> None:
+    character = key if len(key) == 1 else None
+    draft, is_sent = edit_draft(Draft(text, is_fresh=is_fresh), key, character, view)
+    assert draft is not None
+    assert (draft.text, is_sent) == (after, False)
+    assert draft.is_fresh == (key in ("+", "=", "-", "_", "up", "down", "x"))
+    assert edit_draft(draft, "escape", None, view) == (None, False)
