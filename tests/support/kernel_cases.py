@@ -66,11 +66,12 @@ def check_edges():
     assert torch.isfinite(loss_sum)
     assert torch.isfinite(gradient).all()
     assert cross_entropy_by_triton(logits, ignored % 4, None, options, with_gradient=False)[2] is None
-    bad = (ignored % 4).long()
-    bad[0, 3, 4], bad[0, 5, 6] = -7, 1 << 40
-    assert torch.isnan(cross_entropy_by_triton(logits, bad, None, options, with_gradient=True)[0])
-    with pytest.raises(ValueError, match="ids -7, 1099511627776: classes are 0 to 3"):
-        raise_reported()
+    for ids, named in (([-7, 1 << 40], "-7, 1099511627776"), ([-1, 0], "-1"), ([3, 4], "4")):
+        bad = (ignored % 4).long()
+        bad[0, 3, 4], bad[0, 5, 6] = ids
+        assert torch.isnan(cross_entropy_by_triton(logits, bad, None, options, with_gradient=True)[0])
+        with pytest.raises(ValueError, match=f"ids {named}: classes are 0 to 3"):
+            raise_reported()
     cross_entropy_by_triton(logits, ignored, None, options, with_gradient=True)
 
 
