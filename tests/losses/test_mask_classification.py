@@ -99,6 +99,7 @@ def test_any_split_has_the_loss_and_gradient_of_the_whole(sizes):
     parts = list(zip(*(output.split(sizes) for output in outputs), strict=True))
     statistics = [criterion.statistics(part, own) for part, own in zip(parts, target.split(sizes), strict=True)]
     totals = tuple(torch.stack(entry).sum(0) for entry in zip(*statistics, strict=True))
+    assert len(totals) == criterion.num_statistics
     assert relative_error(criterion.finalize(totals).detach(), criterion(outputs, target).detach()) < 1e-12
     known = [criterion.target_statistics(own) for own in target.split(sizes)]
     assert [float(sum(entry)) for entry in zip(*known, strict=True)][3:] == [float(each) for each in totals[3:]]

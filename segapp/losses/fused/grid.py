@@ -44,7 +44,7 @@ class Axis:
             source = (sample + 0.5) * (size_in / size_out) - 0.5
         source = source.clamp(0.0, float(size_in - 1))
         # 1e-9, because an exact multiple may come out as 7.999...: its row would become a separate cell.
-        lower = torch.floor(source + 1e-9).clamp(max=size_in - 1)
+        lower = torch.floor(source + 1e-9)
         self.lower, self.fraction = lower.long(), (source - lower).clamp(0.0, 1.0)
         edges = torch.arange(size_in + 1, dtype=torch.int64, device="cpu")
         self.starts: list[int] = torch.searchsorted(self.lower, edges).tolist()

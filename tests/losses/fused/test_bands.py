@@ -69,6 +69,16 @@ def test_lower_precision_is_accumulated_in_float32(name, dtype, monkeypatch):
     assert relative_error(x.grad, y.grad) < (8e-3 if dtype == torch.bfloat16 else 1e-4)
 
 
+@pytest.mark.parametrize(("more_bytes", "is_full"), [(0, False), (1, True)])
+def test_full_resolution_is_taken_below_a_limit_of_its_bytes(more_bytes, is_full, monkeypatch):
+    calls, original = [], sums._at_full_resolution
+    monkeypatch.setattr(sums, "_at_full_resolution", lambda *args: calls.append(args) or original(*args))
+    monkeypatch.setattr(sums, "FULL_BYTES", 2 * 3 * 17 * 23 * 8 + more_bytes)
+    logits, target = draw(2, 3, (5, 6), (17, 23))
+    criteria()["focal"](logits, target)
+    assert bool(calls) == is_full
+
+
 def test_lovasz_passes_gradcheck_and_equals_sum_over_images():
     logits, target = draw(2, 3, (3, 3), (7, 8))
     logits.requires_grad_()
