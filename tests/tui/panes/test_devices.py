@@ -80,6 +80,9 @@ def test_graph_of_memory_ends_at_the_right(view: View) -> None:
     assert graph(0, 10_240.0, 10) == ["         :", "      .:::"]
     assert graph(0, 10_240.0, 9) == []
     view.memory.clear()
+    view.memory.extend([((0.0, 0.0),), ((0.0, 0.0),)])
+    assert graph(0, None, 12) == [" " * 12, "          .."]
+    view.memory.clear()
     view.memory.append(((1.0, 1.0),))
     assert graph(0, 10_240.0, 12) == []
 
@@ -127,6 +130,81 @@ def test_editor_opens_with_the_pending_or_present_value(view: View) -> None:
     assert begin_draft(view) == Draft("", is_fresh=True)
     view.gpu0.pending = Gpu0Bsz(status="pending", old=3, new=2)
     assert begin_draft(view).value == 2
+
+
+@pytest.fixture
+def measured(view: View) -> View:
+    """3 GiB and 1 GiB for each sample on every device; of device 0 another process holds 2 GiB."""
+    view.peaks_mib = {(3, 5): [6144.0, 8192.0], (2, 6): [5120.0, 9216.0]}
+    return view
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("4", [
+            "3 ->  4   ok",
+            "split 3·5 -> 4·4",
+            "GPU0 peak 6.0 -> 7.0±0.1 /8.0  ok",
+            "GPU1 peak 8.0 -> 7.0±0.1 /10.0  ok",
+            "device 0 would need about 7.0 of 8.0 GiB (88 %)",
+            "+ - change  e even  enter  esc",
+        ]),
+        ("5", [
+            "3 ->  5   won't fit",
+            "split 3·5 -> 5·3",
+            "GPU0 peak 6.0 -> 8.0±0.1 /8.0  won't fit",
+            "GPU1 peak 8.0 -> 6.0±0.1 /10.0  ok",
+            "device 0 would need about 8.0 of 8.0 GiB (100 %): give it fewer samples",
+            "+ - change  ! send anyway  esc",
+        ]),
+        ("9", [
+            "3 ->  9   refused",
+            "split 3·5 -> -",
+            "gpu0_bsz=9 is more than the batch of 8: use 0 to 8",
+            "+ - change  e even  esc",
+        ]),
+    ],
+)  # fmt: skip
+def test_editor_shows_the_memory_that_a_split_would_need(measured: View, text: str, lines: list[str]) -> None:
+    def shown(width: int, height: int, draft: Draft) -> list[str]:
+        return gpu0_content(measured, LIVE, draft, (width, height), ASCII, can_edit=True).plain.splitlines()
+
+    assert shown(80, 6, Draft(text)) == lines
+    if text == "4":
+        assert shown(80, 6, Draft("")) == [lines[0].replace(" 4 ", " even "), *lines[1:]]
+        assert shown(80, 5, Draft(text)) == [*lines[:3], *lines[4:]]  # the fullest device where there is no room
+        assert shown(30, 7, Draft(text))[4:6] == ["device 0 would need about 7.0", "of 8.0 GiB (88 %)"]
+        measured.peaks_mib.popitem()
+        assert shown(80, 7, Draft(text)) == [
+            "3 ->  4   may not fit",
+            "split 3·5 -> 4·4",
+            "GPU0 peak 6.0 -> 8.0 at most /8.0  may not fit",
+            "GPU1 peak 8.0 -> 8.0 at most /10.0  ok",
+            "device 0 would need about 8.0 of 8.0 GiB (100 %) at most: no other split was",
+            "measured yet",
+            "+ - change  enter twice  esc",
+        ]
+        assert shown(80, 7, Draft(text, is_confirmed=True))[-1] == "enter again sends it  esc"
+    if text == "5":
+        assert shown(80, 6, Draft(text, is_confirmed=True))[-1] == "! again sends it anyway  esc"
+
+
+def test_splits_are_sent_once_or_after_a_second_key(measured: View) -> None:
+    def entered(draft: Draft, key: str = "enter") -> tuple[Draft | None, bool]:
+        return edit_draft(draft, key, key if len(key) == 1 else None, measured)
+
+    assert entered(Draft("4")) == (None, True)
+    assert entered(Draft("3")) == (None, False)  # in force already
+    assert entered(Draft("5")) == (Draft("5"), False)
+    assert entered(Draft("5"), "!") == (Draft("5", is_confirmed=True), False)
+    assert entered(Draft("5", is_confirmed=True), "!") == (None, True)
+    assert entered(Draft("9", is_confirmed=True), "!") == (Draft("9", is_confirmed=True), False)
+    measured.gpu0.pending = Gpu0Bsz(status="pending", old=3, new=2)
+    assert entered(Draft("3")) == (None, True)
+    measured.peaks_mib.popitem()
+    assert entered(Draft("4")) == (Draft("4", is_confirmed=True), False)
+    assert entered(Draft("4", is_confirmed=True)) == (None, True)
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,23 @@ def test_rarest_values_do_not_count_for_the_usual_range(
     assert usual_range(np.array(low), np.array(high)) == expected
 
 
+def test_scale_has_a_margin_and_covers_what_must_be_inside() -> None:
+    curve, nothing = reduced([1.0, 3.0], 4), np.empty(0)
+    for firm, is_log, usual, bottom, top in (
+        (nothing, False, None, 0.94, 3.06),
+        (np.array([5.0, NAN]), False, None, 0.88, 5.12),
+        (nothing, False, (2.0, 2.0), 1.8, 2.2),
+        (nothing, False, (0.0, 0.0), -0.5, 0.5),
+        (nothing, True, (0.0, 9.0), 1 / 3**0.03, 3 * 3**0.03),  # a range that has no logarithm
+        (nothing, True, (1.0, 100.0), 1 / 100**0.03, 100 * 100**0.03),
+    ):
+        scale = choose_scale(curve, firm, is_log=is_log, usual=usual)
+        assert scale is not None
+        assert (scale.bottom, scale.top) == pytest.approx((bottom, top))
+    fractions = Scale(0.1, 10.0, is_log=True).fraction(np.array([0.1, 1.0, 10.0, 0.0, -1.0]))
+    np.testing.assert_allclose(fractions, [0.0, 0.5, 1.0, NAN, NAN], atol=1e-12)
+
+
 def test_row_labels_stand_at_their_heights() -> None:
     assert row_labels(Scale(0.0, 1.0), 6, 6) == ["    1 ", "      ", "      ", "  0.5 ", "      ", "    0 "]
     assert row_labels(Scale(0.0, 12_345.0), 3, 4) == ["1e+ ", "500 ", "  0 "]

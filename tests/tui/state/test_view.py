@@ -133,6 +133,44 @@ def test_skimmed_steps_before_a_heartbeat_are_kept(tmp_path: Path) -> None:
     assert summary(view) == summary(folded(run))
 
 
+def test_skimmed_steps_are_folded_before_what_follows(tmp_path: Path) -> None:
+    """A new epoch, and memory of a split that changed without a command."""
+    run = RecordedRun(tmp_path / "run", steps_per_epoch=3)
+    run.train(3)
+    run.write(EpochStart(epoch=2, lr=0.007, step=3))
+    run.gpu0_bsz = 6
+    run.train(3, memory_every=2)
+    run.write(EpochStart(epoch=3, lr=0.006, step=6))
+    view = View()
+    fold_events(view, EventReader(run.folder.events).read_skimmed())
+    assert (view.epoch, view.lr, view.split) == (3, 0.006, (6, 9, 9, 8))
+    assert summary(view) == summary(folded(run))
+    assert view.last_s == pytest.approx(run.clock.now_s, abs=1e-5)
+
+
+def test_interval_of_steps_leaves_out_the_time_before_a_resume(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run")
+    run.train(5)
+    assert folded(run).step_interval_s == pytest.approx(0.777, abs=1e-3)
+    run.clock.now_s += 1000
+    run.write_start(resumed_from_step=5)
+    run.train(1)
+    assert folded(run).step_interval_s == 0
+    run.train(1)
+    assert folded(run).step_interval_s == pytest.approx(0.777, abs=1e-3)
+
+
+@pytest.mark.parametrize("does_end", [True, False])
+def test_commands_and_changes_do_not_outlive_their_trainer(tmp_path: Path, does_end: bool) -> None:
+    run = RecordedRun(tmp_path / "run")
+    run.train(1)
+    run.change_gpu0(6, apply=False)
+    assert folded(run).pending
+    run.end() if does_end else run.write_start(resumed_from_step=1)
+    view = folded(run)
+    assert (view.pending, view.gpu0.pending) == ({}, None)
+
+
 def test_short_last_batch_is_not_a_new_split(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run")
     run.train(2)
