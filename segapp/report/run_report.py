@@ -122,7 +122,8 @@ def _add(report: RunReport, raw: dict[str, Any]) -> None:
                 curve.add(raw["step"], float(raw[name]))
         terms = raw.get("terms")
         for name, value in list(terms.items())[:_MAX_TERMS] if isinstance(terms, dict) else ():
-            if isinstance(value, (int, float)) and isinstance(raw.get("step"), int) and len(report.terms) < _MAX_TERMS:
+            is_shown = name in report.terms or len(report.terms) < _MAX_TERMS
+            if isinstance(value, (int, float)) and isinstance(raw.get("step"), int) and is_shown:
                 report.terms.setdefault(name, Thinned()).add(raw["step"], float(value))
     elif kind == "run_start" and isinstance(raw.get("resumed_from_step"), int):
         for curve in (report.lr, report.rate, *report.terms.values()):

@@ -79,3 +79,12 @@ def test_key_figures_are_those_of_the_best_evaluation(tmp_path: Path, capsys: py
     assert {"state finished", "best mIoU 75.00 %", "mean Dice 85.00 %", "at epoch 2 of 3", "loss 2.00"} <= lines
     assert {"validation loss 0.300", "images/s 12.5", "time 1m30s", "parameters 11,200,000", "peak GiB 6.0"} <= lines
     assert {"differences run", "optim.lr 0.1"} <= lines
+
+
+def test_run_without_a_step_has_no_figures(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run", classes=["a", "b"])
+    run.end("failed")
+    row = run_row(read_run_report(str(run.folder.path)))
+    assert (row.epochs, row.steps, row.iou) == (0, 0, {"a": None, "b": None})
+    unknown = (row.best_miou, row.best_epoch, row.last_loss, row.last_val_loss, row.images_per_s, row.peak_mib)
+    assert unknown == (None,) * 6

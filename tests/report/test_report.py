@@ -19,10 +19,10 @@ from segapp.build.trained import load_trained
 from segapp.errors import ConfigError, RunError, StorageError
 from segapp.report import charts, compare_runs, write_report
 from segapp.report.charts import Curve, Frame
-from segapp.report.page import _memory_rows, class_rows, loss_chart, top_confusions
-from segapp.report.pictures import evaluate_split
+from segapp.report.page import _confusion, _memory_rows, class_rows, loss_chart, miou_curves, top_confusions
+from segapp.report.pictures import SplitEvaluation, evaluate_split
 from segapp.report.run_report import Thinned, read_run_report
-from segapp.run.events import DeviceMemory, Gpu0Bsz, Memory, Val
+from segapp.run.events import DeviceMemory, Gpu0Bsz, Memory, Step, Val
 from segapp.run.folder import RunFolder
 from tests.support.recorded_runs import RecordedRun
 from tests.support.runs import events, merged, segapp, train
@@ -194,6 +194,56 @@ def test_loss_chart_shows_evaluations_and_the_last_best_one(tmp_path: Path) -> N
     chart = loss_chart([read_run_report(str(run.folder.path))])
     assert re.findall(r"<title>([\w ]+) at (\d+):", chart) == [("validation loss", str(5 * i)) for i in (1, 2, 3)]
     assert re.findall(r"best, epoch \d", chart) == ["best, epoch 3"]
+    keys = [("c0", "training loss (mean over about 2 lines)"), ("c1", "validation loss")]
+    assert re.findall(r'<span class="key (c\d)">([^<]*)<', chart) == keys
+    assert 'class="band c0"' in chart
+    other = RecordedRun(tmp_path / "other", steps_per_epoch=5)
+    other.epoch()
+    reports = [read_run_report(str(each.folder.path)) for each in (run, other)]
+    chart = loss_chart(reports)
+    assert re.findall(r'<span class="key (c\d)">([^<]*)<', chart) == [("c0", "run"), ("c1", "other")]
+    assert "band" not in chart
+    assert "<title>" not in chart
+    curves = miou_curves(reports)
+    assert [(curve.label, curve.color, len(curve.y)) for curve in curves] == [("run", 0, 3), ("other", 1, 1)]
+    assert [curve.y for curve in curves] == [[val.miou for val in report.view.vals] for report in reports]
+    assert miou_curves(reports[:1])[0].label == "mIoU"
+
+
+def test_confusion_matrix_leaves_out_classes_that_do_not_occur() -> None:
+    matrix = np.zeros((70, 70), np.int64)
+
+    def shown() -> list[str] | None:
+        found = _confusion(SplitEvaluation("val", None, matrix, [], 1), [f"n{i}" for i in range(70)])  # type: ignore[arg-type]
+        return None if found is None else re.findall(r"class=.end.>(\w+)<", found)
+
+    assert shown() is None
+    matrix[3, 3], matrix[3, 7], matrix[9, 5] = 5, 1, 2
+    assert shown() == ["n3", "n5", "n7", "n9"]
+    matrix[np.arange(60), np.arange(60)] = 1
+    assert shown() is not None
+    matrix[0, 60] = 1
+    assert shown() is None  # too many for a picture
+
+
+def test_run_report_has_terms_changes_and_alerts(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run")
+    for step in range(1, 7):
+        terms = {f"term{i}": float(step * i) for i in range(20)}
+        run.write(Step(epoch=1, step=step, loss=1.0, lr=0.1 * step, images_per_s=10.0 * step, terms=terms))
+    run.change_gpu0(6)
+    run.alert("hang", "no progress")
+    run.write_start(resumed_from_step=4)
+    run.write(Step(epoch=1, step=5, loss=1.0, lr=0.7, images_per_s=70.0, terms={"term2": 1.5}))
+    report = read_run_report(str(run.folder.path))
+    assert [change.status for change in report.gpu0] == ["applied"]
+    assert [alert.message for alert in report.alerts] == ["no progress"]
+    assert report.lr.points == [(1, 0.1), (2, 0.2), (3, pytest.approx(0.3)), (4, 0.4), (5, 0.7)]
+    assert report.rate.points == [(1, 10.0), (2, 20.0), (3, 30.0), (4, 40.0), (5, 70.0)]
+    assert list(report.terms) == [f"term{i}" for i in range(16)]
+    assert report.terms["term2"].points == [(1, 2.0), (2, 4.0), (3, 6.0), (4, 8.0), (5, 1.5)]
+    assert report.terms["term3"].points[-1] == (4, 12.0)
+    assert report.duration_s == pytest.approx(run.clock.now_s - 1_760_000_000.0)
 
 
 def test_most_frequent_confusions_are_shares_of_the_target() -> None:
@@ -262,6 +312,12 @@ def test_chart_line_has_the_coordinates_of_its_values() -> None:
     assert (x0, x1) == (62, charts.WIDTH_PX - 14)
     assert y0 - y1 == pytest.approx((260 - 34 - 12) / 1.03, rel=0.03)
     assert ticks["0"][1] - 4 == pytest.approx(y0, abs=0.2)
+    long = charts.line_chart([Curve("b", range(2 * 5001), range(2 * 5001))], Frame("step", "y"))
+    drawn = re.search(r'class="line c0" d="([^"]*)"', long)
+    assert drawn is not None
+    points = [[float(n) for n in point.split()] for point in re.split("[ML]", drawn[1])[1:]]
+    assert len(points) == 2502  # every fourth, and the last
+    assert (points[0][0], points[-1][0]) == (62, charts.WIDTH_PX - 14)
 
 
 @pytest.mark.parametrize("values", [[], [float("nan")], [float("inf"), float("nan")]])
@@ -283,6 +339,8 @@ def test_long_curve_is_thinned_and_can_be_truncated() -> None:
     assert 2000 <= len(curve.points) <= 4001
     assert curve.points[-1][0] > 99_000
     assert all(step == value for step, value in curve.points)
+    steps = [step for step, _ in curve.points]
+    assert set(np.diff(steps)) == {32}
     curve.drop_after(500)
     assert curve.points[-1][0] <= 500
 

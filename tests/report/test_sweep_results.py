@@ -10,7 +10,7 @@ import pytest
 
 from segapp.config import dump_config, validate_config
 from segapp.report.sweep import mean_curve, write_sweep_page
-from segapp.report.sweep_results import RunResult, read_results, summarize_setting
+from segapp.report.sweep_results import RunResult, SettingResult, _rank, read_results, summarize_setting
 from segapp.run.events import EventWriter, RunEnd, RunStart, Step, Val
 from segapp.run.sweep import SweepFolder, SweepRun, new_info
 
@@ -57,6 +57,7 @@ def swept(tiny: dict[str, Any], tmp_path: Path) -> tuple[SweepFolder, np.ndarray
 def test_means_and_deviations_are_those_of_numpy(swept: tuple[SweepFolder, np.ndarray]) -> None:
     sweep, mious = swept
     results = read_results(sweep)
+    assert (results.name, results.path) == ("lr-sweep", str(sweep.path))
     assert (results.varying, results.repeated, results.state) == (["optim.lr"], ["seed", "fold"], "stopped")
     first, second = results.settings
     assert [row.settings for row in results.settings] == [{"optim.lr": 0.003}, {"optim.lr": 0.001}]
@@ -87,8 +88,25 @@ def test_one_run_has_no_deviation_and_none_no_mean() -> None:
     two = [RunResult(fold, fold, {"seed": 0}, "finished", best_miou=miou) for fold, miou in (("a", 0.5), ("b", 0.7))]
     row = summarize_setting({}, two, lambda run: run.config)
     assert (row.over_seeds, row.over_folds) == (None, None)  # two folds, but one seed
+    assert row.best_miou is not None
+    assert (row.best_miou.mean, row.best_miou.deviation) == pytest.approx((0.6, 0.2 / 2**0.5))
+    two = [RunResult("a", "c", {"seed": seed}, "finished", best_miou=miou) for seed, miou in ((0, 0.5), (1, 0.7))]
+    row = summarize_setting({}, two, lambda run: run.config)
+    assert (row.over_seeds, row.over_folds) == (None, None)  # two seeds, but one fold
     waiting = summarize_setting({}, [RunResult("a", "c", {}, "waiting")], lambda run: run.config)
     assert (waiting.best_miou, waiting.num_finished) == (None, 0)
+
+
+def test_settings_are_ranked_by_miou_then_loss() -> None:
+    def row(name: str, miou: float | None, loss: float | None) -> SettingResult:
+        run = RunResult(name, "c", {}, "finished", best_miou=miou, val_loss=loss)
+        return summarize_setting({"name": name}, [run], lambda run: run.config)
+
+    rows = [row("nothing", None, None), row("loss 3", None, 3.0), row("best", 0.7, 9.0), row("loss 2", None, 2.0),
+            row("same, worse", 0.5, 0.4), row("same", 0.5, 0.3), row("same, unknown", 0.5, None),
+            row("zero", 0.0, 0.1)]  # fmt: skip
+    wanted = ["best", "same", "same, worse", "same, unknown", "zero", "loss 2", "loss 3", "nothing"]
+    assert [each.settings["name"] for each in sorted(rows, key=_rank)] == wanted
 
 
 def test_configs_that_differ_beyond_the_division_are_compared(tiny: dict[str, Any], tmp_path: Path) -> None:
