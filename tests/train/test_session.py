@@ -1,15 +1,23 @@
-"""The process of a training: which ranks it watches."""
+"""The process of a training: which ranks it watches, and how it ends."""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from segapp.run.folder import RunFolder
 from segapp.train import session
+from segapp.train.process.context import RunContext
+from segapp.train.request import TrainRequest
+from segapp.train.session import run_session
 from segapp.train.telemetry.event_log import EventLog
+from tests.support.runs import events, merged
 
 
 def test_only_other_ranks_of_this_machine_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,3 +35,24 @@ def test_only_other_ranks_of_this_machine_are_watched(monkeypatch: pytest.Monkey
     ranks = [(here, own + 1), ("elsewhere", own + 2), (here, own), (here, own + 3)]
     session._watch_peers(EventLog(None), ranks, None)  # type: ignore[arg-type]
     assert watched == [([own + 1, own + 3], session.DistributedError.exit_code)]
+
+
+def test_run_stopped_before_its_first_save_begins_anew(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def build_until_a_signal(_: Any, context: RunContext, *__: Any, **___: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        context.signals.check()
+        raise AssertionError("the signal was not noticed")
+
+    config, folder = merged(tiny, train={"epochs": 1, "batch_size": 5}), tmp_path / "run"
+    with monkeypatch.context() as patched:
+        patched.setattr(session, "build_trainer", build_until_a_signal)
+        assert run_session(TrainRequest(config, run=folder)) == 128 + signal.SIGTERM
+    (end,) = events(folder, "run_end")
+    assert (end["status"], end["exit_code"]) == ("stopped", 128 + signal.SIGTERM)
+    assert end["reason"] == "SIGTERM: nothing was there to save yet"
+    assert run_session(TrainRequest(config, RunFolder(folder))) == 0
+    assert "the run has no checkpoint yet: it begins anew" in capsys.readouterr().out
+    assert [(end["status"], end["exit_code"]) for end in events(folder, "run_end")[1:]] == [("finished", 0)]
+    assert len(events(folder, "step")) == 2
