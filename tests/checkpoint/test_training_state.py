@@ -707,6 +707,43 @@ def test_checkpoint_whose_files_are_all_gone_is_said_missing(tmp_path):
     assert "is missing" in loaded.messages[0]
 
 
+@pytest.mark.parametrize("is_copied", [False, True])
+@pytest.mark.parametrize("use", ["load", "save"])
+def test_object_that_is_gone_is_restored_from_its_alias(tmp_path, use, is_copied):
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    (newest,) = (tmp_path / "objects").glob("00000020*")
+    content = newest.read_bytes()
+    newest.unlink()
+    if is_copied:  # as on a file system without hard links
+        (tmp_path / "last.pt").unlink()
+        (tmp_path / "last.pt").write_bytes(content)
+    if use == "load":
+        loaded = load_checkpoint(tmp_path, is_holder=True)
+        assert (loaded.step, loaded.messages) == (
+            20,
+            (f"objects/{newest.name} was missing and is restored from last.pt",),
+        )
+    else:
+        save(tmp_path, 30)
+    assert newest.read_bytes() == content
+    assert [(row.entry.step, row.problem) for row in CheckpointFolder(tmp_path).verify()][-2:] == (
+        [(20, None), (10, None)] if use == "load" else [(30, None), (20, None)]
+    )
+    assert not list(tmp_path.rglob("*.corrupt"))
+
+
+def test_object_is_not_restored_from_a_damaged_alias(tmp_path):
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    (newest,) = (tmp_path / "objects").glob("00000020*")
+    newest.unlink()
+    with open(tmp_path / "last.pt", "r+b") as file:
+        file.write(b"x")
+    assert load_checkpoint(tmp_path, is_holder=True).step == 10
+    assert not newest.exists()
+
+
 @pytest.mark.slow
 def test_2000_mutated_files_are_refused_or_read_without_crash(tmp_path):
     save(tmp_path / "c", 10)

@@ -1,4 +1,7 @@
-"""Checks the aliases of a checkpoint folder (`last.pt`, `best.pt`, `epoch_0007.pt`), repairs and removes them."""
+"""Checks the aliases of a checkpoint folder (`last.pt`, `best.pt`, `epoch_0007.pt`), repairs and removes them.
+
+An object that is gone is restored from an alias, which is a link to the same bytes.
+"""
 
 import contextlib
 import os
@@ -6,7 +9,14 @@ import stat
 from pathlib import Path
 
 from segapp.failpoints import failpoint
-from segapp.run.checkpoints.files import copy_durably, has_same_bytes, is_same_file, reason_of
+from segapp.run.checkpoints.files import (
+    DamagedError,
+    copy_durably,
+    has_same_bytes,
+    is_same_file,
+    open_if_intact,
+    reason_of,
+)
 from segapp.run.checkpoints.manifest import EPOCH_NAME, OBJECT_NAME, CheckpointEntry, Manifest, last_first
 from segapp.run.files import fsync_directory, hash_file, remove_quietly, temporary_name
 
@@ -39,7 +49,27 @@ def is_mismatched(alias: Path, objects: Path, manifest: Manifest, *, hashes: boo
         sha256, _ = hash_file(alias)
     except OSError:
         return True
-    return not any(name.endswith(f"-{sha256[:16]}.pt") for name in names)
+    is_committed = any(entry.sha256 == sha256 for entry in manifest.entries)
+    return not is_committed and not any(name.endswith(f"-{sha256[:16]}.pt") for name in names)
+
+
+def restore_objects(folder: Path, objects: Path, manifest: Manifest) -> list[str]:
+    """Link each committed object that is gone to an intact alias of its checkpoint.
+
+    Returns:
+        What was restored, in sentences.
+    """
+    messages = []
+    for entry in manifest.entries:
+        path = objects / entry.object
+        for name in () if os.path.lexists(path) else manifest.names_of(entry):
+            with contextlib.suppress(DamagedError, OSError):
+                open_if_intact(folder / name, entry.size_bytes, entry.sha256).close()
+                _point(path, folder / name, entry)
+                fsync_directory(objects)
+                messages.append(f"objects/{entry.object} was missing and is restored from {name}")
+                break
+    return messages
 
 
 def repair_aliases(folder: Path, objects: Path, manifest: Manifest) -> list[str]:
@@ -63,6 +93,7 @@ def repair_aliases(folder: Path, objects: Path, manifest: Manifest) -> list[str]
 
 
 def _point(alias: Path, source: Path, entry: CheckpointEntry) -> None:
+    """Make a path a link to a file, or a copy where there are no hard links."""
     temporary = alias.parent / temporary_name(entry.step)
     try:
         failpoint("ckpt.before_link")

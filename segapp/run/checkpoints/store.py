@@ -10,7 +10,13 @@ from typing import BinaryIO
 
 from segapp.errors import CheckpointError, StorageError
 from segapp.failpoints import failpoint
-from segapp.run.checkpoints.aliases import is_mismatched, object_names, remove_unlisted, repair_aliases
+from segapp.run.checkpoints.aliases import (
+    is_mismatched,
+    object_names,
+    remove_unlisted,
+    repair_aliases,
+    restore_objects,
+)
 from segapp.run.checkpoints.files import DamagedError, corrupt_name, is_same_file, open_if_intact, reason_of
 from segapp.run.checkpoints.manifest import (
     LAST,
@@ -179,14 +185,15 @@ class CheckpointFolder:
             need_bytes: Approximate size; compared with the free disk space before anything is written.
 
         Returns:
-            The entry, and in sentences what failed: a first file that did not read back as written, and what came
-            *after* the commit (aliases, removal of old checkpoints).
+            The entry, and in sentences what was restored and what failed: a first file that did not read back as
+            written, and what came *after* the commit (aliases, removal of old checkpoints).
 
         Raises:
             StorageError: The checkpoint could not be written, or twice did not read back as written.
         """
         try:
             manifest = self._prepare(need_bytes, keep - (finished_epoch is not None))
+            restored = restore_objects(self.path, self.objects, manifest)
             (temporary, sha256, size_bytes), problems = self._write_twice_if_damaged(write, facts.step)
             entry = CheckpointEntry(
                 **facts.model_dump(),
@@ -207,7 +214,7 @@ class CheckpointFolder:
         failpoint("ckpt.before_retire")
         problems += remove_unlisted(self.path, self.objects, manifest)
         failpoint("ckpt.end")
-        return entry, problems
+        return entry, restored + problems
 
     def quarantine(self, damaged: Iterable[CheckpointEntry]) -> list[str]:
         """Remove damaged checkpoints from the manifest and rename their files to `*.corrupt`.
@@ -247,12 +254,14 @@ class CheckpointFolder:
         return self.repair_aliases()
 
     def repair_aliases(self, manifest: Manifest | None = None) -> list[str]:
-        """Point every alias at its checkpoint, where a crash or a user changed that.
+        """Point every alias at its checkpoint, where a crash or a user changed that; restore objects from aliases.
 
         Returns:
-            What could not be done, in sentences.
+            What was restored, and what could not be done, in sentences.
         """
-        return repair_aliases(self.path, self.objects, manifest or self.read_manifest())
+        manifest = manifest or self.read_manifest()
+        restored = restore_objects(self.path, self.objects, manifest)
+        return restored + repair_aliases(self.path, self.objects, manifest)
 
     def _prepare(self, need_bytes: int, keep: int) -> Manifest:
         """Remove what earlier crashes left, and old epochs if the disk is full; return the manifest to extend."""
