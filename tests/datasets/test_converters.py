@@ -359,6 +359,11 @@ def test_cvat_orders_by_fractions_and_supervisely_by_titles(tmp_path: Path) -> N
     path = tmp_path / "c" / "annotations.xml"
     path.write_text(path.read_text().replace('z_order="1"', 'z_order="1.5"'))
     assert proposed(tmp_path / "c", tmp_path / "c.yaml")[0].data.classes == ["background", "car", "road"]
+    text = path.read_text().replace(' z_order="1.5"', "")  # as 0, and behind what is drawn at 0
+    path.write_text(re.sub(r"(<mask[^>]*>)(<polygon[^>]*>)", r"\2\1", text))
+    proposed(tmp_path / "c", tmp_path / "made.yaml")
+    assert (written(tmp_path, "images/0001")[12:14, 14:20] == 2).any()
+    assert written(tmp_path, "images/0001")[17, 19] == 1
     supervisely(tmp_path / "s")
     (tmp_path / "s" / "meta.json").write_text(json.dumps({"classes": [{"title": "road"}, {"name": "car"}]}))
     assert proposed(tmp_path / "s", tmp_path / "s.yaml")[0].data.classes == ["background", "car", "road"]

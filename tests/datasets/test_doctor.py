@@ -15,7 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segapp.datasets.doctor import _alike, _of_classes, check_masks, examine, summary_of_ids
+from segapp.datasets.doctor import (
+    _alike,
+    _difference_hash,
+    _Examined,
+    _frequencies,
+    _of_classes,
+    check_masks,
+    examine,
+    summary_of_ids,
+)
 from segapp.datasets.files import ImagePair, check_pairs
 from segapp.datasets.frequencies import ClassFrequencies
 from segapp.datasets.layouts.formats import ClassScheme, DataLocation, class_scheme, find_pairs
@@ -300,6 +309,28 @@ def test_hashes_are_alike_up_to_5_of_256_bits() -> None:
     hashes = [bytes(many[32 * i : 32 * i + 32]) for i in range(1030)]
     assert list(_alike([*hashes, hashes[3], hashes[1027]])) == [(3, 1030), (1027, 1031)]
     assert list(_alike([])) == []
+
+
+def test_difference_hash_ignores_differences_of_two_levels() -> None:
+    """JPEG changes differences by as much."""
+    steps = np.tile(np.arange(17, dtype=np.uint8), (16, 1))
+    assert _difference_hash(2 * steps) == bytes(32)
+    assert _difference_hash(3 * steps) == b"\xff" * 32
+    assert _difference_hash(3 * steps[:, ::-1].copy()) == bytes(32)
+    flat = np.full((16, 17), 9, np.uint8)
+    flat[3, 4] = 16
+    assert _difference_hash(flat) is None
+    flat[3, 4] = 17
+    assert _difference_hash(flat) is not None
+
+
+def test_frequencies_count_the_pixels_of_images_with_a_class() -> None:
+    pair = ImagePair(Path("a.png"), Path("b.png"), "a")
+    examined = [_Examined(pair, counts=np.array(counts), ignored_px=2) for counts in ([5, 0, 0], [2, 3, 0])]
+    assert _frequencies([*examined, _Examined(pair)], 3) == ClassFrequencies(
+        (7, 3, 0), (2, 1, 0), (10, 5, 0), 4, 3, ((0,), (0, 1))
+    )
+    assert _frequencies([], 2) == ClassFrequencies((0, 0), (0, 0), (0, 0), 0, 0, ())
 
 
 class OwnMasks:

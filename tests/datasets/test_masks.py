@@ -392,10 +392,12 @@ def test_one_pixel_with_wrong_id_is_found(tmp_path: Path) -> None:
 
 
 def test_ids_beyond_sixteen_bits_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"-3 \(1 px\), 70000 \(1 px\)"):
-        read_mask(
-            save(np.array([[0, 70_000, -3]], np.int32), tmp_path / "a.tif"), class_scheme("folder", classes=names(2))
-        )
+    path = save(np.array([[0, 70_000, 65_536, -3]], np.int32), tmp_path / "a.tif")
+    with pytest.raises(DataError, match=r"-3 \(1 px\), 65536 \(1 px\), 70000 \(1 px\)"):
+        read_mask(path, class_scheme("folder", classes=names(2)))
+    path = save(np.array([[1, 65_535]], np.int32), tmp_path / "b.tif")
+    scheme = class_scheme("folder", classes=names(2), label_map={65_535: 0})
+    np.testing.assert_array_equal(read_mask(path, scheme), [[1, 0]])
 
 
 @pytest.mark.parametrize(
@@ -459,6 +461,8 @@ def test_check_pairs_reports_all_problems_at_once(write_pairs: Callable[..., tup
         "005.png: cannot be decoded (truncated PNG",
     ):
         assert text in message
+    with pytest.raises(DataError, match=r"^7 of 9 .*(\n  .+){7}$"):
+        check_pairs(pairs, max_named=7)
     with pytest.raises(DataError, match=r"^\S+006_mask\.png: a mask saved as JPEG"):  # one problem, without a count
         check_pairs(pairs[6:7])
     with pytest.raises(DataError, match=r"007\.png: .*truncated JPEG"):

@@ -9,8 +9,9 @@ import pytest
 
 from segapp.datasets.convert.sources import Images
 from segapp.datasets.convert.yolo import _classes_in
+from segapp.datasets.survey.class_files import ClassFile
 from segapp.datasets.survey.content import MaskContent
-from segapp.datasets.survey.encoding import _binary
+from segapp.datasets.survey.encoding import _binary, _is_stray, _named_ids, read_classes
 from segapp.datasets.survey.lists import list_files
 from segapp.datasets.survey.tree import Tree, survey_tree
 
@@ -49,6 +50,7 @@ def test_lists_of_segmentation_come_before_all_others(tmp_path: Path) -> None:
         ({7: 1, 99: 1, 128: 1, 254: 1}, True),  # values that do not count, 0.04 % of the pixels
         ({7: 6, 99: 6, 128: 6, 254: 6}, False),  # 0.24 %
         (dict.fromkeys(range(101, 116), 1), True),
+        (dict.fromkeys(range(101, 116), 40), False),
         (dict.fromkeys(range(101, 117), 40), True),  # smoothed borders
         (dict.fromkeys(range(101, 117), 70), False),
     ],
@@ -60,6 +62,74 @@ def test_black_and_white_masks_may_hold_stray_values(others: dict[int, int], is_
     if found is not None:
         strays = others if len(others) < 16 else range(1, 255)
         assert found.label_map == {255: 1, **dict.fromkeys(strays, -1)}
+
+
+def content_of(values: dict[int, int], *, num_all: int = 100) -> MaskContent:
+    """Values with their pixels, each in every one of a hundred masks but those of a single pixel."""
+    masks_with = {value: 1 if count == 1 else 100 for value, count in values.items()}
+    return MaskContent(100, num_all, values=Counter(values), masks_with=Counter(masks_with))
+
+
+@pytest.mark.parametrize(
+    ("values", "num_all", "names", "label_map"),
+    [
+        ([0, 1], 100, "background object", {}),
+        ([0, 1, 2, 255], 100, "class_0 class_1 class_2", {}),
+        ([0, 2, 5], 100, "class_0 class_1 class_2 class_3 class_4 class_5", {}),  # at most twice as many as are seen
+        ([0, 2, 6], 100, "class_0 class_2 class_6", {0: 0, 2: 1, 6: 2}),
+        ([0, 7], 100, "class_0 class_7", {0: 0, 7: 1}),
+        ([1, 2, 3], 100, "class_1 class_2 class_3", {1: 0, 2: 1, 3: 2}),
+        ([1, 2, 3], 101, "class_0 class_1 class_2 class_3", {}),  # 0 may be in the masks that were not read
+        ([1, 3], 100, "class_0 class_1 class_2 class_3", {}),
+        ([0, 1, 300], 100, "class_0 class_1 class_300", {0: 0, 1: 1, 300: 2}),
+    ],
+)
+def test_unnamed_ids_are_classes_from_zero(
+    values: list[int], num_all: int, names: str, label_map: dict[int, int]
+) -> None:
+    found = read_classes(content_of(dict.fromkeys(values, 5000), num_all=num_all), (), "masks/a.png")
+    assert (found.names, found.label_map) == (tuple(names.split()), label_map)
+
+
+def test_values_of_few_pixels_in_few_masks_are_ignored() -> None:
+    found = read_classes(content_of({0: 9_000_000, 1: 800_000, 2: 4, 99: 1}), (), "masks/a.png")
+    assert (found.names, found.label_map) == (("class_0", "class_1", "class_2"), {99: 255})
+    assert "stray values are ignored: 99 (1 px)" in found.notes
+    content = MaskContent(100, 100, values=Counter({1: 3, 2: 4, 3: 30}), masks_with=Counter({1: 2, 2: 2, 3: 3}))
+    assert [_is_stray(content, value, 3_000_001) for value in (1, 2, 3)] == [True, True, False]
+    assert [_is_stray(content, value, 100) for value in (1, 2, 3)] == [True, False, False]
+    content.masks_with[1] = 3
+    assert not _is_stray(content, 1, 100)
+
+
+@pytest.mark.parametrize(
+    ("names", "named", "ids", "expected"),
+    [
+        ("a b c", {}, [0, 1, 2], ("a b c", {})),
+        ("a b c", {}, [0, 1], ("a b c", {})),
+        ("a b c", {}, [1, 2, 3], ("a b c", {1: 0, 2: 1, 3: 2})),
+        ("a b c", {}, [0, 1, 3], ("background a b c", {})),
+        ("a b c", {}, [2, 3], ("a b c", {1: 0, 2: 1, 3: 2})),
+        ("a b c", {}, [0, 4], None),
+        ("a b c d e f g h", {}, [0, 1], None),  # too many names for two values
+        ("a a b", {}, [0, 2], ("a a_2 b", {})),
+        ("", {0: "a", 1: "b"}, [0, 1], ("a b", {})),
+        ("", {0: "a", 5: "b", 7: "void"}, [0, 5, 7], ("a b", {0: 0, 5: 1, 7: 255})),
+        ("", {0: "a", 5: "b", 255: "Ignore"}, [0, 5], ("a b", {0: 0, 5: 1})),
+        ("", {0: "void", 1: "b"}, [0, 1], ("void b", {})),
+        ("", {1: "a", 2: "b"}, [0, 1], ("background a b", {})),
+        ("", {4: "a", 2: "b"}, [0, 2], ("background b a", {0: 0, 2: 1, 4: 2})),
+        ("", {0: "a", 65_535: "void", 65_536: "void"}, [0], ("a", {0: 0, 65_535: 255})),
+        ("", {0: "a", 1: "b"}, [0, 2], None),
+    ],
+)
+def test_names_of_a_file_are_taken_where_they_fit(
+    names: str, named: dict[int, str], ids: list[int], expected: tuple[str, dict[int, int]] | None
+) -> None:
+    found = _named_ids(ClassFile("classes.txt", tuple(names.split()), named), ids)
+    assert found is None if expected is None else found is not None
+    if found is not None and expected is not None:
+        assert found[:2] == (tuple(expected[0].split()), expected[1])
 
 
 def test_largest_class_is_that_of_any_line_of_a_label_file(tmp_path: Path) -> None:

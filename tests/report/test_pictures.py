@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.report.compare import print_comparison, run_row
+from segapp.report.compare import compare_runs, print_comparison, run_row
 from segapp.report.pictures import WRONG_RGB, pictures_of
 from segapp.report.run_report import read_run_report
 from segapp.run.events import DeviceMemory, Memory, Step, Val
@@ -88,3 +89,19 @@ def test_run_without_a_step_has_no_figures(tmp_path: Path) -> None:
     assert (row.epochs, row.steps, row.iou) == (0, 0, {"a": None, "b": None})
     unknown = (row.best_miou, row.best_epoch, row.last_loss, row.last_val_loss, row.images_per_s, row.peak_mib)
     assert unknown == (None,) * 6
+
+
+def test_best_value_of_each_class_is_bold(tmp_path: Path) -> None:
+    for name, iou in (("one", [0.75, None, 0.1]), ("two", [0.5, 0.2, 0.1])):
+        run = RecordedRun(tmp_path / name, classes=["a", "b", "c"])
+        run.write(Val(epoch=1, step=1, loss=0.1, miou=0.5, iou=iou))
+    found = compare_runs([str(tmp_path / "one"), str(tmp_path / "two")], tmp_path / "page.html")
+    assert found["differences"] == {}
+    page = (tmp_path / "page.html").read_text()
+    cells = re.findall(r"<tr><td>([abc])</td><td class=n>(.*?)</td><td class=n>(.*?)</td></tr>", page)
+    assert cells == [
+        ("a", "<b>75.0 %</b>", "50.0 %"),
+        ("b", "-", "<b>20.0 %</b>"),
+        ("c", "<b>10.0 %</b>", "<b>10.0 %</b>"),
+    ]
+    assert "only the name" in page

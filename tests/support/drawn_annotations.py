@@ -112,7 +112,11 @@ def label_studio(root: Path) -> None:
             {"type": "polygonlabels", "value": {"points": percent(BOX), "polygonlabels": ["road"]}},
             {"type": "brushlabels", "value": {"format": "rle", "rle": brush(small_piece()), "brushlabels": ["car"]}},
         ]
-        annotations = [{"was_cancelled": True, "result": []}, {"was_cancelled": False, "result": result}]
+        annotations = [
+            {"was_cancelled": True, "result": []},
+            {"was_cancelled": False, "result": result},
+            {"result": []},
+        ]
         tasks.append({"data": {"image": f"/data/upload/3/1a2b3c4d-{name}.jpg"}, "annotations": annotations})
     (root / "export.json").write_text(json.dumps(tasks))
 
