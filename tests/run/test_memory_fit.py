@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import segapp.run.memory_fit as module
 from segapp.parallel.chunks import plan_chunks
-from segapp.run.memory_fit import fit_lines, fit_memory
+from segapp.run.memory_fit import MemoryFit, fit_lines, fit_memory
 
 
 def test_memory_fit_docstring_examples_hold() -> None:
@@ -32,7 +32,14 @@ def test_fit_without_observations_predicts_nothing() -> None:
 def test_fit_of_one_split_is_an_unproven_upper_bound() -> None:
     fit = fit_memory([((4, 4), (800.0, 700.0))])
     assert not fit.is_proven
+    assert (fit.slope_mib, fit.fixed_mib) == (0.0, (800.0, 700.0))
     assert fit.predict((5, 3)) == (1000.0, 700.0)
+    assert fit_memory([((0, 4), (50.0, 700.0))]).predict((0, 4)) == (50.0, 700.0)
+    assert fit_memory([((0, 4), (50.0, 700.0))]).predict((1, 4)) == (None, 700.0)
+
+
+def test_device_without_its_largest_observation_follows_the_line() -> None:
+    assert MemoryFit((300.0, 100.0), 50.0, 0.0, is_proven=False).predict((2, 0, 1)) == (400.0, 100.0, None)
 
 
 def test_fit_with_given_slope_keeps_it_and_skips_empty_groups() -> None:

@@ -127,3 +127,11 @@ def test_usable_memory_excludes_other_processes() -> None:
     assert usable_mib(24_000, 5_000, 3_000) == 22_000
     assert usable_mib(24_000, None, 3_000) == 24_000
     assert usable_mib(None, 1, 1) is None
+    assert usable_mib(100.0, 300.0, 50.0) == 0.0  # the driver's figures may be older than the allocator's
+    assert usable_mib(100.0, 40.0, 50.0) == 100.0
+
+
+@pytest.mark.parametrize(("total_mib", "amount"), [(4095.0, "2048 of 4095 MiB"), (4096.0, "2.0 of 4.0 GiB")])
+def test_amounts_are_in_gib_from_four_on(total_mib: float, amount: str) -> None:
+    verdict = split_verdict(SplitFacts(8, 2, usable_mib=[total_mib] * 2), 4, predicted_mib=[2048.0, 1.0])
+    assert verdict.reason == f"device 0 would need about {amount} (50 %)"

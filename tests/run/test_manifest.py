@@ -1,0 +1,116 @@
+"""What a manifest keeps and calls its checkpoints, by hand, and what a full disk gives up before a save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from segapp.errors import StorageError
+from segapp.run.checkpoints import CheckpointFacts, CheckpointFolder
+from segapp.run.checkpoints import store as module
+from segapp.run.checkpoints.manifest import CheckpointEntry, Manifest, alias_names
+
+
+def entry(seq: int) -> CheckpointEntry:
+    sha256 = f"{seq:064x}"
+    return CheckpointEntry(
+        step=seq, epoch=1, seq=seq, object=f"{seq:08d}-{sha256[:16]}.pt", sha256=sha256, size_bytes=1
+    )
+
+
+def manifest_of(aliases: dict[str, int], *others: int) -> Manifest:
+    """The manifest of the entries that these aliases name, and of others, newest first."""
+    entries = [entry(seq) for seq in sorted({*aliases.values(), *others}, reverse=True)]
+    return Manifest(entries, {name: entry(seq).sha256 for name, seq in aliases.items()}, ["orphan"])
+
+
+def aliases_of(manifest: Manifest) -> dict[str, int]:
+    seq_of = {each.sha256: each.seq for each in manifest.entries}
+    return {name: seq_of[sha256] for name, sha256 in manifest.names.items()}
+
+
+EPOCHS = {"epoch_0003.pt": 3, "epoch_0005.pt": 5, "epoch_0007.pt": 7}
+
+
+@pytest.mark.parametrize(
+    ("keep", "num_newest", "epochs", "kept"),
+    [
+        (3, 2, [3, 5, 7], [9, 8, 7, 5, 3, 1]),
+        (2, 2, [5, 7], [9, 8, 7, 5, 1]),
+        (1, 1, [7], [9, 7, 1]),
+        (0, 2, [], [9, 8, 1]),
+        (-1, 0, [], [9, 1]),
+    ],
+)
+def test_newest_epochs_other_aliases_and_newest_entries_stay(
+    keep: int, num_newest: int, epochs: list[int], kept: list[int]
+) -> None:
+    found = manifest_of({"last.pt": 9, "best.pt": 1, **EPOCHS}, 8, 2).retire(keep, num_newest)
+    assert aliases_of(found) == {"last.pt": 9, "best.pt": 1, **{f"epoch_000{epoch}.pt": epoch for epoch in epochs}}
+    assert [each.seq for each in found.entries] == kept
+    assert found.orphans == ["orphan"]
+
+
+@pytest.mark.parametrize(("keep", "epochs"), [(0, [9]), (1, [9]), (2, [7, 9])])
+def test_new_checkpoint_comes_first_and_takes_its_aliases(keep: int, epochs: list[int]) -> None:
+    before = manifest_of({"last.pt": 8, "best.pt": 1, **EPOCHS}, 2)
+    found = before.with_entry(entry(9), ["last.pt", "epoch_0009.pt"], keep)
+    assert aliases_of(found) == {"last.pt": 9, "best.pt": 1, **{f"epoch_000{epoch}.pt": epoch for epoch in epochs}}
+    assert [each.seq for each in found.entries] == sorted({9, 8, 1, *epochs}, reverse=True)
+    assert found.describe(entry(9)) == "last.pt (epoch 1, step 9)"
+    assert found.describe(entry(8)) == f"objects/{entry(8).object} (epoch 1, step 8)"
+    assert found.names_of(entry(9)) == ["last.pt", "epoch_0009.pt"]
+    assert found.entry_named("best.pt") == entry(1)
+    assert found.entry_named("epoch_0003.pt") is None
+
+
+def test_equal_content_is_one_entry() -> None:
+    before = manifest_of({"last.pt": 8, "best.pt": 7})
+    found = before.with_entry(entry(7), ["last.pt"], 3)
+    assert [each.seq for each in found.entries] == [7, 8]
+    assert aliases_of(found) == {"last.pt": 7, "best.pt": 7}
+
+
+@pytest.mark.parametrize(
+    ("finished_epoch", "is_best", "names"),
+    [
+        (None, False, ["last.pt"]),
+        (0, False, ["last.pt", "epoch_0000.pt"]),
+        (12345, True, ["last.pt", "epoch_12345.pt", "best.pt"]),
+    ],
+)
+def test_aliases_of_a_new_checkpoint(finished_epoch: int | None, is_best: bool, names: list[str]) -> None:
+    assert alias_names(finished_epoch, is_best) == names
+
+
+def commit(folder: CheckpointFolder, epoch: int, need_bytes: int = 0) -> list[str]:
+    """Save the end of an epoch; return the files that were there when it was written."""
+    there: list[str] = []
+
+    def write(file: module.HashingFile) -> None:
+        there.extend(sorted(path.name for path in folder.path.glob("*.pt")))
+        file.write(b"%d" % epoch)
+
+    facts = CheckpointFacts(step=epoch, epoch=epoch + 1)
+    _, problems = folder.commit(write, facts, finished_epoch=epoch, keep=3, need_bytes=need_bytes)
+    assert problems == []
+    return there
+
+
+def test_old_epochs_are_given_up_where_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save of 1 MB needs a twentieth and 64 KiB more, 1115536 bytes: one byte less is too little."""
+    folder = CheckpointFolder(tmp_path)
+    for epoch in (1, 2, 3, 4):
+        commit(folder, epoch)
+    free: list[int] = []
+    monkeypatch.setattr(module, "free_bytes", lambda path: free.pop(0))
+    free[:] = [1115535, 1115535]
+    with pytest.raises(StorageError, match="it needs 1.1 MiB, 1.1 MiB are free: free some space"):
+        commit(folder, 5, 1000000)
+    assert [status.problem for status in folder.verify()] == [None, None]
+    free[:] = [1115536]
+    assert commit(folder, 6, 1000000) == ["epoch_0003.pt", "epoch_0004.pt", "last.pt"]
+    free[:] = [1115535, 1115536]
+    assert commit(folder, 7, 1000000) == ["epoch_0004.pt", "epoch_0006.pt", "last.pt"]
+    assert free == []
