@@ -85,6 +85,7 @@ def test_all_problems_are_reported_with_place_and_nearest_key(tmp_path: Path) ->
         ("distill=3", "distill = 3: "),
         ("xyz=3", "unknown key xyz: the sections are name, "),
         ("loss.plus=3", "loss.plus = 3: a list is expected"),
+        ("loss.plus=[{class_weights: [-1]}]", "loss.plus.0.class_weights = -1: input should be greater than or equal"),
         ("loss=3", "loss = 3: a mapping of keys is expected"),
         (f"schedule={'x' * 58}", f"schedule = '{'x' * 58}': a mapping of keys is expected"),
         (f"schedule={'x' * 59}", f"schedule = '{'x' * 56}...: a mapping of keys is expected"),

@@ -15,9 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from segapp.errors import RunError
+from segapp.errors import CheckpointError, RunError
 from segapp.export import ExportNetwork, check_export, write
+from segapp.export.info import ExportInfo
 from segapp.export.network import SizedPooling, replace_adaptive_pooling
+from segapp.export.runner import first_line, is_exported
 from segapp.export.weights import write_weights
 from tests.export.test_export import SmallNet, info_of
 
@@ -135,6 +137,29 @@ def test_poolings_to_several_values_are_replaced(size: Any, is_replaced: bool) -
     replace_adaptive_pooling(module)
     assert isinstance(module[0][0], SizedPooling) == is_replaced
     torch.testing.assert_close(module(features), expected)
+
+
+@pytest.mark.parametrize(
+    ("file_ids", "multilabel", "label_map", "kind"),
+    [((0, 1, 2), False, None, None), ((7, 8, 11), False, {7: 0, 8: 1, 11: 2}, None), ((7, 8, 11), True, None, "bits")],
+)
+def test_metadata_is_read_back_with_its_classes(
+    file_ids: tuple[int, ...], multilabel: bool, label_map: dict[int, int] | None, kind: str | None
+) -> None:
+    info = info_of(SmallNet(), file_ids=file_ids, multilabel=multilabel, ignore_index=9, fixed_size_px=(3, 5))
+    assert ExportInfo.from_properties({**info.as_properties(), "other": "{"}, "x.onnx") == info
+    scheme = info.scheme
+    assert (scheme.names, scheme.palette, scheme.ignore_index) == (info.classes, info.palette, 9)
+    assert (scheme.label_map, scheme.multilabel) == (label_map, kind)
+    for properties in ({}, {**info.as_properties(), "classes": "["}, {**info.as_properties(), "epoch": '"x"'}):
+        with pytest.raises(CheckpointError, match=r"x\.onnx lacks the class names and colours"):
+            ExportInfo.from_properties(properties, "x.onnx")
+
+
+def test_names_of_exports_and_first_lines_of_errors() -> None:
+    assert [is_exported(name) for name in ("a.onnx", "b.PT2", "a.pt", "onnx")] == [True, True, False, False]
+    assert first_line(ValueError("\n abc\nd"), 2) == "ab"
+    assert first_line(ValueError(), 2) == "ValueError"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

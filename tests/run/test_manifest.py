@@ -106,7 +106,7 @@ def test_old_epochs_are_given_up_where_the_disk_is_full(tmp_path: Path, monkeypa
     free: list[int] = []
     monkeypatch.setattr(module, "free_bytes", lambda path: free.pop(0))
     free[:] = [1115535, 1115535]
-    with pytest.raises(StorageError, match="it needs 1.1 MiB, 1.1 MiB are free: free some space"):
+    with pytest.raises(StorageError, match=r"it needs 1\.1 MiB, 1\.1 MiB are free: free some space"):
         commit(folder, 5, 1000000)
     assert [status.problem for status in folder.verify()] == [None, None]
     free[:] = [1115536]

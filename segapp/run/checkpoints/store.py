@@ -171,8 +171,8 @@ class CheckpointFolder:
         *,
         is_best: bool = False,
         finished_epoch: int | None = None,
-        keep: int = 3,
-        need_bytes: int = 0,
+        keep: int,
+        need_bytes: int,
     ) -> tuple[CheckpointEntry, list[str]]:
         """Write and commit one checkpoint; on any failure the old ones stay untouched.
 
