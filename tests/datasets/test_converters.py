@@ -148,8 +148,9 @@ def test_yolo_polygons_become_masks(tmp_path: Path) -> None:
 
 def test_labelme_shapes_become_masks_later_on_top(tmp_path: Path) -> None:
     labelme(tmp_path / "d")
-    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    config, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
     assert config.data.classes == ["background", "car", "road"]
+    assert "6 files of labelme" in " ".join(result.lines)
     wanted = expected(2, 1)
     wanted[30:40, 40:50] = 255
     assert (written(tmp_path, "0003") == wanted).all()

@@ -332,6 +332,16 @@ def test_unknown_colours_are_named_with_their_counts(tmp_path: Path) -> None:
     scheme = class_scheme("folder", classes=names(1), palette=[(0, 0, 0)], rgb=True)
     with pytest.raises(DataError, match=r"a\.png: .*not in the palette: \[1, 2, 3\] \(3 px\)\. Add them"):
         read_mask(save(pixels, tmp_path / "a.png"), scheme)
+    pixels[1:3] = (9, 0, 255)
+    pixels[3, :2], pixels[3, 2] = (0, 7, 0), (255, 255, 254)
+    four = (
+        r"palette: \[9, 0, 255\] \(8 px\), \[1, 2, 3\] \(3 px\), \[0, 7, 0\] \(2 px\), \[255, 255, 254\] \(1 px\)\. Add"
+    )
+    with pytest.raises(DataError, match=four):
+        read_mask(save(pixels, tmp_path / "c.png"), scheme)
+    pixels[3, 3] = 1
+    with pytest.raises(DataError, match="smoothed"):  # more than four times as many as in the palette
+        read_mask(save(pixels, tmp_path / "d.png"), scheme)
     with pytest.raises(DataError, match="smoothed"):
         read_mask(save(draw_image(0, 20, 20), tmp_path / "b.png"), scheme)
 
