@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from textual.pilot import Pilot
 
+from segapp.run.events import EventWriter, RunStart
 from segapp.run.folder import RunFolder
 from segapp.run.starting import announce, last_announced
 from segapp.run.state import run_state
@@ -77,6 +79,44 @@ def test_run_list_equals_the_state_of_each_run(runs: list[RecordedRun]) -> None:
         expected = [json.loads(line)["miou"] for line in lines[: len(lines) // 2] if json.loads(line)["type"] == "val"]
         assert alpha.mious == expected != []
         assert alpha.summary.epochs == 8
+
+
+def test_resumed_run_is_not_over_and_repeats_its_epochs(tmp_path: Path) -> None:
+    run = recorded(tmp_path / "runs", "alpha", 3, "failed")
+    followed = RunList(tmp_path / "runs", clock=lambda: run.clock.now_s)
+    assert not followed.poll()
+    (alpha,) = followed.runs
+    assert (alpha.summary.state, len(alpha.mious), alpha.devices) == ("failed", 3, "4 GPU")
+    run.writer = EventWriter(run.folder.events)
+    first = json.loads(run.folder.events.read_text().splitlines()[0])
+    start = {key: value for key, value in first.items() if key not in ("v", "seq", "t", "type")}
+    run.write(RunStart(**{**start, "resumed_from_step": 10, "resumed_from_epoch": 1}), 5.0)
+    run.step = 10
+    run.folder.acquire()
+    run.epoch()
+    run.train(1)
+    before = alpha.mious[0]
+    followed.runs[0].checked_s = -1e9
+    assert not followed.poll()
+    run.folder.release()
+    assert (alpha.mious[0], len(alpha.mious), alpha.summary.state) == (before, 2, "live")
+
+
+def test_runs_are_sorted_by_state_sweep_and_name() -> None:
+    names = {"b/two": "stopped", "b/One": "finished", "alone": "failed", "zeta": "live", "a/x": "crashed", "c": "busy"}
+    runs: list[Any] = [
+        SimpleNamespace(folder=SimpleNamespace(name=name), sweep=name.rpartition("/")[0],
+                        summary=SimpleNamespace(state=state, best_miou=None)) for name, state in names.items()
+    ]  # fmt: skip
+
+    def found(sort: str, wanted: str = "") -> list[str]:
+        return [run.folder.name for run in sorted_runs(runs, sort, wanted)]
+
+    assert found("newest") == list(names)
+    assert found("name") == ["a/x", "alone", "b/One", "b/two", "c", "zeta"]
+    assert found("sweep") == ["a/x", "b/One", "b/two", "alone", "c", "zeta"]
+    assert found("state") == ["zeta", "c", "a/x", "alone", "b/two", "b/One"]
+    assert found("name", "B/") == ["b/One", "b/two"]
 
 
 def test_numbers_of_the_list_end_below_their_titles(runs: list[RecordedRun]) -> None:
