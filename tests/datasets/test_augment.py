@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from segapp.config import DataConfig
 from segapp.datasets.augment import EvalTransform, TrainTransform
-from segapp.datasets.augment.color import color_matrix
+from segapp.datasets.augment.color import PhotometricChange, color_matrix
 from segapp.datasets.augment.crop import MEAN_COLOR, AxisPlan, largest_share
 from tests.support.drawn_data import draw_image, draw_mask
 
@@ -336,3 +336,29 @@ def test_albumentations_is_imported_once_and_without_network() -> None:
 def test_unsafe_image_decoders_are_not_used() -> None:
     pattern = re.compile(r"cv2\.imread\(|decode_image\(|decode_png\(|read_image\(.*torchvision|LOAD_TRUNCATED")
     assert [name for name, text in sources() if name.startswith("datasets/") and pattern.search(text)] == []
+
+
+def test_photometric_numbers_are_uniform_in_their_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[float, ...]] = []
+    monkeypatch.setattr("segapp.datasets.augment.color.color_matrix", lambda *numbers: drawn.append(numbers))
+
+    def numbers(change: PhotometricChange) -> np.ndarray:
+        drawn.clear()
+        change.set_random_seed(0)
+        found = [change.get_params() for _ in range(2000)]
+        return np.array(drawn or [(each["brightness"], each["contrast"]) for each in found])
+
+    of_rgb = ((0, 32), (1, 0.5), (1, 0.5), (0, 18))
+    of_bands = ((0, 32 / 255), (1, 0.5))
+    for ranges, expected in ((None, of_rgb), (((0.0, 1.0),), of_bands)):
+        for strength in (1.0, 1.5):
+            table = numbers(PhotometricChange(strength, ranges))
+            for column, (middle, limit) in zip(table.T, expected, strict=True):
+                away = (column - middle) / (limit * strength)
+                assert np.abs(away).max() <= 1
+                assert away.min() < -0.98
+                assert away.max() > 0.98
+                assert abs((away == 0).mean() - 0.5) < 0.05
+                assert abs(away.mean()) < 0.05
+        table = numbers(PhotometricChange(4.0, ranges))
+        assert [column.min() for column in table.T][1:3] == [0.0] * (2 if ranges is None else 1)  # no negative factor

@@ -374,6 +374,10 @@ def test_target_types_hold_all_ids() -> None:
         names = [str(i) for i in range(num_classes)]
         return class_scheme("folder", classes=names, ignore_index=ignore_index).dtype.name
 
+    many = [f"c{i}" for i in range(256)]
+    assert [class_scheme("folder", classes=many[:count]).ignore_index for count in (255, 256)] == [255, -1]
+    assert dtype(5, 32_767) == dtype(5, -32_767) == "int16"
+
     assert dtype(5, 255) == dtype(254, 255) == dtype(254, 254) == "uint8"
     assert dtype(5, -1) == dtype(5, 256) == dtype(255, 255) == dtype(256, -1) == dtype(300, 1000) == "int16"
 
@@ -384,7 +388,9 @@ def test_target_types_hold_all_ids() -> None:
         ({}, "needs classes"),
         ({"classes": ["a", "b", "a"]}, "'a' is listed twice"),
         ({"classes": ["a", "b"], "ignore_index": 1}, "must be outside the class ids"),
-        ({"classes": ["a"], "ignore_index": 40_000}, "within -32767..32767"),
+        ({"classes": ["a", "b"], "ignore_index": 0}, "must be outside the class ids"),
+        ({"classes": ["a"], "ignore_index": 32_768}, "within -32767..32767"),
+        ({"classes": ["a"], "ignore_index": -32_768}, "within -32767..32767"),
         ({"classes": ["a", "b"], "label_map": {7: 2}}, "7 -> 2 is no class id"),
         ({"classes": ["a", "b"], "label_map": {-1: 0}}, "no mask can hold the id -1"),
         ({"classes": ["a", "b"], "palette": [[1, 2, 3]]}, "1 colours for 2 classes"),

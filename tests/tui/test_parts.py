@@ -46,6 +46,21 @@ def test_zoomed_pane_is_alone_and_editor_stays_visible() -> None:
         assert "gpu0" in plan_layout(*size, "loss", is_editing=True).panes
 
 
+def test_layout_gives_room_to_lines_and_columns_by_size() -> None:
+    assert [plan_layout(width, 30).right_width for width in (100, 104, 140, 180, 300)] == [48, 49, 58, 68, 68]
+    assert [plan_layout(120, height).has_throughput for height in (21, 22)] == [False, True]
+    assert [plan_layout(80, height).has_throughput for height in (19, 20)] == [False, True]
+    assert not plan_layout(80, 30, "gpu").has_throughput
+    assert [plan_layout(80, height).num_summary_rows for height in (19, 20)] == [1, 3]
+    assert plan_layout(120, 40, is_zoomed=True).num_summary_rows == plan_layout(120, 40).num_summary_rows == 0
+    assert plan_layout(80, 23, is_editing=True).panes == {"gpu0"}
+    assert plan_layout(80, 24, is_editing=True).panes == {"gpu", "gpu0"}
+    assert plan_layout(120, 29, is_editing=True).panes == {"loss", "gpu", "gpu0"}
+    assert plan_layout(120, 30, is_editing=True).panes == {"loss", "events", "gpu", "gpu0", "classes"}
+    assert (plan_layout(80, 24, "gpu").has_left, plan_layout(80, 24, "gpu").has_right) == (False, True)
+    assert (plan_layout(80, 24).has_left, plan_layout(80, 24).has_right) == (True, False)
+
+
 @given(
     st.integers(1, 400),
     st.integers(1, 200),

@@ -54,7 +54,7 @@ def test_tiff_bands_are_those_that_tifffile_wrote(dtype: str, num_bands: int, pl
     np.testing.assert_array_equal(read, image[..., ::-1])
     assert read.dtype == dtype
     header = read_header(path)
-    assert (header.height_px, header.width_px) == image.shape[:2]
+    assert (header.format, header.height_px, header.width_px) == ("TIFF", *image.shape[:2])
     assert header.stored is not None
     assert (header.stored.bands, header.stored.dtype) == (num_bands, dtype)
 
@@ -166,6 +166,8 @@ def test_pictures_show_the_first_three_bands_over_their_ranges() -> None:
     pixels = PixelFormat((3, 1, 2, 4), "uint16", ((0, 1000), (0, 2000), (1000, 3000), (0, 1)))
     image = np.array([[[500, 3000, 2000, 9], [1000, 0, 0, 0]]], np.uint16)
     np.testing.assert_array_equal(pixels.as_rgb(image), [[[128, 255, 128], [255, 0, 0]]])
+    first = PixelFormat((4, 2), "uint16", ((0, 1000), (0, 1000))).as_rgb(image[..., :2])
+    np.testing.assert_array_equal(first, [[[128] * 3, [255] * 3]])  # of two bands
     grey = PixelFormat((1,), "float32", ((-1.0, 1.0),))
     np.testing.assert_array_equal(grey.as_rgb(np.array([[[0.0], [np.nan]]], np.float32)), [[[128] * 3, [0] * 3]])
 
