@@ -35,6 +35,7 @@ def test_simulated_tensors_are_those_of_a_device():
             [second, "float32", [2], False],
             [second, "float32", [2], False],
         ],
+        "of the copy": [first, "float32"],
         "is copied": True,
         "is shared in half": True,
         "half": [

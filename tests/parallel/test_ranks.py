@@ -1,12 +1,18 @@
 """Exactness over gloo processes started with torchrun, and errors at the start."""
 
+import atexit
 import json
+import os
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from segapp.parallel import DistributedSetupError, init_from_env, is_launched, launch_local, wrap_ddp
+from segapp.parallel import DistributedSetupError, distributed, init_from_env, is_launched, launch_local, wrap_ddp
+from segapp.parallel.exchange import has_other_ranks, stack_ranks
+from segapp.parallel.ranks import Ranks
 from tests.support import ROOT
 
 
@@ -112,3 +118,61 @@ def test_is_launched_reads_the_environment():
 def test_wrapping_without_process_group_error_names_next_move():
     with pytest.raises(DistributedSetupError, match=r"call init_from_env\(\)"):
         wrap_ddp(nn.Linear(1, 1))
+
+
+def test_rank_watches_its_launcher_before_it_waits_for_others(monkeypatch):
+    calls = []
+    for name, value in {**FULL, "RANK": "1", "WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(distributed, "die_with_parent", lambda poll_s: calls.append(poll_s))
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: calls.append((*args, options)))
+    info = init_from_env(device="cpu", parent_poll_s=0.25)
+    assert (info.rank, info.world_size, info.local_rank, info.device, info.backend) == (
+        1, 3, 0, torch.device("cpu"), "gloo"
+    )  # fmt: skip
+    watch, (backend, options) = calls
+    assert watch == 0.25
+    assert (backend, options["rank"], options["world_size"], options["device_id"]) == ("gloo", 1, 3, None)
+
+
+@pytest.fixture(params=[1, 2])
+def group_size(request):
+    """A process group whose other ranks do not exist, and its size."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
+    yield request.param
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_group_of_one_rank_has_no_others(group_size):
+    assert has_other_ranks() == (group_size > 1)
+    assert stack_ranks(torch.arange(2.0)).shape == (group_size, 2)
+    distributed.shutdown()
+    assert not dist.is_initialized()
+
+
+def test_process_that_abandons_its_group_ends_at_once(monkeypatch):
+    ends = []
+    monkeypatch.setattr(atexit, "register", lambda function, *args: function(*args))
+    monkeypatch.setattr(distributed, "signal_children", lambda number: ends.append(number.name))
+    monkeypatch.setattr(os, "_exit", ends.append)
+    distributed.abandon(7)
+    assert ends == ["SIGKILL", 7]
+
+
+def test_exchanges_of_ranks_send_what_they_are_given(monkeypatch):
+    """The other of two ranks sends the same numbers, and is the main rank."""
+    info = distributed.RankInfo(1, 2, 1, torch.device("cpu"), "gloo")
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, **_: tensor.mul_(2))
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda box, src, **_: box.__setitem__(0, ("of", src)))
+    ranks, alone = Ranks(info), Ranks()
+    assert (ranks.is_main, alone.is_main) == (False, True)
+    assert (ranks.from_main(5), alone.from_main(5)) == (("of", 0), 5)
+    assert ranks.any_of(True, False) == (True, False)
+    whole, half = torch.tensor([3, 5]), torch.tensor([[0.5], [1.5]])
+    for given in ((whole,), (whole, half)):
+        assert alone.sums(given) is given
+        for total, own in zip(ranks.sums(given), given, strict=True):
+            assert total.dtype == own.dtype
+            assert total.tolist() == (2 * own).tolist()
+    assert (whole.tolist(), half.tolist()) == ([3, 5], [[0.5], [1.5]])

@@ -53,6 +53,7 @@ def main() -> None:
 
         copied = copy.deepcopy(net)
         found["copied"] = [facts(copied[0].weight), facts(copied[1].weight), facts(copied[1].running_mean)]
+        found["of the copy"] = facts(copied[0](images))[:2]
         found["is copied"] = copied[0].weight is not net[0].weight and copied[2].weight is copied[0].weight
         net.half()
         found["is shared in half"] = net[0].weight is net[2].weight
