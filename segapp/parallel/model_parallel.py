@@ -79,8 +79,9 @@ def place_stages(
     parts = dict(module.named_modules())
     for name in stages:
         if name not in parts or not name:
-            near = difflib.get_close_matches(name, parts, 1) or [next(iter(dict(module.named_children())), "")]
-            raise ValueError(f"stage {name!r} is no part of {type(module).__name__}: did you mean {near[0]!r}?")
+            first = next(iter(dict(module.named_children())), "")
+            near = next(iter(difflib.get_close_matches(name, filter(None, parts), 1)), first)
+            raise ValueError(f"stage {name!r} is no part of {type(module).__name__}: did you mean {near!r}?")
     devices = dict(zip(stages, resolve_devices(stages.values()), strict=True))
     placement = StagePlacement(devices, next(iter(devices.values())) if rest is None else resolve_devices([rest])[0])
     _check_shared(parts, placement)
