@@ -85,6 +85,8 @@ def test_all_problems_are_reported_with_place_and_nearest_key(tmp_path: Path) ->
         ("distill=3", "distill = 3: "),
         ("xyz=3", "unknown key xyz: the sections are name, "),
         ("loss.plus=3", "loss.plus = 3: a list is expected"),
+        ("loss.plus=[{implementation: x}]", "loss.plus.0.implementation = 'x': accepted: auto | compiled | reference"),
+        ("optim.groups=[{}]", "optim.groups.0.pattern is missing: backbone, or a pattern of names"),
         ("loss.plus=[{class_weights: [-1]}]", "loss.plus.0.class_weights = -1: input should be greater than or equal"),
         ("loss=3", "loss = 3: a mapping of keys is expected"),
         (f"schedule={'x' * 58}", f"schedule = '{'x' * 58}': a mapping of keys is expected"),
