@@ -60,6 +60,7 @@ def test_deeper_prefixes_and_numbers_are_not_left_out(found: str) -> None:
         ("h.a h.b", "back.w h.a h.b h.c h.d", None),
         ("h.a", "back.w h.a h.b h.c", "gives 1 of the 3 tensors of this model's head and none of its backbone"),
         ("h.a h.b", "back.w h.a h.b h.c h.d h.e", "gives 2 of the 5 tensors"),
+        ("h.a z.b z.c", "back.w h.a h.b h.c", "gives 1 of the 3 tensors"),
         ("back.w", "back.w h.a h.b h.c", None),
         ("back.w h.a", "back.w back.v h.a", "another backbone: 1 of 2 tensors are missing .* such as back.v"),
         ("back.x h.a", "back.w h.a", "another backbone: 1 of 1 tensors are missing"),
@@ -96,9 +97,10 @@ def test_buffers_may_be_missing_and_do_not_count() -> None:
 def test_other_shapes_are_other_classes_where_only_they_differ(
     file: dict[str, tuple[int, ...]], own: dict[str, tuple[int, ...]], reasons: list[str]
 ) -> None:
-    mapped = map_keys({"back.w": V, **file}, {"back.w": V, **own}, "back.")
-    expected = dict(zip(["h.w", "h.b"], reasons, strict=True))
-    assert (mapped.missing, mapped.left_out) == (expected, expected)
+    there = {f"net.{name}": shape for name, shape in {"back.w": V, **file}.items()}
+    mapped = map_keys(there, {"back.w": V, **own}, "back.")
+    assert mapped.missing == dict(zip(["h.w", "h.b"], reasons, strict=True))
+    assert mapped.left_out == dict(zip(["net.h.w", "net.h.b"], reasons, strict=True))
     partial = map_keys({"h.a": V, "back.w": (9, 3)}, {"h.a": V, "back.w": (2, 3)}, "back.", is_partial=True)
     assert partial.missing == {"back.w": "9x3 there, 2x3 here"}
 

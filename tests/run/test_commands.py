@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import stat
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from segapp.run.commands import (
     remove_answered,
     remove_command,
     send_command,
+    sender,
 )
 
 
@@ -84,6 +86,9 @@ def test_typed_commands_are_parsed(text, command):
         ("pause 3", "pause takes no argument"),
         ("cancel me", "the id of one command"),
         ("\x1b[2J", r"\x1b[2J: no such command"),
+        ("x" * 60, f"{'x' * 60}: no such command"),
+        ("x" * 61, f"{'x' * 57}...: no such command"),
+        ("stop now now", "stop now now: write stop, stop now or stop epoch"),
     ],
 )
 def test_unknown_command_error_names_the_next_move(text, part):
@@ -226,6 +231,20 @@ def test_any_bytes_in_the_inbox_get_an_answer(tmp_path_factory, content):
     (run / "commands" / NAME).write_bytes(content)
     [received] = drain_commands(run)
     assert received.problem
+
+
+def test_long_sender_is_cut_and_answered_commands_are_removed(run):
+    (run / "commands" / NAME).write_text(good_body("0123456789ab", by="x" * 300, t=2))
+    sent = send_command(run, PauseCommand())
+    first, second = drain_commands(run)
+    assert (first.by, first.sent_s, second.id) == ("x" * 200, 2.0, sent)
+    assert remove_answered(run, {"0123456789ab", "ffffffffffff"}) == 1
+    assert [item.id for item in drain_commands(run)] == [sent]
+
+
+def test_sender_without_a_name_is_a_number(monkeypatch):
+    monkeypatch.setattr("getpass.getuser", lambda: (_ for _ in ()).throw(KeyError("no such user")))
+    assert sender() == f"{os.getuid()}@{socket.gethostname()}"
 
 
 def test_flood_is_read_in_parts_and_missing_inbox_is_empty(run):
