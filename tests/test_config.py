@@ -192,6 +192,16 @@ def test_overrides_take_precedence_and_are_yaml(tmp_path: Path) -> None:
     assert config.optim.clip_grad_norm is None
 
 
+def test_yaml_is_read_up_to_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    parse_yaml("[" * 32 + "]" * 32)
+    with pytest.raises(ConfigError, match="nested more than 32 deep"):
+        parse_yaml("[" * 33 + "]" * 33)
+    monkeypatch.setattr("segapp.config.yaml_reader.MAX_NODES", 5)
+    parse_yaml("a: [1, 2]")  # the mapping, its key, the list and its values
+    with pytest.raises(ConfigError, match="more than 5 values"):
+        parse_yaml("a: [1, 2, 3]")
+
+
 @pytest.mark.parametrize("word", ["epochs", "=3", "a..b=1", "train.epochs"])
 def test_override_without_key_and_value_is_refused(word: str) -> None:
     with pytest.raises(ConfigError, match="is not KEY=VALUE"):

@@ -304,6 +304,30 @@ def test_second_checkpoint_of_a_step_is_repeated(step, is_after_own, gone):
     assert is_repeated(raw, RewindPoint(6, epoch=3, batch=0), is_after_own=is_after_own) == gone
 
 
+@pytest.mark.parametrize(
+    ("raw", "batch", "is_evaluated", "gone"),
+    [
+        ({"type": "step", "step": 6}, 0, False, False),
+        ({"type": "step", "step": 7}, 0, False, True),
+        ({"type": "step", "step": None}, 0, False, False),
+        ({"type": "epoch_start", "epoch": 2}, 0, False, False),
+        ({"type": "epoch_start", "epoch": 3}, 0, False, True),  # the third epoch begins anew
+        ({"type": "epoch_start", "epoch": 3}, 1, False, False),  # it goes on
+        ({"type": "epoch_start", "epoch": 4}, 1, False, True),
+        ({"type": "val", "epoch": 2, "step": 6}, 0, False, False),
+        ({"type": "val", "epoch": 3, "step": 5}, 1, False, False),
+        ({"type": "val", "epoch": 3, "step": 6}, 1, False, True),
+        ({"type": "val", "epoch": 3, "step": 6}, 1, True, False),
+        ({"type": "val", "epoch": 3, "step": 7}, 1, True, True),
+        ({"type": "val", "epoch": 3}, 0, True, True),
+        ({"type": "alert", "step": 9, "epoch": 9}, 0, False, False),
+    ],
+)
+def test_events_that_training_repeats_from_step_6(raw, batch, is_evaluated, gone):
+    point = RewindPoint(6, epoch=3, batch=batch, is_evaluated=is_evaluated)
+    assert is_repeated(raw, point, is_after_own=False) == gone
+
+
 def test_rewind_without_checkpoint_event_uses_the_step(tmp_path):
     path = tmp_path / "e.jsonl"
     interrupted_run(path)
