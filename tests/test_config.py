@@ -12,6 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+import segapp
 from segapp.config import (
     RunConfig,
     config_schema,
@@ -23,6 +24,7 @@ from segapp.config import (
     validate_config,
 )
 from segapp.config.load import config_of
+from segapp.config.reference import config_reference
 from segapp.config.yaml_reader import parse_yaml
 from segapp.errors import ConfigError
 
@@ -245,6 +247,10 @@ def test_schema_describes_every_field() -> None:
     for name, definition in schema["$defs"].items():
         for key, field in definition.get("properties", {}).items():
             assert field.get("description"), f"{name}.{key} has no description"
+
+
+def test_keys_and_defaults_are_those_of_the_reference() -> None:
+    assert config_reference() in (Path(segapp.__file__).parent / "docs" / "reference" / "config.md").read_text()
 
 
 def test_every_shipped_config_passes_the_schema() -> None:
