@@ -191,9 +191,12 @@ def test_transient_storage_error_is_retried(tmp_path: Path, monkeypatch: pytest.
             raise OSError(5, "Input/output error")
         return open(*args, **kwargs)  # type: ignore[call-overload]
 
+    waited_s: list[float] = []
+    monkeypatch.setattr(files.time, "sleep", waited_s.append)
     monkeypatch.setattr(files, "open", failing_open, raising=False)
     assert read_image(path).shape == (4, 4, 3)
     assert len(calls) == 3
+    assert waited_s == [0.05, 0.1]
     monkeypatch.setattr(files, "open", lambda *a, **k: (_ for _ in ()).throw(OSError(5, "Input/output error")))
     with pytest.raises(DataError, match="Input/output error"):
         read_image(path)

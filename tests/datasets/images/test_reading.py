@@ -152,6 +152,24 @@ def test_tags_of_both_byte_orders_and_sizes(order: Any, is_big: bool, tmp_path: 
     assert (tags.height_px, tags.width_px, tags.bands, tags.dtype, tags.is_tiled) == (20, 30, 5, "uint16", True)
 
 
+@pytest.mark.parametrize(("stored", "orientation"), [(0, 1), (1, 1), (6, 6), (8, 8), (9, 1)])
+def test_orientation_that_means_nothing_is_upright(stored: int, orientation: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.tif"
+    tifffile.imwrite(path, np.zeros((4, 6), np.uint8), extratags=[(274, "H", 1, stored, True)])
+    with path.open("rb") as file:
+        assert read_tiff_tags(file).orientation == orientation
+
+
+def test_only_three_bands_of_eight_bits_are_plain_rgb() -> None:
+    assert RGB8.is_rgb8
+    assert PixelFormat((3, 2, 1)).is_rgb8
+    for other in (
+        PixelFormat((1, 2)), PixelFormat((1, 2, 3, 4)), PixelFormat((1, 2, 3), "uint16"),
+        PixelFormat((1, 2, 3), "uint8", ((0.0, 100.0),) * 3),
+    ):  # fmt: skip
+        assert not other.is_rgb8
+
+
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_orientation_of_bands_matches_pillow(orientation: int) -> None:
     image = drawn("uint8", 3, (4, 6))

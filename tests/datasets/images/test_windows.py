@@ -125,6 +125,23 @@ def test_measured_pixels_lie_on_a_grid_over_the_whole_image(tmp_path: Path, monk
     np.testing.assert_array_equal(_spread_pixels(pair.image, pixels), expected)
     monkeypatch.setattr(windows_module, "LARGE_PX", 10**9)
     np.testing.assert_array_equal(_spread_pixels(pair.image, pixels), expected)
+    monkeypatch.setattr(windows_module, "LARGE_PX", 1)
+    monkeypatch.setattr(windows_module, "_BLOCK_ROWS", 16)
+    monkeypatch.setattr(windows_module, "_BLOCK_PX", 1)
+    monkeypatch.setattr("segapp.datasets.images.measure._MAX_PX", 7_200)  # every third, in blocks of 16 rows
+    expected = tifffile.imread(pair.image)[::3, ::3].reshape(-1, 5)
+    np.testing.assert_array_equal(_spread_pixels(pair.image, pixels), expected)
+
+
+def test_windows_of_coloured_masks_hold_the_ids_of_the_whole(tmp_path: Path) -> None:
+    palette = [(0, 0, 0), (0, 0, 255), (0, 255, 0), (255, 0, 0)]
+    scheme = class_scheme("folder", classes=["a", "b", "c", "d"], palette=palette, rgb=True)
+    ids = np.random.default_rng(0).integers(0, 4, SIZE)
+    tifffile.imwrite(tmp_path / "mask.tif", np.array(palette, np.uint8)[ids], photometric="rgb", tile=(64, 64))
+    found = mask_windows(tmp_path / "mask.tif", scheme)
+    assert found is not None
+    np.testing.assert_array_equal(found[50:180, 3:131], ids[50:180, 3:131])
+    np.testing.assert_array_equal(read_mask(tmp_path / "mask.tif", scheme), ids)
 
 
 def test_rotated_and_palette_tiffs_are_read_whole(tmp_path: Path) -> None:
