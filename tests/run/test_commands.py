@@ -97,6 +97,36 @@ def test_unknown_command_error_names_the_next_move(text, part):
     assert part in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("accepted", "refused"),
+    [
+        (f"gpu0_bsz={2**20}", f"gpu0_bsz={2**20 + 1}"),
+        ("lr_factor=100", "lr_factor=100.001"),
+        ("shares=0,1", "shares=-1,2"),
+        (f"shares={2**20}", f"shares={2**20 + 1}"),
+        (f"shares={','.join(['1'] * 1024)}", f"shares={','.join(['1'] * 1025)}"),
+    ],
+)
+def test_settings_are_accepted_up_to_their_bounds(accepted, refused):
+    assert parse_command(f"set {accepted}").changes
+    with pytest.raises(CommandError, match=refused.partition("=")[0]):
+        parse_command(f"set {refused}")
+
+
+@pytest.mark.parametrize(
+    ("text", "new_settings", "asks_for_split"),
+    [
+        ("set gpu0_bsz=auto lr_factor=2", {"gpu0_bsz_auto": True, "lr_factor": 2.0}, True),
+        ("set gpu0_bsz=none", {"gpu0_bsz": None}, True),
+        ("set shares=1,2 force", {"shares": [1, 2]}, True),
+        ("set lr_factor=2", {"lr_factor": 2.0}, False),
+    ],
+)
+def test_new_settings_are_those_that_were_given(text, new_settings, asks_for_split):
+    command = parse_command(text)
+    assert (command.new_settings, command.asks_for_split) == (new_settings, asks_for_split)
+
+
 @settings(deadline=None)
 @given(st.text(max_size=60) | st.from_regex(r"set [a-z0_]{1,9}=[-0-9a-z.,]{0,12}", fullmatch=True))
 def test_any_text_gives_a_command_or_a_command_error(text):
@@ -199,6 +229,12 @@ def test_bad_command_file_gets_a_rejected_answer(run, content, reason):
     assert reason in received.problem
     remove_command(received)
     assert drain_commands(run) == []
+
+
+def test_command_file_is_read_up_to_64_kib(run):
+    for size, problem in ((65536, None), (65537, "too large: 65537 bytes, 65536 are accepted")):
+        (run / "commands" / NAME).write_text(good_body("0123456789ab").ljust(size))
+        assert [item.problem for item in drain_commands(run)] == [problem]
 
 
 def test_links_pipes_folders_and_odd_names_are_refused_unread(run):
