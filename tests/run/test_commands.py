@@ -271,11 +271,21 @@ def test_any_bytes_in_the_inbox_get_an_answer(tmp_path_factory, content):
 
 def test_long_sender_is_cut_and_answered_commands_are_removed(run):
     (run / "commands" / NAME).write_text(good_body("0123456789ab", by="x" * 300, t=2))
-    sent = send_command(run, PauseCommand())
+    sent = send_command(run, PauseCommand(), by="y" * 300)
     first, second = drain_commands(run)
-    assert (first.by, first.sent_s, second.id) == ("x" * 200, 2.0, sent)
+    assert (first.by, first.sent_s, second.by, second.id) == ("x" * 200, 2.0, "y" * 200, sent)
     assert remove_answered(run, {"0123456789ab", "ffffffffffff"}) == 1
     assert [item.id for item in drain_commands(run)] == [sent]
+
+
+def test_command_that_cannot_be_sent_leaves_nothing(run):
+    failpoints.arm("command.before_rename=raise:ENOSPC")
+    try:
+        with pytest.raises(CommandError, match="cannot send to .*No space left"):
+            send_command(run, PauseCommand())
+    finally:
+        failpoints.arm("")
+    assert list((run / "commands").iterdir()) == []
 
 
 def test_sender_without_a_name_is_a_number(monkeypatch):
