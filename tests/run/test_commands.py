@@ -281,7 +281,7 @@ def test_long_sender_is_cut_and_answered_commands_are_removed(run):
 def test_command_that_cannot_be_sent_leaves_nothing(run):
     failpoints.arm("command.before_rename=raise:ENOSPC")
     try:
-        with pytest.raises(CommandError, match="cannot send to .*No space left"):
+        with pytest.raises(CommandError, match=r"cannot send to .*No space left"):
             send_command(run, PauseCommand())
     finally:
         failpoints.arm("")
