@@ -14,7 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from segapp.config.parts import parts_beside
-from segapp.config.problems import KeyLocations, combination_problems, describe_problem
+from segapp.config.problems import KeyLocations, combination_problems, describe_problems
 from segapp.config.sections import RunConfig
 from segapp.config.yaml_reader import parse_yaml
 from segapp.errors import ConfigError
@@ -125,8 +125,7 @@ def validate_config(raw: Mapping[str, Any], locations: KeyLocations | None = Non
         config = RunConfig.model_validate(raw)
     except ValidationError as error:
         items = error.errors()
-        problems = list(dict.fromkeys(describe_problem(item, locations) for item in items[:MAX_PROBLEMS]))
-        raise _all_problems(problems, len(items) - MAX_PROBLEMS) from None
+        raise _all_problems(describe_problems(items[:MAX_PROBLEMS], locations), len(items) - MAX_PROBLEMS) from None
     problems = [f"{locations.place(loc)}: {'.'.join(loc)}: {text}" for loc, text in combination_problems(config)]
     if problems:
         raise _all_problems(problems)

@@ -83,9 +83,27 @@ def _key_path(loc: Sequence[int | str]) -> tuple[str, ...]:
     return tuple(path)
 
 
-def describe_problem(item: Any, locations: KeyLocations) -> str:
-    """Return one line for one of pydantic's errors: place, key, value, what is accepted."""
-    loc = _key_path(item["loc"])
+def describe_problems(items: Sequence[Any], locations: KeyLocations) -> list[str]:
+    """Return a line for each of pydantic's errors; one for all of a value that fits none of several types."""
+    by_key: dict[tuple[str, ...], list[Any]] = {}
+    for item in items:
+        by_key.setdefault(_key_path(item["loc"]), []).append(item)
+    lines: list[str] = []
+    for loc, own in by_key.items():
+        options = _options(loc)
+        if len(own) > 1 and options and all(item["input"] is own[0]["input"] for item in own):
+            lines.append(f"{locations.place(loc)}: {'.'.join(loc)} = {_shown(own[0]['input'])}: accepted: {options}")
+        else:
+            lines += [_describe_problem(item, loc, locations) for item in own]
+    return list(dict.fromkeys(lines))
+
+
+def _shown(value: object) -> str:
+    return repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "..."
+
+
+def _describe_problem(item: Any, loc: tuple[str, ...], locations: KeyLocations) -> str:
+    """Return one line: place, key, value, what is accepted."""
     key = ".".join(loc)
     kind, value = item["type"], item["input"]
     if kind == "extra_forbidden":
@@ -100,8 +118,7 @@ def describe_problem(item: Any, locations: KeyLocations) -> str:
         if options and kind in {"int_parsing", "int_type", "string_type", "list_type", "float_type"}:
             text = f"accepted: {options}"
     text = text[:1].lower() + text[1:]
-    shown = repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "..."
-    return f"{locations.place(loc)}: {key} = {shown}: {text}"
+    return f"{locations.place(loc)}: {key} = {_shown(value)}: {text}"
 
 
 @cache
@@ -130,6 +147,9 @@ def _field_schema(loc: Sequence[str]) -> dict[str, Any] | None:
     return _resolved(node)
 
 
+_LEAST = {"minimum": ">=", "exclusiveMinimum": ">"}
+
+
 def _options(loc: Sequence[str]) -> str:
     """Return what a field accepts, e.g. "auto | null | a whole number >= 0"; empty for a field with one type."""
     node = _field_schema(loc)
@@ -148,7 +168,8 @@ def _options(loc: Sequence[str]) -> str:
         elif member.get("type") == "integer":
             words.append("a whole number" + (f" >= {member['minimum']}" if "minimum" in member else ""))
         elif member.get("type") == "number":
-            words.append("a number")
+            least = next((f" {sign} {member[key]}" for key, sign in _LEAST.items() if key in member), "")
+            words.append(f"a number{least}")
         elif member.get("type") in {"array", "object", "string", "boolean"}:
             words.append(
                 {"array": "a list", "object": "a mapping", "string": "text", "boolean": "true | false"}[member["type"]]
