@@ -23,6 +23,7 @@ from segapp.tui.panes.devices import gpu_content, memory_graph
 from segapp.tui.panes.glyphs import UNICODE
 from segapp.tui.panes.plot import choose_scale, reduce_columns, usual_range
 from segapp.tui.panes.readout import cursor_readout
+from segapp.tui.panes.viewport import Viewport
 from segapp.tui.state.history import History
 from segapp.tui.state.metrics import Curve, curve_of, metric_names, step_field
 from segapp.tui.state.replay import ReplaySource
@@ -208,6 +209,11 @@ def test_clicked_cell_is_read_and_a_drag_reads_none(run: RecordedRun) -> None:
             chart.on_mouse_up(mouse(events.MouseUp, first + cell))
             found.append(chart.options.cursor)
         assert found == list(cells)
+        for beyond, cell, step in ((-3, 0, 1), (len(cells) + 3, cells[-1], 60)):
+            chart.on_mouse_down(mouse(events.MouseDown, first + beyond))
+            chart.on_mouse_up(mouse(events.MouseUp, first + beyond))
+            assert chart.options.cursor == cell
+            assert chart._readout().startswith(f"step {step} ")
         await settled(app, pilot)
         rows = screen_text(app).splitlines()[chart.region.y : chart.region.bottom]
         assert UNICODE.v_cursor in {row[chart.region.x + first + cells[-1]] for row in rows}
@@ -219,6 +225,14 @@ def test_clicked_cell_is_read_and_a_drag_reads_none(run: RecordedRun) -> None:
         chart.on_mouse_down(mouse(events.MouseDown, first + 20))
         chart.on_mouse_up(mouse(events.MouseUp, first + 21))
         assert chart.options.cursor is None
+        chart.change(part=Viewport())
+        chart.on_mouse_scroll_up(mouse(events.MouseScrollUp, first + cells[-1]))
+        assert chart.options.part.visible(1, 60) == pytest.approx((60 - 0.7 * 59, 60))
+        chart.on_mouse_scroll_down(mouse(events.MouseScrollDown, first + cells[-1]))
+        chart.on_mouse_scroll_up(mouse(events.MouseScrollUp, first))
+        assert chart.options.part.visible(1, 60) == pytest.approx((1, 1 + 0.7 * 59))
+        chart.on_mouse_scroll_down(mouse(events.MouseScrollDown, first))
+        assert chart.options.part.span is None
 
     run_screen(run, act)
 
@@ -239,6 +253,31 @@ def test_chart_fills_its_pane_and_shows_new_steps(fresh: RecordedRun) -> None:
             assert f"last {loss}" in screen_text(app)
 
     run_screen(fresh, act)
+
+
+def test_chart_draws_steps_evaluations_and_the_best(run: RecordedRun) -> None:
+    run.epoch(loss=0.9)
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        chart, view = app.query_one(LossChart), folded(run)
+        await press(app, pilot, "escape")
+        legend, *rows, _ = ["".join(segment.text for segment in strip)[9:] for strip in chart._strips]
+        average = 0.0
+        for loss in view.history.low:
+            average = 0.6 * average + 0.4 * loss  # from zero, whose weight is none after 80 steps
+        wanted = ["last 0.900", f"smoothed {average:.3f} (0.6)", f"◆ val {view.vals[-1].loss:.3f} epoch 4"]
+        assert legend.split("  ")[:3] == wanted
+        left, right = chart._x_range
+        cell_of = {step: int((step - left) / (right - left) * len(rows[0])) for step in (20, 40, 60, 80)}
+        shown = {char: sorted(row.index(char) for row in rows if char in row) for char in "◆★"}
+        best = view.best.step if view.best is not None else 0
+        assert shown["★"] == [cell_of[best]]
+        assert {cell_of[step] for step in cell_of if step != best} >= set(shown["◆"]) != set()
+        is_drawn = [any("\u2800" < row[x] <= "\u28ff" for row in rows) for x in range(len(rows[0]))]
+        assert sum(is_drawn[: cell_of[80]]) > 0.9 * cell_of[80]
+        assert not any(is_drawn[cell_of[80] + 1 :])
+
+    run_screen(run, act)
 
 
 def test_axis_reaches_the_last_step_of_the_longest_run(run: RecordedRun, tmp_path: Path) -> None:

@@ -91,6 +91,9 @@ def test_replay_pauses_and_moves_by_epochs(tmp_path: Path) -> None:
     assert source.status().state == "finished"
     source.move_epoch(1)
     assert place() == (5, 100)
+    source.toggle_pause()  # at the end: once more
+    assert (place()[1], source.is_paused) == (0, False)
+    source.move_to(end=True)
     source.move_to(end=False)
     assert place()[1] == 0
 

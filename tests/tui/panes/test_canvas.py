@@ -1,0 +1,56 @@
+"""Cells on which the chart draws: heights, what lies on top, and rows that are kept."""
+
+from __future__ import annotations
+
+import numpy as np
+from rich.style import Style
+
+from segapp.tui.panes.canvas import Canvas
+from segapp.tui.panes.glyphs import ASCII
+from segapp.tui.panes.plot import Columns, Scale
+
+STYLES = [Style(), Style(bold=True), Style(italic=True), Style(dim=True)]
+LABELS = ["a ", "b ", "c ", "d "]
+
+
+def test_points_stand_at_their_heights() -> None:
+    canvas = Canvas(8, 4, ASCII)
+    for column, fraction in enumerate((0.0, 0.25, 0.26, 0.5, 0.75, 0.76, 1.0, 1.01)):
+        canvas.point(column, fraction, "x", 1)
+    canvas.point(0, -0.01, "y", 1)
+    assert ["".join(row) for row in canvas._chars] == ["     xx ", "    x   ", "  xx    ", "xx      "]
+
+
+def test_curves_cover_and_lines_leave_what_is_there() -> None:
+    canvas = Canvas(4, 2, ASCII)
+    low, high = np.array([1.0, 0.0, 1.0, np.nan]), np.array([1.0, 0.0, 5.0, np.nan])
+    columns = Columns(low, high, np.zeros(4, dtype=bool))
+    canvas.put(0, 0, "z", 2)
+    canvas.curve(columns, Scale(0.0, 1.0), 1)
+    canvas.line(1, ":", 3)  # the curve falls and rises here, so that no cell is empty
+    canvas.line(3, ":", 3)
+    canvas.clipped(columns, Scale(0.0, 1.0), 2)
+    assert "".join(canvas._chars[0]) == "'.^:"
+    assert canvas._chars[1, 1] == canvas._chars[1, 3] == ":"
+    assert canvas._styles.tolist()[0] == [1, 1, 2, 3]
+    assert canvas._styles[1, 1] == 1
+
+
+def test_unchanged_rows_are_those_of_the_canvas_before() -> None:
+    first = Canvas(5, 4, ASCII)
+    first.put(1, 2, "x", 1)
+    before = first.strips(STYLES, LABELS, None)
+    assert [strip.text for strip in before] == ["a      ", "b   x  ", "c      ", "d      "]
+    assert {strip.cell_length for strip in before} == {7}
+    assert [(segment.text, segment.style) for segment in before[1]] == [
+        ("b ", STYLES[3]), ("  ", STYLES[0]), ("x", STYLES[1]), ("  ", STYLES[0]),
+    ]  # fmt: skip
+    second = Canvas(5, 4, ASCII)
+    second.put(1, 2, "x", 2)  # of another style
+    second.put(2, 0, "y", 1)
+    labels = [*LABELS[:3], "D "]
+    after = second.strips(STYLES, labels, first)
+    assert [new is old for new, old in zip(after, before, strict=True)] == [True, False, False, False]
+    assert [strip.text for strip in after] == ["a      ", "b   x  ", "c y    ", "D      "]
+    third = Canvas(5, 4, ASCII)
+    assert all(new is not old for new, old in zip(third.strips(STYLES[::-1], labels, second), after, strict=True))
