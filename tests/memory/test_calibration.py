@@ -7,6 +7,7 @@ import pytest
 from segapp.errors import ConfigError
 from segapp.memory.affine import Line, MemoryModel
 from segapp.memory.calibration import calibrated, collect, read_measurement
+from segapp.memory.gpu_specs import GpuSpec
 from segapp.memory.planner import OverheadEstimate
 from segapp.run.events import Device, DeviceMemory, EventWriter, Memory, RunStart
 from segapp.run.folder import RunFolder
@@ -60,6 +61,23 @@ def test_peaks_of_frozen_epochs_do_not_count_once_these_are_over():
     assert not found.is_frozen
     ((split, peaks),) = [(o.split, o.peak_mib) for o in found.observations]
     assert peaks == pytest.approx(MODEL.peak_mib(split))
+
+
+def test_gpus_of_a_run_are_those_of_its_events():
+    events = run_of((2, 3, 3))
+    assert collect(events).gpus() == tuple(GpuSpec(24220.0, f"cuda:{i}") for i in range(3))
+    with pytest.raises(ConfigError, match="give it with --gpus"):
+        collect(events[:1]).gpus()
+    del events[-1]["devices"][1]["total_mib"]
+    with pytest.raises(ConfigError, match="give it with --gpus"):
+        collect(events).gpus()
+
+
+@pytest.mark.parametrize("split", [[-1, 5, 4], [], "233", [2.0, 3, 3], None])
+def test_split_that_is_none_changes_nothing(split):
+    start, applied, *memory = run_of((2, 3, 3))
+    damaged = [start, applied, {**applied, "split": split}, *memory]
+    assert collect(damaged) == collect(run_of((2, 3, 3)))
 
 
 def test_highest_peak_counts_wherever_it_occurred():

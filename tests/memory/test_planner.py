@@ -177,10 +177,14 @@ def test_fit_recovers_a_known_law_in_every_mode(mode, num_devices, split, expect
     def simulated(split):
         first = 321 + 2462 * split[0] if split[0] else 502
         others = [161 + 2623 * (split[0] if mode == "model" else part) for part in split[1:]]
-        return SimulationResult(split, tuple({"backward": PhasePeak(mib)} for mib in (first, *others)))
+        peaks = (PhasePeak(mib, {"weights": 100.0, "activations": mib - 100.0}) for mib in (first, *others))
+        return SimulationResult(split, tuple({"backward": peak} for peak in peaks))
 
     fitted = fit_model(mode, [simulated(each) for each in splits_to_simulate(mode, num_devices)])
     assert fitted.peak_mib(split) == pytest.approx(expected, rel=1e-9)
+    for numbers, mib in zip(fitted.numbers(split), expected, strict=True):
+        kinds = {"backward": mib, "backward/weights": 100.0, "backward/activations": mib - 100.0}
+        assert numbers == pytest.approx(kinds if mib else {}, rel=1e-9)
 
 
 def test_one_sample_may_be_the_largest_batch():
@@ -225,10 +229,10 @@ def test_every_simulated_device_has_two_samples_or_none():
 
 def test_advice_to_accumulate_counts_kept_gradients():
     own = planner()
-    (advice,) = accumulate_advice(24, 1, 380.0, own.row(24, 8), own)
+    (advice,) = accumulate_advice(24, 1, 381.0, own.row(24, 8), own)
     assert advice.change == "train.batch_size=12 train.accumulate=2 parallel.gpu0_bsz=4"
-    # 500 + (1000 + 4 * 1000) / 0.95, and 380 / 0.95 of gradients; before, 500 + (1000 + 8 * 1000) / 0.95
-    assert (advice.peak_mib, advice.gain_mib, advice.fits) == (6163.2, 3810.5, True)
+    # 500 + (1000 + 4 * 1000) / 0.95, and 381 / 0.95 of gradients; before, 500 + (1000 + 8 * 1000) / 0.95
+    assert (advice.peak_mib, advice.gain_mib, advice.fits) == (6164.3, 3809.4, True)
     (again,) = accumulate_advice(24, 2, 380.0, own.row(24, 8), own)
     assert again.change.startswith("train.batch_size=12 train.accumulate=4 ")
     assert (again.peak_mib, again.gain_mib) == (5763.2, 4210.5), "the gradients are kept already"
@@ -245,6 +249,9 @@ def test_advice_to_accumulate_needs_room_on_the_first_gpu():
         (advice,) = accumulate_advice(24, 1, gradients_mib, own.row(24, 4), own)
         assert advice.change.endswith("gpu0_bsz=2")
         assert advice.fits == fits
+    exact = Planner(model(), GPUS, OverheadEstimate((0.0,) * 3, room=1.0))  # 1000 + 4 * 1000 of 10000
+    found = [accumulate_advice(24, 1, mib, exact.row(24, 8), exact)[0].fits for mib in (5000.0, 5000.1)]
+    assert found == [True, False]
 
 
 def test_advice_of_a_variant_is_that_of_the_fullest_gpu():

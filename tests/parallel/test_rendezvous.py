@@ -193,8 +193,9 @@ def test_interrupt_in_the_caller_ends_the_replicas():
     with pytest.raises(KeyboardInterrupt):
         DataParallelModel(module, ["cpu"] * 3)(torch.randn(6, 3, 2, 2))
     assert time.monotonic() - start < 3
-    module.release.set()
     timer.join()
+    assert threads_settle(before + 1), "only the sleeping replica is left"
+    module.release.set()
     assert threads_settle(before)
 
 

@@ -173,6 +173,7 @@ def test_flat_buckets_keep_values_and_strides():
         torch.randn(1, 3, 5, 2).to(memory_format=torch.channels_last),
         torch.randn(2, 3, 2, 2, 2).to(memory_format=torch.channels_last_3d),
         torch.randn(5, 3).t(),
+        torch.randn(1, 5)[:, :3],
         torch.randn(7),
         torch.randn(()),
         torch.randn(0, 3),
@@ -183,9 +184,10 @@ def test_flat_buckets_keep_values_and_strides():
     for ours, original in zip(_unpack(flat, layouts), tensors, strict=True):
         assert torch.equal(ours, original)
         assert ours.stride() == original.stride()
-    sparse_in_memory = torch.randn(4, 6)[:, ::2]
-    (dense,) = _unpack(_pack([sparse_in_memory], [_Layout.of(sparse_in_memory)]), [_Layout.of(sparse_in_memory)])
-    assert torch.equal(dense, sparse_in_memory)
+    for sparse_in_memory in (torch.randn(4, 6)[:, ::2], torch.randn(4, 4)[:, ::2]):
+        layout = _Layout.of(sparse_in_memory)
+        (dense,) = _unpack(_pack([sparse_in_memory], [layout]), [layout])
+        assert torch.equal(dense, sparse_in_memory)
 
 
 def test_compiled_and_lazy_modules_are_refused_with_advice():
