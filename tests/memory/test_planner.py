@@ -61,6 +61,14 @@ def test_best_split_and_largest_batch_equal_a_full_search():
     assert row.fits
 
 
+def test_of_two_equal_splits_the_first_gpu_has_more():
+    lines = ({"backward": Line(100.0, 1000.0)},)
+    own = planner(MemoryModel("dp", lines, (lines,), ({},)), GPUS[:2])
+    plan = MemoryPlan("x", "dp", 3, own.gpus, own.model, own.overhead, own.rows(3)[0])
+    assert plan.rows[1].peak_mib == plan.rows[2].peak_mib[::-1]
+    assert plan.best.split == (2, 1)
+
+
 def test_row_fits_if_and_only_if_every_gpu_fits():
     for batch, slope in itertools.product((5, 11, 24), (700.0, 1310.0, 2555.0)):
         for row in planner(model(slope=slope)).rows(batch)[0]:
