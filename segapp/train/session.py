@@ -218,9 +218,21 @@ def _device_infos(devices: DevicePlan, ranks: Ranks, budgets_mib: Sequence[float
     return device_infos
 
 
+class _LogFile(logging.FileHandler):
+    """The log of a run; lines for which its disk has no space are left out: alerts tell of a full disk."""
+
+    def handleError(self, _: logging.LogRecord) -> None:  # noqa: N802, a name of logging
+        """Do nothing: logging would print a traceback."""
+
+    def close(self) -> None:
+        """Close the file, without the lines that its disk had no space for."""
+        with contextlib.suppress(OSError):
+            super().close()
+
+
 @contextlib.contextmanager
 def _logging_to(folder: RunFolder, rank: int = 0) -> Iterator[None]:
-    handler = logging.FileHandler(folder.log)
+    handler = _LogFile(folder.log)
     who = f" rank {rank}" if rank else ""
     handler.setFormatter(logging.Formatter(f"%(asctime)s{who} %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
@@ -267,7 +279,10 @@ def _run_in(
                     print(f"already complete: {trainer.length}; raise {key} to train on")
                 return 0
             sampler.follow(lambda: trainer.position.step, trainer.saver.written_for_s)
-            watchdog.follow(lambda: trainer.position.step, trainer.save_last_boundary)
+            saver = trainer.saver
+            watchdog.follow(
+                lambda: trainer.position.step, trainer.save_last_boundary, lambda: saver.written_for_s() is not None
+            )
             if ranks.is_main:
                 announce("first step")
             is_saved = has_begun = True  # from here on every way out saves first, or raises

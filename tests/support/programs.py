@@ -96,7 +96,7 @@ def start(*arguments: str | Path, cwd: Path, logs: Path, is_stopped: bool = Fals
         **env: variables to set.
     """
     words = [str(argument) for argument in arguments]
-    streams = [Path(tempfile.mkstemp(suffix=kind, dir=logs)[1]) for kind in (".out", ".err")]
+    streams = [_new_file(logs, kind) for kind in (".out", ".err")]
     command = {
         "argv": words,
         "cwd": str(cwd),
@@ -166,3 +166,9 @@ class _ForkServer:
 @functools.cache
 def _fork_server() -> _ForkServer:
     return _ForkServer()
+
+
+def _new_file(folder: Path, suffix: str) -> Path:
+    descriptor, name = tempfile.mkstemp(suffix=suffix, dir=folder)
+    os.close(descriptor)
+    return Path(name)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,13 @@ def test_only_other_ranks_of_this_machine_are_watched(monkeypatch: pytest.Monkey
     ranks = [(here, own + 1), ("elsewhere", own + 2), (here, own), (here, own + 3)]
     session._watch_peers(EventLog(None), ranks, None)  # type: ignore[arg-type]
     assert watched == [([own + 1, own + 3], session.DistributedError.exit_code)]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_full_disk_of_the_log_is_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    with session._logging_to(types.SimpleNamespace(log=Path("/dev/full"))):  # type: ignore[arg-type]
+        logging.getLogger("segapp").error("a line")
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_run_stopped_before_its_first_save_begins_anew(

@@ -87,6 +87,7 @@ class Watchdog:
         self.step: Callable[[], int | None] = lambda: None
         self._first_step: int | None = None
         self._save_last_boundary: Callable[[Callable[[], bool]], str | None] = lambda _: "nothing was there to save yet"
+        self._is_writing: Callable[[], bool] = lambda: False
         self._path = folder / "stacks.log"
         self._folder, self._event_log, self._device_memory, self._end = folder, event_log, device_memory, end
         self._timeout_s, self._data_timeout_s = limits.timeout_s, limits.data_timeout_s
@@ -116,16 +117,20 @@ class Watchdog:
                     self._path.unlink()
 
     def follow(
-        self, step: Callable[[], int | None], save_last_boundary: Callable[[Callable[[], bool]], str | None]
+        self,
+        step: Callable[[], int | None],
+        save_last_boundary: Callable[[Callable[[], bool]], str | None],
+        is_writing: Callable[[], bool],
     ) -> None:
         """Watch a training from now on.
 
         Args:
             step: returns the steps done; its present value is where this process began.
             save_last_boundary: saves the state of the last step boundary; returns why it could not.
+            is_writing: returns True while a checkpoint is being written.
         """
         self._first_step = step()
-        self.step, self._save_last_boundary = step, save_last_boundary
+        self.step, self._save_last_boundary, self._is_writing = step, save_last_boundary, is_writing
 
     def limit_s(self, place: str, *, has_stepped: bool) -> float:
         """Return the seconds without progress that are allowed in an activity."""
@@ -201,15 +206,19 @@ class Watchdog:
         advice = f"all stacks are in {self._path}; train.hang_timeout_s = {self._timeout_s:g}"
         if place == "read":
             return WorkerError(f"{where}: the storage of the data does not answer: {advice}")
-        if place == "save":
+        if self._is_disk_silent(place):
             return StorageError(f"{where}: the disk of the run folder does not answer: {advice}")
         return DistributedError(f"{where}: a device or another rank does not answer: {advice}")
 
+    def _is_disk_silent(self, place: str) -> bool:
+        """True if a save waits for the disk, and not for the state of another rank."""
+        return place == "save" and (len(self._rank_pids) <= 1 or self._is_writing())
+
     def _save_problem(self, place: str, is_still: Callable[[], bool]) -> str | None:
-        if place in ("step", "save", "start"):
-            return {"step": "it hangs in an update", "save": "the disk does not answer"}.get(
-                place, "nothing to save yet"
-            )
+        if self._is_disk_silent(place):
+            return "the disk does not answer"
+        if place in ("step", "start"):
+            return "it hangs in an update" if place == "step" else "nothing to save yet"
         answers: list[str | None] = []
         _within(_RESCUE_S, lambda: answers.append(self._save_last_boundary(is_still)))
         return answers[0] if answers else f"the state could not be read within {_RESCUE_S:g} s"

@@ -38,7 +38,7 @@ class Watched:
         self.memory = DeviceMemoryTracker([device_info_of(torch.device("cpu"))])
         self.dog = Watchdog(folder, EventLog(None), self.memory, limits)
         self.num_steps = 7
-        self.dog.follow(lambda: self.num_steps, lambda _: None)
+        self.dog.follow(lambda: self.num_steps, lambda _: None, lambda: False)
 
     def reported_after(self, waits_s: Sequence[float], monkeypatch: pytest.MonkeyPatch) -> float | None:
         """Return the seconds of silence with which a hang was reported; None if it was not."""
@@ -97,7 +97,7 @@ def test_first_step_of_a_process_has_ten_minutes(
 ) -> None:
     """A resumed training begins at a step that another process made."""
     watched.num_steps = num_steps
-    watched.dog.follow(lambda: watched.num_steps, lambda _: None)
+    watched.dog.follow(lambda: watched.num_steps, lambda _: None, lambda: False)
     assert watched.reported_after([1.0] * 600, monkeypatch) is None
     assert watched.reported_after([1.0] * 601, monkeypatch) == 600.0
 
@@ -120,6 +120,31 @@ def test_progress_ends_the_silence(watched: Watched, monkeypatch: pytest.MonkeyP
         yield from [1.0] * 50
 
     assert watched.reported_after(waits(), monkeypatch) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "is_writing", "says", "exit_code"),
+    [
+        (1, False, "the disk of the run folder does not answer", 10),
+        (1, True, "the disk of the run folder does not answer", 10),
+        (2, True, "the disk of the run folder does not answer", 10),
+        (2, False, "a device or another rank does not answer", 8),  # a save needs the state of every rank
+    ],
+)
+def test_save_that_hangs_blames_the_disk_only_while_it_writes(
+    tmp_path: Path, num_ranks: int, is_writing: bool, says: str, exit_code: int
+) -> None:
+    memory, pids = (
+        DeviceMemoryTracker([device_info_of(torch.device("cpu"))]),
+        [("elsewhere", n) for n in range(num_ranks)],
+    )
+    with Watchdog(tmp_path, EventLog(None), memory, HangLimits(0.0), rank_pids=pids) as dog:
+        dog.follow(lambda: 7, lambda _: "not gathered", lambda: is_writing)
+        error = dog._reason("save", 60.0)
+        problem = dog._save_problem("save", lambda: True)
+    assert says in str(error)
+    assert error.exit_code == exit_code
+    assert problem == ("the disk does not answer" if exit_code == 10 else "not gathered")
 
 
 def test_stacks_are_kept_only_where_there_are_some(tmp_path: Path) -> None:
