@@ -1,5 +1,6 @@
 """The config: accepted values, refused values, and the error messages."""
 
+import hashlib
 import json
 import re
 import time
@@ -23,7 +24,7 @@ from segapp.config import (
     resume_differences,
     validate_config,
 )
-from segapp.config.load import config_of
+from segapp.config.load import changed_keys, config_hash, config_of, kept_on_resume
 from segapp.config.reference import config_reference
 from segapp.config.yaml_reader import parse_yaml
 from segapp.errors import ConfigError
@@ -265,6 +266,46 @@ def test_every_shipped_config_passes_the_schema() -> None:
         assert [f"{path.name}: {error.message}" for error in validator.iter_errors(content)] == []
     broken = {**content, "train": {**content["train"], "batch_size": "many"}, "modell": {}}
     assert {tuple(error.absolute_path) for error in validator.iter_errors(broken)} == {(), ("train", "batch_size")}
+
+
+@pytest.mark.parametrize(
+    ("num_keys", "first", "last"),
+    [
+        (1, "config: unknown key k0: the sections are name, ", ""),
+        (2, "2 problems in the config:", "  config: unknown key k1: "),
+        (50, "50 problems in the config:", "  config: unknown key k49: "),
+        (51, "51 problems in the config:", "  and 1 more"),
+    ],
+)
+def test_problems_are_counted_and_the_first_50_listed(num_keys: int, first: str, last: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate_config({**MINIMAL, **{f"k{i}": 0 for i in range(num_keys)}})
+    lines = str(caught.value).splitlines()
+    assert (lines[0][: len(first)], lines[-1][: len(last)]) == (first, last)
+    assert len(lines) == (1 if num_keys == 1 else num_keys + 1)
+
+
+def test_one_problem_of_several_keys_is_said_alone() -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate_config({**MINIMAL, "data": {**MINIMAL["data"], "scale": [2, 1]}})
+    assert str(caught.value) == "config: data.scale: [2.0, 1.0] is not [smallest, largest]: swap them"
+
+
+def test_hash_is_the_beginning_of_the_sha256_of_the_whole_config() -> None:
+    config = validate_config(MINIMAL)
+    assert config_hash(config) == hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16]
+
+
+def test_resume_with_a_file_keeps_what_may_differ() -> None:
+    own = validate_config(MINIMAL | {"train": {"epochs": 50}, "log": {"every_steps": 3}})
+    asked = validate_config(MINIMAL | {"train": {"epochs": 100, "batch_size": 4}, "optim": {"lr": 0.02}})
+    config, kept = kept_on_resume(own, asked)
+    assert (config.train.epochs, config.log.every_steps, config.train.batch_size, config.optim.lr) == (50, 3, 4, 0.02)
+    assert sorted(kept) == [
+        f"log.every_steps: 3 (the file has {asked.log.every_steps})",
+        "train.epochs: 50 (the file has 100)",
+    ]
+    assert changed_keys(own, config) == ["optim.lr: 0.01 -> 0.02", "train.batch_size: 8 -> 4"]
 
 
 def test_resume_refuses_keys_that_change_the_training() -> None:
