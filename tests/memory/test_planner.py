@@ -110,7 +110,17 @@ def test_only_modes_that_send_between_gpus_have_buffers_of_nccl(mode, num_gpus, 
 def test_gpu_smaller_than_the_context_fits_no_split():
     own = planner(gpus=(GpuSpec(400.0),) * 3)
     assert own.largest_batch() == (0, None)
-    assert "context" in own.rows(3)[0][0].reason
+    first = own.rows(3)[0][0]
+    assert "context" in first.reason
+    assert (first.split, first.word, first.fits) == ((0, 2, 1), "won't fit", False)
+
+
+@pytest.mark.parametrize(("mode", "largest"), [("dp", 2), ("ddp", 0)])
+def test_only_ranks_need_a_sample_each(mode, largest):
+    lines = ({"backward": Line(100.0, 10.0)},)
+    gpus = (GpuSpec(120.0), GpuSpec(120.0), GpuSpec(110.0))  # room for one sample, one and none: 0.95 * 120 is 114
+    own = Planner(MemoryModel(mode, lines, (lines,), lines), gpus, OverheadEstimate((0.0,) * 3))
+    assert own.largest_batch()[0] == largest
 
 
 def test_measured_scale_and_context_change_the_need():

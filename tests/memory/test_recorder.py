@@ -48,6 +48,22 @@ def test_later_and_smaller_storages_do_not_move_the_peak():
     assert recorder.peaks(first_mark=1)["cpu"]["forward"].num_bytes == 4096
 
 
+def test_tensors_from_outside_count_once_they_are_tagged():
+    recorder, outside = Recorder(granule_bytes=512), torch.zeros(3)
+    assert recorder.kind_of(outside) is None
+    recorder.tag([outside], "input")
+    assert recorder.kind_of(outside) == "input"
+    assert [allocation.num_bytes for allocation in recorder.allocations] == [512]
+
+
+def test_skipped_operators_change_nothing():
+    values = torch.zeros(3)
+    with Recorder(skipped=[torch.ops.aten.add_.Tensor]):
+        assert values.add_(1) is values
+        values.mul_(2).sub_(1)
+    assert values.tolist() == [-1, -1, -1]
+
+
 def test_only_parts_of_a_model_become_replicas_on_other_devices():
     recorder = Recorder()
     with recorder:

@@ -1,6 +1,7 @@
 """SyncBatchNorm equals torch's BatchNorm on the whole batch and saves no more for backward."""
 
 import copy
+import types
 
 import pytest
 import torch
@@ -261,3 +262,12 @@ def test_layers_with_activation_convert_and_unknown_are_refused():
     assert type(revert_sync_batchnorm(layer)) is BatchNormAct
     with pytest.raises(TypeError, match="0 is a Odd, which extends BatchNorm"):
         convert_sync_batchnorm(nn.Sequential(Odd(2)))
+
+
+def test_values_of_other_ranks_count():
+    layer, own = SyncBatchNorm(2), [types.SimpleNamespace(num_values=1)]
+    rows_PK = torch.full((2, 5), 7.0)
+    rows_PK[:, -1] = 1.0  # the other columns hold means and deviations
+    layer._check_count(own, rows_PK, over_ranks=True)
+    with pytest.raises(ValueError, match="got 1 in the whole batch"):
+        layer._check_count(own, rows_PK[:1], over_ranks=True)
