@@ -93,8 +93,9 @@ def train(
         with _no_collection():
             import segapp.tui.app  # noqa: F401
         sys.exit(show_training(trainer))
-    from segapp.run.starting import announce
+    from segapp.run.starting import announce, outlast_readers
 
+    outlast_readers()
     announce("importing torch")
     from segapp.train.session import run_session
 

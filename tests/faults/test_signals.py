@@ -145,8 +145,13 @@ def test_second_trainer_on_a_run_exits_9(new_run: NewRun, invariants: Invariants
     how="stdout and stderr closed; a reader that leaves after a line",
     passes="the run completes, no BrokenPipe traceback",
 )
-@pytest.mark.faults_long
-@pytest.mark.parametrize("how", [">&- 2>&-", "2>err | head -1"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(">&- 2>&-", marks=pytest.mark.faults_long),
+        pytest.param("2>err | head -1", marks=pytest.mark.faults),
+    ],
+)
 def test_closed_stdout_does_not_end_the_run(new_run: NewRun, how: str) -> None:
     run = new_run(train={"epochs": 1})
     code = "from segapp.__main__ import main; main()"
