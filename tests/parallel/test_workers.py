@@ -51,8 +51,13 @@ def settles(condition, within_s=5.0):
     return condition()
 
 
+def replica_threads():
+    return {thread for thread in threading.enumerate() if thread.name.startswith("replica ")}
+
+
 @pytest.mark.parametrize("mode", ["threads", "lockstep"])
 def test_thread_ids_repeat_over_steps_and_models(mode):
+    before = replica_threads()  # of models that other tests still hold
     spy, x = Spy(), torch.ones(7, 2)
     models = [DataParallelModel(spy, ["cpu"] * 3, mode=mode) for _ in range(2)]
     criterion = DataParallelCriterion(spy)
@@ -65,12 +70,13 @@ def test_thread_ids_repeat_over_steps_and_models(mode):
     assert threading.get_ident() not in {thread for _, thread in spy.threads}
     spy.threads.clear()
     del models, criterion
-    assert settles(lambda: not any(thread.name.startswith("replica ") for thread in threading.enumerate()))
+    assert settles(lambda: replica_threads() <= before)
 
 
 def test_threads_without_a_user_end_with_their_call():
+    before = replica_threads()
     ReplicaGroup([torch.device("cpu")] * 2).run([lambda: None] * 2)
-    assert settles(lambda: not any(thread.name.startswith("replica ") for thread in threading.enumerate()))
+    assert settles(lambda: replica_threads() <= before)
 
 
 def test_copies_and_pickles_of_a_used_model_have_no_threads():
