@@ -45,7 +45,7 @@ from segapp.tui.state.runs import RunList
 from segapp.tui.state.source import LiveSource, RunSource, Status, newest_pictures
 from segapp.tui.state.tail import LogTail
 from segapp.tui.state.view import View
-from segapp.tui.terminal import is_hung_up
+from segapp.tui.terminal import end_with_terminal, is_hung_up
 from segapp.tui.widgets import ClassesPane, Gpu0Pane, LiteralText, Pane, set_title
 
 TICK_S = 0.5
@@ -169,6 +169,7 @@ class Monitor(App[None]):
         if not self.is_headless:
             for number in (signal.SIGHUP, signal.SIGTERM):
                 asyncio.get_running_loop().add_signal_handler(number, self._leave)
+            end_with_terminal(LEAVE_S)
         self.apply_layout()
         self._announcer = Announcer(self._write_control, self.settings.notify)
         self._write_control(SAVE_TITLE)

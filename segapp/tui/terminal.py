@@ -6,6 +6,8 @@ import locale
 import os
 import select
 import sys
+import threading
+import time
 from typing import TextIO
 
 from segapp.errors import ConfigError
@@ -37,6 +39,22 @@ def is_hung_up() -> bool:
             assert stream is not None
             poll.register(stream.fileno(), 0)
     return any(event & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, event in poll.poll(0))
+
+
+def end_with_terminal(within_s: float) -> None:
+    """End this process once its terminal has been gone for some seconds, looking from a thread.
+
+    The event loop cannot: after a terminal that took no output is closed, it waits for ever for a place in the queue of
+    a writer that has ended.
+    """
+
+    def watch() -> None:
+        while not is_hung_up():
+            time.sleep(within_s)
+        time.sleep(within_s)  # for the usual end
+        os._exit(0)
+
+    threading.Thread(target=watch, name="terminal", daemon=True).start()
 
 
 def is_ascii_only() -> bool:

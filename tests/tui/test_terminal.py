@@ -28,7 +28,7 @@ SHOW = "import sys\nfrom segapp.tui.app import run_ui\nsys.exit(run_ui(sys.argv[
 class Terminal:
     """A child process at a pseudo-terminal."""
 
-    def __init__(self, run: RecordedRun, home: Path, *, ignores_hangup: bool = False) -> None:
+    def __init__(self, run: RecordedRun, home: Path, *, ignores_hangup: bool = False, code: str = SHOW) -> None:
         self.output = b""
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
@@ -36,7 +36,7 @@ class Terminal:
             os.environ.pop("NO_COLOR", None)
             if ignores_hangup:
                 signal.signal(signal.SIGHUP, signal.SIG_IGN)
-            os.execv(sys.executable, [sys.executable, "-c", SHOW, str(run.folder.path)])
+            os.execv(sys.executable, [sys.executable, "-c", code, str(run.folder.path)])
         fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 36, 120, 0, 0))
 
     def read_until(self, wanted: bytes, timeout_s: float = 30.0) -> None:
@@ -85,6 +85,20 @@ def test_closed_terminal_ends_the_screen(run: RecordedRun, tmp_path: Path, ignor
     shown.read_until(b"LIVE")
     os.close(shown.fd)
     shown.wait()
+
+
+def test_closed_terminal_ends_a_screen_that_waits_for_it(run: RecordedRun, tmp_path: Path) -> None:
+    waiting = (
+        "import queue, signal\nfrom segapp.tui.terminal import end_with_terminal\n"
+        "signal.signal(signal.SIGHUP, lambda *_: None)\nend_with_terminal(0.2)\n"
+        "print('LIVE', flush=True)\nqueue.Queue().get()"  # as for a place in the queue of a writer that has ended
+    )
+    shown = Terminal(run, tmp_path, code=waiting)
+    shown.read_until(b"LIVE")
+    time.sleep(0.5)
+    assert os.waitpid(shown.pid, os.WNOHANG) == (0, 0)
+    os.close(shown.fd)
+    assert shown.wait(20) == 0
 
 
 def test_sigterm_ends_the_screen_and_restores_the_terminal(run: RecordedRun, tmp_path: Path) -> None:
