@@ -112,7 +112,7 @@ def plan_sweep(words: Sequence[str], configs: Sequence[str]) -> SweepPlan:
         axes = {**info.axes, **axes}
     else:
         bases = _labelled(files)
-        existing = existing or find_sweep(_default_name(bases))
+        existing = existing if name is not None else find_sweep(_default_name(bases))
     candidates = _validated(bases, axes)
     folder = existing or SweepFolder(_new_path(name or _default_name(bases)))
     info = existing.read() if existing is not None else new_info()

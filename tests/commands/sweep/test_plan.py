@@ -99,6 +99,12 @@ def test_folds_are_found_by_glob_and_named_by_file(base: Path) -> None:
         plan_sweep([], ["nothing*.yaml"])
 
 
+def test_new_name_begins_a_sweep_beside_that_of_the_config(base: Path) -> None:
+    plan_sweep(["seed=0,1"], ["tiny.yaml"]).save()
+    plan = plan_sweep(["other", "seed=1,2"], ["tiny.yaml"])
+    assert (plan.folder.path, names(plan)) == (Path("runs/other"), ["seed1", "seed2"])
+
+
 def test_missing_config_and_foreign_folder_are_refused(base: Path) -> None:
     with pytest.raises(ConfigError, match="no-sweep: no such sweep"):
         plan_sweep(["no-sweep", "seed=0,1"], [])
