@@ -202,6 +202,7 @@ def _start_worker(worker: int) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)  # the trainer's
     trainer = parent_process()
     # A worker that hangs would outlive a killed trainer.
     signal_when_parent_dies(signal.SIGKILL, parent=None if trainer is None else trainer.pid)

@@ -5,13 +5,12 @@ Without progress for `train.hang_timeout_s`, the stacks of this process, its dat
 machine are written to `stacks.log` in the run folder, the state of the last step boundary is saved if it can be read,
 the reason is emitted as an event, the data workers are killed, and the process exits with the exit code of the cause.
 
-SIGUSR2 writes the stacks at any time, without ending the training.
+SIGUSR2 writes the stacks at any time, without ending the training (`segapp.train.telemetry.stacks`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import functools
 import logging
 import os
@@ -29,6 +28,7 @@ from segapp.run.events import Alert, RunEnd
 from segapp.run.process import child_pids
 from segapp.train.telemetry.device_memory import DeviceMemoryTracker
 from segapp.train.telemetry.event_log import EventLog
+from segapp.train.telemetry.stacks import StackLog
 
 START_S = 600.0
 """Minimum timeout until the first step: models are built, kernels selected or compiled."""
@@ -88,18 +88,16 @@ class Watchdog:
         self._first_step: int | None = None
         self._save_last_boundary: Callable[[Callable[[], bool]], str | None] = lambda _: "nothing was there to save yet"
         self._is_writing: Callable[[], bool] = lambda: False
-        self._path = folder / "stacks.log"
+        self._stacks = StackLog(folder / "stacks.log")
         self._folder, self._event_log, self._device_memory, self._end = folder, event_log, device_memory, end
         self._timeout_s, self._data_timeout_s = limits.timeout_s, limits.data_timeout_s
         self._num_workers = limits.num_workers
         self._rank, self._rank_pids = rank, rank_pids
-        self._file = self._path.open("ab")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
-        # Data workers are forked from this process and inherit the handler.
-        faulthandler.register(signal.SIGUSR2, self._file, all_threads=True)
+        self._stacks.__enter__()
         if self._timeout_s > 0:
             self._thread.start()
         return self
@@ -108,13 +106,7 @@ class Watchdog:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
-        faulthandler.unregister(signal.SIGUSR2)
-        is_empty = self._file.tell() == 0
-        self._file.close()
-        if is_empty:
-            with contextlib.suppress(OSError):
-                if self._path.stat().st_size == 0:
-                    self._path.unlink()
+        self._stacks.__exit__()
 
     def follow(
         self,
@@ -183,10 +175,7 @@ class Watchdog:
             f"\nrank {self._rank} (process {os.getpid()} on {socket.gethostname()}), {time.strftime('%F %T')}: "
             f"no progress for {silent_s:.1f} s in {place}, step {self.step()}\n"
         )
-        with contextlib.suppress(OSError, ValueError):
-            self._file.write(header.encode())
-            self._file.flush()
-            faulthandler.dump_traceback(self._file, all_threads=True)
+        self._stacks.write(header)
         here = socket.gethostname()
         others = [pid for host, pid in self._rank_pids if host == here and pid != os.getpid()]
         for pid in [*child_pids(), *others]:
@@ -201,9 +190,11 @@ class Watchdog:
         where = f"no progress for {silent_s:.0f} s in {place} after step {self.step()}"
         if len(self._rank_pids) > 1:
             with contextlib.suppress(OSError):
-                latest = {m[1]: f"rank {m[1]} in {m[3]} for {m[2]} s" for m in _LINE.finditer(self._path.read_text())}
+                latest = {
+                    m[1]: f"rank {m[1]} in {m[3]} for {m[2]} s" for m in _LINE.finditer(self._stacks.path.read_text())
+                }
                 where += f" ({', '.join(latest[rank] for rank in sorted(latest))})"
-        advice = f"all stacks are in {self._path}; train.hang_timeout_s = {self._timeout_s:g}"
+        advice = f"all stacks are in {self._stacks.path}; train.hang_timeout_s = {self._timeout_s:g}"
         if place == "read":
             return WorkerError(f"{where}: the storage of the data does not answer: {advice}")
         if self._is_disk_silent(place):
