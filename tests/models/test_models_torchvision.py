@@ -85,6 +85,7 @@ def test_family_note_states_the_stride_of_a_resnet50(family):
 
 def test_one_pixel_is_an_image():
     model = build_model("torchvision", "fcn", 3, **SMALL).eval()
+    assert model.min_size_px == 1
     assert [tuple(logits.shape) for logits in model(torch.zeros(1, 3, 1, 1))] == [(1, 3, 1, 1)]
 
 

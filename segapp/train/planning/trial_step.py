@@ -40,7 +40,6 @@ def build_trial_engine(
     assembler = StepAssembler(config, build_scheme(config.data), teacher)
     num_classes = assembler.scheme.num_classes
     parts = assembler.build_parts(layout, lambda _: [1.0] * num_classes, with_weights=False)
-    parts.model.train()
     tag(parts.model.parameters(), "weights")
     tag(parts.model.buffers(), "buffers")
     return assembler.assemble(parts, layout, RealDevices(tag=tag))

@@ -14,10 +14,21 @@ from segapp.errors import ConfigError
 from segapp.memory.saved_plan import read_saved_plan
 from segapp.run.commands import parse_command, send_command
 from segapp.run.folder import RunFolder
+from segapp.train.planning.auto_settings import allowed_batches
 from segapp.train.request import TrainRequest
 from segapp.train.session import run_session
 from tests.support.live_runs import assert_answered_once, three_devices
 from tests.support.runs import events, merged, train
+
+
+@pytest.mark.parametrize(
+    ("effective_batch_size", "num_images", "batches"),
+    [(12, 100, [1, 2, 3, 4, 6, 12]), (12, 5, [1, 2, 3, 4]), (None, 3, [1, 2, 3]), (1, 9, [1])],
+)
+def test_batches_divide_the_effective_one(
+    effective_batch_size: int | None, num_images: int, batches: list[int]
+) -> None:
+    assert allowed_batches(effective_batch_size, num_images) == batches
 
 
 def on_budgets(tiny: dict[str, Any], epochs: int, budget_mib: float, train_section: Any = (), **parallel: Any) -> Any:

@@ -58,7 +58,9 @@ def test_report_is_whole_where_cuda_calls_raise(context: RunContext, monkeypatch
     assert (event.get("total_mib"), event.get("largest"), event.get("others")) == (None, [], [])
 
 
-def test_report_keeps_counters_without_a_snapshot(context: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_keeps_counters_without_a_snapshot(
+    context: RunContext, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def refused() -> Any:
         raise RuntimeError("cudaMallocAsync does not yet support snapshot")
 
@@ -75,6 +77,8 @@ def test_report_keeps_counters_without_a_snapshot(context: RunContext, monkeypat
     event = reported(context, ReplicaError(0, torch.device("cuda:0"), "CUDA error: out of memory"))
     assert (event["total_mib"], event["reserved_mib"], event["allocated_mib"]) == (24576.0, 20480.0, 18432.0)
     assert (event["others_mib"], event.get("largest")) == (3072.0, [])
+    assert "the device does not tell its largest tensors" in caplog.text
+    assert "cudaMallocAsync does not yet support snapshot" in caplog.text
 
 
 def test_event_has_the_largest_tensors_in_hundredths_of_a_mib() -> None:
