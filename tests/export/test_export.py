@@ -56,9 +56,9 @@ def info_of(model: SegmentationModel, **fields: Any) -> ExportInfo:
     return ExportInfo.model_validate(values | fields)
 
 
-def network(library: str, name: str, encoder: str, **options: Any) -> SegmentationModel:
+def network(library: str, name: str, encoder: str, *, aux: bool = False, **options: Any) -> SegmentationModel:
     torch.manual_seed(0)
-    model = build_model(library, name, len(CLASSES), encoder=encoder, aux=False, options=options).eval()
+    model = build_model(library, name, len(CLASSES), encoder=encoder, aux=aux, options=options).eval()
     for module in model.modules():  # fresh statistics (0 and 1) would hide a wrong normalisation
         if isinstance(module, nn.BatchNorm2d):
             module.running_mean.normal_(0, 0.1)
@@ -319,7 +319,8 @@ def test_every_family_exports_and_runs_at_odd_sizes(
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_transformers_export_and_run_at_odd_sizes(name: str, format: Any, tmp_path: Path) -> None:
     section = TRANSFORMERS[name]
-    model = network(section["library"], section["name"], section["encoder"], **section["options"])
+    aux = section.get("aux", False)
+    model = network(section["library"], section["name"], section["encoder"], aux=aux, **section["options"])
     assert (model.fixed_size_px is not None) == ("448" in name)
     assert_exported(model, format, tmp_path)
 

@@ -54,6 +54,8 @@ def kill_somewhere(run: FaultRun, rng: random.Random) -> bool:
         to_group = rng.random() < 0.5
         if program.returncode is None:
             program.send(signal.SIGKILL, to_group=to_group)
+        program.wait(180)
+        program.is_sigkilled = program.returncode in KILLED  # else it ended by itself at that moment: no kill
         run.ended(program, 180)
     return program.returncode in KILLED
 

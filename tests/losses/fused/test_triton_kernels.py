@@ -57,8 +57,8 @@ def test_pretended_card_specialises_a_1_as_triton_does():
     assert [usage.kernel for usage in card.usages] == ["subtract_one"]
 
 
-def check_usage(cases):
-    """Compile every case, print its registers, and hold it to what `block_shape` says of them."""
+def check_usage(cases, most_spilled_bytes):
+    """Compile every case, print its registers, and hold it to what `BlockShape` says of them."""
     for line in kernel_usage.header():
         print(line)
     for case in cases:
@@ -66,14 +66,14 @@ def check_usage(cases):
         print(kernel_usage.row(case, usages))
         assert [usage.kernel for usage in usages] == ["loss_kernel", "gather_kernel", "bad_ids_kernel"]
         for usage in usages:
-            assert usage.stack_bytes == 0 or kernel_usage.is_small_scale(case), (case, usage)
+            assert usage.stack_bytes <= most_spilled_bytes or kernel_usage.is_small_scale(case), (case, usage)
             assert usage.registers * 32 * usage.num_warps <= 65536, (case, usage)
             assert usage.options.enable_fp_fusion, (case, usage)
 
 
 def test_kernels_compile_for_every_card_without_spills():
     print()
-    check_usage(kernel_usage.default_cases())
+    check_usage(kernel_usage.default_cases(), 0)
 
 
 @pytest.mark.slow
@@ -81,4 +81,4 @@ def test_kernels_compile_for_every_card_without_spills():
 @pytest.mark.timeout(3600)
 def test_kernels_compile_in_every_specialisation(num_classes):
     print()
-    check_usage([case for case in kernel_usage.all_cases() if case.num_classes == num_classes])
+    check_usage([case for case in kernel_usage.all_cases() if case.num_classes == num_classes], 24)
