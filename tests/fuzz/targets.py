@@ -29,7 +29,7 @@ import torch
 from PIL import Image
 
 from segapp.config import dump_config, load_config
-from segapp.datasets.files import MAX_PIXELS, check_pairs, read_header
+from segapp.datasets.files import MAX_PIXELS, check_pairs, read_header, tiff_tags
 from segapp.datasets.images.reading import read_image
 from segapp.datasets.layouts.formats import DataLocation, class_scheme, find_pairs
 from segapp.datasets.masks import read_mask
@@ -212,7 +212,8 @@ def mask(data: bytes) -> None:
     except DataError:
         header = None
     if header is not None and header.height_px * header.width_px > 2**20:
-        assert header.height_px * header.width_px <= MAX_PIXELS
+        tags = tiff_tags(path) if header.format == "TIFF" else None
+        assert header.height_px * header.width_px <= MAX_PIXELS or (tags is not None and tags.can_be_read_in_windows)
         return  # decoding it is allowed, and slow
     try:
         pixels = read_image(path)

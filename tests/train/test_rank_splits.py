@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -48,23 +49,29 @@ def test_run_goes_between_two_ranks_three_and_one_device(tiny: dict[str, Any], t
     constant = {"name": "constant", "warmup_steps": 0}  # the other schedules depend on the number of epochs
     alone = small(tiny, 4, parallel={"mode": "single"}, train={"batch_size": 5}, schedule=constant)
     assert train(alone, tmp_path / "alone") == 0
-    parts = [{"shares": [4, 1]}, {"devices": ["cpu"] * 3}, {"mode": "dp", "gpu0_bsz": 2}, {"mode": "single"}]
+    parts = [
+        {"mode": "ddp", "devices": CPUS, "shares": [4, 1]},
+        {"mode": "ddp", "devices": ["cpu"] * 3},
+        {"mode": "dp", "devices": CPUS, "gpu0_bsz": 2},
+        {"mode": "single", "devices": CPUS[:1]},
+    ]
+    (tmp_path / "run.yaml").write_text(dump_config(alone))
     for epochs, parallel in enumerate(parts, start=1):
-        (tmp_path / "part.yaml").write_text(dump_config(ranks_of(tiny, epochs, **{"devices": CPUS, **parallel})))
-        words = ["--resume" if epochs > 1 else "--run", "run", "schedule.name=constant", "schedule.warmup_steps=0"]
-        done = segapp("train", "--plain", "--config", "part.yaml", *words, cwd=tmp_path)
+        settings = {"mode": "auto", "shares": None, "gpu0_bsz": None, **parallel}
+        words = [f"train.epochs={epochs}", *(f"parallel.{key}={json.dumps(value)}" for key, value in settings.items())]
+        run = "--resume" if epochs > 1 else "--run"
+        done = segapp("train", "--plain", "--config", "run.yaml", run, "run", *words, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
 
 
 @pytest.mark.slow
 def test_uneven_ranks_resume_bit_for_bit(tiny: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "ddp.yaml").write_text(dump_config(ranks_of(tiny, 3, CPUS, gpu0_bsz=1)))
     for name, stages in (("whole", (3,)), ("parts", (1, 3))):
         for epochs in stages:
-            config = ranks_of(tiny, epochs, CPUS, gpu0_bsz=1)
-            (tmp_path / "ddp.yaml").write_text(dump_config(config))
             resume = ["--resume", name] if (tmp_path / name).exists() else ["--run", name]
-            words = ["schedule.name=constant", "schedule.warmup_steps=0"]
+            words = [f"train.epochs={epochs}", "schedule.name=constant", "schedule.warmup_steps=0"]
             assert segapp("train", "--config", "ddp.yaml", *resume, *words, cwd=tmp_path).returncode == 0
     states = [torch.load(tmp_path / name / "checkpoints" / "last.pt", weights_only=True) for name in ("whole", "parts")]
     found = [path for path in differing(*states) if not path.startswith(("/best", "/memory"))]

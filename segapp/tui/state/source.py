@@ -17,8 +17,10 @@ from segapp.tui.state.history import History
 from segapp.tui.state.series import SeriesReader
 from segapp.tui.state.view import View, fold_events
 
-_SKIM_BYTES = 2**20
-"""A longer backlog is skimmed; its last part is read in full."""
+_FULL_BYTES = 2**21
+"""Of a longer backlog only this last part is read in full; the rest is skimmed."""
+_BLOCK_BYTES = 2**17
+"""Read at once: until they are folded, events take several times their bytes."""
 _SLICE_S = 0.1
 _LIVENESS_S = 2.0
 
@@ -113,10 +115,10 @@ class LiveSource:
         deadline = self._monotonic() + _SLICE_S
         while True:
             left = self._reader.num_bytes_left
-            if left > 2 * _SKIM_BYTES:
-                items = self._reader.read_skimmed(_SKIM_BYTES)
+            if left > _FULL_BYTES:
+                items = self._reader.read_skimmed(_BLOCK_BYTES)
             else:
-                items = list(self._reader.read_raw(_SKIM_BYTES))
+                items = list(self._reader.read_raw(_BLOCK_BYTES))
             if self._reader.generation != self._generation:
                 self._generation, self._is_void = self._reader.generation, True
             if not items:  # nothing, or an incomplete last line
