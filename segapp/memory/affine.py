@@ -2,7 +2,7 @@
 
 In each phase `peak = fixed + per_sample * samples of the device + per_batch * samples of the batch`. `per_batch` is
 the cost of gathering outputs on device 0; with the parallel criterion it is 0. Device 0 without samples has lines of
-its own, because it holds no activations and no gradients of a replica.
+its own, because it holds no activations and no gradients of a replica; another device without samples evaluates only.
 
 The peak of a phase may occur at different moments with few and with many samples (with few, loss bands and gradients
 weigh more). So there are two regimes of lines, and the higher one holds. The model is off by about 20 MiB for chunks
@@ -83,7 +83,12 @@ class MemoryModel:
             return _highest(self.first, samples, batch)
         if device == 0:
             return _highest(self.first if samples else self.idle, samples, batch)
-        return _highest(self.others[0] if samples else (), samples, batch)
+        return _highest(self.others[0] if samples else _evaluation(self.others[0]), samples, batch)
+
+
+def _evaluation(regimes: Regimes) -> Regimes:
+    """Return the lines of the evaluation, in which devices without samples take part too."""
+    return tuple({key: line for key, line in lines.items() if key.partition("/")[0] == "eval"} for lines in regimes)
 
 
 def _highest(regimes: Regimes, samples: int, batch: int) -> Numbers:

@@ -30,6 +30,7 @@ def test_simulated_tensors_are_those_of_a_device():
         "casts": [1, 2],  # once for both convolutions, and again in the next context
         "without autocast": [first, "float32"],
         "gradient": [first, "float32", [2, 2, 1, 1], False],
+        "channels last": [[18, 1, 6, 2], [18, 1, 6, 2]],  # both, as by cuDNN
         "copied": [
             [first, "float32", [2, 2, 1, 1], True],
             [second, "float32", [2], False],

@@ -205,6 +205,21 @@ def test_fit_recovers_a_known_law_in_every_mode(mode, num_devices, split, expect
         assert numbers == pytest.approx(kinds if mib else {}, rel=1e-9)
 
 
+def test_devices_without_samples_evaluate_too():
+    """A dp training evaluates on all its devices, whatever their shares."""
+
+    def simulated(split):
+        backward = [PhasePeak(321 + 2462 * split[0]), *(PhasePeak(161 + 2623 * part) for part in split[1:])]
+        evaluation = PhasePeak(900.0, {"weights": 100.0, "evaluation": 800.0})
+        return SimulationResult(split, tuple({"backward": peak, "eval": evaluation} for peak in backward))
+
+    fitted = fit_model("dp", [simulated(each) for each in splits_to_simulate("dp", 3)])
+    assert fitted.peak_mib((7, 1, 0)) == pytest.approx((321 + 7 * 2462, 161 + 2623, 900.0), rel=1e-9)
+    assert fitted.numbers((7, 1, 0))[2] == pytest.approx(
+        {"eval": 900.0, "eval/weights": 100.0, "eval/evaluation": 800.0}, rel=1e-9
+    )
+
+
 def test_one_sample_may_be_the_largest_batch():
     lines = {"backward": Line(100.0, 10.0)}
     own = Planner(MemoryModel("single", (lines,)), (GpuSpec(120.0),), OverheadEstimate((0.0,)))

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from segapp.losses.lovasz import HELD_BYTES, SORT_BYTES
 from segapp.memory.simulation.backend import is_supported
 from tests.support import ROOT
 from tests.support.simulated_cases import TRAININGS
@@ -76,7 +77,7 @@ def test_no_criterion_needs_three_full_resolution_tensors():
     assert peak("full") > peak("plain") + 1.5 * full_mib
     for training in ("ohem", "dice", "focal"):
         assert peak(training) < peak("plain") + 8 * 32, training  # a few bands of 32 MiB
-    assert peak("lovasz") < peak("full")
+    assert peak("lovasz") < peak("plain") + 1.1 * (HELD_BYTES + SORT_BYTES) / 2**20
 
 
 def test_device_memory_follows_its_role():

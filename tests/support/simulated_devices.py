@@ -51,6 +51,10 @@ def main() -> None:
         net[0](images).sum().backward()
         found["gradient"] = facts(net[0].weight.grad)
 
+        weight = torch.empty(4, 2, 3, 3, device="simgpu:0").to(memory_format=torch.channels_last).requires_grad_()
+        (gradient,) = torch.autograd.grad(nn.functional.conv2d(images, weight).sum(), weight)
+        found["channels last"] = [list(weight.stride()), list(gradient.stride())]
+
         copied = copy.deepcopy(net)
         found["copied"] = [facts(copied[0].weight), facts(copied[1].weight), facts(copied[1].running_mean)]
         found["of the copy"] = facts(copied[0](images))[:2]

@@ -71,6 +71,7 @@ def test_architectures_and_modes_keep_cudas_rules(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_every_mode_and_precision_keeps_cudas_rules(tmp_path: Path) -> None:
     names = [case for case in product(NETWORKS, SPLITS, PRECISIONS) if case[:2] != ("eomt", "model")]
     errors = errors_of([case_of(NETWORKS[name], mode, precision) for name, mode, precision in names], tmp_path)

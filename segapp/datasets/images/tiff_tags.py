@@ -134,11 +134,13 @@ def _read_directory(file: BinaryIO) -> dict[int, tuple[int, ...]]:
         raise ValueError(f"the TIFF has {count} tags")
     size = struct.calcsize(entry)
     entries = file.read(count * size)
-    found = {}
+    found: dict[int, tuple[int, ...]] = {}
     for at in range(0, count * size, size):
         tag, kind, number, inline = struct.unpack_from(entry, entries, at)
         if tag in _WANTED and kind in _TYPES and number:
-            found[tag] = _values(file, order, _TYPES[kind], min(number, _MAX_VALUES), inline)
+            values = _values(file, order, _TYPES[kind], min(number, _MAX_VALUES), inline)
+            if found.setdefault(tag, values) != values:  # libraries differ in which of them they use
+                raise ValueError(f"the TIFF has tag {tag} twice, with different values")
     return found
 
 

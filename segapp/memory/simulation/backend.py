@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils import backend_registration
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from segapp.errors import RunError
 from segapp.losses import lovasz
@@ -184,6 +184,20 @@ def _patch_losses() -> None:
         module.has_values = lambda _: True  # type: ignore[attr-defined]
 
 
+class _WeightGradients(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives the gradient of a convolution's weight the weight's memory format, as cuDNN does."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is not aten.convolution_backward.default or out[1] is None:
+            return out
+        weight = args[2]
+        is_last = weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last)
+        return (out[0], out[1].contiguous(memory_format=torch.channels_last) if is_last else out[1], out[2])
+
+
 @contextlib.contextmanager
 def simulation(*modes: Any) -> Iterator[None]:
     """Run the body of the `with` statement on simulated devices.
@@ -197,6 +211,7 @@ def simulation(*modes: Any) -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch, "tensor", _tensor_on_device))
         stack.enter_context(mock.patch.object(FakeTensor, "__deepcopy__", _deepcopy_fake, create=True))
         stack.enter_context(FakeTensorMode())
+        stack.enter_context(_WeightGradients())  # type: ignore[no-untyped-call]
         for mode in modes:
             stack.enter_context(mode)
         yield
