@@ -20,7 +20,7 @@ class StackLog:
     stacks of all threads under the lock. Data workers are forked from this process and inherit only the handler: they
     call `signal.set_wakeup_fd(-1)`.
 
-    Enter it in the main thread.
+    Python handles signals in the main thread alone: entered in another one, there is only the handler.
 
     Args:
         path: The file; the stacks are appended, and a file that stays empty is removed at the end.
@@ -35,25 +35,30 @@ class StackLog:
         with contextlib.ExitStack() as exits:
             exits.callback(self._remove_if_empty)
             self._file = exits.enter_context(self.path.open("ab"))
-            reading, writing = os.pipe()
-            exits.callback(os.close, reading)
-            exits.callback(os.close, writing)
-            os.set_blocking(writing, False)
-            listener = threading.Thread(target=self._listen, args=(reading,), name="stacks", daemon=True)
-            listener.start()
-            exits.callback(listener.join)
-            exits.callback(os.write, writing, b"\0")
-            exits.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writing, warn_on_full_buffer=False))
-            # Python's own handler writes the signal's number into the pipe; faulthandler's calls it.
-            previous = signal.signal(signal.SIGUSR2, lambda *_: None)
-            exits.callback(signal.signal, signal.SIGUSR2, previous or signal.SIG_DFL)
-            faulthandler.register(signal.SIGUSR2, self._file, all_threads=False, chain=True)
+            in_main = threading.current_thread() is threading.main_thread()
+            if in_main:
+                self._listen_for_signals(exits)
+            faulthandler.register(signal.SIGUSR2, self._file, all_threads=False, chain=in_main)
             exits.callback(faulthandler.unregister, signal.SIGUSR2)
             self._exits = exits.pop_all()
         return self
 
     def __exit__(self, *_: Any) -> None:
         self._exits.close()
+
+    def _listen_for_signals(self, exits: contextlib.ExitStack) -> None:
+        """Start the thread that writes all stacks; Python's own handler writes the signal's number into its pipe."""
+        reading, writing = os.pipe()
+        exits.callback(os.close, reading)
+        exits.callback(os.close, writing)
+        os.set_blocking(writing, False)
+        listener = threading.Thread(target=self._listen, args=(reading,), name="stacks", daemon=True)
+        listener.start()
+        exits.callback(listener.join)
+        exits.callback(os.write, writing, b"\0")
+        exits.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writing, warn_on_full_buffer=False))
+        previous = signal.signal(signal.SIGUSR2, lambda *_: None)  # called by faulthandler's
+        exits.callback(signal.signal, signal.SIGUSR2, previous or signal.SIG_DFL)
 
     def write(self, header: str = "") -> None:
         """Append a header and the stacks of all threads; a full disk is ignored."""

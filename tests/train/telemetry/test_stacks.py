@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,18 @@ def test_signals_are_handled_as_before_at_the_end(tmp_path: Path, handler: signa
         assert signal.set_wakeup_fd(-1) == -1
     finally:
         signal.signal(signal.SIGUSR2, before)
+
+
+def test_in_another_thread_the_stack_of_the_main_one_is_written(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            stacks = pool.submit(StackLog(tmp_path / "stacks.log").__enter__).result()
+            signal.raise_signal(signal.SIGUSR2)
+            pool.submit(stacks.__exit__).result()
+        signal.raise_signal(signal.SIGUSR2)  # ignored as before
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    text = (tmp_path / "stacks.log").read_text()
+    assert text.count("most recent call first") == 1
+    assert "in test_in_another_thread_the_stack_of_the_main_one_is_written" in text
