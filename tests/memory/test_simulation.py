@@ -14,6 +14,7 @@ from tests.support.simulated_cases import TRAININGS
 
 pytestmark = [
     pytest.mark.skipif(not is_supported(), reason="this torch cannot register a device in Python"),
+    pytest.mark.timeout(1200),
     pytest.mark.slow,  # test_simulation_against_torch.py holds the simulation to a measurement in every run
 ]
 
@@ -27,7 +28,7 @@ def simulated(what):
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=290,
+        timeout=1100,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
