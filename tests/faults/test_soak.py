@@ -142,9 +142,8 @@ def test_soak_keeps_memory_threads_and_files_flat(
     num_steps, num_commands = run.events("step")[-1]["step"], len(run.events("command"))
     words = f"{MINUTES:g} min, {num_steps} steps, {num_screens} screens, {num_commands} answers"
     record_property("figure", "; ".join([words, *figures]))
-    # Screens that come are new processes, each of which reads a longer history: not leaks, but what a history takes.
-    for each, most in ((trainer, 0.01), (staying, 0.01), (screens, 0.03)):
-        assert abs(each.growth()) < most
+    for each in (trainer, staying, screens):
+        assert abs(each.growth()) < 0.01
         assert each.is_flat(), "threads or file descriptors grew"
     invariants.assert_clean_processes(run)
     invariants.assert_nothing_lost(run)
