@@ -107,10 +107,7 @@ def mean_curve(curves: Sequence[tuple[Floats, Floats]]) -> tuple[Floats, Floats,
 
 def _miou_points(report: RunReport) -> tuple[Floats, Floats]:
     vals = report.view.vals
-    return (
-        np.array([val.step for val in vals], float),
-        np.array([np.nan if val.miou is None else val.miou for val in vals], float),
-    )
+    return vals.values("step"), vals.values("miou")
 
 
 def _loss_points(report: RunReport) -> tuple[Floats, Floats]:

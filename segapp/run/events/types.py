@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from segapp.run.text import encodable
 
@@ -23,6 +23,9 @@ def _as_device(value: Any) -> Any:
 
 Text = Annotated[str, BeforeValidator(_as_text)]
 """Text that can be encoded as UTF-8; undecodable bytes of file names become visible escapes."""
+
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+"""A number of steps or epochs; as a float it is exact."""
 
 
 class _Model(BaseModel):
@@ -198,8 +201,8 @@ class Val(_Event):
     """An evaluation."""
 
     type: Literal["val"] = "val"
-    epoch: int
-    step: int
+    epoch: Count
+    step: Count
     loss: float | None
     miou: float | None
     iou: list[float | None]

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 from rich.cells import cell_len
 from textual.content import Content
 from textual.geometry import Size
 
 from segapp.tui.panes.glyphs import Glyphs, progress, spark, thinned
 from segapp.tui.panes.header import Part, fit_parts
+from segapp.tui.state.evaluations import Floats
 from segapp.tui.state.metrics import class_iou
 from segapp.tui.state.view import View
 from segapp.tui.state.wording import fit_cells, number
@@ -57,7 +59,8 @@ def class_rows(view: View, sort: str = "worst", wanted: str = "") -> list[ClassR
     if not view.vals:
         return [ClassRow(i, name, None, None) for i, name in enumerate(view.classes)]
     num_classes = len(view.vals[-1].iou)
-    before = next((val for val in reversed(view.vals[:-1]) if len(val.iou) == num_classes), None)
+    earlier = (view.vals[i] for i in reversed(range(len(view.vals) - 1)))
+    before = next((val for val in earlier if len(val.iou) == num_classes), None)
     rows = []
     for i, name in enumerate(view.classes):
         iou = class_iou(view.vals[-1], i)
@@ -65,6 +68,11 @@ def class_rows(view: View, sort: str = "worst", wanted: str = "") -> list[ClassR
         rows.append(ClassRow(i, name, iou, iou - old if iou is not None and old is not None else None))
     rows = [row for row in rows if wanted.casefold() in row.name.casefold()]
     return sorted(rows, key=lambda row: _sort_key(row, sort))
+
+
+def _known(values: Floats) -> list[float]:
+    known: list[float] = values[~np.isnan(values)].tolist()
+    return known
 
 
 def _sort_key(row: ClassRow, sort: str) -> tuple[bool, float | str, int]:
@@ -100,7 +108,7 @@ def classes_content(view: View, options: TableOptions, size: Size, glyphs: Glyph
     cells = [_row_content(view, row, layout, is_selected=i == options.cursor) for i, row in enumerate(rows)]
     num_rows = -(-len(cells) // num_columns)
     lines = [Content("  ").join(cells[i::num_rows]) for i in range(num_rows)]
-    course = [val.miou for val in view.vals if val.miou is not None]
+    course = _known(view.vals.values("miou"))
     if len(course) > 1 and not options.wanted:
         room = size.width - name_width - 17
         bars = spark(thinned(course, room), room, glyphs).ljust(room)
@@ -144,7 +152,7 @@ def _row_content(view: View, row: ClassRow, layout: _RowLayout, *, is_selected: 
     done, left = progress(row.iou, bar_width, glyphs) if bar_width >= 3 else ("", "")
     course = ""
     if layout.course_width:
-        values = [iou for val in view.vals if (iou := class_iou(val, row.index)) is not None]
+        values = _known(view.vals.class_iou(row.index))
         course = (
             spark(thinned(values, layout.course_width), layout.course_width, glyphs).ljust(layout.course_width) + " "
         )

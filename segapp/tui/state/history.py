@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from array import array
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-from segapp.run.events import Val
 
 Floats = NDArray[np.float64]
 
@@ -19,28 +14,6 @@ SMOOTHINGS = (0.6, 0.9, 0.98)
 """Factors of the exponential averages."""
 
 _BLOCK = 64
-
-
-class PastVal(NamedTuple):
-    """An old evaluation in a tenth of the event's memory."""
-
-    epoch: int
-    step: int
-    loss: float | None
-    miou: float | None
-    pixel_accuracy: float | None
-    num_images: int | None
-    val_s: float | None
-    mean_dice: float | None
-    iou: Sequence[float | None]
-    """nan in place of None."""
-
-    @classmethod
-    def of(cls, val: Val) -> PastVal:
-        """Return the short form of an evaluation."""
-        iou = array("f", (math.nan if value is None else value for value in val.iou))
-        scores = (val.loss, val.miou, val.pixel_accuracy, val.num_images, val.val_s, val.mean_dice)
-        return cls(val.epoch, val.step, *scores, iou)
 
 
 class History:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from segapp.run.events import Val
-from segapp.tui.state.history import History, PastVal
+from segapp.tui.state.evaluations import Floats, PastVal
+from segapp.tui.state.history import History
 from segapp.tui.state.view import View
 
 STEP_METRICS = {"lr": "learning rate", "grad_norm": "grad norm", "images_per_s": "images/s"}
@@ -65,18 +67,19 @@ def curve_of(view: View, name: str, series: History | None) -> Curve:
         series: Values of `step_field(name)`, where it has one.
     """
     if name == "loss":
-        return Curve(view.history, [(val.step, val.loss) for val in view.vals if val.loss is not None])
+        return Curve(view.history, _points(view, view.vals.values("loss")))
     if step_field(name) is not None:
         return Curve(series or History(), [])
-    return Curve(None, list(_points(view, name)))
-
-
-def _points(view: View, name: str) -> Iterator[tuple[int, float]]:
+    if name in VAL_METRICS:
+        return Curve(None, _points(view, view.vals.values(name)))
     index = view.classes.index(name.removeprefix(CLASS)) if name.removeprefix(CLASS) in view.classes else -1
-    for val in view.vals:
-        value = getattr(val, name, None) if name in VAL_METRICS else class_iou(val, index)
-        if value is not None:
-            yield val.step, value
+    return Curve(None, _points(view, view.vals.class_iou(index)))
+
+
+def _points(view: View, values: Floats) -> list[tuple[int, float]]:
+    """Return step and value of each evaluation that has one."""
+    is_known = ~np.isnan(values)
+    return list(zip(view.vals.values("step")[is_known].astype(int).tolist(), values[is_known].tolist(), strict=True))
 
 
 def class_iou(val: Val | PastVal, index: int) -> float | None:

@@ -30,7 +30,8 @@ from segapp.run.events import (
 )
 from segapp.run.memory_fit import MemoryFit, fit_memory
 from segapp.run.text import printable
-from segapp.tui.state.history import History, PastVal
+from segapp.tui.state.evaluations import Evaluations, PastVal
+from segapp.tui.state.history import History
 from segapp.tui.state.records import Evaluating, Gpu0, Mark, MemorySample, Raised
 from segapp.tui.state.wording import LogLine, log_line, share_text
 
@@ -67,7 +68,7 @@ class View:
     """The last samples of memory, for each device."""
     peaks_mib: dict[tuple[int, ...], list[float | None]] = field(default_factory=dict)
     """Split -> highest allocation of each device with it, MiB."""
-    vals: list[Val | PastVal] = field(default_factory=list)
+    vals: Evaluations = field(default_factory=Evaluations)
     best: Val | PastVal | None = None
     """The evaluation with the highest mIoU."""
     checkpoint: Checkpoint | None = None
@@ -324,7 +325,7 @@ def _fold_start(view: View, event: RunStart) -> None:
 def _drop_repeated(view: View, step: int) -> None:
     """Remove what a resumed training repeats."""
     view.history.drop_after(step)
-    view.vals = [val for val in view.vals if val.step <= step]
+    view.vals.drop_after(step)
     view.best = max((val for val in view.vals if val.miou is not None), key=_miou, default=None)
     view.marks = [mark for mark in view.marks if mark.step <= step]
     if view._raw_step is not None and view._raw_step["step"] > step:
@@ -339,8 +340,6 @@ def _miou(val: Val | PastVal) -> float:
 def _fold_val(view: View, event: Val) -> None:
     view.vals.append(event)
     view.evaluating = None
-    if len(view.vals) > 64 and isinstance(before := view.vals[-65], Val):
-        view.vals[-65] = PastVal.of(before)
     if event.miou is not None and (view.best is None or _miou(event) > _miou(view.best)):
         view.best = event
 

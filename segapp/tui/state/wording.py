@@ -23,7 +23,7 @@ from segapp.run.events import (
     Weights,
 )
 from segapp.run.text import printable
-from segapp.tui.state.history import PastVal
+from segapp.tui.state.evaluations import PastVal
 
 
 class LogLine(NamedTuple):

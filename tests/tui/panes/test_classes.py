@@ -8,6 +8,7 @@ from textual.geometry import Size
 from segapp.run.events import Val
 from segapp.tui.panes.classes import TableOptions, class_rows, classes_content, classes_title
 from segapp.tui.panes.glyphs import ASCII
+from segapp.tui.state.evaluations import Evaluations
 from segapp.tui.state.view import View
 
 
@@ -15,11 +16,13 @@ from segapp.tui.state.view import View
 def view() -> View:
     view = View()
     view.classes = ["road", "Sky", "pole", "car", "bus"]
-    view.vals = [
-        Val(epoch=1, step=20, loss=0.5, miou=0.3, iou=[0.4, 0.9, 0.3, None, None]),
-        Val(epoch=2, step=30, loss=0.5, miou=0.9, iou=[0.1]),  # of another number of classes
-        Val(epoch=3, step=40, loss=0.5, miou=0.4, iou=[0.5, 0.9, 0.2, 0.2, None]),
-    ]
+    view.vals = Evaluations(
+        [
+            Val(epoch=1, step=20, loss=0.5, miou=0.3, iou=[0.4, 0.9, 0.3, None, None]),
+            Val(epoch=2, step=30, loss=0.5, miou=0.9, iou=[0.1]),  # of another number of classes
+            Val(epoch=3, step=40, loss=0.5, miou=0.4, iou=[0.5, 0.9, 0.2, 0.2, None]),
+        ]
+    )
     view.best = view.vals[1]
     return view
 
@@ -45,7 +48,7 @@ def test_changes_are_since_the_evaluation_of_the_same_classes(view: View) -> Non
         "bus": (None, None),
     }  # fmt: skip
     assert [row.name for row in class_rows(view, "worst", "S")] == ["Sky", "bus"]
-    view.vals = []
+    view.vals = Evaluations()
     assert [(row.name, row.iou) for row in class_rows(view)] == [(name, None) for name in view.classes]
 
 

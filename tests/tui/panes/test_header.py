@@ -10,6 +10,7 @@ from segapp.run.events import Alert, Device, DeviceMemory, Gpu0Bsz, RunEnd, RunS
 from segapp.tui.panes import header
 from segapp.tui.panes.glyphs import ASCII
 from segapp.tui.panes.header import Place
+from segapp.tui.state.evaluations import Evaluations
 from segapp.tui.state.records import Evaluating, Raised
 from segapp.tui.state.source import Status
 from segapp.tui.state.view import View
@@ -114,10 +115,12 @@ def test_throughput_line_marks_what_slows_or_skips(view: View) -> None:
 
 
 def test_summary_of_hidden_panes_names_the_most_important(view: View) -> None:
-    view.vals = [
-        Val(epoch=2, step=40, loss=0.5, miou=0.6, iou=[0.9, 0.8, 0.1, 0.6]),
-        Val(epoch=3, step=50, loss=0.5, miou=0.5, iou=[0.8, None, 0.2, 0.5]),
-    ]
+    view.vals = Evaluations(
+        [
+            Val(epoch=2, step=40, loss=0.5, miou=0.6, iou=[0.9, 0.8, 0.1, 0.6]),
+            Val(epoch=3, step=50, loss=0.5, miou=0.5, iou=[0.8, None, 0.2, 0.5]),
+        ]
+    )
     view.best = view.vals[0]
     view.devices = [DeviceMemory(device="cuda:0", used_mib=mib, total_mib=10_240) for mib in (5120, 512)]
     rows = header.small_summary(view, 120, 3, ASCII).plain.splitlines()
@@ -135,7 +138,7 @@ def test_summary_of_hidden_panes_names_the_most_important(view: View) -> None:
     assert view.start is not None
     view.start = view.start.model_copy(update={"devices": view.start.devices[:1]})
     assert "gpu0_bsz" not in header.small_summary(view, 120, 3, ASCII).plain
-    view.vals = []
+    view.vals = Evaluations()
     assert header.small_summary(view, 120, 3, ASCII).plain.splitlines()[-1] == "no evaluation yet"
 
 
