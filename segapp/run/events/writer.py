@@ -61,7 +61,8 @@ class EventWriter:
     @property
     def num_pending(self) -> int:
         """Events waiting in memory for the disk."""
-        return len(self._pending)
+        with self._lock:  # an event that another thread is writing does not wait
+            return len(self._pending)
 
     def write(self, event: Event) -> None:
         """Append one event with the next `seq` and the current time.

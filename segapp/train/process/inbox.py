@@ -42,6 +42,7 @@ class Inbox:
         self._handled: set[str] = set()
         self._polled_s = -POLL_S
         self._waiting: list[ReceivedCommand] = []
+        self._answered: list[ReceivedCommand] = []
         if self._path is not None and folder is not None:
             self._handled = set(read_answers(_read_rare(folder.events)))
             remove_answered(self._path, self._handled)
@@ -51,6 +52,7 @@ class Inbox:
         now_s = time.monotonic()
         if self._path is not None and now_s - self._polled_s >= POLL_S:
             self._polled_s = now_s
+            self._remove_answered()
             self._waiting = drain_commands(self._path, self._handled)
         return bool(self._waiting)
 
@@ -82,9 +84,16 @@ class Inbox:
         """Write the final answer of a command."""
         self._emit(received, status, reason, step, changes)
         failpoint("command.answered")
+        self._answered.append(received)
+        self._remove_answered()
+
+    def _remove_answered(self) -> None:
+        """Remove the files of answered commands, unless answers wait for the disk: then a crash must find the files."""
         writer = self._event_log.writer
         if writer is None or writer.num_pending == 0:
-            remove_command(received)  # otherwise the answer is not on disk yet, and the file must outlive a crash
+            for received in self._answered:
+                remove_command(received)
+            self._answered.clear()
 
     def _emit(
         self,

@@ -1,12 +1,24 @@
-"""Which settings a resumed training applies again, from the events of a run."""
+"""The inbox: when the file of a command is removed, and which settings a resumed training applies again."""
 
 from __future__ import annotations
 
 import json
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from segapp.train.process.inbox import applied_after
+import pytest
+
+from segapp import failpoints
+from segapp.run.commands import parse_command, send_command
+from segapp.run.events import EventWriter, Heartbeat
+from segapp.run.folder import RunFolder
+from segapp.train.process import inbox as inbox_module
+from segapp.train.process.inbox import Inbox, applied_after
+from segapp.train.telemetry.event_log import EventLog
+from tests.support.live_runs import events
 
 
 def events_file(folder: Path, *events: dict[str, Any]) -> Path:
@@ -60,3 +72,59 @@ def test_reverted_split_is_left_out_and_auto_moves_are_kept(tmp_path: Path) -> N
     expected = [(10, {"lr_factor": 0.5}), (20, {"gpu0_bsz": 3, "gpu0_bsz_auto": True}), (30, {"gpu0_bsz_auto": True})]
     assert applied_after(path, 0) == expected
     assert applied_after(path, 20) == expected[1:]
+
+
+@pytest.fixture
+def inbox(tmp_path: Path) -> Iterator[Inbox]:
+    """The inbox of a run with a command."""
+    folder = RunFolder.create(path=tmp_path / "run")
+    send_command(folder.path, parse_command("pause"))
+    event_log = EventLog(EventWriter(folder.events))
+    yield Inbox(folder, event_log)
+    failpoints.arm("")
+    event_log.close()
+
+
+def files_of(inbox: Inbox) -> list[Path]:
+    assert inbox._path is not None
+    return list((inbox._path / "commands").iterdir())
+
+
+def test_an_event_of_another_thread_does_not_keep_the_file(inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    (received,) = inbox.take()
+    writer, writing, write_line = inbox._event_log.writer, threading.Event(), EventWriter._write_line
+    assert writer is not None
+
+    def slow_write_line(self: EventWriter, body: dict[str, Any]) -> None:
+        if body["type"] == "heartbeat":
+            writing.set()
+            time.sleep(0.2)
+        write_line(self, body)
+
+    def write_beside(name: str) -> None:
+        assert name == "command.answered"
+        threading.Thread(target=writer.write, args=(Heartbeat(phase="train"),)).start()
+        assert writing.wait(5)
+
+    monkeypatch.setattr(EventWriter, "_write_line", slow_write_line)
+    monkeypatch.setattr(inbox_module, "failpoint", write_beside)
+    assert files_of(inbox)
+    inbox.answer(received, "applied", None, 1)
+    assert not files_of(inbox)
+
+
+def test_the_file_stays_until_the_answer_is_on_disk(inbox: Inbox) -> None:
+    (received,) = inbox.take()
+    failpoints.arm("events.before_write=raise:ENOSPC")
+    inbox.answer(received, "applied", None, 1)
+    inbox._polled_s = -1e9
+    assert not inbox.has_commands()
+    assert files_of(inbox)
+    failpoints.arm("")
+    assert inbox._event_log.writer is not None
+    assert inbox._event_log.writer.flush()
+    inbox._polled_s = -1e9
+    assert not inbox.has_commands()
+    assert not files_of(inbox)
+    assert inbox._path is not None
+    assert [event["status"] for event in events(inbox._path, "command")] == ["applied"]
