@@ -100,6 +100,14 @@ def test_upsampled_logits_match_smp_with_the_same_weights(name, encoder):
     assert model.logits_stride == model.note.stride == FAMILY_NOTES[f"smp/{name}"].stride
 
 
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "DPT"])
+def test_family_note_states_the_stride_of_a_resnet50(name):
+    with torch.device("meta"):  # sizes only
+        model = build_model("smp", name, 3, encoder="resnet50")
+    assert model.note is FAMILY_NOTES[f"smp/{name}"]
+    assert (model.note.stride, model.note.align_corners) == (model.logits_stride, True)
+
+
 def test_dpt_decodes_patches_of_14_px_as_smp_those_of_16_px():
     options = {**SMALL_VIT["options"], "embed_dim": 24, "num_heads": 2}
     model = build_model("smp", "DPT", 5, encoder="tu-vit_small_patch14_dinov2", options=options).eval()
