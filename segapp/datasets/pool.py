@@ -208,6 +208,32 @@ def _start_worker(worker: int) -> None:
     signal_when_parent_dies(signal.SIGKILL, parent=None if trainer is None else trainer.pid)
 
 
+class _DoneEvent:
+    """The trainer's side of the event by which torch tells its workers to end.
+
+    Workers look at the event between two batches, under its lock. One that is killed then holds the lock for ever, and
+    with torch's own event the trainer would wait for it, first when torch marks the worker as dead.
+    """
+
+    def __init__(self, event: Any, workers: Sequence[Any]) -> None:
+        self._event, self._workers = event, workers
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        """True after `set`, which only the trainer calls."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Tell the workers to end; kill them if they cannot see it."""
+        self._is_set = True
+        if self._event._cond.acquire(timeout=_POLL_S):
+            self._event._flag.release()
+            self._event._cond.release()
+        else:
+            for worker in self._workers:
+                worker.kill()
+
+
 class BatchPool:
     """Loads lists of batches, in order, in worker processes that are reused for the next list."""
 
@@ -256,8 +282,11 @@ class BatchPool:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores are allowed
             self._loader = self._build()
-            self._iterator = iter(self._loader)
+            iterator: Any = iter(self._loader)
+        if self._workers:
+            iterator._workers_done_event = _DoneEvent(iterator._workers_done_event, iterator._workers)
         _restore_child_handler(before)
+        self._iterator = iterator
         return self._iterator
 
     def _build(self) -> "DataLoader[Any]":

@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -182,6 +183,28 @@ def test_worker_killed_while_sending_is_reported(
     error = consume(misbehave(lambda: None), 2)
     assert isinstance(error, WorkerError)
     assert f"data worker 0 (process {killed[0]}) ended by SIGKILL" in str(error)
+
+
+@pytest.mark.timeout(60)
+def test_worker_killed_with_a_lock_of_torch_is_reported(
+    misbehave: Callable[..., SegmentationDataset],
+) -> None:
+    """Workers look at torch's event between two batches, and the trainer sets it: each takes its lock."""
+
+    def die() -> None:
+        frame = sys._getframe()
+        while frame is not None and frame.f_code.co_name != "_worker_loop":
+            frame = frame.f_back
+        assert frame is not None
+        assert frame.f_locals["done_event"]._cond.acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    start = time.monotonic()
+    error = consume(misbehave(die), 2)
+    assert isinstance(error, WorkerError)
+    assert "ended by SIGKILL while reading" in str(error)
+    assert "003.png" in str(error)
+    assert time.monotonic() - start < 20
 
 
 def test_hanging_worker_is_reported_with_its_file(misbehave: Callable[..., SegmentationDataset]) -> None:
