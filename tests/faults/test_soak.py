@@ -32,9 +32,13 @@ COMMANDS = ("checkpoint", "pause", "resume", "set lr_factor=0.9", "set lr_factor
 
 @dataclass
 class Samples:
-    """What a process holds, sampled: resident KiB, threads, file descriptors."""
+    """What a process holds, sampled: KiB of its own, threads, file descriptors.
 
-    rss_kib: list[int] = field(default_factory=list)
+    The memory is what it shares with no other process and no file, in RAM and in swap. The mapped files, which the
+    kernel drops when memory is short and reads again, are not in it.
+    """
+
+    own_kib: list[int] = field(default_factory=list)
     threads: list[int] = field(default_factory=list)
     fds: list[int] = field(default_factory=list)
 
@@ -43,23 +47,23 @@ class Samples:
         with contextlib.suppress(OSError, KeyError):
             lines = Path(f"/proc/{pid}/status").read_text().splitlines()
             facts = dict(line.split(":", 1) for line in lines)
-            self.rss_kib.append(int(facts["VmRSS"].split()[0]))
+            self.own_kib.append(sum(int(facts[name].split()[0]) for name in ("RssAnon", "VmSwap")))
             self.threads.append(int(facts["Threads"]))
             self.fds.append(len(os.listdir(f"/proc/{pid}/fd")))
 
     def growth(self) -> float:
-        """By which part the resident memory of the last third is above that of the middle one."""
-        third = max(1, len(self.rss_kib) // 3)
-        return statistics.median(self.rss_kib[-third:]) / statistics.median(self.rss_kib[third : 2 * third]) - 1
+        """By which part the memory of the last third is above that of the middle one."""
+        third = max(1, len(self.own_kib) // 3)
+        return statistics.median(self.own_kib[-third:]) / statistics.median(self.own_kib[third : 2 * third]) - 1
 
     def range(self, what: str) -> str:
         """From the least to the most of `threads` or `fds`, after the warm-up."""
-        values = getattr(self, what)[len(self.rss_kib) // 3 :]
+        values = getattr(self, what)[len(self.own_kib) // 3 :]
         return f"{min(values)}-{max(values)}"
 
     def is_flat(self) -> bool:
         """Whether threads and descriptors of the last third are at most as many as they were before."""
-        third = max(1, len(self.rss_kib) // 3)
+        third = max(1, len(self.own_kib) // 3)
         return all(max(values[-third:]) <= max(values[:-third]) + 1 for values in (self.threads, self.fds))
 
 
@@ -135,7 +139,7 @@ def test_soak_keeps_memory_threads_and_files_flat(
     program.send(signal.SIGTERM)
     assert run.ended(program).returncode == 75, program.stderr
     figures = [
-        f"{name} {each.rss_kib[-1] / 1024:.0f} MiB {100 * each.growth():+.2f} %, threads {each.range('threads')}, "
+        f"{name} {each.own_kib[-1] / 1024:.0f} MiB {100 * each.growth():+.2f} %, threads {each.range('threads')}, "
         f"files {each.range('fds')}"
         for name, each in (("trainer", trainer), ("a screen that stays", staying), ("screens that come", screens))
     ]

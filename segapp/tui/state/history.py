@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Sequence
 from functools import cache
 
@@ -33,7 +35,7 @@ class History:
         self.num_steps = 0
         """Number of `step` events, including merged ones."""
         self._capacity = capacity
-        self._columns = np.zeros((6 + len(SMOOTHINGS), 1024))
+        self._columns = _lazy_zeros(6 + len(SMOOTHINGS), capacity)
 
     @property
     def step(self) -> Floats:
@@ -82,11 +84,6 @@ class History:
         count = len(step)
         while self.size + count > self._capacity:
             self._merge()
-        if self.size + count > self._columns.shape[1]:
-            width = min(self._capacity, max(2 * self._columns.shape[1], self.size + count))
-            grown = np.zeros((len(self._columns), width))
-            grown[:, : self.size] = self._columns[:, : self.size]
-            self._columns = grown
         is_finite = np.isfinite(loss)
         loss = np.where(is_finite, loss, np.nan)
         num_before = int(self._columns[5, self.size - 1]) if self.size else 0
@@ -123,6 +120,15 @@ class History:
         self._columns[:, :num_pairs] = merged
         self._columns[:, num_pairs : num_pairs + rest.shape[1]] = rest
         self.size = num_pairs + rest.shape[1]
+
+
+def _lazy_zeros(num_rows: int, num_columns: int) -> Floats:
+    """Return zeros that take memory page by page, when they are written, and never move."""
+    memory = mmap.mmap(-1, 8 * num_rows * num_columns, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with contextlib.suppress(OSError):  # of a kernel without huge pages
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory).reshape(num_rows, num_columns)
 
 
 def _average(values: Floats, start: float, factor: float) -> Floats:

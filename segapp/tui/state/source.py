@@ -19,7 +19,7 @@ from segapp.tui.state.view import View, fold_events
 
 _FULL_BYTES = 2**21
 """Of a longer backlog only this last part is read in full; the rest is skimmed."""
-_BLOCK_BYTES = 2**17
+_BLOCK_BYTES = 2**15
 """Read at once: until they are folded, events take several times their bytes."""
 _SLICE_S = 0.1
 _LIVENESS_S = 2.0

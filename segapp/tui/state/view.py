@@ -40,6 +40,7 @@ PASSING_ALERTS = frozenset({"compile", "settings"})
 
 NUM_WHOLE_EVENTS = 300
 """Number of log lines, the last ones, that keep their whole event."""
+NUM_ANSWERS = 200
 
 
 @dataclass
@@ -77,7 +78,7 @@ class View:
     pending: dict[str, CommandAnswer] = field(default_factory=dict)
     """Commands accepted and without a final answer yet."""
     answers: dict[str, CommandAnswer] = field(default_factory=dict)
-    """Final answers, by id; the last thousand."""
+    """Final answers, by id; the last `NUM_ANSWERS`."""
     phase: str | None = None
     """Phase of the last heartbeat: train, eval, save, paused, start."""
     is_paused: bool = False
@@ -413,7 +414,7 @@ def _fold_answer(view: View, event: CommandAnswer) -> None:
         return
     view.pending.pop(event.id, None)
     view.answers[event.id] = event
-    if len(view.answers) > 1000:
+    if len(view.answers) > NUM_ANSWERS:
         del view.answers[next(iter(view.answers))]
     if event.status == "applied" and event.command in ("pause", "resume"):
         _set_paused(view, event.command == "pause", event.t)
