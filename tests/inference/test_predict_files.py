@@ -255,8 +255,10 @@ def test_unwritable_output_folder_ends_the_prediction(tmp_path: Path) -> None:
     for number in range(8):
         cv2.imwrite(str(tmp_path / "in" / f"{number}.png"), photo(20, 20))
     (tmp_path / "out").write_text("a file is in the way")
-    with pytest.raises(StorageError, match="choose another --out"):
+    with pytest.raises(StorageError, match="choose another --out") as error:
         predict(tmp_path / "in", tmp_path / "out", ["labels"])
+    assert error.tb  # it holds the frames of the prediction
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("read")]
 
 
 def test_results_come_in_order_within_the_queue_limit() -> None:

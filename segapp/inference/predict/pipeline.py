@@ -10,9 +10,9 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -111,10 +111,8 @@ class _Job:
 
     def predict_images(self, files: list[ImageFile], count: Callable[[int], None]) -> None:
         """Predict images; the outputs are written in threads."""
-        read = ahead(
-            ((_file_px(file), partial(_read_or_problem, file, self.predictor.pixels)) for file in files), READERS
-        )
-        with BoundedExecutor(WRITERS) as behind:
+        calls = ((_file_px(file), partial(_read_or_problem, file, self.predictor.pixels)) for file in files)
+        with closing(ahead(calls, READERS)) as read, BoundedExecutor(WRITERS) as behind:
             for pictures in self._batches(self._readable(read, count)):
                 for picture, strips in self._predicted(pictures):
                     if isinstance(strips, list):
@@ -141,8 +139,11 @@ class _Job:
             return
         try:
             reader = VideoReader(file)
-            with VideoOutputs(self.plan, reader) as outputs, BoundedExecutor(1) as behind:
-                frames = ahead(_frame_calls(reader), 1)
+            with (
+                VideoOutputs(self.plan, reader) as outputs,
+                closing(ahead(_frame_calls(reader), 1)) as frames,
+                BoundedExecutor(1) as behind,
+            ):
                 for pictures in self._batches(frame for frame in frames if frame is not None):
                     for picture, strips in self._predicted(pictures):
                         behind.submit(partial(outputs.add, picture, list(strips)), picture.num_px)
@@ -246,8 +247,10 @@ def _frame_calls(reader: VideoReader) -> Iterator[tuple[int, Callable[[], Pictur
 
 def ahead(
     calls: Iterable[tuple[int, Callable[[], Item]]], num_threads: int, limit: int = MAX_WAITING_PX
-) -> Iterator[Item]:
+) -> Generator[Item, None, None]:
     """Yield the results of calls in order, computed ahead in threads.
+
+    Close it where it may end early: to end the threads while garbage is collected, in any thread, can deadlock.
 
     Args:
         calls: weight and function of each call.
