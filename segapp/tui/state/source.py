@@ -121,14 +121,15 @@ class LiveSource:
                 items = list(self._reader.read_raw(_BLOCK_BYTES))
             if self._reader.generation != self._generation:
                 self._generation, self._is_void = self._reader.generation, True
-            if not items:  # nothing, or an incomplete last line
-                self._is_caught_up = True
-                return False
-            self._take(items)
+            if items:
+                self._take(items)
             left_now = self._reader.num_bytes_left
             self._num_read += max(0, left - left_now)
+            if left_now == 0 or left_now >= left:  # all, or all but an incomplete last line
+                self._is_caught_up = True
+                return False
             if self._monotonic() >= deadline:
-                return left_now > 0
+                return True
 
     def series(self, field: str) -> History:
         """Return the values of a number of the `step` events; each call reads a slice of the file."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import socket
@@ -118,6 +119,25 @@ def test_removed_folder_keeps_the_last_view(tmp_path: Path) -> None:
     other.train(3)
     read_all(source)
     assert source.view.history.size == 3
+
+
+def test_slice_that_reads_the_last_block_has_caught_up(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    run.clock.now_s = time.time() + 7200
+    source = LiveSource(run.folder, monotonic=itertools.count().__next__)  # each slice is over after its first block
+    assert not source.poll()
+    run.train(3)
+    assert not source.poll()
+    assert source.status().skew_s == pytest.approx(7200, abs=30)
+
+
+def test_damaged_block_is_not_the_end(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    content = run.folder.events.read_bytes()
+    run.folder.events.write_bytes(b"damaged\n" * 2**14 + content)
+    source = LiveSource(run.folder)
+    assert not source.poll()
+    assert source.view.history.size == 25
 
 
 @pytest.mark.parametrize("skew_s", [-7200.0, 7200.0])
