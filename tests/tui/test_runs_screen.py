@@ -84,7 +84,7 @@ def test_run_list_equals_the_state_of_each_run(runs: list[RecordedRun]) -> None:
 def test_resumed_run_is_not_over_and_repeats_its_epochs(tmp_path: Path) -> None:
     run = recorded(tmp_path / "runs", "alpha", 3, "failed")
     followed = RunList(tmp_path / "runs", clock=lambda: run.clock.now_s)
-    assert not followed.poll()
+    assert not followed.poll(budget_s=60.0)
     (alpha,) = followed.runs
     assert (alpha.summary.state, len(alpha.mious), alpha.devices) == ("failed", 3, "4 GPU")
     run.writer = EventWriter(run.folder.events)
@@ -97,7 +97,7 @@ def test_resumed_run_is_not_over_and_repeats_its_epochs(tmp_path: Path) -> None:
     run.train(1)
     before = alpha.mious[0]
     followed.runs[0].checked_s = -1e9
-    assert not followed.poll()
+    assert not followed.poll(budget_s=60.0)
     run.folder.release()
     assert (alpha.mious[0], len(alpha.mious), alpha.summary.state) == (before, 2, "live")
 
