@@ -101,13 +101,13 @@ def test_failing_replica_is_raised_within_2_s_without_threads(mode, what, error,
 @pytest.mark.parametrize("mode", MODES)
 def test_replica_that_never_arrives_is_named_after_timeout(mode):
     module = Layers()
-    model = DataParallelModel(module, ["cpu"] * 3, mode=mode, timeout_s=0.4)
+    model = DataParallelModel(module, ["cpu"] * 3, mode=mode, timeout_s=1.0)
     before = threading.active_count()
     module.plan = (2, 1, "sleep")
     start = time.monotonic()
-    with pytest.raises(ReplicaDesyncError, match=r"replica 2 on cpu did not come to .*layers.1.* within 0.4 s"):
+    with pytest.raises(ReplicaDesyncError, match=r"replica 2 on cpu did not come to .*layers.1.* within 1 s"):
         model(torch.randn(6, 3, 2, 2))
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 2.6
     module.release.set()
     del model
     assert threads_settle(before), "a late replica finds the group failed and ends"
@@ -123,9 +123,9 @@ def test_replica_that_never_ends_is_named_without_exchange():
             return x
 
     start = time.monotonic()
-    with pytest.raises(ReplicaDesyncError, match=r"replica 1 on cpu did not come to the end within 0\.3 s"):
-        DataParallelModel(Stuck(), ["cpu"] * 2, timeout_s=0.3)(torch.randn(4, 3))
-    assert time.monotonic() - start < 2
+    with pytest.raises(ReplicaDesyncError, match=r"replica 1 on cpu did not come to the end within 1 s"):
+        DataParallelModel(Stuck(), ["cpu"] * 2, timeout_s=1.0)(torch.randn(4, 3))
+    assert time.monotonic() - start < 2.7
     release.set()
 
 

@@ -113,7 +113,7 @@ def test_worker_that_hangs_is_replaced():
             return x
 
     stuck: list[threading.Thread] = []
-    model = DataParallelModel(Stuck(), ["cpu"] * 2, timeout_s=0.3)
+    model = DataParallelModel(Stuck(), ["cpu"] * 2, timeout_s=1.0)
     with pytest.raises(ReplicaDesyncError, match="replica 1 on cpu did not come to the end"):
         model(torch.ones(4, 3))
     model.timeout_s = 60
@@ -133,9 +133,9 @@ def test_combination_that_hangs_names_replica_0():
             return current_replica().exchange("sum", x, lambda values: release.wait(20) and values)
 
     start = time.monotonic()
-    with pytest.raises(ReplicaDesyncError, match=r"replica 0 on cpu did not come to 'sum' within 0\.3 s"):
-        DataParallelModel(Stuck(), ["cpu"] * 3, timeout_s=0.3)(torch.ones(6, 3))
-    assert time.monotonic() - start < 2
+    with pytest.raises(ReplicaDesyncError, match=r"replica 0 on cpu did not come to 'sum' within 1 s"):
+        DataParallelModel(Stuck(), ["cpu"] * 3, timeout_s=1.0)(torch.ones(6, 3))
+    assert time.monotonic() - start < 2.7
     release.set()
 
 
@@ -193,7 +193,7 @@ class Module(nn.Module):
             time.sleep(100)
         return x
 
-model = DataParallelModel(Module(), ["cpu"] * 2, timeout_s=0.2)
+model = DataParallelModel(Module(), ["cpu"] * 2, timeout_s={0.2 if is_stuck else 60})
 try:
     model(torch.ones(4, 2))
 except ReplicaDesyncError:
