@@ -83,6 +83,15 @@ def test_combinations_that_make_no_sense_are_refused(tiny: dict[str, Any]) -> No
         validate_config({**tiny, "loss": {"name": "ce", "plus": [{"name": "bce"}]}})
 
 
+def test_loss_of_one_class_is_named_by_its_place(tiny: dict[str, Any]) -> None:
+    data = {**tiny["data"], "multilabel": "bits"}
+    loss = {"name": "bce", "plus": [{"name": "dice"}, {"name": "ce"}]}
+    with pytest.raises(ConfigError, match=r"loss\.plus\.1\.name.*: ce is for one class per pixel"):
+        validate_config({**tiny, "data": data, "loss": loss})
+    with pytest.raises(ConfigError, match=r"loss\.name.*: ohem is for one class per pixel"):
+        validate_config({**tiny, "data": data, "loss": {"name": "ohem", "plus": [{"name": "dice"}]}})
+
+
 @pytest.mark.parametrize("num_views", [1, 2])
 def test_counts_and_sets_match_plain_operators(num_views: int) -> None:
     logits, _ = draw(3, 4, (5, 6), (17, 23), sigma=1.0)

@@ -52,6 +52,6 @@ def test_weights_for_rgb_fit_networks_of_any_bands(
     logits = model.eval()(torch.randn(1, num_bands, 64, 64))[0]
     assert logits.shape[:2] == (1, 3)
 
-    torch.save(model.state_dict(), tmp_path / "own.pt")
+    torch.save({f"module.{key}": value for key, value in model.state_dict().items()}, tmp_path / "own.pt")
     again = build_model(library, name, 3, in_channels=num_bands, encoder=encoder, weights=str(tmp_path / "own.pt"))
     assert torch.equal(again.state_dict()[first], model.state_dict()[first])

@@ -467,6 +467,7 @@ def test_missing_network_is_found_out_within_three_seconds(tmp_path, monkeypatch
     message = str(raised.value)
     assert "/timm/test_vit.r160_in1k/resolve/main/model.safetensors" in message
     assert f"copy {tmp_path}/models--timm--test_vit.r160_in1k from a machine that has it" in message
+    assert ("HF_HUB_OFFLINE is set" in message) == (fault == "HF_HUB_OFFLINE")
 
 
 def test_no_download_begins_from_an_absent_server(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from pathlib import Path
@@ -197,8 +198,12 @@ def test_run_stopped_at_evaluations_in_steps_resumes_bitwise(base: dict[str, Any
     )
     assert train(config, tmp_path / "whole") == 0
     rates = [event["lr"] for event in events(tmp_path / "whole", "step")]
-    assert rates == sorted(rates, reverse=True)
-    assert rates[-1] < rates[0]
+    expected, best = [3.0], math.inf
+    for event in events(tmp_path / "whole", "val")[:-1]:
+        expected.append(expected[-1] * (1.0 if event["loss"] < best else 0.5))
+        best = min(best, event["loss"])
+    assert rates == pytest.approx(expected)
+    assert rates[0] > rates[-1] > rates[0] / 2 ** (len(rates) - 1)  # some evaluations are better, some are not
     for visit in (6, 10, 14):
         folder = tmp_path / f"run{visit}"
         stopped_and_resumed(config, folder, visit)

@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from segapp.build.devices import DevicePlan, plan_devices
+from segapp.errors import DistributedError
+from segapp.parallel import DistributedSetupError
+from segapp.parallel.ranks import Ranks
 from segapp.run.folder import RunFolder
 from segapp.train import session
 from segapp.train.process.context import RunContext
@@ -65,3 +70,59 @@ def test_run_stopped_before_its_first_save_begins_anew(
     assert "the run has no checkpoint yet: it begins anew" in capsys.readouterr().out
     assert [(end["status"], end["exit_code"]) for end in events(folder, "run_end")[1:]] == [("finished", 0)]
     assert len(events(folder, "step")) == 2
+
+
+def test_log_names_the_rank_of_all_but_the_first(tmp_path: Path) -> None:
+    folder = RunFolder.create("tiny", path=tmp_path / "run")
+    for options in ({}, {"rank": 2}):
+        with session._logging_to(folder, **options):
+            logging.getLogger("segapp").error("a line")
+    first, second = folder.log.read_text().splitlines()
+    assert "rank" not in first
+    assert " rank 2 ERROR segapp: a line" in second
+
+
+@pytest.mark.parametrize(
+    ("devices", "by_environment"), [(["cpu"], False), (["cpu", "cpu"], True), (["cpu", "cpu"], False)]
+)
+def test_devices_are_told_unless_there_is_one_or_told_by_the_launcher(
+    devices: list[str],
+    by_environment: bool,
+    tiny: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv(session._DEVICES, raising=False)
+    if by_environment:
+        monkeypatch.setenv(session._DEVICES, "[]")
+    config = merged(tiny, parallel={"devices": devices})
+    plan = plan_devices(config.parallel)
+    with session._opened_folder(TrainRequest(config, run=tmp_path / "run"), plan, Ranks()):
+        pass
+    assert ("devices: cpu, cpu" in capsys.readouterr().out) == (len(devices) > 1 and not by_environment)
+
+
+@pytest.mark.parametrize(
+    ("devices", "by_environment", "expected"),
+    [("auto", False, None), ("auto", True, "cpu"), (["cpu", "cpu"], False, "cpu")],
+)
+def test_rank_takes_its_device_where_config_or_launcher_chose(
+    devices: Any, by_environment: bool, expected: str | None, tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[torch.device | None] = []
+
+    def join(device: torch.device | None) -> None:
+        taken.append(device)
+        raise DistributedSetupError("no peers")
+
+    monkeypatch.setattr(session, "init_from_env", join)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.delenv(session._DEVICES, raising=False)
+    if by_environment:
+        monkeypatch.setenv(session._DEVICES, "[]")
+    plan = DevicePlan("ddp", (torch.device("cpu"), torch.device("cpu")), "")
+    config = merged(tiny, parallel={"mode": "ddp", "devices": devices})
+    with pytest.raises(DistributedError, match="no peers"), session._joined_ranks(config, plan):
+        pass
+    assert taken == [None if expected is None else torch.device(expected)]

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from segapp.build.data import build_pairs
 from segapp.config import RunConfig, load_config
 from segapp.errors import ConfigError
 from segapp.memory.saved_plan import read_saved_plan
 from segapp.run.commands import parse_command, send_command
 from segapp.run.folder import RunFolder
-from segapp.train.planning.auto_settings import allowed_batches
+from segapp.train.planning.auto_settings import _num_training_images, allowed_batches
 from segapp.train.request import TrainRequest
 from segapp.train.session import run_session
 from tests.support.live_runs import assert_answered_once, three_devices
@@ -29,6 +30,14 @@ def test_batches_divide_the_effective_one(
     effective_batch_size: int | None, num_images: int, batches: list[int]
 ) -> None:
     assert allowed_batches(effective_batch_size, num_images) == batches
+
+
+def test_images_to_train_with_bound_the_batch(tiny: dict[str, Any]) -> None:
+    data = merged(tiny).data
+    num_train, num_val = (len(build_pairs(data, split)) for split in ("train", "val"))
+    assert _num_training_images(merged(tiny)) == num_train != num_val
+    swapped = merged(tiny, data={"train_split": "val", "val_split": "train"})
+    assert _num_training_images(swapped) == num_val
 
 
 def on_budgets(tiny: dict[str, Any], epochs: int, budget_mib: float, train_section: Any = (), **parallel: Any) -> Any:

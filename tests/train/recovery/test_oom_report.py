@@ -58,14 +58,19 @@ def test_report_is_whole_where_cuda_calls_raise(context: RunContext, monkeypatch
     assert (event.get("total_mib"), event.get("largest"), event.get("others")) == (None, [], [])
 
 
+@pytest.mark.parametrize(("free_gib", "others_mib"), [(1, 3072.0), (4, 0.0), (6, 0.0)])
 def test_report_keeps_counters_without_a_snapshot(
-    context: RunContext, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    context: RunContext,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    free_gib: int,
+    others_mib: float,
 ) -> None:
     def refused() -> Any:
         raise RuntimeError("cudaMallocAsync does not yet support snapshot")
 
     fake = types.SimpleNamespace(
-        mem_get_info=lambda _: (1 << 30, 24 << 30),
+        mem_get_info=lambda _: (free_gib << 30, 24 << 30),
         memory_reserved=lambda _: 20 << 30,
         memory_allocated=lambda _: 18 << 30,
         get_device_properties=lambda _: types.SimpleNamespace(uuid="1234"),
@@ -76,7 +81,7 @@ def test_report_keeps_counters_without_a_snapshot(
     monkeypatch.setattr(out_of_memory, "processes_on", lambda *_, **__: [])
     event = reported(context, ReplicaError(0, torch.device("cuda:0"), "CUDA error: out of memory"))
     assert (event["total_mib"], event["reserved_mib"], event["allocated_mib"]) == (24576.0, 20480.0, 18432.0)
-    assert (event["others_mib"], event.get("largest")) == (3072.0, [])
+    assert (event["others_mib"], event.get("largest")) == (others_mib, [])
     assert "the device does not tell its largest tensors" in caplog.text
     assert "cudaMallocAsync does not yet support snapshot" in caplog.text
 

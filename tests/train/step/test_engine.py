@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from segapp import failpoints
 from segapp.build.criterion import build_criterion
 from segapp.build.optimizer import build_optimizer
 from segapp.config import LossConfig, OptimConfig
@@ -226,3 +228,25 @@ def test_split_of_a_step_is_that_of_its_first_micro_batch() -> None:
     engine = engine_of(CriterionCE())
     assert engine.step([batch(4), batch(2)]).split == [4]
     assert engine.step([batch(4), batch(2)], num_samples=9).split == [9]
+
+
+@pytest.mark.parametrize("phase", ["forward", "loss", "backward", "optimizer"])
+def test_armed_phase_runs_out_of_memory_and_is_rolled_back(phase: str) -> None:
+    engine = engine_of(CriterionCE())
+    before = parameters(engine)
+    failpoints.arm(f"train.{phase}=1:oom")
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match=f"failpoint train.{phase}"):
+            engine.step([batch(2)])
+    finally:
+        failpoints.arm("")
+    assert all(torch.equal(old, new) for old, new in zip(before, parameters(engine), strict=True))
+    assert float(engine.step([batch(2)]).is_bad) == 0.0
+
+
+@pytest.mark.parametrize(("scale", "is_diverged"), [(2.0, False), (1.0, False), (0.5, True)])
+def test_loss_scale_below_1_is_divergence(scale: float, is_diverged: bool) -> None:
+    engine = engine_of(CriterionCE())
+    engine.precision.scaler = types.SimpleNamespace(scale=torch.tensor(scale))  # type: ignore[assignment]
+    expected = ("the loss scale fell below 1", "") if is_diverged else None
+    assert engine.divergence(batch(2), max_bad_steps=1) == expected

@@ -15,7 +15,7 @@ from segapp.checkpoint.snapshot import snapshot
 from segapp.optim import WeightAverage
 from segapp.parallel import DataParallelModel
 from segapp.precision import half_except_batchnorm
-from segapp.train.step.rollback import BufferGuard
+from segapp.train.step.rollback import BufferGuard, rng_fields
 
 
 class Odd(nn.Module):
@@ -192,3 +192,11 @@ def test_average_equals_lerp_of_every_tensor(make: Callable[[], nn.Module]) -> N
     found = [t for t in average.module.state_dict().values() if t.is_floating_point()]
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_generators_of_gpus_are_in_the_order_of_their_indices() -> None:
+    host, first, second = (torch.tensor([value], dtype=torch.uint8) for value in range(3))
+    assert rng_fields((host, ())) == {"torch": host}
+    found = rng_fields((host, ((torch.device("cuda:1"), second), (torch.device("cuda"), first))))
+    assert found["torch"] is host
+    assert [id(state) for state in found["cuda"]] == [id(first), id(second)]

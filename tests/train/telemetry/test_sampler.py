@@ -17,7 +17,13 @@ from segapp.memory.gpus import GpuPoller
 from segapp.run.events import EventWriter
 from segapp.run.folder import RunFolder
 from segapp.train.telemetry import sampler as sampler_module
-from segapp.train.telemetry.device_memory import DeviceInfo, DeviceMemoryTracker, ProcessCounters, host_memory_mib
+from segapp.train.telemetry.device_memory import (
+    CudaCounters,
+    DeviceInfo,
+    DeviceMemoryTracker,
+    ProcessCounters,
+    host_memory_mib,
+)
 from segapp.train.telemetry.event_log import EventLog
 from segapp.train.telemetry.sampler import MemorySampler
 from tests.support.fault_table import case
@@ -133,6 +139,35 @@ def test_process_memory_equals_that_of_the_system() -> None:
     busy = counters.utilization()
     assert busy is not None
     assert 0 < busy <= 1
+
+
+def test_peak_of_a_gpu_counts_from_the_last_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, peak_bytes, current_bytes = torch.device("cuda:1"), 5 * 2**20, 2**20
+
+    def reset(of: torch.device) -> None:
+        nonlocal peak_bytes
+        assert of == device
+        peak_bytes = current_bytes
+
+    fake = types.SimpleNamespace(
+        max_memory_allocated=lambda of: peak_bytes if of == device else 0, reset_peak_memory_stats=reset
+    )
+    monkeypatch.setattr(torch, "cuda", fake)
+    counters = CudaCounters(device)
+    assert [counters.pop_peak_mib() for _ in range(2)] == [5.0, 1.0]
+
+
+def test_peak_that_cannot_be_reset_is_reported_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Path] = []
+
+    def refused(path: Path, _: bytes) -> int:
+        tried.append(path)
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "write_bytes", refused)
+    counters = ProcessCounters()
+    assert [(counters.pop_peak_mib() or 0) > 0 for _ in range(3)] == [True] * 3
+    assert tried == [Path("/proc/self/clear_refs")]  # not tried again
 
 
 def smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -141,3 +143,19 @@ def test_save_that_hangs_blames_the_disk_only_while_it_writes(
     assert says in str(error)
     assert error.exit_code == exit_code
     assert problem == ("the disk does not answer" if exit_code == 10 else "not gathered")
+
+
+def test_other_ranks_of_this_machine_get_time_to_write_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, own = socket.gethostname(), os.getpid()
+    memory = DeviceMemoryTracker([device_info_of(torch.device("cpu"))])
+    heard: list[int] = []
+    slept: list[float] = []
+    monkeypatch.setattr(module, "child_pids", lambda: [own + 1])
+    monkeypatch.setattr(module.os, "kill", lambda pid, number: heard.append(pid))
+    monkeypatch.setattr(module.time, "sleep", slept.append)
+    for others in ([], [("elsewhere", own + 3)], [(here, own + 2), ("elsewhere", own + 3)]):
+        ranks = [(here, own), *others]
+        with Watchdog(tmp_path, EventLog(None), memory, HangLimits(0.0), rank_pids=ranks) as dog:  # 0: no thread
+            dog._write_stacks("step", 61.0)
+    assert heard == [own + 1, own + 1, own + 1, own + 2]
+    assert slept == [module._OTHERS_S]
