@@ -85,7 +85,7 @@ def test_log_names_the_rank_of_all_but_the_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("devices", "by_environment"), [(["cpu"], False), (["cpu", "cpu"], True), (["cpu", "cpu"], False)]
 )
-def test_devices_are_told_unless_there_is_one_or_told_by_the_launcher(
+def test_devices_are_told_once_where_there_are_several(
     devices: list[str],
     by_environment: bool,
     tiny: dict[str, Any],
