@@ -25,7 +25,7 @@ from segapp.tui.panes.plot import choose_scale, reduce_columns, usual_range
 from segapp.tui.panes.readout import cursor_readout
 from segapp.tui.panes.viewport import Viewport
 from segapp.tui.state.history import History
-from segapp.tui.state.metrics import Curve, curve_of, metric_names, step_field
+from segapp.tui.state.metrics import NO_POINTS, Curve, curve_of, metric_names, step_field
 from segapp.tui.state.replay import ReplaySource
 from segapp.tui.state.series import SeriesReader
 from segapp.tui.state.view import View, fold_events
@@ -66,9 +66,9 @@ def test_every_metric_has_the_values_of_the_events(run: RecordedRun) -> None:
     terms = SeriesReader(run.folder.events, step_field('term pi"xel') or "")
     terms.poll()
     assert terms.history.low.tolist() == [0.25]
-    assert curve_of(view, "miou", None).points == [(raw["step"], raw["miou"]) for raw in vals]
-    assert curve_of(view, "IoU pole", None).points == [(raw["step"], raw["iou"][2]) for raw in vals]
-    assert curve_of(view, "IoU unknown", None).points == []
+    assert curve_of(view, "miou", None).points.tolist() == [[raw["step"], raw["miou"]] for raw in vals]
+    assert curve_of(view, "IoU pole", None).points.tolist() == [[raw["step"], raw["iou"][2]] for raw in vals]
+    assert curve_of(view, "IoU unknown", None).points.tolist() == []
 
 
 def test_series_follows_a_growing_and_a_replaced_file(run: RecordedRun) -> None:
@@ -383,8 +383,8 @@ def test_old_evaluations_keep_their_classes(tmp_path: Path) -> None:
     ]
     fold_events(view, vals)
     view.classes = ["road", "sky"]
-    assert curve_of(view, "IoU road", None).points == [(n, pytest.approx(n / 200)) for n in range(1, 101)]
-    assert curve_of(view, "IoU sky", None).points == []
+    assert curve_of(view, "IoU road", None).points.tolist() == [[n, n / 200] for n in range(1, 101)]
+    assert curve_of(view, "IoU sky", None).points.tolist() == []
 
 
 # --- devices and settings --------------------------------------------------------------------------------------------
@@ -440,7 +440,7 @@ def test_lr_factor_and_shares_are_edited_with_a_check(run: RecordedRun) -> None:
 
 def test_longer_curves_are_smoothed_more() -> None:
     chart, history = LossChart(), History()
-    chart._curve = Curve(history, [])
+    chart._curve = Curve(history, NO_POINTS)
     found = []
     for num_steps in (150, 3000, 6000):
         new = range(history.num_steps + 1, num_steps + 1)

@@ -8,6 +8,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
+from rich.cells import cached_cell_len
 from rich.color import ColorSystem
 from rich.console import Console, RenderableType
 from rich.style import Style
@@ -19,6 +20,9 @@ _WIDER = re.compile(r"[^ -~\u00a0-\u00ac\u00ae-\u02ff\u0370-\u0377\u2010-\u2027\
 
 _LEAST_GAP = 8
 """Unchanged cells that are skipped: a move of the cursor takes about as many bytes."""
+
+_NUM_UPDATES = 256
+"""Updates after which the widths that rich keeps are dropped."""
 
 _PLAIN = Style()
 
@@ -44,6 +48,7 @@ class Frame:
 
     def __init__(self) -> None:
         self._rows: dict[int, Cells] = {}
+        self._num_updates = 0
 
     def updated(self, update: RenderableType | None) -> RenderableType | None:
         """Return an update that writes what an update changes, or all of it if it covers the whole screen.
@@ -56,6 +61,9 @@ class Frame:
 
     def write(self, update: LayoutUpdate | ChopsUpdate, system: ColorSystem) -> str:
         """Return the codes that bring the terminal up to date."""
+        self._num_updates += 1
+        if self._num_updates % _NUM_UPDATES == 0:
+            cached_cell_len.cache_clear()  # the text of a run hardly recurs: rich would come to hold 4096 rows of it
         if isinstance(update, LayoutUpdate):
             self._rows.clear()
         codes: list[str] = []

@@ -32,7 +32,7 @@ from segapp.tui.panes.plot import (
 from segapp.tui.panes.readout import cursor_readout
 from segapp.tui.panes.viewport import Viewport
 from segapp.tui.state.history import SMOOTHINGS, History
-from segapp.tui.state.metrics import Curve, curve_of, metric_title
+from segapp.tui.state.metrics import NO_POINTS, Curve, curve_of, metric_title
 from segapp.tui.state.view import View
 from segapp.tui.state.wording import duration, number
 
@@ -105,7 +105,7 @@ class LossChart(Widget, can_focus=True):
         self._view = View()
         self._series: History | None = None
         self._others: Sequence[Other] = ()
-        self._curve = Curve(None, [])
+        self._curve = Curve(None, NO_POINTS)
         self._strips: list[Strip] = []
         self._canvas: Canvas | None = None
         self._styles: list[Style] = []
@@ -250,7 +250,7 @@ class LossChart(Widget, can_focus=True):
         history, points = self._curve.history, self._curve.points
         if history is not None and history.size:
             return history.step
-        return np.array([step for step, _ in points], float)
+        return points[:, 0]
 
     def _x_of(self, steps: Floats, view: View | None = None) -> Floats:
         """Return the positions of a run's steps on the x axis."""
@@ -293,8 +293,7 @@ class LossChart(Widget, can_focus=True):
         self._x_range = self._find_range()
         raw, average = self._band(self._curve.history, self._view, width)
         others = [self._other(other, width) for other in self._others]
-        at = np.array([step for step, _ in self._curve.points], float)
-        point_x, point_y = self._x_of(at), np.array([value for _, value in self._curve.points], float)
+        point_x, point_y = self._x_of(self._curve.points[:, 0]), self._curve.points[:, 1]
         is_shown = (point_x >= self._x_range[0]) & (point_x <= self._x_range[1])
         firm = np.concatenate(
             (average.low, average.high, point_y[is_shown], *(c.low for c in others), *(c.high for c in others))
@@ -345,8 +344,7 @@ class LossChart(Widget, can_focus=True):
         curve = curve_of(other.view, self.options.metric, other.series)
         if curve.history is not None:
             return self._band(curve.history, other.view, width)[1]
-        return self._joined(self._x_of(np.array([s for s, _ in curve.points], float), other.view),
-                            np.array([value for _, value in curve.points], float), width)  # fmt: skip
+        return self._joined(self._x_of(curve.points[:, 0], other.view), curve.points[:, 1], width)
 
     def _joined(self, x: Floats, y: Floats, width: int) -> Columns:
         num_columns = width * self.glyphs.dots_per_cell[1]
@@ -369,12 +367,12 @@ class LossChart(Widget, can_focus=True):
         if len(x) <= canvas.width // 4:
             for at_x, at_y in zip(x, y, strict=True):
                 self._draw_point(canvas, scale, at_x, at_y, self.glyphs.diamond, _VAL)
-        best = self._view.best
-        found = [value for step, value in self._curve.points if best is not None and step == best.step]
-        if best is not None and found:
-            best_x = float(self._x_of(np.array([float(best.step)]))[0])
-            if self._x_range[0] <= best_x <= self._x_range[1]:
-                self._draw_point(canvas, scale, best_x, found[0], self.glyphs.star, _BEST)
+        if self._view.best is not None:
+            is_best = self._curve.points[:, 0] == self._view.best.step
+            for step, value in self._curve.points[is_best][:1]:
+                best_x = float(self._x_of(np.array([step]))[0])
+                if self._x_range[0] <= best_x <= self._x_range[1]:
+                    self._draw_point(canvas, scale, best_x, float(value), self.glyphs.star, _BEST)
 
     def _draw_point(self, canvas: Canvas, scale: Scale, x: float, y: float, char: str, style: int) -> None:
         canvas.point(self._cell(x, canvas.width), float(scale.fraction(np.array([y]))[0]), char, style)
@@ -394,9 +392,9 @@ class LossChart(Widget, can_focus=True):
             if self.smoothing:
                 text = f"smoothed {number(history.last_average(self.smoothing))} ({self.smoothing:g})"
                 parts.append((text, _AVERAGE))
-        if points:
+        if len(points):
             epoch = f" epoch {self._view.vals[-1].epoch}" if self._view.vals else ""
-            parts.append((f"{self.glyphs.diamond} val {number(points[-1][1])}{epoch}", _VAL))
+            parts.append((f"{self.glyphs.diamond} val {number(float(points[-1, 1]))}{epoch}", _VAL))
         segments, left = [Segment(" " * (GUTTER + 1), self._style(_BLANK))], width
         for text, style in parts:
             if len(text) + 2 <= left or len(segments) == 1:

@@ -23,7 +23,7 @@ def cursor_readout(view: View, curve: Curve, index: int, smoothing: float, toler
         tolerance: Steps of a cell.
     """
     history, points = curve.history, curve.points
-    step = float(history.step[index]) if history is not None else float(points[index][0])
+    step = float(history.step[index]) if history is not None else float(points[index, 0])
     parts = [f"step {step:.0f}"]
     if view.start is not None and view.start.steps_per_epoch:
         parts.append(f"epoch {int((step - 1) // view.start.steps_per_epoch) + 1 if step > 0 else 1}")
@@ -35,11 +35,11 @@ def cursor_readout(view: View, curve: Curve, index: int, smoothing: float, toler
         parts.append(number(low) if low == high or low != low else f"{number(low)} to {number(high)}")
         if smoothing:
             parts.append(f"smoothed {number(float(history.average(smoothing)[index]))}")
-        near = [value for at, value in points if abs(at - step) <= tolerance]
-        if near:
-            parts.append(f"val {number(near[-1])}")
+        near = points[np.abs(points[:, 0] - step) <= tolerance, 1]
+        if len(near):
+            parts.append(f"val {number(float(near[-1]))}")
     else:
-        parts.append(number(points[index][1]))
+        parts.append(number(float(points[index, 1])))
     marks = sorted((abs(mark.step - step), mark.text) for mark in view.marks)
     if marks and marks[0][0] <= NEAR * tolerance:
         parts.append(clip(marks[0][1], 30))

@@ -17,6 +17,9 @@ STEP_METRICS = {"lr": "learning rate", "grad_norm": "grad norm", "images_per_s":
 VAL_METRICS = {"miou": "mIoU", "mean_dice": "mean Dice", "pixel_accuracy": "pixel accuracy"}
 """Field of a `val` event -> title."""
 
+NO_POINTS: Floats = np.empty((0, 2))
+"""Of a metric without evaluations."""
+
 TERM, CLASS = "term ", "IoU "
 """What the names of a loss term and of the IoU of a class begin with."""
 
@@ -26,8 +29,8 @@ class Curve(NamedTuple):
 
     history: History | None
     """Values of the steps; None for a metric of the evaluations."""
-    points: list[tuple[int, float]]
-    """Step and value of each evaluation."""
+    points: Floats
+    """Step and value of each evaluation that has one, float64 [evaluations, 2]."""
 
 
 def metric_names(view: View) -> list[str]:
@@ -69,17 +72,16 @@ def curve_of(view: View, name: str, series: History | None) -> Curve:
     if name == "loss":
         return Curve(view.history, _points(view, view.vals.values("loss")))
     if step_field(name) is not None:
-        return Curve(series or History(), [])
+        return Curve(series or History(), NO_POINTS)
     if name in VAL_METRICS:
         return Curve(None, _points(view, view.vals.values(name)))
     index = view.classes.index(name.removeprefix(CLASS)) if name.removeprefix(CLASS) in view.classes else -1
     return Curve(None, _points(view, view.vals.class_iou(index)))
 
 
-def _points(view: View, values: Floats) -> list[tuple[int, float]]:
-    """Return step and value of each evaluation that has one."""
-    is_known = ~np.isnan(values)
-    return list(zip(view.vals.values("step")[is_known].astype(int).tolist(), values[is_known].tolist(), strict=True))
+def _points(view: View, values: Floats) -> Floats:
+    """Return step and value of each evaluation that has one, float64 [evaluations, 2]."""
+    return np.stack([view.vals.values("step"), values], axis=1)[~np.isnan(values)]
 
 
 def class_iou(val: Val | PastVal, index: int) -> float | None:

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from rich.cells import cell_len
+from rich.cells import cached_cell_len, cell_len
 from rich.color import ColorSystem
 from rich.console import Console
 from rich.segment import Segment
@@ -120,3 +120,13 @@ def test_only_the_cells_that_differ_are_written() -> None:
 def test_redrawn_screen_is_written_in_full() -> None:
     frame, update = Frame(), LayoutUpdate([[Strip([Segment("abc", STYLES[0])])]], Region(0, 0, 3, 1))
     assert frame.write(update, ColorSystem.TRUECOLOR) == frame.write(update, ColorSystem.TRUECOLOR) != ""
+
+
+def test_texts_shown_once_are_not_kept() -> None:
+    frame, kept = Frame(), []
+    for step in range(1000):
+        old = Strip([Segment(f"step {step:5d}: loss 0.5312", STYLES[0])])
+        frame.write(ChopsUpdate([{0: old}], [(0, 0, 10)], [[24]]), ColorSystem.TRUECOLOR)
+        kept.append(cached_cell_len.cache_info().currsize)
+    assert kept[20] - kept[0] == 20  # cut at a span: rich measures the text, and keeps it
+    assert max(kept) - kept[0] < 512
