@@ -7,6 +7,7 @@ Shapes: N images of a batch, B bands, H, W height and width in pixels.
 """
 
 import signal
+import sys
 import threading
 import traceback
 import warnings
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from multiprocessing import get_all_start_methods, parent_process
 from multiprocessing.connection import wait
 from multiprocessing.sharedctypes import RawArray
+from types import TracebackType
 from typing import Any, Literal
 
 import cv2
@@ -204,8 +206,15 @@ def _start_worker(worker: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)  # the trainer's
     trainer = parent_process()
+    sys.excepthook = _report_unless_trainer_left
     # A worker that hangs would outlive a killed trainer.
     signal_when_parent_dies(signal.SIGKILL, parent=None if trainer is None else trainer.pid)
+
+
+def _report_unless_trainer_left(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error of the thread that hands batches over, unless its trainer was killed meanwhile."""
+    if not isinstance(error, ConnectionError | EOFError):
+        sys.__excepthook__(kind, error, trace)
 
 
 class _DoneEvent:

@@ -6,10 +6,12 @@ import os
 import pickle
 import re
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +137,29 @@ def test_ids_outside_the_classes_are_named_by_the_loader(
     dataset = misbehave(lambda: None)
     Image.fromarray(np.full((20, 40), 5, np.uint8)).save(dataset.pairs[6].mask)
     assert "006_mask.png: the mask holds ids outside the 5 classes: 5 (800 px)" in str(consume(dataset, workers))
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_worker_prints_no_traceback_for_a_trainer_that_left(
+    is_ours: bool,
+    misbehave: Callable[..., SegmentationDataset],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not is_ours:
+        monkeypatch.setattr("segapp.datasets.pool._report_unless_trainer_left", sys.__excepthook__)
+    dataset = misbehave(lambda: None)
+    folder = Path(get_temp_dir())  # of this process and its workers
+    before, num_asked = set(folder.glob("listener-*")), 0
+    for batch in TrainLoader(dataset, 1, options=LoadOptions(2)).epoch(0):
+        assert batch is not None
+        for path in set(folder.glob("listener-*")) - before if num_asked < 2 else ():
+            with socket.socket(socket.AF_UNIX) as trainer:  # one that asks for a batch and is killed
+                trainer.connect(str(path))
+            num_asked += 1
+    assert num_asked >= 2
+    assert_no_children()
+    assert ("Traceback" in capfd.readouterr().err) == (not is_ours)
 
 
 @case("F40", how="an item raises an exception that cannot be pickled", passes="exit 3 naming the item, no hang")

@@ -124,6 +124,7 @@ def test_redrawn_screen_is_written_in_full() -> None:
 
 def test_texts_shown_once_are_not_kept() -> None:
     frame, kept = Frame(), []
+    cached_cell_len.cache_clear()  # of what other tests measured
     for step in range(1000):
         old = Strip([Segment(f"step {step:5d}: loss 0.5312", STYLES[0])])
         frame.write(ChopsUpdate([{0: old}], [(0, 0, 10)], [[24]]), ColorSystem.TRUECOLOR)
