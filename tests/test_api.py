@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,25 @@ def test_training_in_a_thread_equals_that_of_the_command(tiny: dict[str, Any], t
     losses = [[event["loss"] for event in events(tmp_path / name, "step")] for name in ("thread", "plain")]
     assert losses[0] == losses[1]
     assert result.val.miou == events(tmp_path / "plain", "val")[-1]["miou"]
+
+
+@pytest.mark.parametrize("failing", [False, True], ids=["ends well", "fails"])
+def test_no_data_worker_outlives_the_function(tiny: dict[str, Any], tmp_path: Path, failing: bool) -> None:
+    others = set(multiprocessing.active_children())
+    seen: list[int] = []
+
+    def count_workers(event: Event) -> None:
+        if event.type == "step":
+            seen.append(len(set(multiprocessing.active_children()) - others))
+            if failing:
+                raise OSError("an error of the caller")
+
+    config = {**small(tiny), "data": {**tiny["data"], "workers": 2}}
+    with pytest.raises(SegappError, match="an error of the caller") if failing else nullcontext():
+        train(config, run=tmp_path / "run", on_event=count_workers)
+        evaluate(tmp_path / "run")
+    assert set(multiprocessing.active_children()) == others
+    assert seen[0] >= 2  # of training; later those of the evaluation beside them
 
 
 def test_run_is_resumed_evaluated_loaded_and_predicted(tiny: dict[str, Any], tiny_root: Path, tmp_path: Path) -> None:

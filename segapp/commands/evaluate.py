@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import sys
@@ -105,7 +106,7 @@ def score_target(target: str, options: EvalOptions) -> ScoredSplit:
         batch_size=config.eval.batch_size,
     )
     loader.reads_windows = evaluators[0].settings.reads_windows
-    with progress_bar(len(dataset), "evaluating") as progress:
+    with contextlib.closing(loader), progress_bar(len(dataset), "evaluating") as progress:
         found = evaluate_on_devices(evaluators, loader, progress)
     for note in found.notes:
         print(f"note: {printable(note)}", file=sys.stderr)

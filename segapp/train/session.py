@@ -265,12 +265,17 @@ def _run_in(
         is_saved = checkpoint is not None
         if ranks.world_size > 1 and ranks.is_main:
             report_reverted_split(folder, event_log)
-        with watchdog, sampler if ranks.is_main else contextlib.nullcontext():
-            inbox = Inbox(folder if ranks.is_main else None, event_log)
-            context = RunContext(folder, event_log, ranks, signals, memory, inbox)
-            trainer = build_trainer(
-                config, context, devices, checkpoint=checkpoint, saved_plan=saved_plan, limit=request.limit
-            )
+        inbox = Inbox(folder if ranks.is_main else None, event_log)
+        context = RunContext(folder, event_log, ranks, signals, memory, inbox)
+        with (
+            watchdog,
+            sampler if ranks.is_main else contextlib.nullcontext(),
+            contextlib.closing(
+                build_trainer(
+                    config, context, devices, checkpoint=checkpoint, saved_plan=saved_plan, limit=request.limit
+                )
+            ) as trainer,
+        ):
             _restore(trainer, context, config, checkpoint)
             if trainer.progress.is_complete:
                 if ranks.is_main:

@@ -369,3 +369,8 @@ class Trainer:
         self.controller.batch_split.load_state_dict(state.get("memory", {}))
         if self.ranks.rank < len(state["rng"]):
             restore_rng(state["rng"][self.ranks.rank])
+
+    def close(self) -> None:
+        """Stop the data workers, which would live on in a program that trains more than once."""
+        self.train_loader.close()
+        self.validation.loader.close()

@@ -45,6 +45,13 @@ def no_download(monkeypatch):
     monkeypatch.setattr("segmentation_models_pytorch.encoders.hf_hub_download", refuse)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def networks_end_with_the_module():
+    """The kept networks are 600 MiB in a process that has hundreds of other tests to run."""
+    yield
+    built_small.cache_clear()
+
+
 @functools.cache
 def built_small(name, encoder, num_classes, options):
     return build_model("smp", name, num_classes, encoder=encoder, options=dict(options))
