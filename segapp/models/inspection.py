@@ -31,8 +31,8 @@ def inspect_model(model: SegmentationModel) -> None:
     Raises:
         ConfigError: the network cannot run, as some pairs of decoder and backbone cannot.
     """
-    side_px = model.suitable_size(max(2 * model.size_divisor, 64), 64)[0]
-    size_px = model.fixed_size_px or (side_px, side_px)
+    side_px = max(2 * model.size_divisor, 64)
+    size_px = model.suitable_size(side_px, side_px)
     was_training = model.training
     called: set[str] = set()
     hooks = [module.register_forward_hook(_recording(name, called)) for name, module in model.named_modules()]

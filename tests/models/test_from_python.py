@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from segapp.models import FamilyNote
 from segapp.models.from_python import PythonModel
 
 
@@ -33,6 +34,10 @@ def test_backbone_is_the_part_of_that_name_or_the_whole(part: str | None) -> Non
     assert model.backbone_prefix == ("network." if part is None else f"network.{part}.")
     names = {name for name, _ in model.named_parameters() if name.startswith(model.backbone_prefix)}
     assert names == {f"{model.backbone_prefix}{name}" for name, _ in model.backbone_module.named_parameters()}
+
+
+def test_logits_are_taken_as_the_network_returns_them() -> None:
+    assert build(Net()).note == FamilyNote(1, True, "nothing")
 
 
 def test_sizes_are_the_networks_own() -> None:

@@ -157,6 +157,9 @@ def test_pan_refuses_images_below_its_minimum_size():
     assert (model.size_divisor, model.min_size_px) == (16, 128)
     with pytest.raises(ValueError, match="needs at least 128 px a side: pad to 128x160"):
         model(torch.randn(1, 3, 112, 160))
+    for size in ((128, 161), (161, 128)):  # not below it, but no multiple
+        with pytest.raises(ValueError, match="takes multiples of 16: pad to"):
+            model(torch.randn(1, 3, *size))
     with torch.no_grad():
         assert model(torch.randn(1, 3, 128, 160))[0].shape == (1, 5, 32, 40)
 

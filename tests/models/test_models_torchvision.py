@@ -208,8 +208,11 @@ def test_initialisation_depends_only_on_the_global_generator(monkeypatch):
     assert state.equal(state_without), "looking at the network drew random numbers"
 
 
-def test_inspecting_a_network_keeps_its_statistics():
+def test_inspecting_a_network_keeps_statistics_and_mode():
     model = build_model("torchvision", "fcn", 3, **SMALL)
+    for is_training in (False, True):
+        inspection_module.inspect_model(model.train(is_training))
+        assert {module.training for module in model.modules()} == {is_training}
     for name, buffer in model.named_buffers():
         assert buffer.eq(1 if name.endswith("running_var") else 0).all(), name
     assert not any(module._forward_hooks for module in model.modules())
