@@ -123,6 +123,13 @@ def test_failed_split_is_refused_from_then_on(harness: ControllerHarness) -> Non
     assert harness.last()["status"] == "accepted"
 
 
+@pytest.mark.parametrize(("num_devices", "status"), [(1, "rejected"), (2, "accepted")])
+def test_split_of_two_devices_is_the_least_to_steer(tmp_path: Path, num_devices: int, status: str) -> None:
+    harness = ControllerHarness(tmp_path / "run", num_devices)
+    harness.send("set gpu0_bsz=3")
+    assert harness.last()["status"] == status
+
+
 def test_auto_avoids_a_failed_split_after_a_resume_too() -> None:
     def controller_of() -> BatchSplitController:
         network = DataParallelModel(nn.Linear(1, 1), ["cpu"] * 3, gpu0_bsz=6, full_batch=8)

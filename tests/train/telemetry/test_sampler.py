@@ -96,6 +96,16 @@ def test_each_phase_of_a_profiled_step_gets_its_own_peak() -> None:
     assert watch.sample()[0]["phase_peak_mib"]["eval"] == 90.0
 
 
+def test_peak_that_comes_again_is_named_by_its_last_phase() -> None:
+    counters = Counters()
+    watch = DeviceMemoryTracker([DeviceInfo("cuda:0", "aaaa")], [counters])
+    watch.mark("data")
+    watch.sample()
+    step(watch, counters, {"forward": 300.0, "backward": 300.0, "step": 120.0})
+    (found,) = watch.sample()
+    assert (found["peak_mib"], found["phase"]) == (300.0, "backward")
+
+
 def test_observed_peaks_restart_with_a_new_split() -> None:
     counters = Counters()
     watch = DeviceMemoryTracker([DeviceInfo("cuda:0", "aaaa")], [counters])

@@ -83,6 +83,13 @@ def test_limits_by_hand(
     assert dog.limit_s(place, has_stepped=has_stepped) == limit_s
 
 
+@pytest.mark.parametrize(("timeout_s", "runs"), [(0.0, False), (0.5, True)])
+def test_timeout_of_zero_watches_nothing(tmp_path: Path, timeout_s: float, runs: bool) -> None:
+    with Watched(tmp_path, HangLimits(timeout_s)).dog as dog:
+        assert dog._thread.is_alive() == runs
+    assert not dog._thread.is_alive()
+
+
 def test_training_hangs_after_its_timeout(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     watched.num_steps += 1
     assert watched.reported_after([1.0] * 60, monkeypatch) is None, "the first look sees the last progress"
