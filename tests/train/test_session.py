@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from segapp.build.devices import DevicePlan, plan_devices
-from segapp.errors import DistributedError
+from segapp.errors import DistributedError, OutOfMemoryError
 from segapp.parallel import DistributedSetupError
 from segapp.parallel.ranks import Ranks
 from segapp.run.folder import RunFolder
@@ -126,3 +127,27 @@ def test_rank_takes_its_device_where_config_or_launcher_chose(
     with pytest.raises(DistributedError, match="no peers"), session._joined_ranks(config, plan):
         pass
     assert taken == [None if expected is None else torch.device(expected)]
+
+
+@pytest.mark.parametrize("steps", [[0], [0, 2], []], ids=["in the first step", "and in a later one", "without a way"])
+def test_ranks_start_again_while_they_report_a_way(
+    steps: list[int], tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+    lessons = iter(steps)
+
+    def launch(command: list[str], num_ranks: int, *, env: dict[str, str]) -> int:
+        commands.append(command)
+        step = next(lessons, None)
+        if step is not None:
+            reports = RunFolder(tmp_path / "run").reports
+            reports.mkdir(exist_ok=True)
+            (reports / f"rank_1_step_{step}.json").write_text(json.dumps({"step": step, "lessons": {"num_pieces": 2}}))
+        return 0 if step is None and steps else OutOfMemoryError.exit_code
+
+    monkeypatch.setattr(session, "launch_local", launch)
+    config = merged(tiny, parallel={"mode": "ddp", "devices": ["cpu", "cpu"]})
+    code = run_session(TrainRequest(config, run=tmp_path / "run"), ["--debug", "train"])
+    assert code == (0 if steps else OutOfMemoryError.exit_code)
+    again = ["-m", "segapp", "--debug", "train", "--plain", "--resume", str(tmp_path / "run")]
+    assert commands[1:] == [again] * len(steps)
