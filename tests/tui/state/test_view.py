@@ -253,6 +253,10 @@ def test_failed_smaller_share_sets_no_limit_for_device_0(tmp_path: Path, new: in
 def test_evaluation_ends_with_its_result(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run", steps_per_epoch=5)
     run.train(5)
+    run.write(Heartbeat(phase="eval", step=5, num_evaluated=0, num_images=10))
+    begun = folded(run).evaluating
+    assert begun is not None
+    assert (begun.num_done, begun.num_images) == (0, 10)
     run.write(Heartbeat(phase="eval", step=5, num_evaluated=9, num_images=10))
     assert folded(run).evaluating is not None
     run.write(Val(epoch=1, step=5, loss=0.1, miou=0.5, iou=[0.5]))
