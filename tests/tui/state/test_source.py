@@ -188,6 +188,7 @@ def test_run_without_events_is_shown(tmp_path: Path) -> None:
     folder = RunFolder.create(path=tmp_path / "run")
     folder.write_info()
     source = LiveSource(folder)
+    assert source.status().loaded_frac == 1.0  # before its first look too
     assert not source.poll()
     assert source.status().age_s is None
     with pytest.raises(RunError, match="no events to replay"):
