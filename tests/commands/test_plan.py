@@ -46,7 +46,8 @@ def test_missing_config_is_one_clear_line(folder):
 @pytest.mark.slow
 @pytest.mark.skipif(not is_supported(), reason="this torch cannot register a device in Python")
 def test_plan_json_has_the_documented_fields(folder):
-    done = segapp("plan", "--config", "tiny.yaml", "train.batch_size=4", "--gpus", "2x2GiB,1GiB", "--json", cwd=folder)
+    changes = ["train.batch_size=4", "parallel.mode=dp"]
+    done = segapp("plan", "--config", "tiny.yaml", *changes, "--gpus", "2x2GiB,1GiB", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [row["gpu0_bsz"] for row in found["rows"]] == list(range(5))
@@ -57,6 +58,11 @@ def test_plan_json_has_the_documented_fields(folder):
     assert found["best"]["gpu0_bsz"] in range(5)
     assert found["max_batch"] > 4
     assert {advice["in_use"] for advice in found["advice"]} <= {True, False}
+    (ddp,) = [advice for advice in found["advice"] if advice["change"] == "parallel.mode=ddp"]
+    assert ddp["fits"]
+    idle_mib, fullest_mib = min(found["best"]["peak_mib"]), max(found["best"]["peak_mib"])
+    assert idle_mib < ddp["peak_mib"] < fullest_mib  # the best split gives all samples to GPU 0
+    assert ddp["gain_mib"] == pytest.approx(fullest_mib - ddp["peak_mib"], abs=0.1)
 
 
 @pytest.mark.slow
