@@ -161,9 +161,13 @@ class Planner:
         return self.model.mode in ("dp", "ddp")
 
     def rows(self, batch_size: int) -> tuple[tuple[PlanRow, ...], tuple[tuple[int, str], ...]]:
-        """Return every possible split of a batch, and the refused values of `gpu0_bsz` with the reasons."""
+        """Return every possible split of a batch, and the refused values of `gpu0_bsz` with the reasons.
+
+        Modes without a split have one row; if the batch is too small for BatchNorm, `batch_size` is refused instead.
+        """
         if not self.has_split:
-            return (self.row(batch_size),), ()
+            found = self._evaluate(batch_size, None)
+            return ((), ((batch_size, found),)) if isinstance(found, str) else ((found,), ())
         rows, refused = [], []
         for gpu0_bsz in range(batch_size + 1):
             found = self._evaluate(batch_size, gpu0_bsz)

@@ -513,6 +513,16 @@ def test_all_damaged_is_an_error_listing_them(tmp_path):
     assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
 
 
+def test_missing_object_is_a_problem_also_with_an_intact_alias(tmp_path):
+    save(tmp_path, 10)
+    [status] = CheckpointFolder(tmp_path).verify()
+    (tmp_path / "objects" / status.entry.object).unlink()
+    assert (tmp_path / "last.pt").exists()
+    [status] = CheckpointFolder(tmp_path).verify()
+    assert status.problem is not None
+    assert status.problem.startswith(f"objects/{status.entry.object} is missing")
+
+
 def test_overwritten_last_is_detected_and_older_one_loads(tmp_path):
     save(tmp_path, 10)
     other = tmp_path / "other"

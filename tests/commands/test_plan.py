@@ -67,6 +67,18 @@ def test_plan_json_has_the_documented_fields(folder):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not is_supported(), reason="this torch cannot register a device in Python")
+@pytest.mark.parametrize(("gpus", "mode"), [("1GiB", "single"), ("2x1GiB", "model")])
+def test_plan_where_batchnorm_needs_two_samples(folder, gpus, mode):
+    network = ["model.name=deeplabv3", "parallel.sync_bn=false", f"parallel.mode={mode}"]
+    done = segapp("plan", "--config", "tiny.yaml", *network, "--gpus", gpus, "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["smallest_chunk"] == 2
+    assert found["max_batch"] > 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_supported(), reason="this torch cannot register a device in Python")
 def test_plan_has_the_peaks_before_and_after_the_thaw(folder):
     network = ["model.library=smp", "model.name=Linknet", "model.encoder=resnet18", "optim.name=adamw"]
     freeze = ["model.freeze=[backbone]", "model.freeze_epochs=1"]

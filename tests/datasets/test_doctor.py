@@ -29,7 +29,7 @@ from segapp.datasets.files import ImagePair, check_pairs
 from segapp.datasets.frequencies import ClassFrequencies
 from segapp.datasets.layouts.formats import ClassScheme, DataLocation, class_scheme, find_pairs
 from segapp.datasets.masks import read_masks
-from segapp.datasets.own_data import OwnData
+from segapp.datasets.own_data import OwnData, OwnDataset
 from segapp.datasets.sums import check_sums, write_sums
 from segapp.errors import DataError
 from tests.support.runs import draw_scene, segapp
@@ -343,6 +343,11 @@ class OwnMasks:
         mask = np.arange(16, dtype=np.int64).reshape(4, 4) % 3
         mask[0, : 3 * index] = 7
         return np.full((4, 4, 3), 100 * index, np.uint8), mask
+
+
+def test_mask_of_own_data_alone_has_train_ids() -> None:
+    dataset = OwnDataset(OwnData(OwnMasks(), "my:data", "train"), SCHEME, seed=0, indices=[0])
+    assert np.array_equal(dataset.read_mask(0, (4, 4)), np.arange(16).reshape(4, 4) % 3)
 
 
 def test_unknown_ids_of_own_data_are_found() -> None:

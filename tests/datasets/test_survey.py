@@ -6,14 +6,28 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from segapp.datasets.convert.sources import Images
 from segapp.datasets.convert.yolo import _classes_in
 from segapp.datasets.survey.class_files import ClassFile
-from segapp.datasets.survey.content import MaskContent
+from segapp.datasets.survey.content import MaskContent, count_pixels
 from segapp.datasets.survey.encoding import _binary, _is_stray, _named_ids, read_classes
 from segapp.datasets.survey.lists import list_files
 from segapp.datasets.survey.tree import Tree, survey_tree
+
+
+@pytest.mark.parametrize(("suffix", "is_lossy"), [("png", False), ("jpg", True)])
+def test_colours_of_a_mask_are_counted_by_hand(suffix: str, is_lossy: bool, tmp_path: Path) -> None:
+    path = tmp_path / f"a.{suffix}"
+    image = Image.new("RGB", (3, 2), (10, 20, 255))
+    image.putpixel((1, 0), (7, 8, 9))
+    image.save(path)
+    found = count_pixels(path, as_rgb=True)
+    assert found is not None
+    assert found.is_lossy == is_lossy
+    if not is_lossy:
+        assert found.colors == {(10, 20, 255): 5, (7, 8, 9): 1}
 
 
 @pytest.mark.parametrize(("link", "images"), [(None, []), ("b.png", ["b.png"]), ("b", ["b/a.png"])])

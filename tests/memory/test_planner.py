@@ -227,6 +227,14 @@ def test_one_sample_may_be_the_largest_batch():
     assert (largest, row.split) == (1, (1,))
 
 
+def test_smallest_possible_batch_may_be_the_largest():
+    lines = {"backward": Line(100.0, 10.0)}
+    memory, zero = MemoryModel("single", (lines,)), OverheadEstimate((0.0,))
+    own = Planner(memory, (GpuSpec(130.0),), zero, smallest_chunk=2)  # 120 / 0.95 = 126.3, 130 / 0.95 = 136.8
+    largest, row = own.largest_batch()
+    assert (largest, row.split) == (2, (2,))
+
+
 def test_saved_plan_predicts_the_splits_it_has():
     one = SavedMemoryPlan(4, 1, None, (4,), ((4,),), ((70.0,),), 1.0)
     assert [one.predicted_mib(split) for split in (None, [4], [3])] == [(70.0,), (70.0,), ()]

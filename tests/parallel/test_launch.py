@@ -178,6 +178,24 @@ def test_peers_are_looked_for_without_a_busy_loop(monkeypatch):
     assert 1 <= len(looks) <= 4  # after 0, 0.25, 0.5 s
 
 
+@pytest.mark.parametrize(("cpus", "ranks", "threads"), [(8, 2, "4"), (2, 4, "1"), (None, 1, "1")])
+def test_ranks_share_the_processors(cpus, ranks, threads, monkeypatch):
+    started = []
+
+    class Started:
+        def __init__(self, command, env, start_new_session):
+            started.append(env)
+
+        def wait(self):
+            return 0
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: cpus)
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    assert launch_local(["program.py"], num_ranks=ranks) == 0
+    assert [env["OMP_NUM_THREADS"] for env in started] == [threads]
+
+
 @pytest.mark.slow
 def test_two_agents_on_one_host_form_a_two_node_job(tmp_path):
     with socket.socket() as probe:

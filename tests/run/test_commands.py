@@ -269,6 +269,23 @@ def test_any_bytes_in_the_inbox_get_an_answer(tmp_path_factory, content):
     assert received.problem
 
 
+def test_file_exchanged_for_a_pipe_before_opening_is_refused(run, monkeypatch):
+    pipe, lstat = run / "commands" / NAME, os.lstat
+    os.mkfifo(pipe)
+    looks = []
+
+    def before_the_exchange(path, **options):
+        if str(path) != str(pipe):
+            return lstat(path, **options)
+        looks.append(path)
+        return lstat(__file__)
+
+    monkeypatch.setattr(os, "lstat", before_the_exchange)
+    [received] = drain_commands(run)
+    assert looks
+    assert received.problem == "not a regular file"
+
+
 def test_long_sender_is_cut_and_answered_commands_are_removed(run):
     (run / "commands" / NAME).write_text(good_body("0123456789ab", by="x" * 300, t=2))
     sent = send_command(run, PauseCommand(), by="y" * 300)

@@ -23,7 +23,7 @@ from segapp.run.events import (
 )
 from segapp.run.folder import RunFolder, find_run
 from segapp.run.process import ProcessId, is_alive, this_process
-from segapp.run.state import RunFacts, derive_state, list_runs, run_state, summarize
+from segapp.run.state import RunFacts, derive_state, list_runs, read_facts, run_state, summarize
 from segapp.run.sweep import SweepFolder
 
 HOLD = "import sys, time; from segapp.run.folder import RunFolder; f = RunFolder(sys.argv[1]); f.acquire()"
@@ -264,6 +264,21 @@ def start(**fields):
     return RunStart(
         classes=["a", "b"], num_params=7, batch_size=4, epochs=2, steps_per_epoch=3, devices=["cpu"], **fields
     )
+
+
+def test_ages_are_those_of_the_last_event_and_step(tmp_path, monkeypatch):
+    folder = RunFolder.create("a", root=tmp_path)
+    with EventWriter(folder.events) as writer:
+        for t, event in (
+            (100.0, start()),
+            (104.0, Step(epoch=1, step=1, loss=1.0, lr=0.1)),
+            (106.0, Step(epoch=1, step=2, loss=1.0, lr=0.1)),
+            (109.0, CommandAnswer(id="0123456789ab", by="me", command="pause", status="applied")),
+        ):
+            monkeypatch.setattr(time, "time", lambda t=t: t)
+            writer.write(event)
+    facts = read_facts(folder.path, now_s=110.0)
+    assert (facts.event_age_s, facts.step_age_s) == (1.0, 4.0)
 
 
 def test_run_states_from_start_to_resume(tmp_path):
