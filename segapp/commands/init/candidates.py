@@ -11,6 +11,7 @@ from segapp.datasets.files import shown
 from segapp.datasets.survey.hypotheses import CLOSE, Layout, find_layouts
 from segapp.datasets.survey.lists import paired_lists, with_listed_splits
 from segapp.datasets.survey.published import published_layout
+from segapp.datasets.survey.questions import Answer, open_question
 from segapp.datasets.survey.tree import Tree
 from segapp.errors import ConfigError, DataError
 
@@ -18,16 +19,6 @@ Candidate = Layout | Conversion
 
 MIN_CONFIDENCE = 0.04
 _MAX_SHOWN = 6
-
-
-class AmbiguousLayoutError(DataError):
-    """Several layouts are about equally likely.
-
-    Attributes:
-        names: of the layouts, the most likely first.
-    """
-
-    names: tuple[str, ...] = ()
 
 
 def find_candidates(tree: Tree) -> list[Candidate]:
@@ -58,7 +49,7 @@ def choose(root: Path, found: Sequence[Candidate], name: str | None) -> Candidat
 
     Raises:
         ConfigError: there is none of the name.
-        AmbiguousLayoutError: the second is nearly as likely, and none is named.
+        OpenQuestionError: the second is nearly as likely, and none is named.
     """
     if name is not None:
         for number, candidate in enumerate(found, start=1):
@@ -69,17 +60,19 @@ def choose(root: Path, found: Sequence[Candidate], name: str | None) -> Candidat
     close = [candidate for candidate in found if candidate.confidence >= CLOSE * found[0].confidence]
     if len(close) == 1:
         return found[0]
-    error = AmbiguousLayoutError(
-        f"{shown(root)} can be read in {len(close)} ways: {'; '.join(described(one) for one in close)}: say which with "
-        f"--layout NAME ({', '.join(shown(one.name) for one in close)}); --html FILE shows pictures"
-    )
-    error.names = tuple(one.name for one in close)
-    raise error
+    question = f"{shown(root)} can be read in {len(close)} ways"
+    answers = [Answer(one.name, evidence_of(one)) for one in close]
+    raise open_question(question, "--layout", answers, "--html FILE shows pictures")
 
 
 def described(candidate: Candidate) -> str:
     """Return name, confidence and evidence as text."""
-    return f"{shown(candidate.name)} ({candidate.confidence:.0%} sure: {', '.join(candidate.evidence)})"
+    return f"{shown(candidate.name)} ({evidence_of(candidate)})"
+
+
+def evidence_of(candidate: Candidate) -> str:
+    """Return confidence and evidence as text."""
+    return f"{candidate.confidence:.0%} sure: {', '.join(candidate.evidence)}"
 
 
 def found_lines(found: Sequence[Candidate], chosen: Candidate) -> list[str]:

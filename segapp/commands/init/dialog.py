@@ -1,12 +1,13 @@
-"""`segapp init` on a terminal: what is printed, and the question which layout a folder has."""
+"""`segapp init` on a terminal: the questions that a folder leaves open, and what is printed."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from typing import Any
 
 from segapp.commands.init import InitRequest, InitResult, propose_config
-from segapp.commands.init.candidates import AmbiguousLayoutError
+from segapp.datasets.survey.questions import OpenQuestionError
 from segapp.run.text import printable
 
 
@@ -23,21 +24,32 @@ def init_folder(request: InitRequest) -> None:
 
 
 def asked(request: InitRequest) -> InitResult:
-    """Return the result of a request; where several layouts are possible and somebody is there to ask, ask.
+    """Return the result of a request; each question that the folder leaves open is asked in a terminal.
 
     Raises:
-        AmbiguousLayoutError: there is no terminal, or no answer.
+        OpenQuestionError: there is no terminal, or no answer.
     """
-    try:
-        return propose_config(request)
-    except AmbiguousLayoutError as error:
-        if not (sys.stdin.isatty() and sys.stderr.isatty()):
-            raise
-        print(printable(str(error)), file=sys.stderr)
-        for number, name in enumerate(error.names, start=1):
-            print(f"  {number}  {printable(name)}", file=sys.stderr)
-        print("number of the layout (none: stop): ", end="", file=sys.stderr, flush=True)
-        answer = sys.stdin.readline().strip()
-        if not answer.isdigit() or not 1 <= int(answer) <= len(error.names):
-            raise
-        return propose_config(replace(request, layout=error.names[int(answer) - 1]))
+    while True:
+        try:
+            return propose_config(request)
+        except OpenQuestionError as question:
+            if not (sys.stdin.isatty() and sys.stderr.isatty()):
+                raise
+            chosen: dict[str, Any] = {question.attribute: _answer(question)}
+            request = replace(request, **chosen)
+
+
+def _answer(question: OpenQuestionError) -> str:
+    """Return the value that the person at the terminal chooses.
+
+    Raises:
+        OpenQuestionError: the answer is empty or no number of an answer.
+    """
+    print(f"{printable(question.question)}:", file=sys.stderr)
+    for number, answer in enumerate(question.answers, start=1):
+        print(f"  {number}  {printable(answer.value)}: {printable(answer.words)}", file=sys.stderr)
+    print(f"number for {question.option} (none: stop): ", end="", file=sys.stderr, flush=True)
+    said = sys.stdin.readline().strip()
+    if not said.isdigit() or not 1 <= int(said) <= len(question.answers):
+        raise question
+    return question.answers[int(said) - 1].value

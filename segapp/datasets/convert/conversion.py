@@ -91,6 +91,8 @@ class Conversion:
         evidence: sentences.
         classes_reason: where the names are from.
         notes: sentences about what is left out.
+        sources: files of the folder that it reads besides the images and masks of its items: annotations, tables,
+            arrays, source masks; relative to the root.
     """
 
     name: str
@@ -101,6 +103,7 @@ class Conversion:
     evidence: tuple[str, ...] = ()
     classes_reason: str = ""
     notes: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
 
     @property
     def writes(self) -> str:

@@ -69,6 +69,7 @@ class Layout:
         unpaired: images without a mask, which are left out.
         image_pattern: folders of the images, with `{split}` and `*`.
         mask_pattern: folders of the masks.
+        sources: lists, tables and other files of the folder that were read for it.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Layout:
     unpaired: tuple[str, ...] = ()
     image_pattern: tuple[str, ...] = ()
     mask_pattern: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
 
     @property
     def splits(self) -> Counter[str | None]:

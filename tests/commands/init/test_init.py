@@ -12,9 +12,9 @@ import pytest
 from PIL import Image
 
 from segapp.commands.init import InitRequest, propose_config
-from segapp.commands.init.candidates import AmbiguousLayoutError
 from segapp.config import RunConfig, load_config
 from segapp.datasets.layouts.formats import DataLocation, find_pairs
+from segapp.datasets.survey.questions import OpenQuestionError
 from segapp.errors import ConfigError, DataError
 from tests.support import drawn_folders
 from tests.support.drawn_folders import BINARY, listing
@@ -210,8 +210,8 @@ def readable_in_two_ways(root: Path) -> None:
 def test_terminal_asks_for_the_layout_and_takes_the_answer(tmp_path: Path) -> None:
     readable_in_two_ways(tmp_path / "d")
     with terminal("init", "d", "--out", "made.yaml", cwd=tmp_path) as shown:
-        shown.wait_for("number of the layout (none: stop): ")
-        (number,) = re.findall(rb"\n  (\d)  labels\r", shown.output)
+        shown.wait_for("number for --layout (none: stop): ")
+        (number,) = re.findall(rb"\n  (\d)  labels: ", shown.output)
         shown.type(f"{number.decode()}\n")
         assert shown.wait() == 0, shown.output
     assert load_config(tmp_path / "made.yaml").data.label_map == {255: 1}
@@ -220,7 +220,7 @@ def test_terminal_asks_for_the_layout_and_takes_the_answer(tmp_path: Path) -> No
 def test_two_likely_layouts_are_named_and_one_is_taken(tmp_path: Path) -> None:
     readable_in_two_ways(tmp_path / "d")
     page = tmp_path / "page.html"
-    with pytest.raises(AmbiguousLayoutError, match=r"2 ways.*--layout NAME \((masks, labels|labels, masks)\)"):
+    with pytest.raises(OpenQuestionError, match=r"2 ways.*--layout (masks|labels) .*--layout (masks|labels) "):
         propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml", html=page))
     assert page.read_text().count("<img") == 2 * 4 * 2
     assert not (tmp_path / "made.yaml").exists()
@@ -230,7 +230,7 @@ def test_two_likely_layouts_are_named_and_one_is_taken(tmp_path: Path) -> None:
         propose_config(InitRequest(tmp_path / "d", tmp_path / "b.yaml", layout="depth"))
     done = segapp("init", "d", "--out", "c.yaml", cwd=tmp_path)
     assert done.returncode == 3
-    assert "--layout NAME" in done.stderr
+    assert "answer with --layout" in done.stderr
 
 
 def test_scenes_and_groups_stay_on_one_side(tmp_path: Path) -> None:

@@ -1,0 +1,52 @@
+"""Questions that a folder leaves open; each names the option of `segapp init` that answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from segapp.errors import DataError
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One possible answer: the value of the option, and its meaning in words."""
+
+    value: str
+    words: str
+
+
+class OpenQuestionError(DataError):
+    """A folder has several plausible readings, or one that is unlikely, and no option says which one to use.
+
+    In a terminal the question is asked; in a pipe its message names the option and the values that answer it.
+
+    Attributes:
+        question: the sentence without the answers.
+        option: that answers it, such as `--layout`; the attribute of `InitRequest` has the same name.
+        answers: the possible values, the most likely first.
+    """
+
+    question: str = ""
+    option: str = ""
+    answers: tuple[Answer, ...] = ()
+
+    @property
+    def attribute(self) -> str:
+        """Name of the attribute of `InitRequest` that holds the answer."""
+        return self.option.lstrip("-").replace("-", "_")
+
+
+def open_question(question: str, option: str, answers: Sequence[Answer], advice: str = "") -> OpenQuestionError:
+    """Return the error that asks a question.
+
+    Args:
+        question: what is unknown, as a sentence without an end mark.
+        option: that answers it.
+        answers: the most likely first; at least one.
+        advice: what else helps.
+    """
+    listed = "; ".join(f"{option} {answer.value} ({answer.words})" for answer in answers)
+    error = OpenQuestionError(f"{question}: answer with {listed}" + (f"; {advice}" if advice else ""))
+    error.question, error.option, error.answers = question, option, tuple(answers)
+    return error
