@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.support import ROOT, fault_table
+from tests.support.isolation import Places, Watch, users_places
 
 # No deadline: an example may be slow on a busy machine. The same examples in every run: `explore` draws others.
 hypothesis.settings.register_profile("segapp", deadline=None, derandomize=True)
@@ -26,6 +27,7 @@ torch.set_num_threads(1)
 
 CAMVID = ROOT.parent / "shared" / "camvid"
 
+_watch = Watch(users_places())
 _reports: list[pytest.TestReport] = []
 _began_s = time.monotonic()
 _names_before: set[str] = set()
@@ -131,12 +133,38 @@ def is_controller(session: pytest.Session) -> bool:
 
 
 def visible_files() -> set[str]:
-    """The names at the root of the repository, hidden ones (caches) left out."""
-    return {path.name for path in ROOT.iterdir() if not path.name.startswith(".")}
+    """The names at the root of the repository, and the user's runs there; hidden ones (caches) left out."""
+    places = [*ROOT.iterdir(), *ROOT.glob("runs/*")]
+    return {str(path.relative_to(ROOT)) for path in places if not path.name.startswith(".")}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _places(tmp_path_factory: pytest.TempPathFactory) -> Places:
+    return Places(tmp_path_factory.mktemp("places"))
 
 
 @pytest.fixture(autouse=True)
-def _faults_took_place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_places(_places: Places) -> Iterator[None]:
+    """An empty working directory and an empty home for each test; fails one that uses those of the user.
+
+    It comes before `monkeypatch`, which returns to the working directory when a test is over.
+    """
+    yield from _places.own()
+    if uses := _watch.take():
+        pytest.fail(f"the test, or a fixture of it, used files of the user: {', '.join(uses[:5])}", pytrace=False)
+
+
+@pytest.fixture
+def repository_root(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The root of the repository as the working directory, for what a reader of the pages starts there."""
+    monkeypatch.chdir(ROOT)
+    return ROOT
+
+
+@pytest.fixture(autouse=True)
+def _faults_took_place(
+    _own_places: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     """Fails a case of the fault table in which a failpoint was armed that never acted."""
     if request.node.get_closest_marker("case") is None:
         yield

@@ -23,12 +23,6 @@ from tests.support.runs import events
 from tests.support.runs import train as train_plainly
 
 
-@pytest.fixture(autouse=True)
-def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The notes about known parts go into a folder of the test's own."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-
-
 def small(tiny: dict[str, Any]) -> dict[str, Any]:
     model = {"library": "python", "name": "tests.support.own_parts:Net"}
     return {**tiny, "model": model, "train": {"epochs": 1, "batch_size": 2}}

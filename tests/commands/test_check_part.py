@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +13,6 @@ from tests.support import ROOT
 from tests.support.runs import merged
 
 PARTS = "tests.support.own_parts"
-
-
-@pytest.fixture(autouse=True)
-def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The notes about known parts go into a folder of the test's own."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
 @pytest.mark.parametrize(
@@ -93,8 +86,8 @@ def test_data_are_read_as_the_config_says(tiny: dict[str, Any], capsys: pytest.C
     assert "gives float32 (48, 64, 3)" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("repository_root")
 def test_all_parts_of_the_example_pass(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(str(ROOT / "none"))
     assert check_part(None, None, load_config("segapp/docs/examples/own_parts.yaml")) == 0
     assert capsys.readouterr().out.count(" as ") == 5

@@ -74,7 +74,6 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         run.epoch()
         run.end()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return tmp_path
 
 

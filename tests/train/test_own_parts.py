@@ -23,9 +23,7 @@ PARTS = "tests.support.own_parts"
 
 
 @pytest.fixture(autouse=True)
-def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The notes about known parts go into a folder of the test's own."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+def _no_trust(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SEGAPP_TRUST_PARTS", raising=False)
 
 

@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 
 from segapp.config import load_config
-from tests.support import ROOT
 from tests.support.runs import events, train
 
 
+@pytest.mark.usefixtures("repository_root")
 def test_example_trains_alike_on_one_and_two_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(str(tmp_path / "none"))
     short = ["train.steps=6", "log.every_steps=1", "log.tensorboard=false", "eval.every_epochs=100"]
     dp = ["parallel.mode=dp", "parallel.devices=[cpu,cpu]"]

@@ -116,8 +116,7 @@ def test_missing_config_and_foreign_folder_are_refused(base: Path) -> None:
         plan_sweep(["seed=0,1"], ["tiny.yaml"])
 
 
-def test_code_of_a_stored_config_must_have_been_named_here(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", "state")
+def test_code_of_a_stored_config_must_have_been_named_here(base: Path) -> None:
     words = ["seed=0,1", "optim.name=torch.optim:RMSprop"]
     plan_sweep(words, ["tiny.yaml"]).save()
     with pytest.raises(ConfigError, match=r"configs/seed0.yaml names code .* optim.name = torch.optim:RMSprop"):

@@ -16,6 +16,7 @@ from segapp.inference.sliding import without_cudnn_benchmark
 from segapp.train.process import numerics as module
 from segapp.train.process.numerics import ALLOCATOR_VARIABLES, CUBLAS_VARIABLE, numerics
 from segapp.train.recovery.failures import as_segapp_error
+from tests.support import ROOT
 
 PLAIN: dict[str, Any] = {"deterministic": False, "tf32": True, "cudnn_benchmark": True}
 
@@ -115,5 +116,5 @@ def test_missing_deterministic_form_is_an_error_of_the_config() -> None:
 
 
 def test_the_config_has_both_switches() -> None:
-    train = load_config("configs/demo.yaml").train
+    train = load_config(str(ROOT / "configs" / "demo.yaml")).train
     assert (train.deterministic, train.tf32) == (False, True)
