@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from segapp.build.data import build_pixels
 from segapp.build.devices import plan_devices
+from segapp.build.pairs import build_pixels
 from segapp.build.trained import TrainedModel, load_trained
 from segapp.commands.evaluate import EvalOptions, as_json, score_target
 from segapp.commands.predict import PredictOptions, build_predictor

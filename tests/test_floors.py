@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -82,6 +83,30 @@ def test_libraries_load_nothing_beyond_torch(package: str) -> None:
 )
 def test_viewer_packages_load_no_torch(package: str) -> None:
     assert not {"torch", "torchvision", "albumentations", "textual"} & loaded_by(f"import {package}")
+
+
+COMMANDS_ON_FILES = """
+import sys
+from segapp.__main__ import main
+for words in {commands}:
+    try:
+        main(words)
+    except SystemExit as end:
+        assert not end.code, words
+print(*({heavy} & sys.modules.keys()), file=sys.stderr)
+"""
+
+
+def test_init_and_check_of_png_folders_load_no_torch(tiny_root: Path) -> None:
+    check = ["check", "--config", "own.yaml"]
+    commands = [["init", str(tiny_root), "--out", "own.yaml"], check, [*check, "--json"]]
+    heavy = {"torch", "torchvision", "albumentations", "scipy", "timm", "segmentation_models_pytorch", "jinja2"}
+    code = COMMANDS_ON_FILES.format(commands=commands, heavy=heavy)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "layout: masks" in done.stdout
+    assert "no problems found" in done.stdout
+    assert done.stderr == "\n", "the names of the libraries that were imported"
 
 
 def test_screen_loads_no_torch() -> None:

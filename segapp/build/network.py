@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from segapp.build.data import band_statistics, build_pixels
+from segapp.build.pairs import band_statistics, build_pixels
 from segapp.build.run_weights import load_run_weights, names_run
 from segapp.config import DataConfig, EvalConfig, ModelConfig, RunConfig
 from segapp.errors import ConfigError

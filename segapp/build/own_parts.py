@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from segapp.config import DataConfig, LossTerm, OptimConfig, RunConfig, ScheduleConfig, part_names
+from segapp.config import LossTerm, OptimConfig, RunConfig, ScheduleConfig, part_names
 from segapp.config.parts import part_sections
-from segapp.datasets.own_data import OwnData
 from segapp.errors import ConfigError
 from segapp.losses import AdditiveCriterion, PlainCriterion
 from segapp.parts import build_part, find_source, is_part, load_part, option_problems, sha256_of_source
-from segapp.parts.contracts import DataSource, Loss, Schedule, given_arguments
+from segapp.parts.contracts import Loss, Schedule, given_arguments
 from segapp.parts.loading import takes
 
 
@@ -64,16 +63,6 @@ def changed_parts(saved: Any, config: RunConfig) -> list[str]:
         for name, value in part_hashes(config).items()
         if saved.get(name, value) != value
     ]
-
-
-def own_data(data: DataConfig, split: str) -> OwnData:
-    """Return the own data of a split, checked.
-
-    Raises:
-        ConfigError: the part cannot be made or is no data set.
-    """
-    made: DataSource = build_part(data.format, "data.format", data.options, offered={"root": data.root, "split": split})
-    return OwnData(made, data.format, split)
 
 
 def own_criterion(term: LossTerm, num_classes: int, ignore_index: int, weight: Tensor | None) -> AdditiveCriterion:

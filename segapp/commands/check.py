@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -15,18 +15,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from segapp.build.class_weights import RULES, class_weights
-from segapp.build.data import (
-    build_dataset,
-    build_location,
-    build_pairs,
-    build_scheme,
-    overlap_problem,
-    split_names,
-)
-from segapp.build.own_parts import own_data
-from segapp.build.sampling import build_order
+from segapp.build.pairs import build_location, build_pairs, build_scheme, overlap_problem, own_data, split_names
 from segapp.commands.check_findings import Group, grouped
-from segapp.commands.check_html import check_page
 from segapp.config import DataConfig, RunConfig
 from segapp.datasets.doctor import Finding, SplitReport, examine
 from segapp.datasets.files import ImagePair, read_header, shown
@@ -38,8 +28,10 @@ from segapp.datasets.sampling import uniform_order
 from segapp.datasets.sums import check_sums, write_sums
 from segapp.errors import ConfigError, DataError, storage_errors
 from segapp.parts import is_part
-from segapp.report.augmented import AugmentedSample, augmented_samples
 from segapp.run.text import printable
+
+if TYPE_CHECKING:
+    from segapp.report.augmented import AugmentedSample
 
 EXIT_DATA = 3
 _MAX_SHOWN = 5
@@ -101,6 +93,8 @@ def check_data(
         for line in _pixel_lines(measured):
             print(line)
     if html_file is not None:
+        from segapp.commands.check_html import check_page  # imports torch
+
         _write(
             html_file, check_page(config.name, reports, groups, scheme, weights, samples, measured or RGB8), "--html"
         )
@@ -148,6 +142,11 @@ def _samples(
     data = config.data
     if data.sampling == "uniform" and data.augment is None and not with_pictures:
         return []
+    # These import torch and albumentations, which nothing else of this command needs.
+    from segapp.build.data import build_dataset
+    from segapp.build.sampling import build_order
+    from segapp.report.augmented import augmented_samples
+
     try:
         dataset = build_dataset(data, scheme, report.split, is_training=True, seed=config.seed)
     except DataError:  # the findings say it

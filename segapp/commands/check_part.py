@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from segapp.build.data import split_names
-from segapp.build.own_parts import own_criterion, own_data, own_optimizer, own_schedule
+from segapp.build.own_parts import own_criterion, own_optimizer, own_schedule
+from segapp.build.pairs import own_data, split_names
 from segapp.config import DataConfig, LossTerm, OptimConfig, RunConfig, ScheduleConfig, part_names
 from segapp.config.parts import part_sections
 from segapp.datasets.augment import TrainTransform

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from segapp.build.criterion import build_criterion, needs_distances
-from segapp.build.data import build_dataset, build_groups, build_load_options, split_names
+from segapp.build.data import build_dataset, build_load_options
 from segapp.build.devices import choose_devices
 from segapp.build.network import num_queries
+from segapp.build.pairs import build_groups, split_names
 from segapp.build.trained import TrainedModel, load_trained
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.loader import EvalLoader

@@ -8,8 +8,7 @@ from typing import Any, Final, Literal, get_args
 from numpy.typing import NDArray
 
 from segapp import __version__
-from segapp.build.data import band_statistics, build_pairs, build_pixels, split_names
-from segapp.build.own_parts import own_data
+from segapp.build.pairs import band_statistics, build_pairs, build_pixels, own_data, split_names
 from segapp.build.trained import CONFIG_KEY, TrainedModel, load_trained
 from segapp.datasets.images.reading import read_image
 from segapp.errors import ConfigError, SegappError

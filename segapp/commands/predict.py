@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from segapp.build.data import build_pixels
 from segapp.build.devices import choose_devices
+from segapp.build.pairs import build_pixels
 from segapp.build.trained import load_trained
 from segapp.errors import ConfigError, DataError
 from segapp.export import ExportedModel, is_exported

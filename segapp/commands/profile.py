@@ -22,9 +22,10 @@ from torch.profiler import profile, record_function
 from torch.utils.hooks import RemovableHandle
 
 from segapp.build.criterion import needs_distances
-from segapp.build.data import build_dataset, build_load_options, build_pixels, build_scheme, split_names
+from segapp.build.data import build_dataset, build_load_options
 from segapp.build.devices import plan_devices
 from segapp.build.formats import auto_precision
+from segapp.build.pairs import build_pixels, build_scheme, split_names
 from segapp.config import RunConfig, load_config
 from segapp.datasets.loader import Batch, TrainLoader
 from segapp.datasets.resources import cores_of_rank

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from segapp.build.data import count_images, split_names
 from segapp.build.devices import plan_devices
+from segapp.build.pairs import count_images, split_names
 from segapp.config import RunConfig, validate_config
 from segapp.datasets.sampling import num_batches
 from segapp.errors import CheckpointError, ConfigError, DataError, StorageError

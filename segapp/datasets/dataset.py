@@ -25,6 +25,7 @@ from segapp.datasets.images.reading import read_image
 from segapp.datasets.images.windows import LARGE_PX, ImageWindows, MaskWindows, image_windows, mask_windows
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import read_masks
+from segapp.datasets.own_data import OwnData
 from segapp.datasets.sampling import SampleKey, mix_seed
 from segapp.errors import DataError
 
@@ -198,6 +199,41 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
         if not masks:
             return np.full(size_px, self.scheme.ignore_index, self.scheme.dtype)
         return read_masks(masks, self.scheme)
+
+
+class OwnDataset(SegmentationDataset):
+    """Samples of own data; `transform` is set afterwards, because it is checked with the sizes of some images.
+
+    Args:
+        data: of a split.
+        scheme: of the classes; `label_map` applies to the masks.
+        pixels: number of bands and type of the images.
+        seed: of the augmentation.
+        indices: the images to use.
+    """
+
+    def __init__(
+        self, data: OwnData, scheme: ClassScheme, pixels: PixelFormat = RGB8, *, seed: int, indices: Sequence[int]
+    ) -> None:
+        self._own = data.pairs(indices)
+        super().__init__(self._own, scheme, pixels=pixels, seed=seed)
+
+    def _image_windows(self, index: int) -> None:
+        return None
+
+    def read(self, index: int) -> tuple[Pixels, Pixels]:
+        """Return the image (H, W, B) and mask (H, W) of train ids, before the transform."""
+        pair = self._own[index]
+        return pair.data.read(pair.index, self.scheme, self.pixels)
+
+    def read_mask(self, index: int, size_px: tuple[int, ...]) -> Pixels:
+        """Return the mask (H, W) of train ids."""
+        return self.read(index)[1]
+
+    def sizes(self, indices: Sequence[int]) -> list[tuple[int, int]]:
+        """Return height and width of images in pixels; each is read for that."""
+        shapes = (self.read(index)[0].shape for index in indices)
+        return [(shape[0], shape[1]) for shape in shapes]
 
 
 def to_planes(image: Pixels) -> Tensor:

@@ -1,14 +1,18 @@
 """Class frequencies of a data set, from which class weights are computed."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.resources import ThreadPool
+
+if TYPE_CHECKING:  # for annotations: it imports torch
+    from segapp.datasets.dataset import SegmentationDataset
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Data sets of the user's own code: images and masks from `image_and_mask(index)` in place of files."""
+"""Data sets of the user's own code: images and masks from `image_and_mask(index)` instead of files. No torch here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.files import ImagePair
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.layouts.schemes import ClassScheme
@@ -83,38 +82,3 @@ class OwnPair(ImagePair):
 
     data: OwnData
     index: int
-
-
-class OwnDataset(SegmentationDataset):
-    """Samples of own data; `transform` is set afterwards, because it is checked with the sizes of some images.
-
-    Args:
-        data: of a split.
-        scheme: of the classes; `label_map` applies to the masks.
-        pixels: number of bands and type of the images.
-        seed: of the augmentation.
-        indices: the images to use.
-    """
-
-    def __init__(
-        self, data: OwnData, scheme: ClassScheme, pixels: PixelFormat = RGB8, *, seed: int, indices: Sequence[int]
-    ) -> None:
-        self._own = data.pairs(indices)
-        super().__init__(self._own, scheme, pixels=pixels, seed=seed)
-
-    def _image_windows(self, index: int) -> None:
-        return None
-
-    def read(self, index: int) -> tuple[Pixels, Pixels]:
-        """Return the image (H, W, B) and mask (H, W) of train ids, before the transform."""
-        pair = self._own[index]
-        return pair.data.read(pair.index, self.scheme, self.pixels)
-
-    def read_mask(self, index: int, size_px: tuple[int, ...]) -> Pixels:
-        """Return the mask (H, W) of train ids."""
-        return self.read(index)[1]
-
-    def sizes(self, indices: Sequence[int]) -> list[tuple[int, int]]:
-        """Return height and width of images in pixels; each is read for that."""
-        shapes = (self.read(index)[0].shape for index in indices)
-        return [(shape[0], shape[1]) for shape in shapes]

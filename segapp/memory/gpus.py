@@ -15,12 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from segapp.memory.oom_report import OtherProcess
 from segapp.run.text import printable
+
+if TYPE_CHECKING:
+    pass
 
 MAX_LOAD = 0.5
 MAX_MEMORY = 0.5
@@ -67,6 +68,20 @@ def query_gpus(timeout_s: float = 5.0) -> list[GpuStatus]:
         return answers.get(timeout=timeout_s)
     except queue.Empty:
         return []
+
+
+def count_visible_gpus(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the number of GPUs that a training would see, by nvidia-smi and CUDA_VISIBLE_DEVICES, without torch."""
+    uuids = [gpu.uuid for gpu in query_gpus()]
+    named = environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None or not uuids:
+        return len(uuids)
+
+    def names_a_gpu(word: str) -> bool:
+        return int(word) < len(uuids) if word.isdecimal() else any(word and uuid.startswith(word) for uuid in uuids)
+
+    known = [names_a_gpu(bare_uuid(word)) for word in named.split(",")]
+    return [*known, False].index(False)  # CUDA reads the list up to the first word that names no GPU
 
 
 class GpuPoller:
@@ -221,6 +236,8 @@ def _known(value: Any) -> float | None:
 
 def cuda_uuids() -> list[str]:
     """Return the uuid of each CUDA device visible to torch, by index."""
+    import torch
+
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [bare_uuid(getattr(each, "uuid", "")) for each in properties]
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from segapp.build.data import build_dataset, split_names
+from segapp.build.data import build_dataset
+from segapp.build.pairs import split_names
 from segapp.build.trained import load_trained
 from segapp.errors import SegappError
 from segapp.inference.progress_bar import progress_bar

@@ -13,20 +13,20 @@ import torch
 
 from segapp.build.class_weights import cached_frequencies, class_weights
 from segapp.build.criterion import needs_distances
-from segapp.build.data import build_dataset, build_load_options, build_scheme, check_splits_apart, split_names
+from segapp.build.data import build_dataset, build_load_options
 from segapp.build.devices import DevicePlan
 from segapp.build.network import build_inference
 from segapp.build.optimizer import build_plateau, build_schedule, describe_groups
 from segapp.build.own_parts import own_schedule, part_hashes
+from segapp.build.pairs import build_scheme, check_splits_apart, split_names
 from segapp.build.sampling import build_order
 from segapp.build.trained import read_trained
 from segapp.checkpoint.training_state import CheckpointStore, LoadedCheckpoint
 from segapp.config import LiveSettings, RunConfig, config_hash
-from segapp.datasets.dataset import SegmentationDataset
+from segapp.datasets.dataset import OwnDataset, SegmentationDataset
 from segapp.datasets.frequencies import ClassFrequencies, compute_class_frequencies
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import EvalLoader, TrainLoader
-from segapp.datasets.own_data import OwnDataset
 from segapp.errors import ConfigError
 from segapp.memory.saved_plan import SavedMemoryPlan
 from segapp.optim import lr_at

@@ -11,7 +11,8 @@ import pytest
 import tifffile
 import yaml
 
-from segapp.build.data import build_dataset, build_scheme
+from segapp.build.data import build_dataset
+from segapp.build.pairs import build_scheme
 from segapp.commands.check import check_data
 from segapp.commands.init import InitRequest, propose_config
 from segapp.config import load_config, validate_config

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from segapp.datasets.dataset import OwnDataset
 from segapp.datasets.doctor import (
     _alike,
     _difference_hash,
@@ -29,7 +30,7 @@ from segapp.datasets.files import ImagePair, check_pairs
 from segapp.datasets.frequencies import ClassFrequencies
 from segapp.datasets.layouts.formats import ClassScheme, DataLocation, class_scheme, find_pairs
 from segapp.datasets.masks import read_masks
-from segapp.datasets.own_data import OwnData, OwnDataset
+from segapp.datasets.own_data import OwnData
 from segapp.datasets.sums import check_sums, write_sums
 from segapp.errors import DataError
 from tests.support.runs import draw_scene, segapp

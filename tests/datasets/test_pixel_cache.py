@@ -16,7 +16,8 @@ import torch
 from PIL import Image
 
 from segapp import failpoints
-from segapp.build.data import build_dataset, build_scheme
+from segapp.build.data import build_dataset
+from segapp.build.pairs import build_scheme
 from segapp.config import DataConfig
 from segapp.datasets import dataset as dataset_module
 from segapp.datasets.augment import TrainTransform

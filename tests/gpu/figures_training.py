@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from segapp.build.data import build_scheme
 from segapp.build.network import build_inference
+from segapp.build.pairs import build_scheme
 from segapp.config import RunConfig, validate_config
 from segapp.datasets.loader import Batch
 from segapp.inference.evaluate import EvaluationSettings, evaluate

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from segapp.build.data import build_scheme
+from segapp.build.pairs import build_scheme
 from segapp.memory.oom_errors import is_out_of_memory
 from segapp.train.planning.blank_data import blank_batch
 from segapp.train.planning.trial_step import build_trial_engine

@@ -15,6 +15,7 @@ from segapp.memory.gpus import (
     GpuPoller,
     GpuStatus,
     bare_uuid,
+    count_visible_gpus,
     is_first_pid_namespace,
     order_by_free_memory,
     other_processes,
@@ -49,6 +50,17 @@ def test_three_gpus_are_parsed_one_without_numbers(tmp_path: Path, monkeypatch: 
     indices, reason = order_by_free_memory(["cccc", "aaaa", "bbbb"], found)
     assert indices == [2, 1]  # torch's numbers, not nvidia-smi's; the busy one is left out
     assert "cuda:0" in reason.partition("in use by other processes")[2]
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [(None, 3), ("", 0), ("-1", 0), ("0,2", 2), ("GPU-bbbb", 1), ("1,7,2", 1), ("2,GPU-aa,-1,0", 2), ("NoDevFiles", 0)],
+)
+def test_cuda_visible_devices_limits_the_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int
+) -> None:
+    fake_nvidia_smi(tmp_path, f"printf '%s' '{LINES}'", monkeypatch)
+    assert count_visible_gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == count
 
 
 @case("G01", how="nvidia-smi: no devices, NVML error, exit 1", passes="nothing known")

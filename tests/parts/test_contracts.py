@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from segapp.build.own_parts import own_criterion, own_data, own_optimizer, own_schedule
+from segapp.build.own_parts import own_criterion, own_optimizer, own_schedule
+from segapp.build.pairs import own_data
 from segapp.config import DataConfig, LossTerm, OptimConfig, ScheduleConfig
 from segapp.datasets.augment import TrainTransform
 from segapp.errors import ConfigError

@@ -12,7 +12,7 @@ import warnings
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from segapp.build.data import build_scheme
+from segapp.build.pairs import build_scheme
 from segapp.config import validate_config
 from segapp.memory.simulation.jobs import SimulationJob
 from segapp.memory.simulation.recorder import Recorder

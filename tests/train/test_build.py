@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from segapp.build.data import build_scheme
+from segapp.build.pairs import build_scheme
 from segapp.errors import ConfigError
 from segapp.parallel.ranks import Ranks
 from segapp.train.build import _build_datasets

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from segapp.build.data import build_pairs, build_scheme, split_names
+from segapp.build.pairs import build_pairs, build_scheme, split_names
 from segapp.commands.init.candidates import Candidate, choose, find_candidates, found_lines
 from segapp.commands.init.placing import check_place, place
 from segapp.commands.init.splitting import Division, check_request, divided

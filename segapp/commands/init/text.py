@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import yaml
 
 from segapp.commands.init.splitting import Division
@@ -18,6 +17,7 @@ from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.layouts.formats import DATASETS
 from segapp.datasets.survey.content import MaskContent
 from segapp.datasets.survey.encoding import Classes
+from segapp.memory.gpus import count_visible_gpus
 from segapp.run.text import printable
 
 IGNORED = 255
@@ -93,7 +93,7 @@ def _quoted(value: object) -> str:
 
 def _lines(facts: Facts) -> Iterator[ConfigLine]:
     content, num_train = facts.content, len(facts.division.train)
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_gpus = count_visible_gpus()
     crop, crop_reason = _crop(content)
     batch, batch_reason = _batch(num_gpus, num_train)
     steps = max(1, num_train // batch)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from segapp.build.data import build_scheme
+from segapp.build.pairs import build_scheme
 from segapp.commands.models.names import ModelName
 from segapp.config import RunConfig, validate_config
 from segapp.errors import ConfigError, SegappError

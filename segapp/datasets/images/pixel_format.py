@@ -1,16 +1,20 @@
 """The pixels of a data set: which bands of a file are read, their type, and the values that count as dark and bright.
 
+Commands that only look at files use it: torch is imported only for a type of torch.
+
 Shapes: H, W height and width in pixels; B bands.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
 
 Range = tuple[float, float]
 
@@ -63,6 +67,8 @@ class PixelFormat:
     @property
     def torch_dtype(self) -> torch.dtype:
         """Type of the values in tensors."""
+        import torch
+
         return getattr(torch, self.dtype)  # type: ignore[no-any-return]
 
     @property

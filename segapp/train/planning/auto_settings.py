@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from segapp.build.data import build_pairs, count_images, split_names
 from segapp.build.devices import DevicePlan
 from segapp.build.formats import auto_precision
+from segapp.build.pairs import build_pairs, count_images, split_names
 from segapp.config import RunConfig, load_config, validate_config
 from segapp.datasets.files import check_pairs
 from segapp.errors import ConfigError

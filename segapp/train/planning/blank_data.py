@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from segapp.build.data import build_pixels, image_sizes_of, split_names
+from segapp.build.data import image_sizes_of
 from segapp.build.network import build_inference
+from segapp.build.pairs import build_pixels, split_names
 from segapp.config import RunConfig
 from segapp.datasets.distances import target_layout
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat

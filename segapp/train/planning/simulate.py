@@ -24,9 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from segapp.build.criterion import needs_distances
-from segapp.build.data import build_scheme
 from segapp.build.network import largest_phase
 from segapp.build.own_parts import plain_loss_note
+from segapp.build.pairs import build_scheme
 from segapp.build.trained import read_trained
 from segapp.config import RunConfig, validate_config
 from segapp.datasets.loader import Batch

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from segapp.build.data import build_pixels, build_scheme
 from segapp.build.devices import DevicePlan
 from segapp.build.network import largest_phase
+from segapp.build.pairs import build_pixels, build_scheme
 from segapp.build.trained import read_trained
 from segapp.config import RunConfig
 from segapp.memory.saved_plan import SavedMemoryPlan

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from segapp.build.data import build_scheme, count_images, split_names
+from segapp.build.pairs import build_scheme, count_images, split_names
 from segapp.checkpoint.training_state import LoadedCheckpoint, load_checkpoint, newest_file, peek_state
 from segapp.config import RunConfig, resume_differences
 from segapp.errors import CheckpointError

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segapp.build.criterion import build_criterion
-from segapp.build.data import build_pixels
 from segapp.build.formats import uses_channels_last
 from segapp.build.network import build_network, build_normalizer, check_sizes, num_queries, set_batchnorm_momentum
 from segapp.build.optimizer import build_optimizer, build_parameter_groups
+from segapp.build.pairs import build_pixels
 from segapp.build.trained import TrainedState
 from segapp.config import RunConfig
 from segapp.datasets.layouts.schemes import ClassScheme

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from segapp.build.data import build_pixels
 from segapp.build.formats import uses_channels_last
 from segapp.build.network import build_normalizer
+from segapp.build.pairs import build_pixels
 from segapp.config import CriticConfig, RunConfig
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from segapp.build.data import build_pairs
+from segapp.build.pairs import build_pairs
 from segapp.config import RunConfig, load_config
 from segapp.errors import ConfigError
 from segapp.memory.saved_plan import read_saved_plan

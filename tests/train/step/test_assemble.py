@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from segapp.build.data import build_scheme
+from segapp.build.pairs import build_scheme
 from segapp.config import RunConfig
 from segapp.errors import ConfigError
 from segapp.parallel.ranks import Ranks

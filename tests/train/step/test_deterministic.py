@@ -73,7 +73,7 @@ def _deterministic() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_deterministic")
 def test_steps_on_the_cpu_run_under_the_switch() -> None:
-    from segapp.build.data import build_scheme
+    from segapp.build.pairs import build_scheme
     from segapp.train.planning.blank_data import blank_batch
     from segapp.train.planning.trial_step import build_trial_engine
     from segapp.train.step.layout import StepLayout

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from segapp.build.data import build_scheme
+from segapp.build.pairs import build_scheme
 from segapp.config import RunConfig, validate_config
 from segapp.train.planning.blank_data import blank_batch
 from segapp.train.planning.trial_step import build_trial_engine

@@ -1,0 +1,133 @@
+"""Build class schemes, pixel formats and file pairs from the `data` section of the config. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from segapp.config import DataConfig
+from segapp.datasets.files import ImagePair, shared_images, shown
+from segapp.datasets.images.pixel_format import PixelFormat, per_band
+from segapp.datasets.layouts.formats import ClassScheme, DataLocation, class_scheme, find_pairs
+from segapp.datasets.layouts.published_classes import CITYSCAPES_CATEGORIES, CITYSCAPES_NAMES
+from segapp.datasets.own_data import OwnData
+from segapp.errors import ConfigError, DataError
+from segapp.parts import build_part, is_part
+from segapp.parts.contracts import DataSource
+
+
+def build_scheme(data: DataConfig) -> ClassScheme:
+    """Return classes, colours and label map of a data section."""
+    return class_scheme(
+        "list" if is_part(data.format) else data.format,  # the config names the classes
+        classes=data.classes,
+        palette=data.palette,
+        label_map=data.label_map,
+        ignore_index=data.ignore_index,
+        rgb=data.rgb_masks,
+        multilabel=data.multilabel,
+    )
+
+
+def build_pixels(data: DataConfig) -> PixelFormat:
+    """Return bands, type and range of the images of a data section.
+
+    Raises:
+        ConfigError: the range of another type than uint8 is missing.
+    """
+    if data.dtype != "uint8" and data.value_range is None:
+        raise ConfigError(
+            f"data.value_range is missing: data.dtype = {data.dtype} has no usual range; segapp check --config FILE "
+            "measures it and prints the line"
+        )
+    num_bands = 3 if data.bands is None else len(data.bands)
+    ranges = data.value_range
+    return PixelFormat(data.bands, data.dtype, ranges * num_bands if ranges and len(ranges) == 1 else ranges)
+
+
+def band_statistics(data: DataConfig) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return `data.mean` and `data.std` for each band."""
+    num_bands = 3 if data.bands is None else len(data.bands)
+    return per_band(data.mean, num_bands), per_band(data.std, num_bands)
+
+
+def build_location(data: DataConfig) -> DataLocation:
+    """Return where the files of a data section are."""
+    return DataLocation(
+        data.format,
+        data.root,
+        image_dir=data.image_dir,
+        mask_dir=data.mask_dir,
+        image_suffix=data.image_suffix,
+        mask_suffix=data.mask_suffix,
+        list_dir=data.list_dir,
+        mask_root=data.mask_root,
+        allow_outside_root=data.allow_outside_root,
+        mask_classes=tuple(data.classes or ()) if data.multilabel == "files" else (),
+    )
+
+
+def build_pairs(data: DataConfig, split: str) -> tuple[ImagePair, ...]:
+    """Return the image and mask files of one split."""
+    return find_pairs(build_location(data), split)
+
+
+def own_data(data: DataConfig, split: str) -> OwnData:
+    """Return the own data of a split, checked.
+
+    Raises:
+        ConfigError: the part cannot be made or is no data set.
+    """
+    made: DataSource = build_part(data.format, "data.format", data.options, offered={"root": data.root, "split": split})
+    return OwnData(made, data.format, split)
+
+
+def count_images(data: DataConfig, split: str) -> int:
+    """Return the number of images of a split."""
+    return len(own_data(data, split)) if is_part(data.format) else len(build_pairs(data, split))
+
+
+def build_groups(data: DataConfig, scheme: ClassScheme) -> dict[str, tuple[int, ...]]:
+    """Return name -> class ids of the groups to be scored: the config's, or else the format's.
+
+    Raises:
+        ConfigError: a group names an unknown class.
+    """
+    groups: Mapping[str, Sequence[str]] = data.groups or {}
+    if data.groups is None and data.format == "cityscapes" and scheme.names == CITYSCAPES_NAMES:
+        groups = CITYSCAPES_CATEGORIES
+    ids = {name: number for number, name in enumerate(scheme.names)}
+    for group, names in groups.items():
+        unknown = [name for name in names if name not in ids]
+        if unknown:
+            raise ConfigError(f"data.groups: {group} names {unknown[0]!r}, which is no class: use {', '.join(ids)}")
+    return {group: tuple(ids[name] for name in names) for group, names in groups.items()}
+
+
+def split_names(data: DataConfig) -> tuple[str, str]:
+    """Return the names of the training and the validation split."""
+    return data.train_split or "train", data.val_split or "val"
+
+
+def check_splits_apart(data: DataConfig, train: Sequence[ImagePair], val: Sequence[ImagePair]) -> None:
+    """Check that no image is used for training and for validation.
+
+    Raises:
+        DataError: some are, and `data.allow_overlap` is false.
+    """
+    problem = None if data.allow_overlap else overlap_problem(data, train, val)
+    if problem is not None:
+        raise DataError(problem)
+
+
+def overlap_problem(data: DataConfig, train: Sequence[ImagePair], val: Sequence[ImagePair]) -> str | None:
+    """Return which images both splits have, and what to do; None if they have none in common."""
+    both = shared_images(train, val)
+    if not both:
+        return None
+    names = ", ".join(shown(path) for path in both[:3]) + (f" and {len(both) - 3} more" if len(both) > 3 else "")
+    train_split, val_split = split_names(data)
+    return (
+        f"{len(both)} of the {len(val)} validation images are training images too ({names}), so scores say nothing "
+        f"about new images: give {train_split} and {val_split} (data.train_split, data.val_split) images of their own, "
+        "or set data.allow_overlap: true to overfit on purpose"
+    )
