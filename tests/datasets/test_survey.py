@@ -13,7 +13,7 @@ from segapp.datasets.convert.yolo import _classes_in
 from segapp.datasets.survey.class_files import ClassFile
 from segapp.datasets.survey.content import MaskContent, count_pixels
 from segapp.datasets.survey.encoding import _binary, _is_stray, _named_ids, read_classes
-from segapp.datasets.survey.lists import list_files
+from segapp.datasets.survey.tables import read_tables
 from segapp.datasets.survey.tree import Tree, survey_tree
 
 
@@ -48,9 +48,20 @@ def test_lists_of_segmentation_come_before_all_others(tmp_path: Path) -> None:
     """As in VOC, whose Main lists the images of other tasks."""
     folders = ("sets", "VOC/ImageSets/Segmentation", "VOC/ImageSets/Main")
     files = tuple(f"{folder}/{split}.txt" for folder in folders for split in ("train", "val", "trainval"))
-    found = list_files(Tree(tmp_path, (), files, leads_outside=False))
-    assert list(found) == ["VOC/ImageSets/Segmentation", "sets", "VOC/ImageSets/Main"]
-    assert found["sets"] == {"train": "sets/train.txt", "val": "sets/val.txt"}
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("a\n")
+    found = read_tables(Tree(tmp_path, (), files, leads_outside=False))
+    assert list(dict.fromkeys(table.folder for table in found)) == [
+        "VOC/ImageSets/Segmentation",
+        "sets",
+        "VOC/ImageSets/Main",
+    ]
+    assert {table.path: table.split for table in found if table.folder == "sets"} == {
+        "sets/train.txt": "train",
+        "sets/trainval.txt": "train",
+        "sets/val.txt": "val",
+    }
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from segapp.build.pairs import build_pairs, build_scheme, split_names
-from segapp.commands.init.candidates import Candidate, choose, find_candidates, found_lines
+from segapp.commands.init.candidates import Candidate, choose, confirm, find_candidates, found_lines
 from segapp.commands.init.placing import check_place, place
 from segapp.commands.init.splitting import Division, check_request, divided
 from segapp.commands.init.text import Facts, config_text
@@ -91,12 +91,15 @@ def propose_config(request: InitRequest) -> InitResult:
     for path in paths:
         if path.exists() and not request.force:
             raise ConfigError(f"{shown(path)} exists: choose another --out, or add --force")
-    found = find_candidates(tree)
+    survey = find_candidates(tree)
+    found = survey.candidates
     if request.html is not None:
         from segapp.commands.init.page import save_candidates
 
         save_candidates(request.html, tree, found)
     chosen = choose(root, found, request.layout)
+    if isinstance(chosen, Conversion):
+        confirm(root, found, chosen, request.layout)
     lines = [*found_lines(found, chosen)]
     materials = _Materials(tree, chosen, out, request.clean_masks)
     pairs, root_of_images, mask_root = materials.pairs()
@@ -106,6 +109,8 @@ def propose_config(request: InitRequest) -> InitResult:
     )
     lines += division.lines
     facts = materials.facts(name, division, root_of_images, mask_root)
+    if not (request.clean_masks and len(found) == 1):  # masks that need it look little like masks
+        confirm(root, found, chosen, request.layout)  # after the refusals that say more
     lines += _class_lines(facts)
     if facts.pixels is not None:
         lines.append(f"images: {facts.pixels.layout}, with their measured range in data.value_range")

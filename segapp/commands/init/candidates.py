@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from segapp.datasets.convert.conversion import Conversion
@@ -11,7 +12,8 @@ from segapp.datasets.files import shown
 from segapp.datasets.survey.hypotheses import CLOSE, Layout, find_layouts
 from segapp.datasets.survey.lists import paired_lists, with_listed_splits
 from segapp.datasets.survey.published import published_layout
-from segapp.datasets.survey.questions import Answer, open_question
+from segapp.datasets.survey.questions import SURE, Answer, OpenQuestionError, open_question
+from segapp.datasets.survey.tables import read_tables
 from segapp.datasets.survey.tree import Tree
 from segapp.errors import ConfigError, DataError
 
@@ -21,27 +23,60 @@ MIN_CONFIDENCE = 0.04
 _MAX_SHOWN = 6
 
 
-def find_candidates(tree: Tree) -> list[Candidate]:
-    """Return what a folder may be, the most likely first.
+@dataclass(frozen=True)
+class Found:
+    """What a folder may be.
+
+    Attributes:
+        candidates: the most likely first.
+        unused: tables that name images but are not used -> why, by the name of the candidate.
+    """
+
+    candidates: Sequence[Candidate]
+    unused: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+
+def find_candidates(tree: Tree) -> Found:
+    """Return what a folder may be.
 
     Raises:
         DataError: it can be nothing that is known; or an image is in the lists of two splits.
     """
     published = published_layout(tree)
     if published is not None:
-        return [published]
+        return Found([published])
+    tables = read_tables(tree)
     layouts = [layout for layout in find_layouts(tree) if layout.confidence >= MIN_CONFIDENCE]
-    listed = paired_lists(tree)
-    if listed is not None:
-        known = {(pair.image, pair.mask) for pair in listed.pairs}
-        layouts = [one for one in layouts if not known & {(pair.image, pair.mask) for pair in one.pairs}]
-        layouts = [listed, *(layout for layout in layouts if layout.confidence > 0.5)]
-    layouts = [with_listed_splits(tree, layout) for layout in layouts]
+    listed = paired_lists(tree, tables)
+    if listed.layout is not None:
+        layouts = _next_to_table(listed.layout, layouts)
+    unused: dict[str, Mapping[str, str]] = {}
+    divided = []
+    for layout in layouts:
+        said = with_listed_splits(tables, layout)
+        divided.append(said.layout)
+        unused[layout.name] = {**listed.unused, **said.unused}
     conversions, problems = find_conversions(tree, has_masks=bool(layouts) and layouts[0].confidence >= 0.8)
-    found: list[Candidate] = [*conversions, *layouts]
+    found: list[Candidate] = [*conversions, *divided]
     if not found:
         raise DataError(f"{shown(tree.root)}: {'; '.join(problems)}" if problems else _nothing_known(tree))
-    return sorted(found, key=lambda one: -one.confidence)
+    return Found(sorted(found, key=lambda one: -one.confidence), unused)
+
+
+def _next_to_table(listed: Layout, layouts: Sequence[Layout]) -> list[Layout]:
+    """Return the layout of a table of pairs and the others that it does not contradict or repeat.
+
+    A table says which mask belongs to which image; another pairing of the same masks, from their names, is not used. A
+    table that names only some of the pairs that names give, and no other, adds nothing.
+    """
+    said = {(pair.image, pair.mask) for pair in listed.pairs}
+    masks = {mask for _, mask in said}
+    for layout in layouts:
+        pairs = {(pair.image, pair.mask) for pair in layout.pairs}
+        if said < pairs and len(said) < 0.5 * len(pairs) and not any(pair.split for pair in listed.pairs):
+            return list(layouts)
+    others = [layout for layout in layouts if not masks & {pair.mask for pair in layout.pairs}]
+    return [listed, *(replace(one, confidence=0.85 * one.confidence) for one in others if one.confidence > 0.5)]
 
 
 def choose(root: Path, found: Sequence[Candidate], name: str | None) -> Candidate:
@@ -61,8 +96,23 @@ def choose(root: Path, found: Sequence[Candidate], name: str | None) -> Candidat
     if len(close) == 1:
         return found[0]
     question = f"{shown(root)} can be read in {len(close)} ways"
-    answers = [Answer(one.name, evidence_of(one)) for one in close]
-    raise open_question(question, "--layout", answers, "--html FILE shows pictures")
+    raise _layout_question(question, close)
+
+
+def confirm(root: Path, found: Sequence[Candidate], chosen: Candidate, name: str | None) -> None:
+    """Check that a reading is likely enough to be used without a question, unless it was named.
+
+    Raises:
+        OpenQuestionError: it is not.
+    """
+    if name is None and chosen.confidence < SURE:
+        question = f"no reading of {shown(root)} is likely enough to be used without a question"
+        raise _layout_question(question, [chosen, *(one for one in found[:_MAX_SHOWN] if one is not chosen)])
+
+
+def _layout_question(question: str, candidates: Sequence[Candidate]) -> OpenQuestionError:
+    answers = [Answer(one.name, evidence_of(one)) for one in candidates]
+    return open_question(question, "--layout", answers, "--html FILE shows pictures")
 
 
 def described(candidate: Candidate) -> str:

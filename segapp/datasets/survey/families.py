@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from segapp.datasets.survey.words import SPLIT_WORDS, affixes, role_of, split_in, tokens
+from segapp.datasets.survey.words import SPLIT_WORDS, affixes, is_trainval, role_of, split_in, tokens
 
 _MAX_FAMILIES = 40
 
@@ -51,8 +51,14 @@ def parse_file(path: str) -> ImageFile:
     pattern: list[str] = []
     scenes: list[str] = []
     split = word = None
-    for folder in path.split("/")[:-1]:
+    folders = path.split("/")[:-1]
+    are_splits = [split_in(folder) is not None for folder in folders]
+    for folder in folders:
         said = split_in(folder)
+        if said is None and is_trainval(folder) and not any(are_splits):
+            split, word = "train", folder
+            pattern.append("{split}")
+            continue
         if said is not None:
             split, shape = said
             start = shape.index("{split}")
@@ -88,12 +94,36 @@ class Family:
         first = self.files[0].scenes
         return tuple(i for i in range(len(first)) if any(file.scenes[i] != first[i] for file in self.files))
 
+    def divided_at(self, position: int) -> list[Family]:
+        """Return one family for each folder at a position of `ImageFile.scenes`, with its name in the pattern."""
+        places = [i for i, part in enumerate(self.pattern) if part == "*"]
+        by_folder: dict[str, list[ImageFile]] = defaultdict(list)
+        for file in self.files:
+            by_folder[file.scenes[position]].append(file)
+        divided = []
+        for folder, files in by_folder.items():
+            pattern = list(self.pattern)
+            pattern[places[position]] = folder
+            divided.append(Family(tuple(pattern), self.ending, tuple(files)))
+        return divided
+
     @cached_property
     def label(self) -> str:
         """A short name: the folders that are not one of many, and the ending."""
         folders = [part for part in self.pattern if part not in ("*", "{split}")]
         words = [part.replace("{split}", "").strip("_-. ") for part in folders]
         return "/".join([*(word for word in words if word), *([self.ending] if self.ending else [])]) or "."
+
+    @cached_property
+    def place(self) -> str:
+        """The label with the folders that all files share, whatever their names say."""
+        first = iter(enumerate(self.files[0].scenes if self.files else ()))
+        shared = []
+        for part in self.pattern:
+            position, folder = next(first, (0, part)) if part == "*" else (-1, part)
+            if position not in self.varying:
+                shared.append(folder.replace("{split}", "").strip("_-. "))
+        return "/".join([*(word for word in shared if word), *([self.ending] if self.ending else [])]) or "."
 
 
 def find_families(paths: Iterable[str]) -> list[Family]:

@@ -7,6 +7,7 @@ share of the images that find a mask, and the pixels of a few pairs say how like
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -31,6 +32,12 @@ MIN_COVERAGE = 0.5
 CLOSE = 0.9
 """A second hypothesis of at least this share of the first's confidence makes the choice the user's."""
 _NUM_PROBED = 5
+_MAX_VERSIONS = 8
+"""Most folders of annotators or versions that are told apart; more are scenes."""
+_LONE_WEIGHT = 0.75
+"""Least weight of the words in the names of a layout that has no rival."""
+_MIN_SPARSE = 3
+"""Least number of masks of a video whose other frames have none."""
 
 _Key = Callable[[ImageFile], str | None]
 
@@ -70,6 +77,9 @@ class Layout:
         image_pattern: folders of the images, with `{split}` and `*`.
         mask_pattern: folders of the masks.
         sources: lists, tables and other files of the folder that were read for it.
+        name_weight: factor of the confidence for the words in the names of folders and files.
+        image_name: folders and ending of the images, to tell layouts with the same masks apart.
+        naming: shape of the names of the masks, to tell layouts with the same folders apart.
     """
 
     name: str
@@ -80,6 +90,9 @@ class Layout:
     image_pattern: tuple[str, ...] = ()
     mask_pattern: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
+    name_weight: float = 1.0
+    image_name: str = ""
+    naming: str = ""
 
     @property
     def splits(self) -> Counter[str | None]:
@@ -90,17 +103,15 @@ class Layout:
 def find_layouts(tree: Tree) -> list[Layout]:
     """Return the hypotheses, the most likely first; none whose pairs another, more likely one has too."""
     families = find_families(tree.images)
-    found = [
-        layout
-        for images in families
-        for masks in families
-        if (layout := _best_naming(tree.root, images, masks)) is not None
-    ]
+    found = [layout for images in families for masks in families for layout in _readings(tree.root, images, masks)]
     ranked: list[Layout] = []
     for layout in sorted(found, key=lambda one: (-one.confidence, -len(one.pairs), len(one.name))):
         pairs = {(pair.image, pair.mask) for pair in layout.pairs}
         if not any(_repeats(pairs, better) for better in ranked):
             ranked.append(layout)
+    if len(ranked) == 1:  # unusual words of names matter only if there is another layout to choose
+        only = ranked[0]
+        ranked = [replace(only, confidence=only.confidence / only.name_weight * max(_LONE_WEIGHT, only.name_weight))]
     return _named_apart(ranked)
 
 
@@ -112,24 +123,73 @@ def _repeats(pairs: set[tuple[str, str]], better: Layout) -> bool:
 
 
 def _named_apart(ranked: list[Layout]) -> list[Layout]:
-    counts: Counter[str] = Counter()
-    named = []
+    """Return the layouts with different names: of the masks, and if those are equal, of the images too."""
+    by_name: dict[str, list[Layout]] = {}
     for layout in ranked:
-        counts[layout.name] += 1
-        number = counts[layout.name]
-        named.append(layout if number == 1 else replace(layout, name=f"{layout.name}-{number}"))
-    return named
+        by_name.setdefault(layout.name, []).append(layout)
+    renamed: dict[int, Layout] = {}
+    for name, same in by_name.items():
+        images, namings = ({getattr(one, key) for one in same} for key in ("image_name", "naming"))
+        for one in same:
+            if len(same) == 1:
+                own = name
+            elif len(images) == len(same):
+                own = f"{one.image_name} -> {name}"
+            elif len(namings) == len(same):
+                own = one.naming or name
+            else:
+                own = f"{one.image_name} -> {name} {one.naming}".rstrip()
+            renamed[id(one)] = replace(one, name=own)
+    apart: dict[str, Layout] = {}
+    for layout in ranked:
+        one = renamed[id(layout)]
+        apart.setdefault(one.name, one)  # of layouts that cannot be told apart, the most likely is kept
+    return list(apart.values())
 
 
-def _best_naming(root: Path, images: Family, masks: Family) -> Layout | None:
-    best: Layout | None = None
+def _readings(root: Path, images: Family, masks: Family) -> Iterator[Layout]:
+    """Yield the readings of two families as images and masks.
+
+    There are several if each image has several masks: of annotators or versions in folders of their own
+    (`masks/annotator1`, `v1.2/labels`), or with endings of their own (`*_1stHO`, `*_2ndHO`); and if a mask has several
+    images (`A`, `B`, `label`).
+    """
+    found = _by_naming(root, images, masks)
+    yield from found
+    if found and not found[0].unpaired:
+        return
+    if len(masks.varying) > len(images.varying):
+        parts = [(images, own) for position in masks.varying for own in _few_folders(masks, position)]
+    elif len(images.varying) > len(masks.varying) and images is not masks:
+        parts = [(own, masks) for position in images.varying for own in _few_folders(images, position)]
+    else:
+        return
+    for one, other in parts:
+        yield from _by_naming(root, one, other)
+
+
+def _few_folders(family: Family, position: int) -> list[Family]:
+    divided = family.divided_at(position)
+    return divided if len(divided) <= _MAX_VERSIONS else []
+
+
+def _by_naming(root: Path, images: Family, masks: Family) -> list[Layout]:
+    """Return the best way of naming, and those that find other masks for as many images."""
+    best: list[Layout] = []
     for naming in _namings(images, masks):
         layout = _matched(root, images, masks, naming)
-        if layout is not None and (best is None or layout.confidence > best.confidence):
-            best = layout
-        if best is not None and best.confidence > 0.9:
-            break
+        if layout is None:
+            continue
+        if best and len(layout.pairs) >= 0.9 * len(best[0].pairs) and not _share_masks(layout, best):
+            best.append(layout)
+        elif not best or layout.confidence > best[0].confidence:
+            best = [layout, *(other for other in best if not _share_masks(layout, [other]))]
     return best
+
+
+def _share_masks(layout: Layout, others: list[Layout]) -> bool:
+    masks = {pair.mask for pair in layout.pairs}
+    return any(pair.mask in masks for other in others for pair in other.pairs)
 
 
 def _namings(images: Family, masks: Family) -> Iterator[_Naming]:
@@ -152,6 +212,8 @@ def _namings(images: Family, masks: Family) -> Iterator[_Naming]:
     if images is not masks:
         words = "their masks differ from their image's name by a fixed beginning or ending"
         yield _Naming(words, 0.95, _learned(images), _learned(masks))
+        words = "their masks differ from their image's name by a word inside it"
+        yield _Naming(words, 0.93, _varying_words(images), _varying_words(masks))
 
 
 def _stem(file: ImageFile) -> str:
@@ -184,6 +246,16 @@ def _learned(family: Family) -> Callable[[ImageFile], str | None]:
     return core
 
 
+def _varying_words(family: Family) -> Callable[[ImageFile], str | None]:
+    """Return a function that gives the words of a name without those that all names of the family have."""
+    words = {file.stem: re.split(r"[_\-. ]+", file.stem) for file in family.files}
+    count = len(next(iter(words.values()))) if words else 0
+    if any(len(own) != count for own in words.values()):
+        return lambda file: None
+    varying = [i for i in range(count) if len({own[i] for own in words.values()}) > 1]
+    return lambda file: "_".join(words[file.stem][i] for i in varying) or None
+
+
 def _matched(root: Path, images: Family, masks: Family, naming: _Naming) -> Layout | None:
     """Return the pairs of two families by one way of naming; None if too few images have a mask."""
     has_splits = any(file.split for file in images.files) and any(file.split for file in masks.files)
@@ -214,9 +286,13 @@ def _matched(root: Path, images: Family, masks: Family, naming: _Naming) -> Layo
     unpaired = [path for path in unpaired if path not in used]
     pairs = [pair for pair in pairs if pair.image not in used]
     coverage = len(pairs) / max(1, len(pairs) + len(unpaired))
-    if not pairs or coverage < MIN_COVERAGE:
+    is_sparse = coverage < 0.9 and len(pairs) >= _MIN_SPARSE and len(used) >= 0.95 * len(masks.files)
+    if is_sparse and images is not masks:
+        paired = {naming.image_key(file) for file in images.files if file.path not in set(unpaired)}
+        is_sparse = not any(naming.image_key(file) in paired for file in images.files if file.path in set(unpaired))
+    if not pairs or (coverage < MIN_COVERAGE and not is_sparse):
         return None
-    return _weighed(root, (images, masks), _split_by_name(pairs), unpaired, naming)
+    return _weighed(root, (images, masks), _split_by_name(pairs), unpaired, naming, is_sparse=is_sparse)
 
 
 def _split_by_name(pairs: list[Pair]) -> list[Pair]:
@@ -230,15 +306,29 @@ def _split_by_name(pairs: list[Pair]) -> list[Pair]:
 
 
 def _weighed(
-    root: Path, families: tuple[Family, Family], pairs: list[Pair], unpaired: list[str], naming: _Naming
+    root: Path,
+    families: tuple[Family, Family],
+    pairs: list[Pair],
+    unpaired: list[str],
+    naming: _Naming,
+    *,
+    is_sparse: bool,
 ) -> Layout:
     images, masks = families
     coverage = len(pairs) / (len(pairs) + len(unpaired))
     rest = len(masks.files) - len(pairs) - (len(images.files) if images is masks else 0)
     covered_masks = len(pairs) / (len(pairs) + max(0, rest))
     evidence = [f"{len(pairs)} of {len(pairs) + len(unpaired)} images have a mask; {naming.words}"]
-    confidence = naming.weight * coverage**2 * (0.9 + 0.1 * covered_masks)
-    confidence *= _name_weight(images, is_mask=False) * _name_weight(masks, is_mask=True)
+    if is_sparse:
+        evidence.append(f"every mask has an image: the other {len(unpaired)} images are not used")
+    elif rest > 0:
+        evidence.append(f"{rest} of {len(pairs) + rest} such masks belong to no image by this rule")
+    confidence = naming.weight * (max(0.8, coverage**2) if is_sparse else coverage**2) * (0.9 + 0.1 * covered_masks)
+    if naming.shape and rest > 0 and _have_other_masks(pairs, masks):
+        confidence *= 0.5  # each image has masks of several endings: of classes, perhaps
+        evidence.append("images have masks of other endings too")
+    name_weight = _name_weight(images, is_mask=False) * _name_weight(masks, is_mask=True)
+    confidence *= name_weight
     seen = list(_probes(root, pairs))
     if seen:
         same = mean(float(image.size_px == mask.size_px) for image, mask in seen)
@@ -250,14 +340,37 @@ def _weighed(
         if few:
             evidence.append(f"the masks looked at hold {min(few)} to {max(few)} values")
         if are_all_alike([mask for _, mask in seen]):
-            confidence *= 0.5
+            confidence *= 0.65
             evidence.append("these masks are all alike: fields of view rather than objects?")
     else:
         confidence *= 0.3
         evidence.append("no pair could be read")
     name = masks.label if masks.label != "." else naming.shape or "masks"
     ordered = tuple(sorted(pairs, key=lambda pair: os.fsencode(pair.image)))
-    return Layout(name, ordered, min(confidence, 0.99), tuple(evidence), tuple(unpaired), images.pattern, masks.pattern)
+    return Layout(
+        name,
+        ordered,
+        min(confidence, 0.99),
+        tuple(evidence),
+        tuple(unpaired),
+        images.pattern,
+        masks.pattern,
+        name_weight=name_weight,
+        image_name=images.place,
+        naming=naming.shape,
+    )
+
+
+def _have_other_masks(pairs: list[Pair], masks: Family) -> bool:
+    """Return True if most masks without a pair begin or end with the stem of an image that has a mask."""
+    used = {pair.mask for pair in pairs}
+    stems = {os.path.basename(pair.image).rpartition(".")[0] for pair in pairs}
+    rest = [file.stem for file in masks.files if file.path not in used]
+    known = sum(
+        any(stem[:length] in stems or stem[-length:] in stems for length in range(len(stem) - 1, 0, -1))
+        for stem in rest[:: max(1, len(rest) // 50)][:50]
+    )
+    return known >= 0.5 * min(50, len(rest)) > 0
 
 
 def _name_weight(family: Family, *, is_mask: bool) -> float:
@@ -267,6 +380,8 @@ def _name_weight(family: Family, *, is_mask: bool) -> float:
     if family.ending == "" and family.files:
         prefix, _, ending = affixes(inner_stem(family.files[0]))
         roles += [role_of(f"{prefix} {ending}")]
+    elif family.ending == "*":
+        roles.insert(0, role_of(" ".join(common_affixes(file.stem for file in family.files))))
     said = next((role for role in roles if role), None)
     anywhere = any(role.is_mask for role in roles)
     if is_mask:

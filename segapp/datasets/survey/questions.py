@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from segapp.errors import DataError
+
+SURE = 0.6
+"""Confidence below which a reading is asked about, even if there is no other."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ def open_question(question: str, option: str, answers: Sequence[Answer], advice:
         answers: the most likely first; at least one.
         advice: what else helps.
     """
-    listed = "; ".join(f"{option} {answer.value} ({answer.words})" for answer in answers)
+    listed = "; ".join(f"{option} {shlex.quote(answer.value)} ({answer.words})" for answer in answers)
     error = OpenQuestionError(f"{question}: answer with {listed}" + (f"; {advice}" if advice else ""))
     error.question, error.option, error.answers = question, option, tuple(answers)
     return error

@@ -11,7 +11,7 @@ from segapp.datasets.layouts.pairing import IMAGE_SUFFIXES
 from segapp.datasets.layouts.root_guard import RootGuard
 from segapp.errors import ConfigError
 
-OTHER_SUFFIXES = (".txt", ".csv", ".json", ".yaml", ".yml", ".xml", ".parquet", ".names", ".lst", ".jsonl")
+OTHER_SUFFIXES = (".txt", ".csv", ".tsv", ".json", ".yaml", ".yml", ".xml", ".parquet", ".names", ".lst", ".jsonl")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 Only lists of words; how they are weighed is in `hypotheses`.
 """
 
+import itertools
 import re
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ IMAGE_WORDS = frozenset(
         "jpegimages",
         "jpeg",
         "rgb",
+        "camera",
         "frame",
         "frames",
         "photo",
@@ -104,6 +106,11 @@ OTHER_WORDS = frozenset(
         "object",
         "objects",
         "disparity",
+        "ref",
+        "reference",
+        "inv",
+        "invalid",
+        "uncertainty",
         "polygons",
         "pred",
         "preds",
@@ -175,6 +182,16 @@ def role_of(name: str) -> Role:
     return Role(bool(words & IMAGE_WORDS), bool(words & MASK_WORDS), bool(words & OTHER_WORDS))
 
 
+def is_trainval(name: str) -> bool:
+    """Return True for a name that says training and validation images together: trainval, train_val, TrainVal.
+
+    >>> is_trainval("train_val"), is_trainval("trainval_images"), is_trainval("train")
+    (True, True, False)
+    """
+    words = [token.word for token in tokens(name)]
+    return "trainval" in words or ("train", "val") in itertools.pairwise(words)
+
+
 def split_in(name: str) -> tuple[str, str] | None:
     """Return the split that a folder's name says, and the name with `{split}` in its place; None without one.
 
@@ -190,6 +207,11 @@ def split_in(name: str) -> tuple[str, str] | None:
     return SPLIT_WORDS[token.word], name[: token.start] + "{split}" + name[token.end :]
 
 
+def _is_side(stem: str, token: Token) -> bool:
+    """Return True for the l of `01L`: left rather than label, which a separator precedes as in `0001_L`."""
+    return token.word == "l" and token.start > 0 and stem[token.start - 1].isalnum()
+
+
 def affixes(stem: str) -> tuple[str, str, str]:
     """Return prefix, core and ending of a file's stem, where prefix and ending are words of roles.
 
@@ -202,7 +224,7 @@ def affixes(stem: str) -> tuple[str, str, str]:
     while first < len(found) and found[first].word in roles - {"l", "ho", "data", "raw"}:
         first += 1
     last = len(found)
-    while last > first and found[last - 1].word in roles | GLUE_WORDS:
+    while last > first and found[last - 1].word in roles | GLUE_WORDS and not _is_side(stem, found[last - 1]):
         last -= 1
     while last < len(found) and found[last].word not in roles:  # an ending begins with a word of a role
         last += 1
