@@ -1,0 +1,262 @@
+"""A folder under the pencil: images and masks are drawn into it, and what is true of each image is noted meanwhile."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+from PIL import Image
+
+SIZE = (48, 64)
+Color = tuple[int, int, int]
+Codes = Mapping[Any, str | None]
+"""Value or colour in the masks -> name of its class; None: ignored pixels."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A drawn image and what is true of it.
+
+    Attributes:
+        image: its file, relative to the root.
+        source: the file that its labels are in.
+        split: as the data have it; None: they have none.
+        group: patient, scene or video, which must not be divided.
+        planes: pixels of each class, by its name; a class may be missing.
+        ignored: pixels that must not be trained.
+        thumbnail: what its content is recognised by.
+        is_broken: its files cannot be read.
+        is_cut: the image is to be cut into blocks.
+    """
+
+    image: str
+    source: str
+    split: str | None
+    group: str
+    planes: Mapping[str, np.ndarray]
+    ignored: np.ndarray
+    thumbnail: np.ndarray
+    is_broken: bool = False
+    is_cut: bool = False
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Pixels of each class that occurs."""
+        return {name: int(plane.sum()) for name, plane in self.planes.items() if plane.any()}
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What a drawing knows.
+
+    Attributes:
+        pictures: the labelled images.
+        unused: groups of files that `init` has to name as not used, each by one of its files or its folder.
+        names_said: the data name their classes.
+    """
+
+    pictures: tuple[Picture, ...]
+    unused: tuple[tuple[str, ...], ...] = ()
+    names_said: bool = False
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the classes that occur."""
+        return {name for picture in self.pictures for name in picture.counts}
+
+
+def seeded(text: str) -> np.random.Generator:
+    return np.random.default_rng(int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little"))
+
+
+def scene(key: str, size: tuple[int, int] = SIZE, bands: int = 3, like: str | None = None) -> np.ndarray:
+    """Returns smooth pixels (H, W, bands) of 0..255 as float32 that depend on the key; `like`: similar ones."""
+    grid = seeded(f"scene {key}").uniform(0, 255, (6, 8, bands)).astype(np.float32)
+    if like is not None:
+        grid = 0.75 * seeded(f"scene {like}").uniform(0, 255, (6, 8, bands)).astype(np.float32) + 0.25 * grid
+    pixels = cv2.resize(grid, size[::-1], interpolation=cv2.INTER_CUBIC).reshape(*size, bands)
+    return np.clip(pixels + seeded(f"grain {key}").normal(0, 3, pixels.shape), 0, 255).astype(np.float32)
+
+
+def patches(key: str, count: int, size: tuple[int, int] = SIZE) -> np.ndarray:
+    """Returns areas 0 to count - 1 (H, W), all present and none small, whose places depend on the key."""
+    rng = seeded(f"patches {key}")
+    rows, columns = (2, 3) if count <= 3 else (3, 4) if count <= 12 else (4, -(-count // 4))
+    cell = np.array([size[0] / rows, size[1] / columns])
+    points = np.stack(np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij"), -1).reshape(-1, 2)
+    points = (points + 0.5 + rng.uniform(-0.3, 0.3, points.shape)) * cell
+    owners = rng.permutation(np.resize(np.arange(count), len(points)))
+    pixels = np.stack(np.mgrid[: size[0], : size[1]], -1).reshape(-1, 1, 2)
+    return np.asarray(owners[((pixels - points) ** 2).sum(-1).argmin(1)].reshape(size))
+
+
+def thumbnail(pixels: np.ndarray) -> np.ndarray:
+    """Returns 12 x 16 of the mean of the bands, of mean 0 and length 1, which brightness does not change."""
+    planes = pixels.astype(np.float32).reshape(*pixels.shape[:2], -1)
+    small = cv2.resize(planes.mean(2), (16, 12), interpolation=cv2.INTER_AREA)
+    small = small - small.mean()
+    return np.asarray(small / max(1e-9, float(np.linalg.norm(small))))
+
+
+def coded(areas: np.ndarray, codes: Sequence[Any]) -> np.ndarray:
+    """Returns a mask of the codes of areas: uint8 or uint16 (H, W), or colours (H, W, 3)."""
+    table = np.array(codes)
+    return table[areas].astype(np.uint8 if table.ndim == 2 or table.max() < 256 else np.uint16)
+
+
+def planes_of(areas: np.ndarray, names: Sequence[str | None]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Returns the pixels of each name, and the ignored ones, of areas whose names are given."""
+    planes: dict[str, np.ndarray] = {}
+    ignored = np.zeros(areas.shape, bool)
+    for number, name in enumerate(names):
+        if name is None:
+            ignored |= areas == number
+        else:
+            planes[name] = planes.get(name, np.zeros(areas.shape, bool)) | (areas == number)
+    return planes, ignored
+
+
+def save(path: Path, pixels: np.ndarray, **options: Any) -> None:
+    """Writes pixels in the format of the path's extension: TIFF by tifffile, .npy, all others by Pillow."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    suffix = path.suffix.lower()
+    if suffix == ".npy":
+        np.save(path, pixels)
+    elif suffix in (".tif", ".tiff") and (pixels.dtype != np.uint8 or pixels.ndim == 3) and "palette" not in options:
+        import tifffile
+
+        photometric = "rgb" if pixels.ndim == 3 and pixels.shape[2] == 3 else "minisblack"
+        tifffile.imwrite(path, pixels, **{"photometric": photometric, "planarconfig": "contig", **options})
+    elif pixels.dtype == np.uint16 and pixels.ndim == 3:
+        cv2.imwrite(str(path), pixels[..., ::-1])
+    else:
+        palette = options.pop("palette", None)
+        image = Image.fromarray(pixels)
+        if palette is not None:
+            image = Image.fromarray(pixels, "P")
+            image.putpalette(palette)
+        if suffix in (".jpg", ".jpeg"):
+            options.setdefault("quality", 92)
+        with path.open("wb") as file:
+            image.save(file, {".jpg": "JPEG", ".ppm": "PPM", ".tif": "TIFF"}.get(suffix, suffix[1:].upper()
+                       .replace("JPG", "JPEG")), **options)  # fmt: skip
+
+
+@dataclass
+class Canvas:
+    """A root to draw into.
+
+    Attributes:
+        root: the folder.
+        pictures: what was drawn with labels.
+        unused: groups of files that are no part of the data.
+        names_said: the data name their classes.
+    """
+
+    root: Path
+    pictures: list[Picture] = field(default_factory=list)
+    unused: list[tuple[str, ...]] = field(default_factory=list)
+    names_said: bool = False
+
+    def truth(self) -> Truth:
+        """Returns what was noted."""
+        return Truth(tuple(self.pictures), tuple(self.unused), self.names_said)
+
+    def text(self, path: str, content: str | Iterable[str]) -> None:
+        """Writes a text file, or lines."""
+        target = self.root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(content if isinstance(content, str) else "".join(f"{line}\n" for line in content))
+
+    def image(self, path: str, pixels: np.ndarray | None = None, size: tuple[int, int] = SIZE) -> np.ndarray:
+        """Writes an image, a smooth one of its own if no pixels are given, and returns its pixels."""
+        drawn = scene(path, size).astype(np.uint8) if pixels is None else pixels
+        save(self.root / path, drawn)
+        return drawn
+
+    def images_unused(self, *paths: str) -> None:
+        """Writes images that have no labels; `init` has to name them as not used."""
+        for path in paths:
+            self.image(path)
+        self.unused.append(paths)
+
+    def pair(
+        self,
+        image: str,
+        mask: str,
+        codes: Codes,
+        *,
+        split: str | None = None,
+        group: str | None = None,
+        pixels: np.ndarray | None = None,
+        size: tuple[int, int] = SIZE,
+        like: str | None = None,
+        as_rgb: bool = False,
+        **options: Any,
+    ) -> np.ndarray:
+        """Writes an image and its mask, notes them, and returns the areas of the mask.
+
+        Args:
+            image: path of the image.
+            mask: path of the mask.
+            codes: all of them occur in the mask.
+            split: of the data.
+            group: of the image; None: one of its own.
+            pixels: of the image, of any type; None: smooth 8-bit RGB.
+            size: height and width.
+            like: key of a scene that the image resembles.
+            as_rgb: a mask of grey values is saved with three equal channels.
+            **options: of the mask's format.
+        """
+        if pixels is None:
+            pixels = scene(image, size, like=like).astype(np.uint8)
+        self.image(image, pixels)
+        areas = patches(image, len(codes), pixels.shape[:2])
+        mask_pixels = coded(areas, list(codes))
+        save(self.root / mask, np.dstack([mask_pixels] * 3) if as_rgb else mask_pixels, **options)
+        self.note(image, mask, pixels, areas, list(codes.values()), split=split, group=group)
+        return areas
+
+    def note(
+        self,
+        image: str,
+        source: str,
+        pixels: np.ndarray,
+        areas: np.ndarray,
+        names: Sequence[str | None],
+        *,
+        split: str | None = None,
+        group: str | None = None,
+        is_broken: bool = False,
+        is_cut: bool = False,
+    ) -> None:
+        """Notes the truth of an image whose areas 0, 1, ... have the names; None: ignored."""
+        planes, ignored = planes_of(areas, names)
+        self.note_planes(
+            image, source, pixels, planes, ignored, split=split, group=group, is_broken=is_broken, is_cut=is_cut
+        )
+
+    def note_planes(
+        self,
+        image: str,
+        source: str,
+        pixels: np.ndarray,
+        planes: Mapping[str, np.ndarray],
+        ignored: np.ndarray | None = None,
+        *,
+        split: str | None = None,
+        group: str | None = None,
+        is_broken: bool = False,
+        is_cut: bool = False,
+    ) -> None:
+        """Notes the truth of an image by the pixels of each class."""
+        none = np.zeros(pixels.shape[:2], bool)
+        self.pictures.append(
+            Picture(image, source, split, group or image, planes, none if ignored is None else ignored,
+                    pixels if is_cut else thumbnail(pixels), is_broken, is_cut)
+        )  # fmt: skip

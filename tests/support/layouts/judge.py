@@ -1,0 +1,356 @@
+"""What `segapp init` makes of a drawn layout, compared with the truth: images are recognised by their content."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+
+from segapp.build.data import build_dataset, build_pairs, build_pixels, build_scheme, split_names
+from segapp.commands.init import InitRequest, propose_config
+from segapp.config import RunConfig, load_config
+from segapp.datasets.dataset import SegmentationDataset
+from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.datasets.survey.questions import OpenQuestionError
+from segapp.errors import SegappError
+from tests.support.layouts.canvas import Picture, Truth, thumbnail
+from tests.support.layouts.layout import Ask, DrawnLayout, Read, Refuse
+
+ALIKE = 0.97
+"""Least correlation of an image with the drawn one that it is."""
+_PLACEHOLDER = re.compile(r"(class|value|color|label)[_ ]?\d+|background|object|other")
+DATA = "my data"
+MAX_QUESTIONS = 3
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An image as training reads it."""
+
+    side: str
+    picture: Picture | None
+    planes: Mapping[str, np.ndarray]
+    ignored: np.ndarray
+
+
+@dataclass
+class Verdict:
+    """What `init` made of a layout.
+
+    Attributes:
+        outcome: "read", "asked" or "refused".
+        said: its lines, or its error.
+        classes: of the config.
+        num_right: images whose mask, classes and ignored pixels are the drawn ones.
+        num_true: images with labels that were drawn.
+        leaks: groups that are divided.
+        unnamed: files that are not used, and not named, one of each kind.
+        wrong: what differs from the truth, as sentences.
+        unusable: the error with which training refuses the config.
+        config: path of the config.
+        question: that was asked.
+    """
+
+    outcome: str
+    said: str
+    classes: tuple[str, ...] = ()
+    num_right: int = 0
+    num_true: int = 0
+    leaks: tuple[str, ...] = ()
+    unnamed: tuple[str, ...] = ()
+    wrong: list[str] = field(default_factory=list)
+    unusable: str = ""
+    config: Path | None = None
+    question: OpenQuestionError | None = None
+
+    @property
+    def read_as(self) -> str:
+        """Name and confidence of the layout, or the options of the question, or the end of the refusal."""
+        if self.outcome == "read":
+            match = re.search(r"layout: (.*?) \((\d+ % sure)", self.said.replace("%", " %").replace("  ", " "))
+            return f"{match[1]}, {match[2]}" if match else self.said.partition("\n")[0][:60]
+        if self.question is not None:
+            return f"asks for {self.question.option}"
+        return self.said[-70:]
+
+
+def judged(layout: DrawnLayout, folder: Path) -> tuple[Truth, Verdict]:
+    """Draws a layout into a folder, runs `init`, and returns the truth and the verdict."""
+    truth = layout.draw(folder / DATA)
+    return truth, judge(layout, truth, folder)
+
+
+def judge(layout: DrawnLayout, truth: Truth, folder: Path, **request: Any) -> Verdict:
+    """Runs `init` on a drawn layout and compares what training would read with the truth.
+
+    Args:
+        layout: that was drawn.
+        truth: of the drawing.
+        folder: of the data; the config is written there.
+        **request: further keys of `InitRequest`, which answer questions.
+    """
+    num_true = len(truth.pictures)
+    try:
+        result = propose_config(InitRequest(folder / DATA, folder / "made.yaml", force=True, **request))
+    except OpenQuestionError as question:
+        return Verdict("asked", str(question), num_true=num_true, question=question)
+    except SegappError as error:
+        return Verdict("refused", str(error), num_true=num_true)
+    verdict = Verdict("read", "\n".join(result.lines), num_true=num_true, config=result.configs[0])
+    try:
+        compare(truth, load_config(result.configs[0]), verdict, layout.tolerance)
+    except SegappError as error:
+        verdict.unusable = str(error)
+    if isinstance(layout.expected, Ask) and not layout.expected.or_read and not request:
+        verdict.wrong.append("several readings are possible, and none is asked for")
+    verdict.unnamed = tuple(unnamed(truth, verdict.said))
+    return verdict
+
+
+def answered(layout: DrawnLayout, truth: Truth, folder: Path, asked: Verdict, **request: Any) -> Verdict | None:
+    """Returns the verdict of the first answers to the open questions with which the truth is read; None without any."""
+    assert asked.question is not None
+    for answer in asked.question.answers:
+        given = {**request, asked.question.attribute: answer.value}
+        verdict: Verdict | None = judge(layout, truth, folder, **given)
+        if verdict is not None and verdict.outcome == "asked" and len(given) < MAX_QUESTIONS:
+            verdict = answered(layout, truth, folder, verdict, **given)
+        if verdict is not None and verdict.outcome == "read" and not verdict.wrong and not verdict.unusable:
+            return verdict
+    return None
+
+
+def samples(config: RunConfig, truth: Truth) -> Iterator[Sample]:
+    """Yields every image of both splits as the data sets of a training read it.
+
+    Raises:
+        SegappError: one cannot be read, and was not drawn broken.
+    """
+    scheme = build_scheme(config.data)
+    for side, split in zip(("train", "val"), split_names(config.data), strict=True):
+        dataset = _readable(config, split, truth)
+        for index in range(len(dataset)):
+            image, mask = dataset.read(index)
+            planes, ignored = read_planes(np.asarray(mask), scheme)
+            picture, cut = recognised(np.asarray(image), truth)
+            if picture is not None and cut is not None:
+                part = {name: plane[cut] for name, plane in picture.planes.items()}
+                picture = Picture(**{**picture.__dict__, "planes": part, "ignored": picture.ignored[cut]})
+            yield Sample(side, picture, planes, ignored)
+
+
+def _readable(config: RunConfig, split: str, truth: Truth) -> SegmentationDataset:
+    """Returns the data set of a split; images that were drawn broken, and are refused by name, are left out.
+
+    Raises:
+        SegappError: another image is refused.
+    """
+    scheme = build_scheme(config.data)
+    try:
+        return build_dataset(config.data, scheme, split, is_training=False, seed=0)
+    except SegappError as error:
+        broken = [picture.image for picture in truth.pictures if picture.is_broken and picture.image in str(error)]
+        if not broken:
+            raise
+    pairs = [pair for pair in build_pairs(config.data, split) if not str(pair.image).endswith(tuple(broken))]
+    return SegmentationDataset(pairs, scheme, pixels=build_pixels(config.data))
+
+
+def read_planes(mask: np.ndarray, scheme: ClassScheme) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Returns the pixels of each class of a mask of train ids or of sets of classes, and the ignored ones."""
+    ignored = mask == scheme.ignore_index
+    if scheme.multilabel is None:
+        return {name: mask == number for number, name in enumerate(scheme.names)}, ignored
+    return {name: (mask >> number & 1 > 0) & ~ignored for number, name in enumerate(scheme.names)}, ignored
+
+
+def recognised(image: np.ndarray, truth: Truth) -> tuple[Picture | None, tuple[slice, slice] | None]:
+    """Returns the drawn picture that an image is, and where it is cut from if it is a block; None if it is none."""
+    own = thumbnail(image)
+    best, likeness = None, ALIKE
+    for picture in truth.pictures:
+        if picture.is_cut:
+            place = found_in(image, picture.thumbnail)
+            if place is not None:
+                return picture, place
+        elif (found := float((own * picture.thumbnail).sum())) > likeness:
+            best, likeness = picture, found
+    return best, None
+
+
+def found_in(block: np.ndarray, whole: np.ndarray) -> tuple[slice, slice] | None:
+    """Returns where a block lies in an image that holds it pixel by pixel."""
+    if block.shape[0] > whole.shape[0] or block.shape[1] > whole.shape[1] or block.shape[2:] != whole.shape[2:]:
+        return None
+    matches = cv2.matchTemplate(whole.astype(np.float32), block.astype(np.float32), cv2.TM_SQDIFF)
+    top, left = (int(at) for at in np.unravel_index(matches.argmin(), matches.shape))
+    place = slice(top, top + block.shape[0]), slice(left, left + block.shape[1])
+    return place if (whole[place] == block).all() else None
+
+
+def compare(truth: Truth, config: RunConfig, verdict: Verdict, tolerance: float) -> None:
+    """Compares what training reads with the truth, and notes it in the verdict."""
+    verdict.classes = build_scheme(config.data).names
+    found: dict[str, list[Picture]] = {"train": [], "val": []}
+    aliases: dict[str, str] = {}
+    problems: Counter[str] = Counter()
+    for sample in samples(config, truth):
+        if sample.picture is None:
+            problems["an image that is none of the labelled ones, or lacks bands"] += 1
+            continue
+        found[sample.side].append(sample.picture)
+        reason = difference(sample, truth, aliases, tolerance, is_set=config.data.multilabel is not None)
+        if reason:
+            problems[reason] += 1
+        else:
+            verdict.num_right += 1
+    verdict.wrong += [f"{count} images: {reason}" for reason, count in problems.items()]
+    if not any(picture.is_cut for picture in truth.pictures):
+        verdict.wrong += division_problems(truth, found, verdict.said)
+    is_new = not {"train", "val"} <= {one.split for one in truth.pictures}
+    if is_new:
+        groups = [{picture.group for picture in found[side] if picture.split != "test"} for side in ("train", "val")]
+        if not any(picture.is_cut for picture in truth.pictures):
+            verdict.leaks = tuple(sorted(groups[0] & groups[1]))
+        if verdict.leaks:
+            verdict.wrong.append(f"groups in both splits, such as {verdict.leaks[0]}")
+
+
+def difference(sample: Sample, truth: Truth, aliases: dict[str, str], tolerance: float, *, is_set: bool) -> str | None:
+    """Returns how a mask differs from the drawn one; None if it does not.
+
+    Args:
+        sample: as read.
+        truth: whose names count if the data say them; else each class must have one name, which `aliases` collects.
+        aliases: name of the drawing -> name in the config.
+        tolerance: share of the pixels that may differ.
+        is_set: a pixel may have several classes, and the background is none.
+    """
+    picture = sample.picture
+    assert picture is not None
+    shape = picture.ignored.shape
+    if sample.ignored.shape != shape:
+        return None if picture.is_broken else "another size than drawn"
+    missing = sample.ignored & ~picture.ignored
+    if missing.mean() > tolerance:
+        return "labelled pixels are ignored"
+    drawn = dict(picture.planes)
+    if is_set:
+        drawn.pop("background", None)
+    rest = ~np.any([*picture.planes.values(), picture.ignored], axis=0)
+    if "background" in sample.planes and "background" not in drawn:
+        drawn["background"] = rest
+    wrong = np.zeros(shape, bool)
+    for name, plane in drawn.items():
+        if not plane.any():
+            continue
+        own = aliases.get(name) or _alias(name, plane, sample, truth)
+        if own is None:
+            return f"no class {name}"
+        if aliases.setdefault(name, own) != own or [*aliases.values()].count(own) > 1:
+            return f"{name} and others are one class {own}"
+        wrong |= (sample.planes[own] != plane) & ~missing
+    known = {aliases[name] for name, plane in drawn.items() if name in aliases}
+    for name, plane in sample.planes.items():
+        if name not in known:
+            wrong |= plane & ~missing
+    if (wrong & picture.ignored).mean() > tolerance:
+        return "ignored pixels are trained"
+    return "another mask, or other classes" if wrong.mean() > tolerance else None
+
+
+def _alias(name: str, plane: np.ndarray, sample: Sample, truth: Truth) -> str | None:
+    """Returns the name that a class has in the config: its own, or a placeholder if the data name no classes."""
+    if name in sample.planes and (sample.planes[name] & plane).any():
+        return name
+    if truth.names_said:
+        return None
+    likely = max(sample.planes, key=lambda one: int((sample.planes[one] & plane).sum()))
+    return likely if _PLACEHOLDER.fullmatch(likely) else None
+
+
+def division_problems(truth: Truth, found: Mapping[str, list[Picture]], said: str) -> Iterator[str]:
+    """Yields how the splits differ from those of the data, or leave images out."""
+    drawn: dict[str, set[str]] = {"train": set()}
+    for picture in truth.pictures:
+        drawn.setdefault(picture.split or "train", set()).add(_key(picture))
+    broken = {_key(picture) for picture in truth.pictures if picture.is_broken}
+    train, val = ({_key(picture) for picture in found[side]} for side in ("train", "val"))
+    for side, pictures in found.items():
+        if len(pictures) > len({_key(picture) for picture in pictures}):
+            yield f"images twice in {side}"
+    if "val" in drawn:
+        if wrong := (train ^ drawn["train"] | val ^ drawn["val"]) - broken:
+            yield f"{len(wrong)} images are not in the split that the data say"
+    elif "test" in drawn:
+        if train & drawn["test"]:
+            yield f"{len(train & drawn['test'])} test images are trained"
+        if left := (drawn["train"] - train - val) - broken:
+            yield f"{len(left)} labelled images are left out"
+        if val & drawn["test"] and not re.search(r"chosen|--val-share", said):
+            yield "the test images are the validation images, which is not said"
+    elif left := (drawn["train"] - train - val) - broken:
+        yield f"{len(left)} labelled images are left out"
+    if train & val:
+        yield f"{len(train & val)} images are in both splits"
+
+
+def _key(picture: Picture) -> str:
+    return f"{picture.image} {picture.group}"
+
+
+def unnamed(truth: Truth, said: str) -> Iterator[str]:
+    """Yields the first of each kind of unused files of which neither a name nor a folder of its own is said."""
+    used = {path for picture in truth.pictures for path in (picture.image, picture.source)}
+    for files in truth.unused:
+        folders = {folder for file in files for folder in _folders(file)} - {
+            folder for file in used for folder in _folders(file)
+        }
+        words = {*files, *(file.rpartition("/")[2] for file in files), *folders}
+        if not any(re.search(rf"(?<![\w.-]){re.escape(word)}(?![\w-])", said) for word in words):
+            yield files[0]
+
+
+def _folders(file: str) -> Iterable[str]:
+    parts = file.split("/")[:-1]
+    return ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
+
+
+def problems(layout: DrawnLayout, verdict: Verdict) -> list[str]:
+    """Returns how a verdict differs from what is expected of `init`; empty: it does not."""
+    expected = layout.expected
+    if isinstance(expected, Refuse):
+        missing = [word for word in expected.words if word not in verdict.said]
+        return [] if verdict.outcome != "read" and not missing else [f"{verdict.outcome}, without {missing}"]
+    if isinstance(expected, Ask) and not (verdict.outcome == "read" and expected.or_read):
+        if verdict.question is not None and verdict.question.option.startswith(expected.option):
+            return []
+        return [f"{verdict.outcome}, {expected.option} is not asked for: {verdict.said}"]
+    if verdict.outcome != "read":
+        return [f"{verdict.outcome}: {verdict.said}"]
+    unsaid = [word for word in expected.says if word not in verdict.said] if isinstance(expected, Read) else []
+    return [
+        *([f"written, then refused: {verdict.unusable}"] if verdict.unusable else []),
+        *verdict.wrong,
+        *(f"not said: {word}" for word in unsaid),
+        *(f"not used, and not named: {file}" for file in verdict.unnamed),
+    ]
+
+
+def summary(layout: DrawnLayout, verdict: Verdict) -> str:
+    """Returns a verdict in a few words, for a count."""
+    if verdict.outcome == "read":
+        if verdict.wrong:
+            return "wrong science"
+        if verdict.unusable:
+            return "written, then refused"
+        return "right, but files are not named" if verdict.unnamed else "right without a question"
+    if isinstance(layout.expected, Refuse) and not problems(layout, verdict):
+        return "refused with a good reason"
+    return verdict.outcome if isinstance(layout.expected, Ask) else f"{verdict.outcome}, though it can be read"
