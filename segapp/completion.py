@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from segapp.docs.pages import pages
-from segapp.errors import ConfigError
+from segapp.errors import ConfigError, accepted_words
 
 SCRIPTS = {
     "bash": r"""# segapp completion for bash: source <(segapp completion bash)
@@ -72,7 +72,7 @@ def completion_script(shell: str) -> str:
         ConfigError: the shell is not supported.
     """
     if shell not in SCRIPTS:
-        raise ConfigError(f"no completion for {shell!r}: use one of {', '.join(SCRIPTS)}")
+        raise ConfigError(f"no completion for {shell!r}: {accepted_words(shell, SCRIPTS)}")
     return SCRIPTS[shell]
 
 

@@ -16,7 +16,7 @@ SegappError                 exit code 1
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Self
 
 
@@ -121,3 +121,57 @@ def storage_errors(path: str | os.PathLike[str], advice: str = "choose another -
         yield
     except OSError as error:
         raise StorageError(cannot_be_written(path, error, advice)) from None
+
+
+MAX_LISTED = 20
+"""Known words that a message lists; of a longer list it has the closest ones."""
+
+
+def closest_words(word: str, known: Iterable[str], most: int = 1) -> list[str]:
+    """Return the known words that a word was probably meant to be, the most similar first; [] if none is similar.
+
+    Case, "-", "_" and spaces do not count, and a word that begins with a known one, or a known one with it, is similar.
+
+    >>> closest_words("onx", ["onnx", "pt2"]), closest_words("DiceLoss", ["ce", "dice"]), closest_words("x", ["ce"])
+    (['onnx'], ['dice'], [])
+    """
+    import difflib  # most commands never need it
+
+    wanted = _plain(word)
+    least = 0.5 if len(wanted) < 4 else 0.6
+    scores: dict[str, float] = {}
+    for name in known:
+        plain = _plain(name)
+        begins = min(len(plain), len(wanted)) > 2 and (plain.startswith(wanted) or wanted.startswith(plain))
+        scores[name] = max(difflib.SequenceMatcher(None, plain, wanted).ratio(), _BEGINS if begins else 0.0)
+    similar = [name for name in sorted(scores, key=lambda name: -scores[name]) if scores[name] >= least]
+    return similar[:most]
+
+
+_BEGINS = 0.75
+"""Similarity, of 0 to 1, of two words of which one begins with the other: that of four letters with one wrong."""
+
+
+def _plain(word: str) -> str:
+    return word.lower().replace("-", "").replace("_", "").replace(" ", "")
+
+
+def did_you_mean(word: str, known: Iterable[str], most: int = 1) -> str:
+    """Return "did you mean ce?" with the closest of the known words; "" if none is similar."""
+    found = closest_words(word, known, most)
+    return f"did you mean {' or '.join(found)}?" if found else ""
+
+
+def accepted_words(word: str, known: Iterable[str], most: int = 1) -> str:
+    """Return the end of a message about a word that is none of a list: the closest one, and the list unless it is long.
+
+    >>> accepted_words("onx", ["onnx", "pt2"])
+    'did you mean onnx? use one of onnx, pt2'
+    """
+    words = list(known)
+    hint = did_you_mean(word, words, most)
+    if not words:
+        return "none exists"
+    if len(words) > MAX_LISTED:
+        return hint or f"there are {len(words)}, such as {', '.join(words[:MAX_LISTED])}"
+    return f"{hint} use {'one of ' if len(words) > 1 else ''}{', '.join(words)}".strip()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from segapp.errors import CheckpointError
+from segapp.errors import CheckpointError, accepted_words
 
 PRECISIONS = ("fp32", "fp16", "amp-fp16", "amp-bf16")
 
@@ -75,7 +75,7 @@ class Precision:
 
     def __init__(self, name: str, device: torch.device) -> None:
         if name not in PRECISIONS:
-            raise ValueError(f"precision {name!r} is not known: use one of {', '.join(PRECISIONS)}")
+            raise ValueError(f"precision {name!r} is not known: {accepted_words(name, PRECISIONS)}")
         self.name = name
         self.device = device
         self.input_dtype = torch.float16 if name == "fp16" else torch.float32

@@ -172,4 +172,7 @@ def test_fish_completes_commands(here: Path) -> None:
 
 def test_unknown_shell_is_one_clear_error(here: Path) -> None:
     done = shell(here, "segapp", "completion", "tcsh")
-    assert (done.returncode, done.stderr) == (2, f"error: no completion for 'tcsh': use one of {', '.join(SCRIPTS)}\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"error: no completion for 'tcsh': use one of {', '.join(SCRIPTS)}\n",
+    )

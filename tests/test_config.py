@@ -20,12 +20,14 @@ from segapp.config import (
     dump_config,
     find_config,
     load_config,
+    named_config,
     parse_overrides,
     resume_differences,
     validate_config,
 )
 from segapp.config.load import changed_keys, config_hash, config_of, kept_on_resume
 from segapp.config.reference import config_reference
+from segapp.config.words import KEYS_ELSEWHERE, VALUES_ELSEWHERE, known_keys, meant_word, words_of
 from segapp.config.yaml_reader import parse_yaml
 from segapp.errors import ConfigError
 
@@ -61,14 +63,14 @@ def test_all_problems_are_reported_with_place_and_nearest_key(tmp_path: Path) ->
     lines = message.splitlines()
     assert lines[0].startswith("8 problems")
     for part in (
-        "c.yaml:2: data.format = 'citscapes': accepted: cityscapes | camvid",
+        "c.yaml:2: data.format = 'citscapes': did you mean cityscapes? accepted: cityscapes | camvid",
         "c.yaml:2: unknown key data.cropp_px: did you mean data.crop_px?",
         "c.yaml:3: optim.lr = 'abc': a number is expected",
         "c.yaml:3: unknown key optim.momentm: did you mean optim.momentum?",
         "c.yaml:5: train.epochs = 1.5: a whole number is expected",
         "c.yaml:6: unknown key epochs: did you mean train.epochs?",
         "command line: unknown key train.batch_sise: did you mean train.batch_size?",
-        "command line: model.library = 'smq': accepted: torchvision | smp | segapp",
+        "command line: model.library = 'smq': did you mean smp? accepted: torchvision | smp | segapp",
     ):
         assert part in message
 
@@ -225,9 +227,10 @@ def test_printed_config_is_read_back_equal(tmp_path: Path) -> None:
 
 def test_config_is_searched_as_given_in_configs_then_packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "demoo.yml").write_text("")  # a file of the current folder is not offered
-    with pytest.raises(ConfigError, match=r"'demoo\.yaml' not found .*Known configs: demo\.yaml[,.]"):
+    with pytest.raises(ConfigError, match=r"'demoo\.yaml' not found .*: did you mean demo\.yaml\?"):
         find_config("demoo.yaml")
+    with pytest.raises(ConfigError, match=r"'xyz' not found .*: known configs: .*demo\.yaml"):
+        find_config("xyz")
     packaged = find_config("demo.yaml")
     assert packaged.is_absolute()
     (tmp_path / "configs").mkdir()
@@ -237,6 +240,92 @@ def test_config_is_searched_as_given_in_configs_then_packaged(tmp_path: Path, mo
     assert find_config("demo.yaml") == Path("demo.yaml")
     with pytest.raises(ConfigError, match=r"demoo\.yaml.*not found.*demo\.yaml"):
         find_config("demoo.yaml")
+
+
+def test_config_beside_the_missing_one_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    for name in ("base.yaml", "mine/roads.yml"):
+        (tmp_path / name).write_text("")
+    monkeypatch.chdir(tmp_path)
+    for asked, offered in (("bsae.yaml", "base.yaml"), ("bsae", "base.yaml"), ("mine/road.yaml", "mine/roads.yml")):
+        with pytest.raises(ConfigError, match=rf"config '{asked}' not found .*: did you mean {offered}\?"):
+            find_config(asked)
+
+
+@pytest.mark.parametrize("word", ["base.yaml", "demo", "nosuch.yml"])
+def test_config_without_its_option_is_named(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base.yaml").write_text("")
+    with pytest.raises(ConfigError, match=f"--config is missing before {word}: write --config {word}"):
+        named_config(None, ["train.epochs=2", word])
+    with pytest.raises(ConfigError, match=f"'{word}' is a config: write --config {word}"):
+        parse_overrides([word])
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("train.device", "parallel.devices"),
+        ("gpus", "parallel.devices"),
+        ("batch", "train.batch_size"),
+        ("train.lr", "optim.lr"),
+        ("train.learning_rate", "optim.lr"),
+        ("model.num_classes", "data.classes"),
+        ("optim.epochs", "train.epochs"),
+        ("optimizer", "optim or optim.name"),
+        ("loss.names", "loss.name or data.classes"),
+        ("data.num_wokers", "data.workers"),
+    ],
+)
+def test_key_is_found_in_all_sections_and_by_other_names(key: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of({**MINIMAL, "data": {**MINIMAL["data"]}}, [f"{key}=1"])
+    assert str(caught.value) == f"config: unknown key {key}: did you mean {meant}?"
+
+
+def test_names_of_other_programs_stand_for_keys_that_exist() -> None:
+    keys = {".".join(key) for key in known_keys()}
+    assert set(KEYS_ELSEWHERE.values()) <= keys
+    assert not {key for key in keys if "." not in key} & set(KEYS_ELSEWHERE)
+    for key, words in VALUES_ELSEWHERE.items():
+        for elsewhere, word in words.items():
+            assert word in words_of(key.split("."))
+            assert meant_word(key, elsewhere.upper(), words_of(key.split("."))) == f"did you mean {word}?"
+
+
+MANY = """\
+name: base
+data:
+  format: folder
+  root: d
+  classes: [a, b, c, d]
+  label_map: {0: 0, 5: 3}
+  palette: [[0, 0, 0], [1, 0, 0], [2, 0, 0], [3, 0, 0]]
+model:
+  name: deeplabv3_resnet50
+"""
+
+
+def test_problem_that_an_override_causes_is_the_command_lines(tmp_path: Path) -> None:
+    assert refusal(tmp_path, MANY, "model.library=smp", "model.name=UNet") == (
+        "command line: model.encoder: is missing: the models of model.library = smp are built on an encoder: add e.g. "
+        "model.encoder=resnet34, efficientnet-b3 or tu-convnext_tiny (segapp models lists all)"
+    )
+    assert refusal(tmp_path, MANY + "  library: smp\n", "seed=1").startswith(f"{tmp_path}/c.yaml:8: model.encoder")
+    assert refusal(tmp_path, MANY, "distill.temperature=2").startswith("command line: distill.teacher is missing")
+
+
+def test_fewer_classes_name_what_they_no_longer_fit(tmp_path: Path) -> None:
+    lines = refusal(tmp_path, MANY, "data.classes=[a,b]").splitlines()
+    assert lines[1:] == [
+        "  command line: data.palette: has 4 colours, but data.classes has 2 names: give one colour per class",
+        "  command line: data.label_map: maps to 3, but data.classes has 2 names (ids 0 to 1): map to these ids, or to "
+        "data.ignore_index = 255",
+    ]
+    complete = MANY.replace("5: 3", "1: 1, 2: 2, 3: 3")
+    message = refusal(tmp_path, complete, "data.classes=[a,b]", "data.palette=null")
+    assert "data.label_map: maps to 2, 3, but data.classes has 2 names (ids 0 to 1): name 4 classes in" in message
+    load_config(write(tmp_path, MANY.replace("5: 3", "5: 255, 6: 3")))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)

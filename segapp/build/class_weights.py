@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from segapp.datasets.frequencies import ClassFrequencies
+from segapp.errors import accepted_words
 
 RULES = ("inverse", "enet", "median-frequency")
 
@@ -44,7 +45,7 @@ def class_weights(rule: str, frequencies: ClassFrequencies) -> list[float]:
         median = statistics.median(frequency.values())
         weights = {i: median / frequency[i] for i in present}
     else:
-        raise ValueError(f"class_weights {rule!r} is not known: use one of {', '.join(RULES)}")
+        raise ValueError(f"class_weights {rule!r} is not known: {accepted_words(rule, RULES)}")
     return [weights.get(i, 0.0) for i in range(len(frequencies.pixels))]
 
 

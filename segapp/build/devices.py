@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from segapp.config import ParallelConfig
-from segapp.errors import ConfigError
+from segapp.errors import ConfigError, did_you_mean
 from segapp.memory.gpus import cuda_uuids, order_by_free_memory, query_gpus
 from segapp.parallel import is_launched, resolve_devices
 
@@ -93,6 +93,9 @@ def _auto_mode(
     return "ddp", "one process for each GPU is the fastest"
 
 
+_DEVICES = ("cpu", "cuda", "auto")
+
+
 def choose_devices(requested: str | Sequence[int | str]) -> tuple[list[torch.device], str]:
     """Return the devices of `parallel.devices`, and the reason for the choice.
 
@@ -108,7 +111,10 @@ def choose_devices(requested: str | Sequence[int | str]) -> tuple[list[torch.dev
     try:
         return list(resolve_devices(named)), "as parallel.devices says"
     except (ValueError, TypeError, RuntimeError) as error:
-        raise ConfigError(f"parallel.devices: {error}").see("no-gpu") from None
+        kinds = [word.partition(":")[0] for word in named if isinstance(word, str)]
+        hints = [did_you_mean(kind, _DEVICES) for kind in kinds if kind not in _DEVICES]
+        hint = next((f" ({hint})" for hint in hints if hint), "")
+        raise ConfigError(f"parallel.devices: {error}{hint}").see("no-gpu") from None
 
 
 def _names(devices: Sequence[torch.device]) -> str:

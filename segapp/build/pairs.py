@@ -10,7 +10,7 @@ from segapp.datasets.images.pixel_format import PixelFormat, per_band
 from segapp.datasets.layouts.formats import ClassScheme, DataLocation, class_scheme, find_pairs
 from segapp.datasets.layouts.published_classes import CITYSCAPES_CATEGORIES, CITYSCAPES_NAMES
 from segapp.datasets.own_data import OwnData
-from segapp.errors import ConfigError, DataError
+from segapp.errors import ConfigError, DataError, accepted_words
 from segapp.parts import build_part, is_part
 from segapp.parts.contracts import DataSource
 
@@ -99,7 +99,9 @@ def build_groups(data: DataConfig, scheme: ClassScheme) -> dict[str, tuple[int, 
     for group, names in groups.items():
         unknown = [name for name in names if name not in ids]
         if unknown:
-            raise ConfigError(f"data.groups: {group} names {unknown[0]!r}, which is no class: use {', '.join(ids)}")
+            raise ConfigError(
+                f"data.groups: {group} names {unknown[0]!r}, which is no class: {accepted_words(unknown[0], ids)}"
+            )
     return {group: tuple(ids[name] for name in names) for group, names in groups.items()}
 
 

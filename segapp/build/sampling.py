@@ -7,7 +7,7 @@ from segapp.datasets.augment.mix import PairMix
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.frequencies import ClassFrequencies
 from segapp.datasets.sampling import Order, aimed_order
-from segapp.errors import ConfigError
+from segapp.errors import ConfigError, accepted_words
 
 
 def build_order(data: DataConfig, dataset: SegmentationDataset, frequencies: ClassFrequencies, seed: int) -> Order:
@@ -27,7 +27,9 @@ def build_order(data: DataConfig, dataset: SegmentationDataset, frequencies: Cla
     if data.sampling == "foreground":
         unknown = [name for name in data.foreground_classes or () if name not in names]
         if unknown:
-            raise ConfigError(f"data.foreground_classes: {unknown[0]!r} is no class: use {', '.join(names)}")
+            raise ConfigError(
+                f"data.foreground_classes: {unknown[0]!r} is no class: {accepted_words(unknown[0], names)}"
+            )
         chosen = data.foreground_classes
         wanted = wanted - {0} if chosen is None else {names.index(name) for name in chosen}
     masked = [index for index, pair in enumerate(dataset.pairs) if pair.mask is not None]

@@ -23,7 +23,7 @@ from segapp.checkpoint.snapshot import (
     restore_rng,
     snapshot,
 )
-from segapp.errors import CheckpointError, NonFiniteError
+from segapp.errors import CheckpointError, NonFiniteError, accepted_words
 from segapp.models.weights import load_tensors, peek_tensors
 from segapp.run.checkpoints import (
     BEST,
@@ -268,8 +268,8 @@ def _load_named(store: CheckpointFolder, name: str) -> LoadedCheckpoint:
     manifest = store.read_manifest()
     entry = manifest.entry_named(name)
     if entry is None:
-        known = ", ".join(sorted(manifest.names)) or "none"
-        raise CheckpointError(f"{store.path / name}: no such checkpoint is committed: there are {known}")
+        known = accepted_words(name, sorted(manifest.names))
+        raise CheckpointError(f"{store.path / name}: no such checkpoint is committed: {known}")
     try:
         state = _read_entry(store, entry)
     except (DamagedError, OSError) as error:

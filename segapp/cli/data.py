@@ -8,7 +8,6 @@ from typing import Annotated
 
 from segapp.cli import init_options
 from segapp.cli.options import ConfigOption, JsonFlag, Overrides, app, option
-from segapp.errors import ConfigError
 
 
 @app.command()
@@ -21,11 +20,9 @@ def check(
     new_sums_file: Annotated[Path | None, option("--write-sums", "Write that list, as sha256sum does.")] = None,
 ) -> None:
     """Examine the data: every file, every id, duplicate images. Exit code 3 if something is wrong."""
-    from segapp.config import load_config
+    from segapp.config import load_config, named_config
 
-    if config is None:
-        raise ConfigError("--config FILE is missing: name a config, e.g. --config demo.yaml")
-    loaded = load_config(config, overrides or [])
+    loaded = load_config(named_config(config, overrides or []), overrides or [])
     from segapp.commands.check import check_data
 
     sys.exit(

@@ -21,7 +21,7 @@ from segapp.config.parts import part_sections
 from segapp.datasets.augment import TrainTransform
 from segapp.datasets.augment.probe import check_transform
 from segapp.datasets.own_data import OwnData, Pixels
-from segapp.errors import ConfigError, SegappError
+from segapp.errors import ConfigError, SegappError, accepted_words
 from segapp.losses import AdditiveCriterion, PlainCriterion, surrogate
 from segapp.models import SegmentationModel, build_model
 from segapp.parts import is_part
@@ -61,7 +61,7 @@ def check_part(name: str | None, kind: str | None, config: RunConfig | None) -> 
         ConfigError: nothing is named, or it is not known what the part is.
     """
     if kind is not None and kind not in KINDS:
-        raise ConfigError(f"--as {kind}: give one of {', '.join(KINDS)}")
+        raise ConfigError(f"--as {kind} is not known: {accepted_words(kind, KINDS)}")
     is_failed = False
     for part, part_kind, options in _chosen(name, kind, config):
         remember_parts([part])

@@ -11,7 +11,7 @@ from segapp import __version__
 from segapp.build.pairs import band_statistics, build_pairs, build_pixels, own_data, split_names
 from segapp.build.trained import CONFIG_KEY, TrainedModel, load_trained
 from segapp.datasets.images.reading import read_image
-from segapp.errors import ConfigError, SegappError
+from segapp.errors import ConfigError, SegappError, accepted_words
 from segapp.export import CheckResult, ExportInfo, Format, write_export, write_weights
 from segapp.parts import is_part
 from segapp.run.text import printable
@@ -62,8 +62,9 @@ def _format(out: Path, format: str | None) -> Format | Literal["safetensors"]:
     if chosen is not None:
         return chosen
     if format is None:
-        raise ConfigError(f"--out {out} has none of the suffixes .{' .'.join(known)}: change it, or add --format")
-    raise ConfigError(f"--format {format} is not known: use one of {', '.join(known)}")
+        words = accepted_words(out.suffix, [f".{name}" for name in known])
+        raise ConfigError(f"--out {out} has another suffix than the formats: {words}; or add --format")
+    raise ConfigError(f"--format {format} is not known: {accepted_words(format, known)}")
 
 
 def _info(trained: TrainedModel, *, half: bool, argmax: bool) -> ExportInfo:

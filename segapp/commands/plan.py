@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from segapp.config import RunConfig, load_config, part_names
+from segapp.config import RunConfig, load_config, named_config, part_names
 from segapp.errors import ConfigError
 from segapp.memory.calibration import Measurement, read_measurement
 from segapp.memory.gpu_specs import GpuSpec, parse_gpus
@@ -43,9 +43,7 @@ def _config_and_measurement(
     config_name: str | None, overrides: Sequence[str], run: str | None
 ) -> tuple[RunConfig, Measurement | None]:
     if run is None:
-        if config_name is None:
-            raise ConfigError("--config FILE is missing: name a config, e.g. --config cityscapes.yaml, or a --run")
-        return load_config(config_name, overrides), None
+        return load_config(named_config(config_name, overrides, "name a config or a --run"), overrides), None
     folder = find_run(run)
     if config_name is not None:
         return load_config(config_name, overrides), read_measurement(folder)

@@ -26,7 +26,7 @@ from segapp.build.data import build_dataset, build_load_options
 from segapp.build.devices import plan_devices
 from segapp.build.formats import auto_precision
 from segapp.build.pairs import build_pixels, build_scheme, split_names
-from segapp.config import RunConfig, load_config
+from segapp.config import RunConfig, load_config, named_config
 from segapp.datasets.loader import Batch, TrainLoader
 from segapp.datasets.resources import cores_of_rank
 from segapp.datasets.workers import sample_seconds, wait_advice
@@ -81,9 +81,7 @@ def print_profile(config_name: str | None, overrides: Sequence[str], num_steps: 
     Raises:
         ConfigError: the config cannot be profiled in one process.
     """
-    if config_name is None:
-        raise ConfigError("--config FILE is missing: name a config, e.g. --config demo.yaml")
-    found = profile_steps(load_config(config_name, overrides), num_steps)
+    found = profile_steps(load_config(named_config(config_name, overrides), overrides), num_steps)
     print(json.dumps(asdict(found), indent=2) if as_json else "\n".join(profile_lines(found)))
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
+import copy
 import hashlib
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ import yaml
 from pydantic import ValidationError
 
 from segapp.config.parts import parts_beside
-from segapp.config.problems import KeyLocations, combination_problems, describe_problems
+from segapp.config.problems import KeyLocations, combination_problems, describe_problems, wrong_keys
 from segapp.config.sections import RunConfig
 from segapp.config.yaml_reader import parse_yaml
-from segapp.errors import ConfigError
+from segapp.errors import ConfigError, closest_words
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_PROBLEMS = 50
@@ -41,15 +42,40 @@ def find_config(name: str) -> Path:
     Raises:
         ConfigError: there is none; the message names known configs.
     """
-    places = config_places(name)
+    given, places = Path(name), config_places(name)
     for place in places:
         if os.path.isfile(place):  # unlike Path.is_file, also of a name that is too long
             return place
-    known = sorted({path.name for place in places for path in place.parent.glob("*.y*ml") if place.parent != Path()})
-    near = difflib.get_close_matches(Path(name).name, known, n=3, cutoff=0.5) or known
-    hint = f" Known configs: {', '.join(near)}." if near else ""
+    found = {path for place in places for path in place.parent.glob("*.y*ml")}
+    known = {path.stem: os.fspath(path) if path.parent == given.parent else path.name for path in sorted(found)}
+    near = closest_words(given.stem, known, most=3)
+    hint = f"did you mean {' or '.join(known[stem] for stem in near)}?" if near else _known_configs(places)
     places_shown = "looked for it as given, under configs/ and in the package"
-    raise ConfigError(f"config {name!r} not found ({places_shown}).{hint}").see("config-errors")
+    raise ConfigError(f"config {name!r} not found ({places_shown}): {hint}").see("config-errors")
+
+
+def _known_configs(places: Iterable[Path]) -> str:
+    names = {path.name for place in places for path in place.parent.glob("*.y*ml") if place.parent != Path()}
+    return f"known configs: {', '.join(sorted(names))}" if names else "name a file"
+
+
+def is_config_name(word: str) -> bool:
+    """Return True for a word that looks like the file of a config, or is the name of one."""
+    return Path(word).suffix in {".yaml", ".yml"} or any(os.path.isfile(place) for place in config_places(word))
+
+
+def named_config(config: str | None, overrides: Sequence[str] = (), advice: str = "name a config") -> str:
+    """Return the value of `--config`.
+
+    Raises:
+        ConfigError: it was not given; if one of the other words is a config, the message says so.
+    """
+    if config is not None:
+        return config
+    files = [word for word in overrides if "=" not in word and is_config_name(word)]
+    if files:
+        raise ConfigError(f"--config is missing before {files[0]}: write --config {files[0]}")
+    raise ConfigError(f"--config FILE is missing: {advice}, e.g. --config demo.yaml")
 
 
 def parse_overrides(overrides: Iterable[str]) -> dict[tuple[str, ...], Any]:
@@ -63,6 +89,8 @@ def parse_overrides(overrides: Iterable[str]) -> dict[tuple[str, ...], Any]:
         key, equals, text = word.partition("=")
         path = tuple(part.strip() for part in key.split("."))
         if not equals or not all(path):
+            if is_config_name(word):
+                raise ConfigError(f"{word!r} is a config: write --config {word}")
             raise ConfigError(f"override {word!r} is not KEY=VALUE, e.g. train.batch_size=4")
         parsed[path], _ = parse_yaml(text, f"override {key}")
     return parsed
@@ -104,8 +132,13 @@ def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         )
     raw = parts_beside(raw, path.parent)
     extra = parse_overrides(overrides)
-    _merge(raw, extra)
-    return validate_config(raw, KeyLocations(path, lines, frozenset(extra)))
+    merged = copy.deepcopy(raw)
+    _merge(merged, extra)
+    locations = KeyLocations(path, lines, frozenset(extra))
+    try:
+        return validate_config(merged, locations)
+    except ConfigError:  # the file without the command line shows which of the two a problem comes from
+        return validate_config(merged, replace(locations, wrong_in_file=wrong_keys(raw)))
 
 
 def config_of(raw: dict[str, Any], overrides: Sequence[str] = ()) -> RunConfig:

@@ -2,40 +2,51 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import ValidationError
 
 from segapp.config.parts import part_names, part_sections
 from segapp.config.sections import (
     DataConfig,
     LossConfig,
-    LossTerm,
     ParallelConfig,
-    ParamGroupConfig,
     RunConfig,
     section_of,
 )
 from segapp.config.sections.data import MAX_LABELS
+from segapp.config.words import LISTS_OF_SECTIONS, description_of, meant_key, meant_word, options_of, words_of
 from segapp.parts import PART_PATTERN, is_part
 
 
 @dataclass(frozen=True)
 class KeyLocations:
-    """The file and line of each key path, and the key paths that were given on the command line."""
+    """The file and line of each key path, and the key paths that were given on the command line.
+
+    Attributes:
+        path: the config file; None without one.
+        lines: of the keys in the file.
+        overrides: key paths of the command line.
+        wrong_in_file: key paths that have a problem in the file without the command line; None if that is not known.
+    """
 
     path: Path | None
     lines: Mapping[tuple[str, ...], int]
     overrides: frozenset[tuple[str, ...]]
+    wrong_in_file: frozenset[tuple[str, ...]] | None = None
 
     def place(self, loc: tuple[str, ...]) -> str:
-        """Return `file:line` of a key, or of the nearest key above it; the file alone for a key that is not in it."""
+        """Return the place that a problem with a key comes from.
+
+        That is `file:line` of the key or of the nearest key above it, or the file for a key that is not in it; or the
+        command line, which gives the key, or another one that the key in the file no longer fits.
+        """
+        if self.overrides and self.wrong_in_file is not None and loc not in self.wrong_in_file:
+            return "command line"
         for end in range(len(loc), 0, -1):
             if loc[:end] in self.overrides:
                 return "command line"
@@ -62,10 +73,6 @@ _ACCEPTED = {
 }
 
 
-_LISTS_OF_SECTIONS: Mapping[str, type[BaseModel]] = {"plus": LossTerm, "groups": ParamGroupConfig}
-"""Fields that hold a list of sections, and the class of an entry."""
-
-
 def _key_path(loc: Sequence[int | str]) -> tuple[str, ...]:
     """Return pydantic's location without the names of union members: the key path as it stands in the file."""
     path: list[str] = []
@@ -77,10 +84,22 @@ def _key_path(loc: Sequence[int | str]) -> tuple[str, ...]:
         if model is not None and isinstance(part, str):
             is_field = part in model.model_fields
             model = section_of(model, part) if is_field else None
-            if is_field and model is None and part not in _LISTS_OF_SECTIONS:
+            if is_field and model is None and part not in LISTS_OF_SECTIONS:
                 rest = [str(each) for each in loc[len(path) :] if isinstance(each, int)]
                 return (*path, *rest)
     return tuple(path)
+
+
+def wrong_keys(raw: Mapping[str, Any]) -> frozenset[tuple[str, ...]] | None:
+    """Return the key paths of a nested mapping that have a problem.
+
+    None if there are problems with single values, for then the combinations of values are not known.
+    """
+    try:
+        config = RunConfig.model_validate(raw)
+    except ValidationError:
+        return None
+    return frozenset(loc for loc, _ in combination_problems(config))
 
 
 def describe_problems(items: Sequence[Any], locations: KeyLocations) -> list[str]:
@@ -90,9 +109,12 @@ def describe_problems(items: Sequence[Any], locations: KeyLocations) -> list[str
         by_key.setdefault(_key_path(item["loc"]), []).append(item)
     lines: list[str] = []
     for loc, own in by_key.items():
-        options = _options(loc)
+        options = options_of(loc)
         if len(own) > 1 and options and all(item["input"] is own[0]["input"] for item in own):
-            lines.append(f"{locations.place(loc)}: {'.'.join(loc)} = {_shown(own[0]['input'])}: accepted: {options}")
+            hint = _hint(loc, own[0]["input"])
+            lines.append(
+                f"{locations.place(loc)}: {'.'.join(loc)} = {_shown(own[0]['input'])}: {hint}accepted: {options}"
+            )
         else:
             lines += [_describe_problem(item, loc, locations) for item in own]
     return list(dict.fromkeys(lines))
@@ -107,108 +129,25 @@ def _describe_problem(item: Any, loc: tuple[str, ...], locations: KeyLocations) 
     key = ".".join(loc)
     kind, value = item["type"], item["input"]
     if kind == "extra_forbidden":
-        return f"{locations.place(loc)}: unknown key {key}{_nearest(loc)}"
+        return f"{locations.place(loc)}: unknown key {key}: {meant_key(loc)}"
     if kind == "missing":
-        return f"{locations.place(loc)}: {key} is missing{_describe(loc)}"
+        return f"{locations.place(loc)}: {key} is missing{description_of(loc)}"
     if kind == "literal_error" or (kind == "string_pattern_mismatch" and item["ctx"]["pattern"] == PART_PATTERN):
-        text = f"accepted: {_options(loc) or item['ctx']['expected']}"
+        text = f"accepted: {options_of(loc) or item['ctx']['expected']}"
     else:
         text = _ACCEPTED.get(kind, str(item["msg"])).removeprefix("Value error, ")
-        options = _options(loc)
+        options = options_of(loc)
         if options and kind in {"int_parsing", "int_type", "string_type", "list_type", "float_type"}:
             text = f"accepted: {options}"
     text = text[:1].lower() + text[1:]
-    return f"{locations.place(loc)}: {key} = {_shown(value)}: {text}"
+    return f"{locations.place(loc)}: {key} = {_shown(value)}: {_hint(loc, value)}{text}"
 
 
-@cache
-def _schema() -> dict[str, Any]:
-    return RunConfig.model_json_schema()
-
-
-def _resolved(node: dict[str, Any]) -> dict[str, Any]:
-    while "$ref" in node:
-        node = _schema()["$defs"][node["$ref"].rsplit("/", 1)[1]]
-    return node
-
-
-def _field_schema(loc: Sequence[str]) -> dict[str, Any] | None:
-    node = _schema()
-    for part in loc:
-        for member in map(_resolved, node.get("anyOf", [node])):  # an optional section has two members
-            if part in member.get("properties", {}):
-                node = member["properties"][part]
-                break
-            if member.get("type") == "array" and "items" in member:
-                node = member["items"]
-                break
-        else:
-            return None
-    return _resolved(node)
-
-
-_LEAST = {"minimum": ">=", "exclusiveMinimum": ">"}
-
-
-def _options(loc: Sequence[str]) -> str:
-    """Return what a field accepts, e.g. "auto | null | a whole number >= 0"; empty for a field with one type."""
-    node = _field_schema(loc)
-    if node is None:
-        return ""
-    words: list[str] = []
-    for member in node.get("anyOf", [node]):
-        if "enum" in member:
-            words += [str(value) for value in member["enum"]]
-        elif "const" in member:
-            words.append(str(member["const"]))
-        elif member.get("pattern") == PART_PATTERN:
-            words.append("package.module:factory")
-        elif member.get("type") == "null":
-            words.append("null")
-        elif member.get("type") == "integer":
-            words.append("a whole number" + (f" >= {member['minimum']}" if "minimum" in member else ""))
-        elif member.get("type") == "number":
-            least = next((f" {sign} {member[key]}" for key, sign in _LEAST.items() if key in member), "")
-            words.append(f"a number{least}")
-        elif member.get("type") in {"array", "object", "string", "boolean"}:
-            words.append(
-                {"array": "a list", "object": "a mapping", "string": "text", "boolean": "true | false"}[member["type"]]
-            )
-    return " | ".join(words) if len(words) > 1 or "enum" in node else ""
-
-
-def _describe(loc: Sequence[str]) -> str:
-    node = _field_schema(loc)
-    options = _options(loc)
-    text = (node or {}).get("description", "")
-    return ": " + (f"{text} Accepted: {options}" if options else text or "add it").strip()
-
-
-def known_keys(model: type[BaseModel] = RunConfig, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield every key path of the config, including those of sections."""
-    for name in model.model_fields:
-        yield (*prefix, name)
-        section = section_of(model, name)
-        if section is not None:
-            yield from known_keys(section, (*prefix, name))
-
-
-def _nearest(loc: tuple[str, ...]) -> str:
-    keys = list(known_keys())
-    siblings = [path[-1] for path in keys if path[:-1] == loc[:-1]]
-    siblings = siblings or next(
-        (list(_LISTS_OF_SECTIONS[part].model_fields) for part in loc if part in _LISTS_OF_SECTIONS), []
-    )
-    near = difflib.get_close_matches(loc[-1], siblings, n=1, cutoff=0.6)
-    if near:
-        return f": did you mean {'.'.join((*loc[:-1], near[0]))}?"
-    elsewhere = [".".join(path) for path in keys if path[-1] == loc[-1]]
-    if elsewhere:
-        return f": did you mean {' or '.join(elsewhere)}?"
-    if len(loc) > 1 and siblings:
-        return f": {'.'.join(loc[:-1])} has {', '.join(sorted(siblings))}"
-    near = difflib.get_close_matches(".".join(loc), [".".join(path) for path in keys], n=1, cutoff=0.5)
-    return f": did you mean {near[0]}?" if near else f": the sections are {', '.join(RunConfig.model_fields)}"
+def _hint(loc: Sequence[str], value: object) -> str:
+    """Return "did you mean ce? " for text in place of a word that the field accepts; "" if none is similar."""
+    words = words_of(loc)
+    hint = meant_word(".".join(loc), value, words) if isinstance(value, str) and words and value not in words else ""
+    return f"{hint} " if hint else ""
 
 
 def combination_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -221,7 +160,11 @@ def combination_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], s
     if config.model.freeze_epochs is not None and not config.model.freeze:
         yield ("model", "freeze_epochs"), "needs model.freeze: name what is frozen, e.g. [backbone], or leave it out"
     if config.model.library == "smp" and config.model.encoder is None:
-        yield ("model", "encoder"), "is missing: an smp model needs one, e.g. resnet34"
+        yield (
+            ("model", "encoder"),
+            "is missing: the models of model.library = smp are built on an encoder: add e.g. model.encoder=resnet34, "
+            "efficientnet-b3 or tu-convnext_tiny (segapp models lists all)",
+        )
     if config.model.library == "segapp":
         yield from _mask_classification_problems(config)
     elif config.loss.name == "mask_classification":
@@ -277,7 +220,10 @@ def combination_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], s
         if isinstance(term.class_weights, list) and not any(term.class_weights):
             yield (*path, "class_weights"), f"{term.class_weights} has no weight above 0: nothing would be trained"
         if isinstance(term.class_weights, list) and num_classes is not None and len(term.class_weights) != num_classes:
-            yield (*path, "class_weights"), f"has {len(term.class_weights)} values, but data.classes has {num_classes}"
+            yield (
+                (*path, "class_weights"),
+                f"has {len(term.class_weights)} values, but data.classes has {num_classes} names: give one per class",
+            )
         if index and term.name == "mask_classification":
             yield (*path, "name"), "mask_classification cannot be added to another loss: make it loss.name"
         if term.label_smoothing and term.name not in {"ce", "bce"}:
@@ -436,5 +382,26 @@ def _data_problems(data: DataConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     if data.palette is not None and data.classes is not None and num_colors != num_classes and not ignored_follow:
         yield (
             ("data", "palette"),
-            f"has {num_colors} colours for {num_classes} classes: one colour a class",
+            f"has {num_colors} colours, but data.classes has {num_classes} names: give one colour per class",
         )
+    yield from _label_map_problems(data)
+
+
+def _label_map_problems(data: DataConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    if data.classes is None or data.multilabel is not None:
+        return
+    num_classes, ignored = len(data.classes), 255 if data.ignore_index is None else data.ignore_index
+    strange = sorted({to for to in (data.label_map or {}).values() if not 0 <= to < num_classes and to != ignored})
+    if strange:
+        shown = ", ".join(map(str, strange[:3])) + (f" and {len(strange) - 3} more" if len(strange) > 3 else "")
+        yield (
+            ("data", "label_map"),
+            f"maps to {shown}, but data.classes has {num_classes} names (ids 0 to {num_classes - 1}): "
+            f"{_fitting(data, max(strange) + 1)}map to these ids, or to data.ignore_index = {ignored}",
+        )
+
+
+def _fitting(data: DataConfig, num_wanted: int) -> str:
+    """Return the advice to give as many class names as `data.label_map` has classes; "" if some of these are unused."""
+    used = {to for to in (data.label_map or {}).values() if to >= 0}
+    return f"name {num_wanted} classes in data.classes, or " if used >= set(range(num_wanted)) else ""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from segapp.errors import ConfigError
+from segapp.errors import ConfigError, closest_words
 
 FOLDER = Path(__file__).parent
 INDEX = FOLDER / "README.md"
@@ -71,11 +70,11 @@ def find_page(topic: str) -> tuple[Page, str]:
     known = {page.topic: page for page in pages()}
     name = Path(name.strip().lower().replace(" ", "-")).name.removesuffix(".md")
     if name not in known:
-        nearest = difflib.get_close_matches(name, known, n=_MAX_NEAREST, cutoff=0.5)
+        nearest = closest_words(name, known, most=_MAX_NEAREST)
         nearest += [hit.page.topic for hit in search_pages(topic) if hit.page.topic not in nearest]
         found = list(dict.fromkeys(nearest))[:_MAX_NEAREST]
-        advice = f"the nearest are {', '.join(found)}; segapp docs lists all" if found else "segapp docs lists all"
-        raise ConfigError(f"there is no page {topic!r}: {advice}")
+        hint = f"did you mean {' or '.join(found)}? " if found else ""
+        raise ConfigError(f"there is no page {topic!r}: {hint}segapp docs lists all")
     page = known[name]
     anchors = [slug for slug, _ in headings(page.text())]
     if anchor and anchor not in anchors:

@@ -1,28 +1,13 @@
-"""Errors about unknown names, with the nearest and the known ones, and lists of names for messages."""
+"""Errors about unknown names of networks, and lists of names for messages."""
 
-import difflib
 from collections.abc import Collection, Iterable
 
-from segapp.errors import ConfigError
-
-_MAX_LISTED = 20
+from segapp.errors import ConfigError, accepted_words
 
 
 def unknown_name(key: str, value: str, what: str, known: Iterable[str]) -> ConfigError:
     """Return the error for an unknown name."""
-    names = sorted(known)
-    message = f"{key}: {value!r} is not {what}"
-    by_lower = {name.lower(): name for name in names}
-    nearest = [by_lower[n] for n in difflib.get_close_matches(value.lower(), by_lower, n=3, cutoff=0.5)]
-    if nearest:
-        message += "; nearest: " + ", ".join(nearest)
-    if not names:
-        message += "; none exists"
-    elif len(names) <= _MAX_LISTED:
-        message += "; known: " + ", ".join(names)
-    elif not nearest:
-        message += f"; known are {len(names)}, such as " + ", ".join(names[:_MAX_LISTED])
-    return ConfigError(message)
+    return ConfigError(f"{key}: {value!r} is not {what}: {accepted_words(value, sorted(known), most=3)}")
 
 
 def check_options(options: Iterable[str], accepted: Iterable[str], owner: str) -> None:

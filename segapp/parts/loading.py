@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import os
@@ -14,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from segapp.errors import ConfigError, SegappError
+from segapp.errors import ConfigError, SegappError, did_you_mean
 from segapp.parts.names import find_source, is_file_name, is_part, split_name
 
 
@@ -56,9 +55,8 @@ def load_part(name: str, key: str) -> Part:
     found: Any = module
     for word in attribute.split("."):
         if not hasattr(found, word):
-            near = difflib.get_close_matches(word, [each for each in dir(found) if not each.startswith("__")], n=3)
-            hint = f"did you mean {' or '.join(near)}?" if near else "check the spelling"
-            raise ConfigError(f"{key} = {name}: {where} has no {word!r}: {hint}")
+            hint = did_you_mean(word, [each for each in dir(found) if not each.startswith("__")], most=3)
+            raise ConfigError(f"{key} = {name}: {where} has no {word!r}: {hint or 'check the spelling'}")
         found = getattr(found, word)
     if not callable(found):
         raise ConfigError(f"{key} = {name} is a {type(found).__name__}: name a class or a function that makes the part")
@@ -133,8 +131,7 @@ def option_problems(
             problems.append(f"{key}.{option} is given by segapp: leave it out")
         elif option not in named and not takes_any:
             known = [name for name in named if name not in offered]
-            near = difflib.get_close_matches(str(option), known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known) or 'no option'}"
+            hint = did_you_mean(str(option), known) or f"it takes {', '.join(known) or 'no option'}"
             problems.append(f"{key}.{option} is no argument of {part.name}: {hint}")
     for name, parameter in named.items():
         if parameter.default is parameter.empty and name not in options and name not in offered:

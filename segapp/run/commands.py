@@ -7,7 +7,6 @@ is neither lost nor carried out twice. The inbox has mode 0700, its files 0600; 
 a pipe or a large file is refused unread.
 """
 
-import difflib
 import getpass
 import json
 import math
@@ -25,7 +24,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 from pydantic_core import from_json
 
-from segapp.errors import CommandError
+from segapp.errors import CommandError, accepted_words
 from segapp.failpoints import failpoint
 from segapp.run.files import TEMPORARY_PREFIX, fsync_directory, open_new, remove_quietly, temporary_name, write_all
 from segapp.run.text import encodable, printable
@@ -185,8 +184,7 @@ def parse_command(text: str) -> Command:
     """
     word, *arguments = text.split() or [""]
     if word not in COMMAND_NAMES:
-        names = ", ".join(COMMAND_NAMES)
-        raise CommandError(f"{_shown(word) or 'nothing'}: no such command: use {names}{_nearest(word, COMMAND_NAMES)}")
+        raise CommandError(f"{_shown(word) or 'nothing'}: no such command: {accepted_words(word, COMMAND_NAMES)}")
     raw = _parse_set(arguments) if word == "set" else _parse_argument(word, arguments)
     try:
         return _adapter.validate_python({"kind": word, **raw})
@@ -304,9 +302,7 @@ def _parse_set(arguments: list[str]) -> dict[str, Any]:
             continue
         name, equals, value = argument.partition("=")
         if name not in SETTINGS:
-            raise CommandError(
-                f"set {_shown(name)}: no such setting: use {', '.join(SETTINGS)}{_nearest(name, SETTINGS)}"
-            )
+            raise CommandError(f"set {_shown(name)}: no such setting: {accepted_words(name, SETTINGS)}")
         if not equals or not value:
             raise CommandError(f"set {name}: no value: write set {name}=VALUE")
         if name in raw:
@@ -356,11 +352,6 @@ def _format_value(value: Any) -> str:
     if isinstance(value, list):
         return ",".join(map(str, value))
     return "none" if value is None else repr(value) if isinstance(value, float) else str(value)
-
-
-def _nearest(word: str, words: tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(word, words, 1, 0.5)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _shown(text: str) -> str:

@@ -1,7 +1,6 @@
 """The folder of a run: created once, locked by one trainer at a time, found by name."""
 
 import contextlib
-import difflib
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 
-from segapp.errors import ConfigError, RunBusyError, StorageError
+from segapp.errors import ConfigError, RunBusyError, StorageError, did_you_mean
 from segapp.run.files import (
     fsync_directory,
     make_durable_directory,
@@ -368,9 +367,8 @@ def find_run(what: str | Path | None = None, root: Path | str = "runs") -> RunFo
             inside = [name for name in names if name.startswith(f"{path.name}/")]
             example = f", such as {inside[0]}" if inside else ""
             raise ConfigError(f"{what} is a sweep: name one of its runs{example} (`segapp ls {what}` lists them)")
-    close = difflib.get_close_matches(str(what), names, 3, 0.4) or names[:3]
-    known = f": there are {', '.join(close)}" if close else f": there are no runs in {root}"
-    raise ConfigError(f"{what}: no such run{known} (`segapp ls` lists all)")
+    there = did_you_mean(str(what), names, most=3) or (f"there are {', '.join(names[:3])}" if names else "")
+    raise ConfigError(f"{what}: no such run: {there or f'there are no runs in {root}'} (`segapp ls` lists all)")
 
 
 def run_folders(root: Path | str = "runs", *, with_sweeps: bool = False) -> list[RunFolder]:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from segapp.config import RunConfig, changed_keys, kept_on_resume, load_config, part_names
-from segapp.errors import ConfigError, SegappError
+from segapp.config import RunConfig, changed_keys, kept_on_resume, load_config, named_config, part_names
+from segapp.errors import SegappError
 from segapp.parts.trust import check_trusted
 from segapp.run.folder import RunFolder, find_run, is_run, run_folders
 
@@ -88,9 +88,7 @@ def _plan(config: str | None, overrides: Sequence[str], run: Path | None, resume
 
 
 def _named_config(config: str | None, overrides: Sequence[str]) -> RunConfig:
-    if config is None:
-        raise ConfigError("--config FILE is missing: name a config, e.g. --config demo.yaml")
-    return load_config(config, overrides)
+    return load_config(named_config(config, overrides), overrides)
 
 
 def _resumed(

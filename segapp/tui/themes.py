@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textual.theme import Theme
 
-from segapp.errors import ConfigError
+from segapp.errors import ConfigError, accepted_words
 
 DARK = Theme(
     name="segapp-dark",
@@ -74,5 +74,5 @@ def find_theme(name: str) -> str:
     """
     name = _SHORT.get(name, name)
     if name not in NAMES:
-        raise ConfigError(f"theme {name}: no such theme: use dark, light, {', '.join(NAMES[2:])}")
+        raise ConfigError(f"theme {name}: no such theme: {accepted_words(name, [*_SHORT, *NAMES])}")
     return name

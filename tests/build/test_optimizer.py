@@ -122,7 +122,7 @@ def test_first_matching_pattern_replaces_factor_and_decay() -> None:
 
 
 def test_pattern_without_a_match_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"optim.groups\[0\].pattern: 'decodr' is not .*nearest: decoder"):
+    with pytest.raises(ConfigError, match=r"optim.groups\[0\].pattern: 'decodr' is not .*did you mean decoder"):
         settings_of(small(), groups=[{"pattern": "decodr"}])
 
 

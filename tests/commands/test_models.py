@@ -51,7 +51,7 @@ def test_another_version_of_the_program_collects_again(
 def test_pattern_is_a_part_or_a_glob() -> None:
     assert [name.label for name in matching_names("smp/unet/resnet18")] == ["smp/Unet/resnet18"]
     assert {name.encoder for name in matching_names("smp/*/tu-convnext_att*")} >= {"tu-convnext_atto"}
-    with pytest.raises(ConfigError, match=r"'resnet188' matches no network; nearest: .*resnet18"):
+    with pytest.raises(ConfigError, match=r"'resnet188' matches no network: did you mean .*resnet18"):
         matching_names("resnet188")
 
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from segapp.config import RunConfig, dump_config, load_config
-from segapp.config.problems import known_keys
+from segapp.config.words import known_keys
 from segapp.errors import ConfigError
 from tests.support.fault_runs import case
 from tests.support.hostile_files import CONTROL, MARKUP, is_inert

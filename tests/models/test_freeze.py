@@ -62,7 +62,7 @@ def test_outermost_modules_stand_for_those_within(model: SegmentationModel) -> N
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("clasifier.*", r"model.freeze: 'clasifier.\*' is not .*nearest: classifier"),
+        ("clasifier.*", r"model.freeze: 'clasifier.\*' is not .*did you mean classifier"),
         ("*", r"model.freeze = \['\*'\] freezes every parameter of lraspp: leave some to train"),
     ],
 )

@@ -152,7 +152,7 @@ def test_masks_have_a_stride_of_about_four_pixels(patch_px, stride):
         (None, {}, r"'None' is not a vision transformer of timm, such as tu-vit_small_patch16_dinov3"),
         ("resnet50", {}, "is not a vision transformer of timm"),
         ("tu-resnet18", {}, "cannot be built with tu-resnet18"),
-        ("tu-vit_small_patch16_dinov9", {}, "nearest: .*dinov3"),
+        ("tu-vit_small_patch16_dinov9", {}, "did you mean .*dinov3"),
         (DINO_V3, {"num_queries": 0}, r"num_queries = 0 is not a whole number of at least 1"),
         (DINO_V3, {"num_blocks": 4}, r"num_blocks = 4, but .* has 3"),
         (DINO_V3, {"num_querys": 4}, "cannot be built .*num_querys"),
@@ -166,7 +166,7 @@ def test_what_cannot_be_built_is_refused_with_the_next_move(encoder, options, me
 
 
 def test_unknown_name_is_refused_with_the_known_one():
-    with pytest.raises(ConfigError, match=r"model.name: 'eom' is not a model of segapp; nearest: eomt"):
+    with pytest.raises(ConfigError, match=r"model.name: 'eom' is not a model of segapp: did you mean eomt"):
         build_model("segapp", "eom", 3, encoder=DINO_V3)
 
 

@@ -248,10 +248,10 @@ def test_default_encoder_is_that_of_smp():
 @pytest.mark.parametrize(
     ("name", "kwargs", "message"),
     [
-        ("UNet3", {}, r"model\.name: 'UNet3' is not an architecture of smp; nearest: Unet"),
-        ("Unet", {"encoder": "resnet19"}, r"model\.encoder: 'resnet19' is not .*nearest: .*resnet18"),
-        ("Unet", {"encoder": "tu-resnet19"}, r"model\.encoder: 'tu-resnet19' is not a model of timm; nearest: .*tu-"),
-        ("Unet", {"encoder": "resnet18", "options": {"decoder_chanels": [8]}}, r"nearest: decoder_channels"),
+        ("UNet3", {}, r"model\.name: 'UNet3' is not an architecture of smp: did you mean Unet"),
+        ("Unet", {"encoder": "resnet19"}, r"model\.encoder: 'resnet19' is not .*did you mean .*resnet18"),
+        ("Unet", {"encoder": "tu-resnet19"}, r"model\.encoder: 'tu-resnet19' is not a model of timm: did you .*tu-"),
+        ("Unet", {"encoder": "resnet18", "options": {"decoder_chanels": [8]}}, r"did you mean decoder_channels"),
         ("Unet", {"encoder": "tu-resnet18", "options": {"decoder_chanels": [8]}}, r"cannot be built with tu-resnet18"),
         ("Unet", {"encoder": "resnet18", "options": {"decoder_channels": [8]}}, r"cannot be built .*decoder_channels"),
         ("FPN", {"encoder": "resnet18", "options": {"upsampling": 2}}, r"upsampling is set by .* drop it"),

@@ -151,12 +151,12 @@ def test_options_reach_backbone_and_head(name, encoder, options, stride):
 @pytest.mark.parametrize(
     ("name", "kwargs", "message"),
     [
-        ("deeplabv3_resnet5", {}, r"model\.name: 'deeplabv3_resnet5' is not .*; nearest: deeplabv3_resnet50"),
+        ("deeplabv3_resnet5", {}, r"model\.name: 'deeplabv3_resnet5' is not .*: did you mean deeplabv3_resnet50"),
         ("Unet", {}, r"model\.name: 'Unet' is not"),
         ("fcn", {}, r"model\.encoder: fcn needs a backbone; set one of mobilenet_v3_large"),
-        ("fcn", {"encoder": "resnet60"}, r"model\.encoder: 'resnet60' is not .*nearest: .*resnet50"),
+        ("fcn", {"encoder": "resnet60"}, r"model\.encoder: 'resnet60' is not .*did you mean .*resnet50"),
         ("fcn_resnet50", {"encoder": "resnet18"}, r"model\.encoder: fcn_resnet50 already names its backbone"),
-        ("fcn", {**SMALL, "options": {"width_mul": 2}}, r"model\.options: 'width_mul' is not .*nearest: width_mult"),
+        ("fcn", {**SMALL, "options": {"width_mul": 2}}, r"model\.options: 'width_mul' .*did you mean width_mult"),
         ("fcn", {"encoder": "resnet18", "options": {"output_stride": 8}}, r"output_stride=8; resnet18 takes 32"),
         ("fcn", {"encoder": "resnet50", "options": {"output_stride": 4}}, r"=4; resnet50 takes 8, 16 or 32"),
         ("fcn", {**SMALL, "options": {"output_stride": 8}}, r"output_stride=8; mobilenet_v3_small takes 16 or 32"),
@@ -170,7 +170,7 @@ def test_unknown_name_is_refused_with_the_nearest(name, kwargs, message):
 
 
 def test_unknown_library_is_refused():
-    with pytest.raises(ConfigError, match=r"model\.library: 'torchvison' is not .*nearest: torchvision"):
+    with pytest.raises(ConfigError, match=r"model\.library: 'torchvison' is not .*did you mean torchvision"):
         build_model("torchvison", "fcn", 3)
 
 

@@ -320,13 +320,15 @@ def hub(tmp_path, monkeypatch):
 
 
 def test_unknown_weights_name_is_refused_with_the_nearest():
-    with pytest.raises(ConfigError, match=r"'COCO_WITH_VOC_LABELS' is not .*nearest: COCO_WITH_VOC_LABELS_V1.*file"):
+    with pytest.raises(
+        ConfigError, match=r"'COCO_WITH_VOC_LABELS' is not .*did you mean COCO_WITH_VOC_LABELS_V1.*file"
+    ):
         build_model("torchvision", "lraspp_mobilenet_v3_large", 3, weights="COCO_WITH_VOC_LABELS")
-    with pytest.raises(ConfigError, match=r"weights_backbone: 'IMAGENET1K_V3' is not .*nearest: IMAGENET1K_V1"):
+    with pytest.raises(ConfigError, match=r"weights_backbone: 'IMAGENET1K_V3' is not .*did you mean IMAGENET1K_V1"):
         build(weights_backbone="IMAGENET1K_V3")
     with pytest.raises(CheckpointError, match=r"model\.weights: no file 'DEFAULT', and there are no named weights of"):
         build(weights="DEFAULT")
-    with pytest.raises(ConfigError, match=r"weights_backbone: 'imagenett' is not .*nearest: imagenet"):
+    with pytest.raises(ConfigError, match=r"weights_backbone: 'imagenett' is not .*did you mean imagenet"):
         build_model("smp", "FPN", 3, encoder="mobilenet_v2", weights_backbone="imagenett")
 
 

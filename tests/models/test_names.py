@@ -14,11 +14,11 @@ TWENTY = [f"n{i:02}" for i in range(20)]
 @pytest.mark.parametrize(
     ("value", "known", "message"),
     [
-        ("x", [], "key: 'x' is not a thing; none exists"),
-        ("x", ["b", "a"], "key: 'x' is not a thing; known: a, b"),
-        ("ZZ", TWENTY, f"key: 'ZZ' is not a thing; known: {', '.join(TWENTY)}"),
-        ("ZZ", [*TWENTY, "n20"], f"key: 'ZZ' is not a thing; known are 21, such as {', '.join(TWENTY)}"),
-        ("UNET", [*TWENTY, "Unet", "UnetPlusPlus"], "key: 'UNET' is not a thing; nearest: Unet, UnetPlusPlus"),
+        ("x", [], "key: 'x' is not a thing: none exists"),
+        ("x", ["b", "a"], "key: 'x' is not a thing: use one of a, b"),
+        ("ZZ", TWENTY, f"key: 'ZZ' is not a thing: use one of {', '.join(TWENTY)}"),
+        ("ZZ", [*TWENTY, "n20"], f"key: 'ZZ' is not a thing: there are 21, such as {', '.join(TWENTY)}"),
+        ("UNET", [*TWENTY, "Unet", "UnetPlusPlus"], "key: 'UNET' is not a thing: did you mean Unet or UnetPlusPlus?"),
     ],
 )
 def test_unknown_name_is_shown_with_those_that_exist(value: str, known: list[str], message: str) -> None:
@@ -27,7 +27,7 @@ def test_unknown_name_is_shown_with_those_that_exist(value: str, known: list[str
 
 def test_first_option_that_is_not_taken_is_named() -> None:
     check_options(["a", "b"], ["b", "a"], "Net")
-    with pytest.raises(ConfigError, match="'c' is not an option of Net; known: a, b"):
+    with pytest.raises(ConfigError, match="'c' is not an option of Net: use one of a, b"):
         check_options(["a", "c", "d"], ["b", "a"], "Net")
 
 

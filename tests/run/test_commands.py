@@ -65,7 +65,7 @@ def test_typed_commands_are_parsed(text, command):
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("", "nothing: no such command: use set, pause"),
+        ("", "nothing: no such command: use one of set, pause"),
         ("puase", "did you mean pause"),
         ("set", "set changes nothing"),
         ("set gpu_bsz=3", "did you mean gpu0_bsz"),

@@ -412,7 +412,7 @@ def test_runs_are_found_by_name_path_inner_file_and_age(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "runs" / "one")
     assert find_run(".").name == "one"
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="tow: no such run: there are two"):
+    with pytest.raises(ConfigError, match=r"tow: no such run: did you mean two\?"):
         find_run("tow")
     (tmp_path / "runs" / "lr-sweep").mkdir()
     (tmp_path / "runs" / "lr-sweep" / "sweep.json").write_text("{}")

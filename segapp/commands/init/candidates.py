@@ -15,7 +15,7 @@ from segapp.datasets.survey.published import published_layout
 from segapp.datasets.survey.questions import SURE, Answer, OpenQuestionError, open_question
 from segapp.datasets.survey.tables import read_tables
 from segapp.datasets.survey.tree import Tree
-from segapp.errors import ConfigError, DataError
+from segapp.errors import ConfigError, DataError, accepted_words
 
 Candidate = Layout | Conversion
 
@@ -90,8 +90,8 @@ def choose(root: Path, found: Sequence[Candidate], name: str | None) -> Candidat
         for number, candidate in enumerate(found, start=1):
             if name in (candidate.name, str(number)):
                 return candidate
-        names = ", ".join(shown(candidate.name) for candidate in found[:_MAX_SHOWN])
-        raise ConfigError(f"--layout {name}: {shown(root)} may be {names}: name one of them")
+        names = [shown(candidate.name) for candidate in found[:_MAX_SHOWN]]
+        raise ConfigError(f"--layout {name}: no such layout of {shown(root)}: {accepted_words(name, names)}")
     close = [candidate for candidate in found if candidate.confidence >= CLOSE * found[0].confidence]
     if len(close) == 1:
         return found[0]

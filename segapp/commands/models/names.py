@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import os
@@ -11,7 +10,7 @@ from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
 
-from segapp.errors import ConfigError
+from segapp.errors import ConfigError, did_you_mean
 from segapp.run.files import write_atomic
 
 _LIBRARIES = ("torchvision", "segmentation_models_pytorch", "timm")
@@ -47,9 +46,8 @@ def matching_names(pattern: str | None) -> list[ModelName]:
         return exact
     if not found:
         parts = {part for name in names for part in (name.label, *name.label.split("/"))}
-        nearest = difflib.get_close_matches(pattern, sorted(parts), n=3, cutoff=0.5)
-        hint = f"; nearest: {', '.join(nearest)}" if nearest else ""
-        raise ConfigError(f"{pattern!r} matches no network{hint} (segapp models lists the families)")
+        hint = did_you_mean(pattern, sorted(parts), most=3) or "check the spelling"
+        raise ConfigError(f"{pattern!r} matches no network: {hint} (segapp models lists the families)")
     return found
 
 

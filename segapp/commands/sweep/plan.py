@@ -17,10 +17,10 @@ from typing import Any
 from segapp.commands.sweep.grid import combinations, parse_axes
 from segapp.config import RunConfig, dump_config, find_config, load_config
 from segapp.config.parts import part_names
-from segapp.errors import ConfigError, storage_errors
+from segapp.errors import ConfigError, did_you_mean, storage_errors
 from segapp.parts.trust import check_trusted, remember_parts
 from segapp.run.files import write_atomic
-from segapp.run.sweep import SweepFolder, SweepInfo, SweepRun, find_sweep, new_info
+from segapp.run.sweep import SweepFolder, SweepInfo, SweepRun, find_sweep, new_info, sweep_folders
 from segapp.run.text import printable
 
 _MAX_NAME_CHARS = 80
@@ -98,11 +98,11 @@ def plan_sweep(words: Sequence[str], configs: Sequence[str]) -> SweepPlan:
     existing = find_sweep(name) if name is not None else None
     if not files:
         if existing is None:
-            raise ConfigError(
-                f"{name}: no such sweep: `segapp ls` lists them; a new one needs --config FILE"
-                if name is not None
-                else "--config FILE is missing: name a config, or a sweep to resume"
-            )
+            if name is None:
+                raise ConfigError("--config FILE is missing: name a config, or a sweep to resume")
+            hint = did_you_mean(name, [sweep.path.name for sweep in sweep_folders()])
+            advice = f"{hint} `segapp ls` lists them; a new one needs --config FILE".strip()
+            raise ConfigError(f"{name}: no such sweep: {advice}")
         info = existing.read()
         if not axes:
             return SweepPlan(existing, info, frozenset(run.name for run in info.runs), {})

@@ -1,6 +1,5 @@
 """Transforms made from a list of plain values, every argument checked; the built-in recipe as such a list."""
 
-import difflib
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from pydantic import ValidationError
 
 from segapp.datasets.augment.color import PhotometricChange
 from segapp.datasets.augment.crop import ScaledCrop
-from segapp.errors import ConfigError
+from segapp.errors import ConfigError, did_you_mean
 from segapp.parts import build_part, is_part
 from segapp.parts.contracts import Transform
 
@@ -147,8 +146,7 @@ class TransformBuilder:
         known = [name for name in _parameters(kind) if name not in given]
         for argument in arguments:
             if argument not in known:
-                near = difflib.get_close_matches(argument, known, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known)}"
+                hint = did_you_mean(argument, known) or f"it takes {', '.join(known)}"
                 self.problems.append(f"{place}.{argument} is no argument: {hint}")
         if arguments.get("mask_interpolation", 0) not in _NEAREST:
             self.problems.append(f"{place}.mask_interpolation would mix class ids: leave it out")
@@ -222,9 +220,7 @@ def find_transform(name: str) -> type | str:
     names = known_transforms()
     if name in names:
         return getattr(A, name)  # type: ignore[no-any-return]
-    by_lower = {each.lower(): each for each in names}
-    near = difflib.get_close_matches(name.lower(), by_lower, n=2)
-    hint = f"did you mean {' or '.join(by_lower[each] for each in near)}?" if near else "see its documentation"
+    hint = did_you_mean(name, names, most=2) or "see its documentation"
     return f"{name} is no transform of albumentations {A.__version__}: {hint}"
 
 

@@ -24,7 +24,7 @@ from segapp.datasets.layouts.pairing import (
 from segapp.datasets.layouts.published_classes import Color, bit_palette
 from segapp.datasets.layouts.root_guard import RootGuard
 from segapp.datasets.layouts.schemes import ClassScheme, check_colors, check_label_map, check_names, parse_palette
-from segapp.errors import ConfigError, DataError
+from segapp.errors import ConfigError, DataError, accepted_words
 
 __all__ = [
     "DATASETS",
@@ -176,7 +176,7 @@ DATASETS: dict[str, DatasetFormat] = {
 
 def _format(format: str) -> DatasetFormat:
     if format not in DATASETS:
-        raise ConfigError(f"format {format!r} is not known: use one of {', '.join(DATASETS)}")
+        raise ConfigError(f"data.format = {format!r} is not known: {accepted_words(format, DATASETS)}")
     return DATASETS[format]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from segapp.datasets.files import ImagePair, open_regular, shown
 from segapp.datasets.layouts.root_guard import PartialError, RootGuard, is_below
-from segapp.errors import DataError
+from segapp.errors import DataError, did_you_mean
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".gif")
 """Extensions of images, in any case; where several masks share a stem, the extension listed first is taken."""
@@ -80,7 +80,13 @@ def _existing(folder: Path, how_to_get: str) -> Path:
     parent = folder.parent
     siblings = sorted(p.name for p in parent.iterdir() if p.is_dir() and p.name[0] != ".") if parent.is_dir() else []
     there = f" ({shown(parent)} holds {_some(siblings)})" if siblings else ""
-    raise DataError(f"{shown(folder)} does not exist{there}: {how_to_get}")
+    raise DataError(f"{shown(folder)} does not exist{there}: {_meant(folder, siblings)}{how_to_get}")
+
+
+def _meant(path: Path, names: Sequence[str]) -> str:
+    """Return "did you mean val? " for a name that does not exist beside similar ones; "" if none is similar."""
+    hint = did_you_mean(path.name, names)
+    return f"{hint} " if hint else ""
 
 
 def _unique_images(
@@ -252,7 +258,9 @@ def _lines(path: Path, how_to_get: str) -> list[str]:
         with open_regular(path) as file:
             data = file.read()
     except OSError as error:
-        raise DataError(f"{shown(path)} cannot be read ({error.strerror}): {how_to_get}") from error
+        lists = [] if path.exists() or not path.parent.is_dir() else [each.name for each in path.parent.glob("*.txt")]
+        hint = _meant(path, sorted(lists))
+        raise DataError(f"{shown(path)} cannot be read ({error.strerror}): {hint}{how_to_get}") from error
     if b"\0" in data:
         raise DataError(f"{shown(path)} is not a text file in UTF-8: write one name a line")
     text = os.fsdecode(data.removeprefix(codecs.BOM_UTF8))

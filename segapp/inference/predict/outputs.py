@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.images.raster import GeoTiffWriter
 from segapp.datasets.layouts.formats import ClassScheme
-from segapp.errors import ConfigError, StorageError, cannot_be_written
+from segapp.errors import ConfigError, StorageError, accepted_words, cannot_be_written
 from segapp.inference.predict.png import PngWriter
 from segapp.inference.predict.reading import Picture
 from segapp.inference.predict.tiles import Strip
@@ -296,5 +296,5 @@ def parse_saved(words: Sequence[str]) -> tuple[Saved, ...]:
     wanted = {word.strip() for each in words for word in each.split(",") if word.strip()}
     unknown = sorted(wanted - set(SAVED))
     if unknown:
-        raise ConfigError(f"--save {unknown[0]} is not known: use one or more of {', '.join(SAVED)}")
+        raise ConfigError(f"--save {unknown[0]} is not known: {accepted_words(unknown[0], SAVED)}")
     return tuple(kind for kind in SAVED if kind in wanted)
