@@ -7,7 +7,8 @@ from collections import Counter
 
 import pytest
 
-from segapp.datasets.survey.division import Grouping, divide, divide_into_folds, group_pairs, split_word_of
+from segapp.datasets.division.groups import Grouping
+from segapp.datasets.division.sides import divide, divide_into_folds, split_word_of
 from segapp.datasets.survey.hypotheses import Pair
 from segapp.errors import ConfigError, DataError
 
@@ -112,43 +113,3 @@ def test_folds_are_even_and_hold_whole_groups() -> None:
         assert set(folds) == {0, 1, 2}
         assert len(set(zip(grouping.groups, folds, strict=True))) == 7
     assert sorted(divide_into_folds(grouped(3, 3)[1], 2, 0)) == [0, 0, 0, 1, 1, 1]
-
-
-BEGINNING = "beginning of the name"
-
-
-@pytest.mark.parametrize(
-    ("images", "kind", "groups"),
-    [
-        ("s1/a s1/b s2/a s2/b s3/a s3/b", "folder", "s1 s1 s2 s2 s3 s3"),
-        ("x_1 x_2 y_1 y_2 z_1 z_2", BEGINNING, "x_ x_ y_ y_ z_ z_"),
-        ("a b c", "image", None),
-        ("x_1 x_2 y_1 y_2", "image", None),  # two groups are too few
-        ("x_1 x_2 y_1 y_2 z_1", "image", None),  # of fewer than two images on average
-        ("x_1 x_2 x_3 x_4 x_5 x_6 x_7 x_8 y z", BEGINNING, "x_ x_ x_ x_ x_ x_ x_ x_ y z"),
-        ("x_1 x_2 x_3 x_4 x_5 x_6 x_7 x_8 x_9 y z", "image", None),  # one of them holds nearly all
-        ("1/a_1 1/a_2 1/b_1 1/b_2 2/c_1 2/c_2 2/d_1 2/d_2 3/e_1 3/e_2 3/a_3 3/a_4", BEGINNING,
-         "a_ a_ b_ b_ c_ c_ d_ d_ e_ e_ a_ a_"),  # five, where there are only three folders
-        ("x_1 x_2 y_1 y_2 z_q_1 z_q_2 z_r_1 z_r_2 z_s_1 z_s_2", BEGINNING, "x_ x_ y_ y_ z_q_ z_q_ z_r_ z_r_ z_s_ z_s_"),
-    ],
-)  # fmt: skip
-def test_groups_are_folders_or_beginnings_of_names(images: str, kind: str, groups: str | None) -> None:
-    pairs = pairs_of(*(f"{image}.png" for image in images.split()))
-    assert group_pairs(pairs, None) == Grouping(
-        tuple(pair.image for pair in pairs) if groups is None else tuple(groups.split()), kind
-    )
-
-
-@pytest.mark.parametrize(
-    ("pattern", "groups"), [(r"/(.)_", ("x", "y")), (r"._\d", ("x_1", "y_2")), ("(q)?p", ("p", "q"))]
-)
-def test_groups_are_what_an_expression_matches(pattern: str, groups: tuple[str, str]) -> None:
-    pairs = pairs_of("p/x_1.png", "qp/y_2.png")
-    assert group_pairs(pairs, pattern) == Grouping(groups, f"--group {pattern}")
-
-
-def test_wrong_expressions_for_groups_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"--group \(: no regular expression"):
-        group_pairs(pairs_of("a.png"), "(")
-    with pytest.raises(ConfigError, match=r"--group \^z: matches nothing in a\.png: it must match every image"):
-        group_pairs(pairs_of("a.png"), "^z")

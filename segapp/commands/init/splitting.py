@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from segapp.datasets.survey.division import divide, divide_into_folds, group_pairs, split_word_of
+from segapp.datasets.division.groups import Grouping, find_shared_groups, group_pairs
+from segapp.datasets.division.sides import divide, divide_into_folds, split_word_of
+from segapp.datasets.files import shown
 from segapp.datasets.survey.hypotheses import Pair
 from segapp.errors import ConfigError
 
@@ -64,6 +66,7 @@ def divided(
 
     Raises:
         ConfigError: the data have splits and a share or groups are given, or a side would be empty.
+        OpenQuestionError: several parts of the names may name the group of an image.
     """
     splits = {pair.split for pair in pairs}
     val_split = next((split for split in ("val", "test") if split in splits), None)
@@ -77,8 +80,11 @@ def divided(
         train = [pair for pair in pairs if pair.split == "train"]
         val = [pair for pair in pairs if pair.split == val_split]
         words = {split: split if is_published else split_word_of(pairs, split) for split in ("train", val_split)}
-        line = f"splits: {len(train)} training images (train), {len(val)} validation images ({val_split})"
-        return Division(train, val, words, {"train": train, "val": val}, is_new=False, lines=(line,))
+        lines = [f"splits: {len(train)} training images (train), {len(val)} validation images ({val_split})"]
+        both = find_shared_groups({"train": [pair.image for pair in train], val_split: [pair.image for pair in val]})
+        if both is not None:
+            lines.append(f"warning: {both}")
+        return Division(train, val, words, {"train": train, "val": val}, is_new=False, lines=tuple(lines))
     share = DEFAULT_SHARE if share is None else share
     grouping = group_pairs(pairs, group)
     sides = divide(pairs, grouping, share, seed)
@@ -87,9 +93,18 @@ def divided(
         f"splits: the data have none: {len(train)} training and {len(val)} validation images, {grouping.num_groups} "
         f"groups ({grouping.kind}) divided by --val-share {share:g}"
     )
-    if grouping.kind == "image":
-        line += "; if neighbours show the same scene, keep them together with --group REGEX"
-    return Division(train, val, {"train": "train", "val": "val"}, {"train": train, "val": val}, lines=(line,))
+    lists = {"train": train, "val": val}
+    return Division(train, val, {"train": "train", "val": "val"}, lists, lines=(line, _group_line(pairs, grouping)))
+
+
+def _group_line(pairs: Sequence[Pair], grouping: Grouping) -> str:
+    images = [pair.image for pair in pairs]
+    if grouping.kind != "image":
+        return f"groups: {grouping.examples(images)}"
+    return (
+        f"groups: none is named by {shown(images[0])} to {shown(images[-1])}; if neighbours show the same scene, keep "
+        "them together with --group REGEX"
+    )
 
 
 def _folds(pairs: Sequence[Pair], group: str | None, folds: int, seed: int) -> Division:
@@ -101,5 +116,6 @@ def _folds(pairs: Sequence[Pair], group: str | None, folds: int, seed: int) -> D
         lists[f"fold{fold}-val"] = [pair for pair, own in zip(pairs, fold_of, strict=True) if own == fold]
     sizes = ", ".join(str(len(lists[f"fold{fold}-val"])) for fold in range(folds))
     line = f"folds: {sizes} validation images; {grouping.num_groups} groups ({grouping.kind}) were divided"
+    lines = (line, _group_line(pairs, grouping))
     names = {"train": "fold0-train", "val": "fold0-val"}
-    return Division(lists["fold0-train"], lists["fold0-val"], names, lists, folds, lines=(line,))
+    return Division(lists["fold0-train"], lists["fold0-val"], names, lists, folds, lines=lines)

@@ -55,13 +55,23 @@ class _Naming:
 
 @dataclass(frozen=True)
 class Pair:
-    """An image and its mask, relative to the root; the split, if known, and its word on disk; folders of its scene."""
+    """An image and its mask, relative to the root.
+
+    Attributes:
+        image: path of the image.
+        mask: path of the mask.
+        split: "train", "val" or "test", if it is known.
+        split_word: the split as it is written on disk.
+        scene: folders of its scene.
+        group: the patient, video or scene that a table names.
+    """
 
     image: str
     mask: str
     split: str | None = None
     split_word: str | None = None
     scene: tuple[str, ...] = ()
+    group: str | None = None
 
 
 @dataclass(frozen=True)

@@ -249,6 +249,47 @@ def test_scenes_and_groups_stay_on_one_side(tmp_path: Path) -> None:
             propose_config(InitRequest(tmp_path / "d", tmp_path / "c.yaml", group=expression))
 
 
+def test_slices_of_a_patient_stay_on_one_side(tmp_path: Path) -> None:
+    """The word patient is the group, not the beginning of the name; folds use it too."""
+    names = [f"slice{s}_patient{p:02}_{k}" for s in range(3) for p in range(6) for k in range(2)]
+    drawn_folders.draw(tmp_path / "d", names, "images/{}.png", "masks/{}.png")
+    _, result, found = drawn_folders.proposed(tmp_path / "d", tmp_path / "made.yaml")
+    patients = [{name.split("_")[1] for name in found[split]} for split in ("train", "val")]
+    assert sorted(patients[0] | patients[1]) == [f"patient{p:02}" for p in range(6)]
+    assert not patients[0] & patients[1]
+    said = "\n".join(result.lines)
+    assert "30 training and 6 validation images, 6 groups (patient in the name) divided by --val-share 0.2" in said
+    assert "patient00: 6 images such as images/slice0_patient00_0.png; patient01: 6 images such as" in said
+    result = propose_config(InitRequest(tmp_path / "d", tmp_path / "folds.yaml", folds=3))
+    for path in result.configs:
+        own = drawn_folders.names_read(load_config(path))
+        assert not {n.split("_")[1] for n in own["train"]} & {n.split("_")[1] for n in own["val"]}
+    assert any("6 groups (patient in the name) were divided" in line for line in result.lines)
+
+
+def test_two_words_that_may_be_the_group_are_a_question(tmp_path: Path) -> None:
+    names = [f"{place}_{i:02}_{k}" for place in ("barn", "lake", "mill") for i in range(5) for k in range(2)]
+    drawn_folders.draw(tmp_path / "d", names, "images/{}.png", "masks/{}.png")
+    with pytest.raises(
+        OpenQuestionError, match=r"--group '.*' \(beginning of the name: 3 groups; barn: 10 ima"
+    ) as raised:
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
+    for position, answer in enumerate(raised.value.answers[:2]):
+        out = tmp_path / f"{position}.yaml"
+        _, _, found = drawn_folders.proposed(tmp_path / "d", out, **{raised.value.attribute: answer.value})
+        assert not {n.split("_")[position] for n in found["train"]} & {n.split("_")[position] for n in found["val"]}
+
+
+def test_patients_in_both_published_splits_are_a_warning(tmp_path: Path) -> None:
+    for split, patients in (("train", range(4)), ("val", range(3, 6))):
+        names = [f"patient{p:02}_{split[0]}{k}" for p in patients for k in range(2)]
+        drawn_folders.draw(tmp_path / "d", names, f"images/{split}/{{}}.png", f"masks/{split}/{{}}.png")
+    _, result, _ = drawn_folders.proposed(tmp_path / "d", tmp_path / "made.yaml")
+    (warning,) = [line for line in result.lines if line.startswith("warning: ")]
+    assert "1 of the 3 groups of val (patient in the name) are in train too" in warning
+    assert "patient03_v0.png: scores on val are too good; divide anew with segapp init --folds 5 --group" in warning
+
+
 def test_folds_are_configs_that_together_validate_on_all(tmp_path: Path) -> None:
     names = [f"{scene}/{number:04}" for scene in "abcdefg" for number in range(3)]
     drawn_folders.draw(tmp_path / "d", names, "images/{}.jpg", "masks/{}.png")

@@ -3,83 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from segapp.datasets.files import shown
+from segapp.datasets.division.groups import Grouping
 from segapp.datasets.survey.hypotheses import Pair
 from segapp.datasets.survey.words import SPLIT_WORDS
 from segapp.errors import ConfigError, DataError
-
-MIN_GROUPS = 5
-"""Fewer groups of a kind are used only if there is no other kind."""
-
-
-@dataclass(frozen=True)
-class Grouping:
-    """The group of each pair, in the order of the pairs, and what a group is."""
-
-    groups: tuple[str, ...]
-    kind: str
-
-    @property
-    def num_groups(self) -> int:
-        """Number of different groups."""
-        return len(set(self.groups))
-
-
-def group_pairs(pairs: Sequence[Pair], pattern: str | None) -> Grouping:
-    """Return the group of each pair.
-
-    Args:
-        pairs: of images.
-        pattern: regular expression that is searched in the image's path; its first group, or else the whole match, is
-            the group. None: the folder of the scene, or else the beginning of the name that several images share.
-
-    Raises:
-        ConfigError: the expression is wrong, or an image does not match.
-    """
-    if pattern is not None:
-        return _by_expression(pairs, pattern)
-    scenes = ["/".join(pair.scene) for pair in pairs]
-    few: Grouping | None = None
-    for groups, kind in [(scenes, "folder"), *_beginnings(pairs)]:
-        count = len(set(groups))
-        if count <= len(pairs) / 2 and max(Counter(groups).values()) <= 0.8 * len(pairs):
-            found = Grouping(tuple(groups), kind)
-            if count >= MIN_GROUPS:
-                return found
-            few = few or (found if count >= 3 else None)
-    return few or Grouping(tuple(pair.image for pair in pairs), "image")
-
-
-def _by_expression(pairs: Sequence[Pair], pattern: str) -> Grouping:
-    try:
-        expression = re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(
-            f"--group {pattern}: no regular expression ({error}): write one such as '^([^/_]+)_'"
-        ) from None
-    groups = []
-    for pair in pairs:
-        match = expression.search(pair.image)
-        if match is None:
-            raise ConfigError(f"--group {pattern}: matches nothing in {shown(pair.image)}: it must match every image")
-        groups.append(match[1] if expression.groups and match[1] is not None else match[0])
-    return Grouping(tuple(groups), f"--group {pattern}")
-
-
-def _beginnings(pairs: Sequence[Pair]) -> list[tuple[list[str], str]]:
-    """Return the beginnings of the names, of one word, of two words, ..."""
-    names = [pair.image.rpartition("/")[2].rpartition(".")[0] for pair in pairs]
-    words = [re.findall(r"[^_\-. ]+[_\-. ]*", name) for name in names]
-    most = max((len(own) for own in words), default=0)
-    return [
-        (["".join(own[: min(count, len(own) - 1)] or own) for own in words], "beginning of the name")
-        for count in range(1, min(most, 8))
-    ]
 
 
 def divide(pairs: Sequence[Pair], grouping: Grouping, share: float, seed: int) -> list[str]:
