@@ -12,7 +12,8 @@ from typing import Any
 import cv2
 import numpy as np
 
-from segapp.build.data import build_dataset, build_pairs, build_pixels, build_scheme, split_names
+from segapp.build.data import build_dataset
+from segapp.build.pairs import build_pairs, build_pixels, build_scheme, split_names
 from segapp.commands.init import InitRequest, propose_config
 from segapp.config import RunConfig, load_config
 from segapp.datasets.dataset import SegmentationDataset
@@ -86,7 +87,7 @@ def judged(layout: DrawnLayout, folder: Path) -> tuple[Truth, Verdict]:
     return truth, judge(layout, truth, folder)
 
 
-def judge(layout: DrawnLayout, truth: Truth, folder: Path, **request: Any) -> Verdict:
+def judge(layout: DrawnLayout, truth: Truth, folder: Path, /, **request: Any) -> Verdict:
     """Runs `init` on a drawn layout and compares what training would read with the truth.
 
     Args:
@@ -113,7 +114,7 @@ def judge(layout: DrawnLayout, truth: Truth, folder: Path, **request: Any) -> Ve
     return verdict
 
 
-def answered(layout: DrawnLayout, truth: Truth, folder: Path, asked: Verdict, **request: Any) -> Verdict | None:
+def answered(layout: DrawnLayout, truth: Truth, folder: Path, asked: Verdict, /, **request: Any) -> Verdict | None:
     """Returns the verdict of the first answers to the open questions with which the truth is read; None without any."""
     assert asked.question is not None
     for answer in asked.question.answers:

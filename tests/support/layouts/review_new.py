@@ -155,7 +155,7 @@ def freiburg(canvas: Canvas) -> None:
                 save(canvas.root / f"{word}/{kind}/b{name}_Clipped{suffix}", pixels)
     for kind, suffix in others.items():
         canvas.unused.append(tuple(f"train/{kind}/b{name}_Clipped{suffix}" for name in EIGHT))
-    canvas.text("labels.txt", ["name R G B", *(f"{name} {r} {g} {b}" for (r, g, b), name in codes.items())])
+    canvas.text("labels.txt", [f"{name} {r} {g} {b}" for (r, g, b), name in codes.items()])
     canvas.names_said = True
 
 
