@@ -22,10 +22,12 @@ from segapp.datasets.doctor import Finding, SplitReport, examine
 from segapp.datasets.files import ImagePair, read_header, shown
 from segapp.datasets.images.measure import PERCENTILES, config_values, measure_ranges, stored_pixels
 from segapp.datasets.images.pixel_format import DTYPES, RGB8, PixelFormat
-from segapp.datasets.layouts.formats import ClassScheme, leftovers
+from segapp.datasets.layouts.formats import ClassScheme, leftovers, split_list
 from segapp.datasets.layouts.root_guard import OutsideError, PartialError
 from segapp.datasets.sampling import uniform_order
 from segapp.datasets.sums import check_sums, write_sums
+from segapp.datasets.survey.accounting import Account, Uses, account_for
+from segapp.datasets.survey.tree import survey_tree
 from segapp.errors import ConfigError, DataError, storage_errors
 from segapp.parts import is_part
 from segapp.run.text import printable
@@ -85,13 +87,16 @@ def check_data(
     if new_sums_file is not None:
         _write(new_sums_file, write_sums(splits, Path(data.root)), "--write-sums")
     groups = grouped(reports, before)
+    account = None if is_part(data.format) else _account(data, splits)
     weights = suggested_weights(reports[0], scheme)
     if as_json:
-        print(json.dumps(as_dict(reports, groups, scheme, measured), indent=2))
+        print(json.dumps(as_dict(reports, groups, scheme, measured, account), indent=2))
     else:
         print_report(reports, groups, scheme, weights, Console(highlight=False))
         for line in _pixel_lines(measured):
             print(line)
+        if account is not None:
+            print("", *map(printable, account.lines), sep="\n")
     if html_file is not None:
         from segapp.commands.check_html import check_page  # imports torch
 
@@ -196,6 +201,34 @@ def _pixel_lines(measured: PixelFormat | None) -> list[str]:
     ]
 
 
+def _account(data: DataConfig, splits: Mapping[str, Sequence[ImagePair]]) -> Account:
+    """Return which files below `data.root` the config uses, and why it does not use the others."""
+    root, location = Path(data.root), build_location(data)
+    names = dict(zip(("validation", "training"), reversed(split_names(data)), strict=True))
+    if names["training"] == names["validation"]:
+        names = {"training and validation": names["training"]}
+    lists = [path for name in names.values() if (path := split_list(location, name)) is not None]
+    masks = "data.mask_root holds the masks" if data.mask_root is not None else "no image of the splits uses it"
+    other = "the config does not use it; segapp init reads annotations and class names"
+    return account_for(
+        survey_tree(root),
+        Uses(
+            {use: _below(root, [pair.image for pair in splits[name]]) for use, name in sorted(names.items())},
+            _below(root, [mask for pairs in splits.values() for pair in pairs for mask in pair.masks]),
+            _below(root, lists),
+            usual_reasons={
+                "image": "it is in neither split",
+                "mask": masks,
+                **dict.fromkeys(("list", "table", "sidecar"), other),
+            },
+        ),
+    )
+
+
+def _below(root: Path, paths: Sequence[Path]) -> list[str]:
+    return [os.path.relpath(path, root) for path in paths]
+
+
 def _beside(data: DataConfig, split: str) -> Iterator[Finding]:
     """Yield warnings about files that belong to no pair."""
     left = leftovers(build_location(data), split)
@@ -221,7 +254,11 @@ def suggested_weights(report: SplitReport, scheme: ClassScheme) -> dict[str, lis
 
 
 def as_dict(
-    reports: Sequence[SplitReport], groups: Sequence[Group], scheme: ClassScheme, measured: PixelFormat | None = None
+    reports: Sequence[SplitReport],
+    groups: Sequence[Group],
+    scheme: ClassScheme,
+    measured: PixelFormat | None = None,
+    account: Account | None = None,
 ) -> dict[str, Any]:
     """Return the findings as plain values for `--json`."""
     findings = [finding for group in groups for finding in group.findings]
@@ -231,6 +268,7 @@ def as_dict(
         "classes": list(scheme.names),
         "class_weights": suggested_weights(reports[0], scheme),
         "pixels": None if measured is None else asdict(measured),
+        "files": None if account is None else account.as_dict,
         "splits": {report.split: _split_as_dict(report) for report in reports},
         "findings": [
             {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from segapp.build.pairs import build_pairs, build_scheme, split_names
-from segapp.commands.init.candidates import Candidate, choose, confirm, find_candidates, found_lines
+from segapp.commands.init.candidates import Candidate, Found, choose, confirm, find_candidates, found_lines
 from segapp.commands.init.placing import check_place, place
 from segapp.commands.init.splitting import Division, check_request, divided
 from segapp.commands.init.text import Facts, config_text
@@ -24,6 +25,7 @@ from segapp.datasets.convert.conversion import Conversion, Item, some_problems, 
 from segapp.datasets.files import ImagePair, shared_images, shown
 from segapp.datasets.images.measure import measure_pixels
 from segapp.datasets.layouts.formats import DATASETS
+from segapp.datasets.survey.accounting import Uses, account_for
 from segapp.datasets.survey.class_files import find_class_files
 from segapp.datasets.survey.content import read_contents
 from segapp.datasets.survey.encoding import Classes, read_classes
@@ -33,6 +35,9 @@ from segapp.datasets.survey.tree import Tree, survey_tree
 from segapp.errors import ConfigError, DataError
 
 __all__ = ["InitRequest", "InitResult", "propose_config"]
+
+_PLAUSIBLE = 0.25
+"""Confidence from which the account names another reading as what an unused file may be for."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,8 @@ def propose_config(request: InitRequest) -> InitResult:
         lines.append(f"note: {len(unread)} masks cannot be read, such as {shown(unread[0])}: segapp check names all")
     for note in facts.classes.notes:
         lines.append(f"note: {note}")
+    class_files = [file.source for file in find_class_files(tree)]
+    lines += account_for(tree, _uses(survey, chosen, pairs, division, facts.classes, class_files)).lines
     _write(facts, division, paths, out)
     return InitResult(tuple(paths), tuple(lines))
 
@@ -137,7 +144,6 @@ class _Materials:
         if isinstance(self._chosen, Layout) and self._clean_masks:
             self._chosen = cleaned(self._tree, self._chosen)
         if isinstance(self._chosen, Layout):
-            self.lines += [f"left out, without a mask: {text}" for text in some_problems(self._chosen.unpaired)]
             return list(self._chosen.pairs), root, None
         conversion = self._chosen
         written = self._out.with_name(f"{self._out.stem}-{conversion.writes}")
@@ -199,6 +205,38 @@ class _Materials:
 
 def _with_progress(items: Iterable[Item], total: int) -> Iterator[Item]:
     yield from tqdm(items, "writing", total, unit="image", disable=None, leave=False)
+
+
+def _uses(
+    survey: Found,
+    chosen: Candidate,
+    pairs: Sequence[Pair],
+    division: Division,
+    classes: Classes,
+    class_files: Sequence[str],
+) -> Uses:
+    """Return the files of the folder that the config uses, and why others are not used."""
+    splits = {"training": division.train, "validation": division.val}
+    if division.num_folds:
+        splits = {f"in {division.num_folds} folds": [*division.train, *division.val]}
+    images = {split: [pair.image for pair in own] for split, own in splits.items()}
+    trained = {image for own in images.values() for image in own}
+    has_masks = isinstance(chosen, Layout) or chosen.writes == "images"
+    used_names = [path for path in class_files if shown(path) in f"{classes.names_reason} {classes.palette_reason}"]
+    reasons = dict(survey.unused.get(chosen.name, {}))
+    reasons |= dict.fromkeys(class_files, f"the class names are those of another source: {classes.names_reason}")
+    for pair in pairs:
+        if pair.image not in trained:
+            reason = f"of the {pair.split} split, which the config does not use"
+            reasons |= dict.fromkeys((pair.image, pair.mask) if has_masks else (pair.image,), reason)
+    for other in survey.candidates:
+        if isinstance(other, Layout) and other is not chosen and other.confidence >= _PLAUSIBLE:
+            reason = f"of another reading: --layout {shlex.quote(other.name)}"
+            for pair in other.pairs:
+                reasons.setdefault(pair.image, reason)
+                reasons.setdefault(pair.mask, reason)
+    masks = [pair.mask for own in splits.values() for pair in own] if has_masks else []
+    return Uses(images, masks, (*chosen.sources, *used_names), reasons)
 
 
 def _class_lines(facts: Facts) -> list[str]:

@@ -289,6 +289,16 @@ def find_pairs(location: DataLocation, split: str) -> tuple[ImagePair, ...]:
     return tuple(sorted(pairs, key=lambda pair: os.fsencode(pair.name)))
 
 
+def split_list(location: DataLocation, split: str) -> Path | None:
+    """Return the file that lists the images of a split; None if its folder does."""
+    known = _format(location.format)
+    split = known.splits.get(split, split)
+    if not known.layouts:
+        return Path(location.list_dir if location.list_dir is not None else location.root) / f"{split}.txt"
+    base, layout = _choose_layout(known, Path(location.root), split, location.overrides)
+    return base / layout.split_file if layout.split_file else None
+
+
 def leftovers(location: DataLocation, split: str) -> Leftovers:
     """Return the files in a split's folders that belong to no pair."""
     known = _format(location.format)

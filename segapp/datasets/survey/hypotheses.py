@@ -34,6 +34,8 @@ CLOSE = 0.9
 _NUM_PROBED = 5
 _MAX_VERSIONS = 8
 """Most folders of annotators or versions that are told apart; more are scenes."""
+_FEW = 0.25
+"""Share of the pairs of a better layout with the same masks below which a layout is none of its own."""
 _LONE_WEIGHT = 0.75
 """Least weight of the words in the names of a layout that has no rival."""
 _MIN_SPARSE = 3
@@ -126,10 +128,13 @@ def find_layouts(tree: Tree) -> list[Layout]:
 
 
 def _repeats(pairs: set[tuple[str, str]], better: Layout) -> bool:
-    """Return True if a better hypothesis has most of the pairs, or most of the images as masks."""
+    """Return True if a better hypothesis has most of the pairs, most images as masks, or far more of the masks."""
     known = {(pair.image, pair.mask) for pair in better.pairs}
     masks = {mask for _, mask in known}
-    return len(pairs & known) >= 0.5 * len(pairs) or sum(image in masks for image, _ in pairs) >= 0.5 * len(pairs)
+    half = 0.5 * len(pairs)
+    if len(pairs) < _FEW * len(known) and sum(mask in masks for _, mask in pairs) >= half:
+        return True
+    return len(pairs & known) >= half or sum(image in masks for image, _ in pairs) >= half
 
 
 def _named_apart(ranked: list[Layout]) -> list[Layout]:

@@ -22,6 +22,7 @@ class Tree:
         root: the folder.
         images: files with the extension of an image.
         others: files that may hold annotations, class names or lists.
+        rest: files of other kinds.
         leads_outside: files or folders are links to places outside root.
     """
 
@@ -29,6 +30,7 @@ class Tree:
     images: tuple[str, ...]
     others: tuple[str, ...]
     leads_outside: bool
+    rest: tuple[str, ...] = ()
 
     def others_named(self, *suffixes: str) -> list[str]:
         """Return the other files with one of the extensions, those nearest to the root first."""
@@ -47,6 +49,7 @@ def survey_tree(root: Path) -> Tree:
     guard = RootGuard(root)
     images: list[str] = []
     others: list[str] = []
+    rest: list[str] = []
     leads_outside = False
     seen: set[str] = set()
     for place, folders, names in os.walk(root, followlinks=True):
@@ -60,9 +63,12 @@ def survey_tree(root: Path) -> Tree:
         below = os.path.relpath(place, root)
         for name in sorted(names):
             suffix = os.path.splitext(name)[1].lower()
-            if name[0] == "." or suffix not in IMAGE_SUFFIXES + OTHER_SUFFIXES:
+            if name[0] == ".":
                 continue
             path = name if below == "." else f"{below}/{name}"
+            if suffix not in IMAGE_SUFFIXES + OTHER_SUFFIXES:
+                rest.append(path)
+                continue
             (images if suffix in IMAGE_SUFFIXES else others).append(path)
             leads_outside |= not guard.holds(os.path.join(place, name))
-    return Tree(root, tuple(images), tuple(others), leads_outside)
+    return Tree(root, tuple(images), tuple(others), leads_outside, tuple(rest))
