@@ -29,6 +29,7 @@ from segapp.inference.workspace import HostLimit
 from segapp.metrics import SegmentationScores, counts_for, group_iou, mean_of_known
 from segapp.report.confusion import PICTURE_SUFFIXES, confusion_file
 from segapp.run.files import write_atomic, write_json
+from segapp.run.scores import count_scored, loss_text, of_classes
 from segapp.run.text import printable
 from segapp.train.telemetry.console import iou_table, worst_first
 
@@ -156,15 +157,15 @@ def _print_scores(
         print(line)
     if groups:
         iou = group_iou(found.matrix, tuple(groups.values()))
-        print(f"groups: mIoU {_number(mean_of_known(iou))}")
+        print(f"groups: mIoU {_mean_of(iou, 'groups')}")
         for line in iou_table(tuple(groups), iou):
             print(f"  {line}")
     if found.boundary_iou is not None:
-        print(f"boundary IoU {_number(mean_of_known(found.boundary_iou))}")
+        print(f"boundary IoU {_mean_of(found.boundary_iou)}")
     print(
-        f"{printable(split)}: mIoU {_number(evaluation.scores.miou)}  "
-        f"mean Dice {_number(evaluation.scores.mean_dice)}  "
-        f"pixel accuracy {_number(evaluation.scores.pixel_accuracy)}  loss {_number(evaluation.loss)}  "
+        f"{printable(split)}: mIoU {_mean_of(evaluation.scores.iou)}  "
+        f"mean Dice {_cell(evaluation.scores.mean_dice)}  "
+        f"pixel accuracy {_cell(evaluation.scores.pixel_accuracy)}  loss {loss_text(evaluation.loss, is_known=True)}  "
         f"{evaluation.num_images} images  ({printable(trained.path.name)}, step {trained.step})"
     )
 
@@ -189,8 +190,10 @@ def _cell(value: float | None, missing: str = "-") -> str:
     return missing if value is None else f"{value:.4f}"
 
 
-def _number(value: float | None) -> str:
-    return "n/a" if value is None else f"{value:.4f}"
+def _mean_of(values: Sequence[float | None], what: str = "classes") -> str:
+    """Return the mean with the number of values that it is made of."""
+    num_scored = count_scored(values)
+    return f"{_cell(mean_of_known(values))} over {of_classes(num_scored, len(values)).replace('classes', what)}"
 
 
 def as_json(
@@ -205,6 +208,8 @@ def as_json(
         "step": trained.step,
         "num_images": evaluation.num_images,
         "miou": evaluation.scores.miou,
+        "num_scored": count_scored(evaluation.scores.iou),
+        "num_classes": len(evaluation.scores.iou),
         "mean_dice": evaluation.scores.mean_dice,
         "mean_precision": evaluation.scores.mean_precision,
         "mean_recall": evaluation.scores.mean_recall,
@@ -229,12 +234,24 @@ def per_image_csv(found: EvaluationResult, dataset: SegmentationDataset, trained
     """Return a CSV with one row per image in the order of the data set; undefined scores are empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["image", "num_valid_px", "pixel_accuracy", "miou", *(f"iou {n}" for n in trained.scheme.names)])
+    writer.writerow(
+        ["image", "num_valid_px", "pixel_accuracy", "miou", "num_scored", *(f"iou {n}" for n in trained.scheme.names)]
+    )
     for index, counts in found.per_image.items():
         scores = _scores(counts, trained.scheme.ignore_index)
-        row = [scores.pixel_accuracy, scores.miou, *scores.iou]
-        cells = ["" if value is None else f"{value:.6f}" for value in row]
-        writer.writerow([printable(dataset.pairs[index].name), scores.num_valid_px, *cells])
+        accuracy, miou, *iou = (
+            "" if value is None else f"{value:.6f}" for value in (scores.pixel_accuracy, scores.miou, *scores.iou)
+        )
+        name = printable(dataset.pairs[index].name)
+        per_class = [f"iou {name}" for name in trained.scheme.names]
+    writer.writerow(["image", "num_valid_px", "pixel_accuracy", "miou", "num_scored", *per_class])
+    for index, counts in found.per_image.items():
+        scores = _scores(counts, trained.scheme.ignore_index)
+        accuracy, miou, *iou = (
+            "" if value is None else f"{value:.6f}" for value in (scores.pixel_accuracy, scores.miou, *scores.iou)
+        )
+        name = printable(dataset.pairs[index].name)
+        writer.writerow([name, scores.num_valid_px, accuracy, miou, count_scored(scores.iou), *iou])
     return text.getvalue()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from segapp.run.checkpoints import CheckpointFolder, CheckpointStatus
 from segapp.run.folder import find_run, last_start_s
+from segapp.run.scores import NOT_FINITE, loss_text, of_classes, with_count
 from segapp.run.state import RunSummary, list_runs, summarize
 from segapp.run.sweep import find_sweep, summarize_runs, summarize_sweep, sweep_folders
 from segapp.run.text import printable
@@ -34,7 +35,7 @@ def print_runs(root: Path, *, as_json: bool) -> None:
     if not summaries:
         print(f"no runs in {printable(str(root))}: segapp train starts one")
         return
-    header = ("RUN", "STATE", "EPOCH", "STEP", "LOSS", "MIOU", "BEST", "AGE", "")
+    header = ("RUN", "STATE", "EPOCH", "STEP", "EPOCH LOSS", "MIOU", "BEST", "AGE", "")
     print("\n".join(aligned([header, *map(_row, summaries)])))
 
 
@@ -44,9 +45,9 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
         summary.state,
         _progress(summary),
         "-" if summary.step is None else f"{summary.step}/{summary.steps}" if summary.steps else str(summary.step),
-        _number(summary.loss),
-        _number(summary.miou),
-        _number(summary.best_miou),
+        loss_text(summary.loss, is_known=summary.loss_epoch is not None),
+        with_count(_number(summary.miou), summary.num_scored, summary.num_classes),
+        with_count(_number(summary.best_miou), summary.best_num_scored, summary.num_classes),
         format_duration(summary.age_s),
         _failure(summary),
     )
@@ -71,14 +72,27 @@ def print_status(run: str, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(facts, indent=2))
         return
-    shown = {key: value for key, value in facts.items() if value not in (None, [], {})}
+    known = {**facts}
+    for key, epoch in (("loss", "loss_epoch"), ("val_loss", "val_epoch")):
+        if facts[key] is None and facts[epoch] is not None:
+            known[key] = NOT_FINITE
+    within = ("loss_epoch", "num_scored", "best_num_scored")  # these are part of other lines
+    shown = {key: value for key, value in known.items() if value not in (None, [], {}) and key not in within}
     devices = shown.pop("devices", [])
     oom = shown.pop("last_oom", None)
-    rows = [(key, _text(key, value)) for key, value in shown.items()]
+    rows = [(key, _text(key, value) + _made_of(key, facts)) for key, value in shown.items()]
     if oom is not None:
         rows.append(("last_oom", f"{oom['device']} in {oom['phase']} after step {oom['step']}: {oom['action']}"))
         rows.append(("report", str(oom["path"] or "-")))
     print("\n".join(aligned([*rows, *(("device" if i == 0 else "", _device(d)) for i, d in enumerate(devices))])))
+
+
+def _made_of(key: str, facts: Mapping[str, Any]) -> str:
+    """Return what a score of `segapp status` is the mean of; empty for other values."""
+    if key == "loss":
+        return f" (training, mean of epoch {facts['loss_epoch']})"
+    num_scored = {"miou": facts["num_scored"], "best_miou": facts["best_num_scored"]}.get(key)
+    return "" if num_scored is None else f" over {of_classes(num_scored, facts['num_classes'] or num_scored)}"
 
 
 def _device(facts: Mapping[str, Any]) -> str:

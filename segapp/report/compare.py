@@ -17,6 +17,7 @@ from segapp.report.charts import Frame
 from segapp.report.page import loss_chart, miou_curves
 from segapp.report.render import render, save_page
 from segapp.report.run_report import RunReport, read_run_report
+from segapp.run.scores import best_shown, count_scored, loss_text, with_count
 from segapp.run.text import printable
 from segapp.train.telemetry.trackers import flat_settings
 from segapp.tui.state import wording
@@ -31,12 +32,16 @@ class RunRow:
     name: str
     state: str
     best_miou: float | None
+    num_scored: int | None
+    """Number of classes that `best_miou` is the mean of: those that have an IoU in `iou`."""
     best_epoch: int | None
     mean_dice: float | None
     """Of the best evaluation; None if an older trainer wrote the run."""
     last_loss: float | None
-    """Moving average of the training loss at the end."""
+    """Mean training loss of the last epoch, see `EpochLoss`."""
     last_val_loss: float | None
+    """Of the last evaluation; None if it was not finite."""
+    num_evaluations: int
     epochs: int
     steps: int
     images_per_s: float | None
@@ -52,7 +57,8 @@ def compare_runs(runs: Sequence[str], out: Path | None = None) -> dict[str, Any]
     """Compare runs, and write a page if requested.
 
     Returns:
-        Plain values: `runs`, and `differences` (config key -> value of each run).
+        Plain values: `runs`, `differences` (config key -> value of each run), and `common_classes`: the classes that
+        have an IoU in every run's best evaluation, with `common_miou`, the mean over them of each run.
 
     Raises:
         ConfigError: fewer than two runs, or a run does not exist.
@@ -65,21 +71,51 @@ def compare_runs(runs: Sequence[str], out: Path | None = None) -> dict[str, Any]
     rows = [run_row(report) for report in reports]
     differences = config_differences(reports)
     classes = list(dict.fromkeys(name for row in rows for name in row.iou))
+    common = common_classes(rows)
     if out is not None:
         values = {
             "rows": rows,
             "differences": differences,
             "classes": classes,
-            "best": {
-                name: max((iou for row in rows if (iou := row.iou.get(name)) is not None), default=None)
-                for name in classes
-            },
+            "best": {name: best_shown(row.iou.get(name) for row in rows) for name in classes},
+            "note": note_of_means(rows, common),
             "loss": loss_chart(reports),
             "miou": charts.line_chart(miou_curves(reports), Frame("step", "mIoU", bottom=0.0, top=1.0)),
             "colors": charts.NUM_COLORS,
         }
         save_page(out, render("compare.html.j2", values))
-    return {"runs": [asdict(row) for row in rows], "differences": differences}
+    return {
+        "runs": [asdict(row) for row in rows],
+        "differences": differences,
+        "common_classes": list(common),
+        "common_miou": [_mean_over(row, common) for row in rows],
+        "note": note_of_means(rows, common),
+    }
+
+
+def common_classes(rows: Sequence[RunRow]) -> tuple[str, ...]:
+    """Return the classes that have an IoU in the best evaluation of every evaluated run."""
+    evaluated = [row for row in rows if row.num_scored]
+    first = evaluated[0].iou if evaluated else {}
+    return tuple(name for name in first if all(row.iou.get(name) is not None for row in evaluated))
+
+
+def note_of_means(rows: Sequence[RunRow], common: Sequence[str]) -> str | None:
+    """Return a sentence if the mIoU of the runs are means over different classes; None if they can be compared."""
+    scored = [{name for name, iou in row.iou.items() if iou is not None} for row in rows if row.num_scored]
+    if all(names == set(common) for names in scored):
+        return None
+    own = ", ".join(f"{row.name} {row.num_scored}" for row in rows if row.num_scored)
+    if not common:
+        return f"The mIoU are means over different classes ({own}), and no class is common to all."
+    means = ", ".join(f"{row.name} {_percent(_mean_over(row, common))}" for row in rows if row.num_scored)
+    which = "the class" if len(common) == 1 else f"the {len(common)} classes"
+    return f"The mIoU are means over different classes ({own}). Over {which} that all have: {means}."
+
+
+def _mean_over(row: RunRow, classes: Sequence[str]) -> float | None:
+    values = [iou for name in classes if (iou := row.iou.get(name)) is not None]
+    return sum(values) / len(values) if values else None
 
 
 def print_comparison(found: Mapping[str, Any]) -> None:
@@ -88,11 +124,11 @@ def print_comparison(found: Mapping[str, Any]) -> None:
     runs = found["runs"]
     lines = {
         "state": [row["state"] for row in runs],
-        "best mIoU": [_percent(row["best_miou"]) for row in runs],
+        "best mIoU": [with_count(_percent(row["best_miou"]), row["num_scored"], len(row["iou"])) for row in runs],
         "mean Dice": [_percent(row["mean_dice"]) for row in runs],
         "at epoch": [f"{row['best_epoch'] or '-'} of {row['epochs']}" for row in runs],
-        "loss": [wording.number(row["last_loss"]) for row in runs],
-        "validation loss": [wording.number(row["last_val_loss"]) for row in runs],
+        "loss of the last epoch": [loss_text(row["last_loss"], is_known=row["steps"] > 0) for row in runs],
+        "validation loss": [loss_text(row["last_val_loss"], is_known=row["num_evaluations"] > 0) for row in runs],
         "steps": [str(row["steps"]) for row in runs],
         "images/s": [wording.number(row["images_per_s"]) for row in runs],
         "time": [wording.duration(row["duration_s"]) for row in runs],
@@ -100,6 +136,8 @@ def print_comparison(found: Mapping[str, Any]) -> None:
         "peak GiB": [wording.gib(row["peak_mib"]) for row in runs],
     }
     console.print(_table("", [row["name"] for row in runs], lines))
+    if found.get("note"):
+        console.print(Text(printable(found["note"])))
     if found["differences"]:
         console.print()
         console.print(_table("differences", [row["name"] for row in runs], found["differences"]))
@@ -122,24 +160,30 @@ def run_row(report: RunReport) -> RunRow:
     assert view.start is not None
     best = view.best
     peaks = [peak for split in report.peaks_mib.values() for peak in split if peak is not None]
-    last = view.history.last_average(0.9) if view.history.size else float("nan")
     names = list(view.start.classes)
     return RunRow(
         name=report.name,
         state=report.state,
         best_miou=best.miou if best else None,
+        num_scored=count_scored(best.iou) if best else None,
         best_epoch=best.epoch if best else None,
         mean_dice=best.mean_dice if best else None,
-        last_loss=None if last != last else last,
+        last_loss=view.loss.mean,
         last_val_loss=view.vals[-1].loss if view.vals else None,
+        num_evaluations=len(view.vals),
         epochs=view.epoch or 0,
         steps=view.step.step if view.step else 0,
         images_per_s=view.step.images_per_s if view.step else None,
         duration_s=report.duration_s,
         num_params=view.start.num_params,
         peak_mib=max(peaks, default=None),
-        iou=dict(zip(names, best.iou, strict=False)) if best else dict.fromkeys(names),
+        iou=dict(zip(names, map(_known, best.iou), strict=False)) if best else dict.fromkeys(names),
     )
+
+
+def _known(iou: float | None) -> float | None:
+    """Return an IoU, None for the nan of an old evaluation."""
+    return None if iou is None or iou != iou else iou
 
 
 def config_differences(reports: Sequence[RunReport]) -> dict[str, list[Any]]:

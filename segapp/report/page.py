@@ -24,6 +24,7 @@ from segapp.report.pictures import SplitEvaluation, evaluate_split
 from segapp.report.render import render, save_page
 from segapp.report.run_report import RunReport, read_run_report
 from segapp.run.text import printable
+from segapp.tui.state import wording
 from segapp.tui.state.history import SMOOTHINGS
 
 MAX_PICTURED_CLASSES = 60
@@ -117,7 +118,9 @@ def loss_chart(reports: Sequence[RunReport]) -> Markup:
         if history.size:
             factor = SMOOTHINGS[0] if history.num_steps < 200 else SMOOTHINGS[1]
             band = (np.array(history.low), np.array(history.high)) if is_alone else None
-            label = f"training loss (mean over about {round(1 / (1 - factor))} lines)" if is_alone else report.name
+            smoothed = f"training loss (smoothed over about {round(1 / (1 - factor))} logged steps)"
+            mean = f"mean of epoch {report.view.loss.epoch}: {wording.loss(report.view.loss.mean, 4)}"
+            label = f"{smoothed if is_alone else report.name}, {mean}"
             curves.append(Curve(label, history.step, history.average(factor), color % charts.NUM_COLORS, band=band))
         if is_alone and vals:
             curves.append(Curve("validation loss", [v.step for v in vals], [v.loss or 0.0 for v in vals], 1, True))

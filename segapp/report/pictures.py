@@ -24,6 +24,7 @@ from segapp.inference.predict import blend, colorize, predict_image
 from segapp.inference.workspace import HostLimit
 from segapp.metrics import SegmentationScores, counts_for
 from segapp.report.render import data_url
+from segapp.run.scores import count_scored, of_classes
 
 PICTURE_PX = 480
 """Maximum of the longer side of a picture."""
@@ -36,6 +37,8 @@ class EvaluatedImage:
 
     name: str
     miou: float | None
+    classes: str
+    """Number of classes that `miou` is the mean of: those of the image or its prediction."""
     pixel_accuracy: float | None
     pictures: dict[str, str]
 
@@ -78,6 +81,7 @@ def evaluate_split(
             evaluated = EvaluatedImage(
                 dataset.pairs[index].image.name,
                 scores.miou,
+                of_classes(count_scored(scores.iou), scheme.num_classes),
                 scores.pixel_accuracy,
                 pictures_of(dataset.pixels.as_rgb(image), target, labels, scheme),
             )

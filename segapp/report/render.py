@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from segapp.errors import storage_errors
 from segapp.run.files import write_atomic
+from segapp.run.scores import NOT_FINITE, count_scored, of_classes, with_count
 from segapp.run.text import printable
 from segapp.tui.state import wording
 
@@ -27,6 +28,9 @@ def render(template: str, values: dict[str, Any]) -> str:
     )  # fmt: skip
     environment.filters.update(
         number=lambda value: wording.number(value, 4),
+        with_count=with_count,
+        of_classes=lambda iou: of_classes(count_scored(iou), len(iou)),
+        loss=lambda value, is_known: NOT_FINITE if value is None and is_known else wording.number(value, 4),
         percent=lambda value: "-" if value is None else f"{100 * value:.1f} %",
         gib=wording.gib,
         duration=wording.duration,

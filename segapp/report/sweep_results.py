@@ -14,6 +14,7 @@ from typing import Any
 
 from segapp.config import load_config
 from segapp.errors import ConfigError
+from segapp.run.scores import with_count
 from segapp.run.state import summarize
 from segapp.run.sweep import SweepFolder, SweepInfo, SweepRun, SweepRunState
 from segapp.train.telemetry.trackers import flat_settings
@@ -53,8 +54,26 @@ class RunResult:
     best_epoch: int | None = None
     last_miou: float | None = None
     val_loss: float | None = None
-    """Of the last evaluation."""
+    """Of the last evaluation; None if it was not finite."""
     step: int | None = None
+    loss: float | None = None
+    """Mean training loss of the last epoch."""
+    num_classes: int | None = None
+    best_num_scored: int | None = None
+    """Number of classes that `best_miou` is the mean of."""
+    last_num_scored: int | None = None
+    """Number of classes that `last_miou` is the mean of."""
+    is_evaluated: bool = False
+
+    @property
+    def shown_best(self) -> str:
+        """The best mIoU in percent, with the number of its classes."""
+        return with_count(_percent(self.best_miou), self.best_num_scored, self.num_classes)
+
+    @property
+    def shown_last(self) -> str:
+        """The mIoU of the last evaluation in percent, with the number of its classes."""
+        return with_count(_percent(self.last_miou), self.last_num_scored, self.num_classes)
 
 
 @dataclass(frozen=True)
@@ -68,6 +87,9 @@ class SettingResult:
         best_miou: the highest mIoU of each run.
         last_miou: mIoU of the last evaluation.
         val_loss: loss of the last evaluation.
+        loss: mean training loss of the last epoch.
+        best_classes: classes that `best_miou` is the mean of, such as `17/19`, or `16 to 17/19` if runs differ.
+        last_classes: those of `last_miou`.
         over_seeds: standard deviation of `best_miou` over the seeds, each averaged over the folds; None unless every
             fold has the same two or more seeds, and there are two folds or more.
         over_folds: likewise over the folds, each averaged over the seeds.
@@ -79,6 +101,9 @@ class SettingResult:
     best_miou: Spread | None
     last_miou: Spread | None
     val_loss: Spread | None
+    loss: Spread | None = None
+    best_classes: str = ""
+    last_classes: str = ""
     over_seeds: float | None = None
     over_folds: float | None = None
 
@@ -161,9 +186,25 @@ def summarize_setting(
         Spread.of(run.best_miou for run in finished),
         Spread.of(run.last_miou for run in finished),
         Spread.of(run.val_loss for run in finished),
+        Spread.of(run.loss for run in finished),
+        _classes_of(finished, "best_num_scored"),
+        _classes_of(finished, "last_num_scored"),
         over_seeds,
         over_folds,
     )
+
+
+def _classes_of(runs: Sequence[RunResult], field: str) -> str:
+    """Return the number of classes that a mean over runs is made of; empty if it is not known."""
+    counts = [count for run in runs if (count := getattr(run, field)) is not None]
+    if not counts:
+        return ""
+    low, high, total = min(counts), max(counts), max(run.num_classes or 0 for run in runs)
+    return f"{low}/{total}" if low == high else f"{low} to {high}/{total}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
 
 
 def _rank(row: SettingResult) -> tuple[bool, float, bool, float]:
@@ -197,6 +238,11 @@ def _result_of(sweep: SweepFolder, run: SweepRun) -> RunResult:
         found.miou,
         found.val_loss,
         found.step,
+        found.loss,
+        found.num_classes,
+        found.best_num_scored,
+        found.num_scored,
+        found.val_epoch is not None,
     )
 
 

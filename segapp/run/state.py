@@ -1,6 +1,8 @@
 """State and summary of a run, derived from its events and from the liveness of its process."""
 
+import contextlib
 import os
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,6 +14,7 @@ from typing import Any, BinaryIO, Literal
 from segapp.run.events import MAX_LINE_BYTES, is_known, parse_line
 from segapp.run.folder import RunFolder, run_folders
 from segapp.run.process import is_alive
+from segapp.run.scores import EpochLoss, count_scored, is_best_candidate
 
 State = Literal["live", "busy", "stale", "lost", "crashed", "finished", "stopped", "failed"]
 
@@ -110,6 +113,9 @@ class RunSummary:
     num_params: int | None = None
     num_classes: int | None = None
     loss: float | None = None
+    """Mean training loss of the epoch `loss_epoch`, see `EpochLoss`; None if no loss of it was finite."""
+    loss_epoch: int | None = None
+    """The last epoch with a `step` event."""
     lr: float | None = None
     images_per_s: float | None = None
     data_wait_frac: float | None = None
@@ -119,9 +125,15 @@ class RunSummary:
     split: list[int] | None = None
     val_epoch: int | None = None
     val_loss: float | None = None
+    """Of the last evaluation; None if it was not finite."""
     miou: float | None = None
+    num_scored: int | None = None
+    """Number of classes that `miou` is the mean of: those in the targets or the predictions."""
     pixel_accuracy: float | None = None
     best_miou: float | None = None
+    """The highest of an evaluation whose loss is finite."""
+    best_num_scored: int | None = None
+    """Number of classes that `best_miou` is the mean of."""
     best_epoch: int | None = None
     checkpoint: dict[str, Any] | None = None
     """The last committed checkpoint: path, epoch, step."""
@@ -150,8 +162,10 @@ def summarize(path: Path | str, now_s: float | None = None) -> RunSummary:
         summary.id, summary.began_s = info.id, info.created_s
     if process is not None:
         summary.host, summary.pid = process.host, process.pid
-    for raw in _read_sparsely(folder.events):
+    loss = EpochLoss()
+    for raw in _read_sparsely(folder.events, loss):
         add_event(summary, raw)
+    summary.loss, summary.loss_epoch = loss.mean, loss.epoch
     if facts.end_status is None:
         summary.reason = summary.exit_code = None
     return summary
@@ -168,8 +182,7 @@ _COPIED: dict[str, dict[str, str]] = {
     },
     "epoch_start": {name: name for name in ("epoch", "lr", "split")},
     "step": {
-        name: name
-        for name in ("epoch", "step", "loss", "lr", "images_per_s", "data_wait_frac", "eta_epoch_s", "eta_run_s")
+        name: name for name in ("epoch", "step", "lr", "images_per_s", "data_wait_frac", "eta_epoch_s", "eta_run_s")
     },
     "val": {"epoch": "val_epoch", "loss": "val_loss", "miou": "miou", "pixel_accuracy": "pixel_accuracy"},
     "run_end": {"reason": "reason", "exit_code": "exit_code"},
@@ -191,9 +204,12 @@ def add_event(summary: RunSummary, raw: dict[str, Any]) -> None:
         if (resumed := raw.get("resumed_from_step")) is not None:
             summary.step = resumed
     elif kind == "val":
-        miou = raw.get("miou")
-        if isinstance(miou, float) and (summary.best_miou is None or miou > summary.best_miou):
-            summary.best_miou, summary.best_epoch = miou, raw.get("epoch")
+        miou: Any = raw.get("miou")
+        summary.num_scored = count_scored(raw.get("iou"))
+        is_candidate = is_best_candidate(miou, raw.get("loss"))
+        if is_candidate and (summary.best_miou is None or miou > summary.best_miou):
+            summary.best_miou, summary.best_num_scored = miou, summary.num_scored
+            summary.best_epoch = raw.get("epoch")
     elif kind == "checkpoint":
         summary.checkpoint = {name: raw.get(name) for name in ("path", "epoch", "step")}
     elif kind == "gpu0_bsz" and raw.get("status") in ("applied", "reverted"):
@@ -261,21 +277,54 @@ def _read_end(path: Path, num_bytes: int) -> tuple[bytes, bool]:
         return b"", True
 
 
-def _read_sparsely(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a file; of consecutive steps, samples or heartbeats only the last one, for speed."""
+def _read_sparsely(path: Path, loss: EpochLoss) -> Iterator[dict[str, Any]]:
+    """Yield the events of a file; of consecutive steps, samples or heartbeats only the last one, for speed.
+
+    Args:
+        path: `events.jsonl`.
+        loss: gets the steps of the last epoch.
+    """
     held: dict[bytes, bytes] = {}
+    steps: list[bytes] = []  # lines since the last start of an epoch: only those of the last one are read for the loss
+    is_new_epoch = False
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             for line in _whole_lines(file):
                 kind = next((mark for mark in _FREQUENT if mark in line[:120]), None)
-                if kind is not None:
-                    held[kind] = line
-                else:
-                    yield from _parsed([*held.values(), line])
+                if kind is None:
+                    for raw in _parsed([*held.values(), line]):
+                        is_new_epoch = is_new_epoch or raw["type"] == "epoch_start"
+                        if raw["type"] == "run_start":
+                            _add_losses(loss, steps)
+                            loss.add_event(raw)
+                        yield raw
                     held.clear()
+                    continue
+                held[kind] = line
+                if kind == _STEP:
+                    if is_new_epoch and _epoch_of(line) != _epoch_of(steps[-1] if steps else b""):
+                        steps.clear()
+                    is_new_epoch = False
+                    steps.append(line)
     except OSError:
         return
+    _add_losses(loss, steps)
     yield from _parsed(list(held.values()))
+
+
+def _add_losses(loss: EpochLoss, lines: list[bytes]) -> None:
+    """Move the steps of lines into the loss of their epoch."""
+    for line in lines:
+        if (found := _STEP_NUMBERS.search(line)) is not None:
+            epoch, step, value = found.groups()
+            with contextlib.suppress(ValueError):  # such as 1.2.3
+                loss.add(int(epoch), [int(step)], [None if value == b"null" else float(value)])
+    lines.clear()
+
+
+def _epoch_of(line: bytes) -> bytes | None:
+    found = _STEP_NUMBERS.search(line)
+    return None if found is None else found[1]
 
 
 def _whole_lines(file: BinaryIO) -> Iterator[bytes]:
@@ -288,7 +337,10 @@ def _whole_lines(file: BinaryIO) -> Iterator[bytes]:
         is_within = not is_whole
 
 
-_FREQUENT = (b'"type":"step"', b'"type":"memory"', b'"type":"heartbeat"')
+_STEP = b'"type":"step"'
+_FREQUENT = (_STEP, b'"type":"memory"', b'"type":"heartbeat"')
+_STEP_NUMBERS = re.compile(rb'"type":"step","epoch":(\d{1,9}),"step":(\d{1,15}),"loss":(null|-?\d[\d.eE+-]*+)')
+"""Epoch, step and loss, in the order in which `EventWriter` writes them."""
 
 
 def _parsed(lines: list[bytes]) -> Iterator[dict[str, Any]]:

@@ -185,13 +185,17 @@ def summarize_sweep(sweep: SweepFolder) -> RunSummary:
     """Return the summary of a sweep: its progress, and of its runs the highest mIoU and the newest event."""
     progress = sweep.progress()
     runs = summarize_runs(sweep)
+    scored = [run for run in runs if run.best_miou is not None]
+    best = max(scored, key=lambda run: run.best_miou or 0.0, default=None)
     return RunSummary(
         sweep.name,
         str(sweep.path),
         progress.state,
         began_s=sweep.read().created_s,
         age_s=min((run.age_s for run in runs if run.age_s is not None), default=None),
-        best_miou=max((run.best_miou for run in runs if run.best_miou is not None), default=None),
+        num_classes=best.num_classes if best else None,
+        best_miou=best.best_miou if best else None,
+        best_num_scored=best.best_num_scored if best else None,
         sweep={
             "runs": progress.num_runs,
             "finished": progress.num_finished,

@@ -9,7 +9,7 @@ from segapp.run.text import printable
 from segapp.tui.panes.header import state_label
 from segapp.tui.state.source import Status
 from segapp.tui.state.view import View
-from segapp.tui.state.wording import number
+from segapp.tui.state.wording import miou
 
 SAVE_TITLE, RESTORE_TITLE = "\x1b[22;2t", "\x1b[23;2t"
 _ENDS = ("finished", "stopped", "failed", "crashed")
@@ -63,12 +63,12 @@ class Announcer:
 
 
 def terminal_title(view: View, status: Status, name: str) -> str:
-    """Return `camvid 13/20 mIoU 0.557`, with the state in front unless the run trains."""
+    """Return `camvid 13/20 mIoU 0.557 (17/19)`, with the state in front unless the run trains."""
     word = state_label(status)
     parts = [] if word in ("live", "busy") else [word.upper()]
     parts.append(printable(name)[:60])
     if view.epoch is not None:
         parts.append(f"{view.epoch}/{view.start.epochs}" if view.start is not None else str(view.epoch))
     if view.vals and view.vals[-1].miou is not None:
-        parts.append(f"mIoU {number(view.vals[-1].miou)}")
+        parts.append(f"mIoU {miou(view.vals[-1])}")
     return " ".join(parts)

@@ -15,6 +15,7 @@ from textual.widgets import Input, OptionList
 
 from segapp.errors import SegappError
 from segapp.run.folder import RunFolder
+from segapp.run.scores import with_count
 from segapp.run.text import printable
 from segapp.tui import keys
 from segapp.tui.dialogs import EventScreen
@@ -26,6 +27,8 @@ from segapp.tui.state.wording import age, clip, fit_cells, number, plural
 from segapp.tui.widgets import LiteralText, drawable
 
 _SPARK = 14
+_SCORE = 13
+"""Cells of a score with its classes: 0.557 (17/19)."""
 
 
 class RunsScreen(Screen[RunFolder | None]):
@@ -198,7 +201,7 @@ def run_header(width: int, columns: Columns) -> Content:
         Part(rank, Content(title.ljust(cells) if is_left else title.rjust(cells)))
         for rank, title, cells, is_left in (
             (1, "SWEEP"[: columns.sweep], columns.sweep, True),
-            (0, "STATE", 9, True), (1, "EPOCH", 9, False), (2, "MIOU", 6, False), (2, "BEST", 6, False),
+            (0, "STATE", 9, True), (1, "EPOCH", 9, False), (2, "MIOU", _SCORE, False), (2, "BEST", _SCORE, False),
             (4, "", _SPARK, True), (5, "IMG/S", 7, False), (6, "DEVICES", 7, True), (3, "AGE", 12, False),
         )
     )]  # fmt: skip
@@ -208,6 +211,10 @@ def run_header(width: int, columns: Columns) -> Content:
 def _shown_path(path: Path) -> str:
     """Return a path relative to the working directory, if it is below it."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _score(miou: float | None, num_scored: int | None, num_classes: int | None) -> str:
+    return with_count(number(miou), num_scored, num_classes).rjust(_SCORE)
 
 
 def run_row(run: FollowedRun, width: int, columns: Columns, glyphs: Glyphs, *, is_marked: bool) -> Content:
@@ -221,8 +228,8 @@ def run_row(run: FollowedRun, width: int, columns: Columns, glyphs: Glyphs, *, i
         Part(1, Content.styled(fit_cells(printable(run.sweep), columns.sweep), "$text-muted")),
         Part(0, Content.styled(summary.state.ljust(9), STATE_STYLES[summary.state])),
         Part(1, Content(clip(epoch, 9).rjust(9))),
-        Part(2, Content(number(summary.miou).rjust(6))),
-        Part(2, Content(number(summary.best_miou).rjust(6))),
+        Part(2, Content(_score(summary.miou, summary.num_scored, summary.num_classes))),
+        Part(2, Content(_score(summary.best_miou, summary.best_num_scored, summary.num_classes))),
         Part(4, Content.styled(spark(run.mious, _SPARK, glyphs).ljust(_SPARK), "$text-success")),
         Part(5, Content(speed.rjust(7))),
         Part(6, Content(run.devices.ljust(7))),

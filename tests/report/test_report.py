@@ -194,14 +194,19 @@ def test_loss_chart_shows_evaluations_and_the_last_best_one(tmp_path: Path) -> N
     chart = loss_chart([read_run_report(str(run.folder.path))])
     assert re.findall(r"<title>([\w ]+) at (\d+):", chart) == [("validation loss", str(5 * i)) for i in (1, 2, 3)]
     assert re.findall(r"best, epoch \d", chart) == ["best, epoch 3"]
-    keys = [("c0", "training loss (mean over about 2 lines)"), ("c1", "validation loss")]
+    mean = float(np.mean([event["loss"] for event in events(run.folder.path, "step") if event["epoch"] == 3]))
+    label = f"training loss (smoothed over about 2 logged steps), mean of epoch 3: {mean:.3f}"
+    keys = [("c0", label), ("c1", "validation loss")]
     assert re.findall(r'<span class="key (c\d)">([^<]*)<', chart) == keys
     assert 'class="band c0"' in chart
     other = RecordedRun(tmp_path / "other", steps_per_epoch=5)
     other.epoch()
     reports = [read_run_report(str(each.folder.path)) for each in (run, other)]
     chart = loss_chart(reports)
-    assert re.findall(r'<span class="key (c\d)">([^<]*)<', chart) == [("c0", "run"), ("c1", "other")]
+    assert re.findall(r'<span class="key (c\d)">([^<]*)<', chart) == [
+        ("c0", f"run, mean of epoch 3: {mean:.3f}"),
+        ("c1", f"other, mean of epoch 1: {reports[1].view.loss.mean:.3f}"),
+    ]
     assert "band" not in chart
     assert "<title>" not in chart
     curves = miou_curves(reports)

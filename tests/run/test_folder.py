@@ -335,7 +335,9 @@ def test_summary_has_every_field(tmp_path):
         found = summarize(folder.path)
         [listed] = list_runs(tmp_path)
     assert (found.state, found.epoch, found.step, found.steps_per_epoch, found.epochs) == ("live", 1, 3, 3, 2)
-    assert (found.loss, found.miou, found.best_miou, found.best_epoch) == (1.0 / 3, 0.5, 0.6, 1)
+    assert (found.loss, found.loss_epoch) == (pytest.approx((1 + 1 / 2 + 1 / 3) / 3), 1)
+    assert (found.miou, found.best_miou, found.best_epoch) == (0.5, 0.6, 1)
+    assert (found.num_scored, found.best_num_scored, found.num_classes) == (1, 1, len(start().classes))
     assert found.devices[0]["used_mib"] == 300.0
     assert found.checkpoint == {"path": "checkpoints/last.pt", "epoch": 1, "step": 3}
     assert found.pending == {"1": "set gpu0_bsz=2"}

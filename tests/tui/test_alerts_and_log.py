@@ -282,7 +282,7 @@ def test_new_alerts_and_the_end_are_announced_once(
     written = announced(fresh, how, monkeypatch)
     titles = [each for each in written if each.startswith("\x1b]2;")]
     assert [each for each in written if each not in titles] == wanted
-    assert titles[0] == "\x1b]2;run 2/8 mIoU 0.114\x07"
+    assert titles[0] == "\x1b]2;run 2/8 mIoU 0.114 (11/11)\x07"
     assert titles[-1].startswith("\x1b]2;FINISHED run")
 
 

@@ -142,19 +142,24 @@ def result_lines(results: SweepResults) -> list[str]:
     """Return the table of the settings, the best first."""
     from segapp.report.sweep_results import shown_value
 
-    header = [*(results.varying or ["setting"]), "RUNS", "BEST MIOU", "LAST MIOU", "VAL LOSS"]
+    header = [*(results.varying or ["setting"]), "RUNS", "BEST MIOU", "LAST MIOU", "VAL LOSS", "EPOCH LOSS"]
     rows = [
         [
             *([shown_value(row.settings[key]) for key in results.varying] or ["all runs"]),
             f"{row.num_finished} of {len(row.runs)}",
-            *(_text(spread) for spread in (row.best_miou, row.last_miou, row.val_loss)),
+            _text(row.best_miou, row.best_classes),
+            _text(row.last_miou, row.last_classes),
+            _text(row.val_loss),
+            _text(row.loss),
         ]
         for row in results.settings
     ]
     return aligned([header, *rows])
 
 
-def _text(spread: Spread | None) -> str:
+def _text(spread: Spread | None, classes: str = "") -> str:
+    """Return a spread, for a mean over classes with their number."""
     if spread is None:
         return "-"
-    return f"{spread.mean:.4f}" + ("" if spread.deviation is None else f" ± {spread.deviation:.4f}")
+    deviation = "" if spread.deviation is None else f" ± {spread.deviation:.4f}"
+    return f"{spread.mean:.4f}{deviation}" + (f" ({classes})" if classes else "")

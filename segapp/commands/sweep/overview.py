@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any, TextIO
 
+from segapp.run.scores import EpochLoss, count_scored, loss_text, of_classes
 from segapp.run.sweep import SweepRun
 from segapp.run.text import printable
 from segapp.train.process.signals import EXIT_STOPPED_AND_SAVED
@@ -29,7 +30,8 @@ class Overview:
         self._num_runs, self._num_done, self._num_slots = num_runs, num_done, num_slots
         self._next_line_s: dict[str, float] = {}
         self._epochs: dict[str, int] = {}
-        self._miou: dict[str, float | None] = {}
+        self._losses: dict[str, EpochLoss] = {}
+        self._miou: dict[str, str] = {}
         self._seconds: list[float] = []
         self._held: set[str] = set()
         self.num_failed = 0
@@ -55,16 +57,18 @@ class Overview:
     def event(self, run: SweepRun, raw: dict[str, Any]) -> None:
         """Take up an event of a training, and print its progress if it is time."""
         kind = raw["type"]
+        loss = self._losses.setdefault(run.name, EpochLoss())
+        loss.add_event(raw)
         if kind == "run_start":
             self._epochs[run.name] = raw.get("epochs") or 0
         elif kind == "val":
-            self._miou[run.name] = raw.get("miou")
+            self._miou[run.name] = _miou(raw)
         elif kind == "step" and time.monotonic() >= self._next_line_s.get(run.name, 0.0):
             self._next_line_s[run.name] = time.monotonic() + INTERVAL_S
-            eta = format_duration(raw.get("eta_run_s"))
+            eta, miou = format_duration(raw.get("eta_run_s")), self._miou.get(run.name, "-")
             self.line(
                 f"{run.name}: epoch {raw.get('epoch')}/{self._epochs.get(run.name) or '?'}  step {raw.get('step')}  "
-                f"loss {_number(raw.get('loss'))}  mIoU {_number(self._miou.get(run.name))}  eta {eta}"
+                f"loss {loss_text(loss.mean, is_known=True)} (epoch mean)  mIoU {miou}  eta {eta}"
             )
 
     def ended(self, run: SweepRun, seconds: float, code: int) -> None:
@@ -73,7 +77,7 @@ class Overview:
             self._num_done += 1
             self._seconds += [seconds] if seconds else []
             self.line(
-                f"{run.name}: ended after {format_duration(seconds)}, mIoU {_number(self._miou.get(run.name))}; "
+                f"{run.name}: ended after {format_duration(seconds)}, mIoU {self._miou.get(run.name, '-')}; "
                 f"{self._rest()}"
             )
         else:
@@ -94,5 +98,9 @@ class Overview:
         return f"{self._num_done} of {self._num_runs} done, about {format_duration(rest_s)} left"
 
 
-def _number(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else "n/a"
+def _miou(val: dict[str, Any]) -> str:
+    """Return the mIoU of a `val` event with its number of classes."""
+    miou, iou = val.get("miou"), val.get("iou")
+    if not isinstance(miou, float) or not isinstance(iou, list):
+        return "-"
+    return f"{miou:.4f} over {of_classes(count_scored(iou), len(iou))}"

@@ -69,6 +69,9 @@ _ONCE_A_LINE = ((b"{", b'{"v":'), (b"y", b'"type":'))
 """In most `step` lines the byte stands only in the word beside it, and is counted in half the time."""
 
 
+_EPOCH = re.compile(rb'"type":"step","epoch":([0-9]{1,9}),')
+
+
 class StepRun(NamedTuple):
     """Consecutive `step` events, reduced to their curve."""
 
@@ -84,6 +87,12 @@ class StepRun(NamedTuple):
         """The last step, parsed; None if the line is damaged behind its loss."""
         raw = parse_line(self.last_line)
         return raw if raw is not None and raw["type"] == "step" else None
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch of the last step, which is that of all of them: an `epoch_start` line divides epochs."""
+        found = _EPOCH.search(self.last_line)
+        return None if found is None else int(found[1])
 
     @property
     def split_text(self) -> bytes:

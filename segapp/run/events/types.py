@@ -149,6 +149,7 @@ class Step(_Event):
     step: int
     """Optimizer updates so far, from 1; never reset."""
     loss: float | None
+    """Of this step; None if it was not finite."""
     lr: float | None
     images_per_s: float | None = None
     data_wait_frac: float | None = None
@@ -204,7 +205,9 @@ class Val(_Event):
     epoch: Count
     step: Count
     loss: float | None
+    """None if it was not finite."""
     miou: float | None
+    """Mean of `iou` over the classes where it is not None; None if no pixel is valid."""
     iou: list[float | None]
     """Per class; None for a class in neither prediction nor target."""
     pixel_accuracy: float | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from segapp.run.events import (
     Val,
     Weights,
 )
+from segapp.run.scores import NOT_FINITE, count_scored, of_classes
 from segapp.run.text import printable
 
 
@@ -72,8 +74,9 @@ class PlainReporter:
                 self._show_step(event)
             case Val():
                 self._line(
-                    f"epoch {event.epoch}  val  mIoU {_number(event.miou, '.4f')}  loss {_number(event.loss, '.4f')}  "
-                    f"pixel accuracy {_number(event.pixel_accuracy, '.4f')}"
+                    f"epoch {event.epoch}  val  mIoU {_score(event.miou)} over "
+                    f"{of_classes(count_scored(event.iou), len(event.iou))}  "
+                    f"loss {_number(event.loss, '.4f')}  pixel accuracy {_score(event.pixel_accuracy)}"
                 )
             case Checkpoint():
                 best = " (best)" if event.is_best else ""
@@ -163,4 +166,9 @@ def _length(event: RunStart) -> str:
 
 
 def _number(value: float | None, spec: str) -> str:
-    return "n/a" if value is None else format(value, spec)
+    """Return a number that every event of its type has: where it is None, it was not finite."""
+    return NOT_FINITE if value is None or not math.isfinite(value) else format(value, spec)
+
+
+def _score(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

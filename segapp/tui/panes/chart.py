@@ -34,7 +34,7 @@ from segapp.tui.panes.viewport import Viewport
 from segapp.tui.state.history import SMOOTHINGS, History
 from segapp.tui.state.metrics import NO_POINTS, Curve, curve_of, metric_title
 from segapp.tui.state.view import View
-from segapp.tui.state.wording import duration, number
+from segapp.tui.state.wording import duration, loss, number
 
 AUTO = -1.0
 """Select the smoothing by the length of the curve."""
@@ -388,12 +388,14 @@ class LossChart(Widget, can_focus=True):
         history, points = self._curve.history, self._curve.points
         parts = [(other.name[:24], _OTHER + i) for i, other in enumerate(self._others)]
         if history is not None and history.size:
-            parts.append((f"last {number(float(history.low[-1]))}", _AXIS))
+            is_loss = history is self._view.history
+            latest = loss(self._view.loss.mean) if is_loss else number(float(history.low[-1]))
+            parts.append((f"{'epoch mean' if is_loss else 'last'} {latest}", _AXIS))
             if self.smoothing:
                 text = f"smoothed {number(history.last_average(self.smoothing))} ({self.smoothing:g})"
                 parts.append((text, _AVERAGE))
         if len(points):
-            epoch = f" epoch {self._view.vals[-1].epoch}" if self._view.vals else ""
+            epoch = f" e{self._view.vals[-1].epoch}" if self._view.vals else ""
             parts.append((f"{self.glyphs.diamond} val {number(float(points[-1, 1]))}{epoch}", _VAL))
         segments, left = [Segment(" " * (GUTTER + 1), self._style(_BLANK))], width
         for text, style in parts:

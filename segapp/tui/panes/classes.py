@@ -15,7 +15,7 @@ from segapp.tui.panes.header import Part, fit_parts
 from segapp.tui.state.evaluations import Floats
 from segapp.tui.state.metrics import class_iou
 from segapp.tui.state.view import View
-from segapp.tui.state.wording import fit_cells, number
+from segapp.tui.state.wording import best_miou, fit_cells, miou
 
 SORTS = ("worst", "best", "drop", "name", "id")
 FALL = -0.02
@@ -172,9 +172,9 @@ def classes_title(view: View, sort: str, wanted: str, width: int, glyphs: Glyphs
     """Return the title of the pane: mean, best, and the order of the table."""
     parts = [Part(0, Content.styled("3 Classes", "bold"))]
     if view.vals:
-        parts.append(Part(1, Content(f"e{view.vals[-1].epoch} mIoU {number(view.vals[-1].miou)}")))
-    if view.best is not None:
-        parts.append(Part(2, Content.styled(f"best {number(view.best.miou)} e{view.best.epoch}", "$text-success")))
+        parts.append(Part(1, Content(f"e{view.vals[-1].epoch} mIoU {miou(view.vals[-1])}")))
+    if view.vals and view.best is not None:
+        parts.append(Part(2, Content.styled(f"best {best_miou(view.best, view.vals[-1])}", "$text-success")))
     if wanted:
         parts.append(Part(1, Content.styled(f"/{wanted}", "$text-warning")))
     parts.append(

@@ -17,7 +17,20 @@ from segapp.tui.panes.glyphs import Glyphs, progress, spark
 from segapp.tui.state.records import Evaluating, Raised
 from segapp.tui.state.source import Status
 from segapp.tui.state.view import View
-from segapp.tui.state.wording import age, clip, dots, duration, learning_rate, memory_text, number, percent, share_text
+from segapp.tui.state.wording import (
+    age,
+    best_miou,
+    clip,
+    dots,
+    duration,
+    learning_rate,
+    memory_text,
+    miou,
+    number,
+    percent,
+    share_text,
+)
+from segapp.tui.state.wording import loss as loss_text
 
 MIN_WIDTH, MIN_HEIGHT = 60, 15
 
@@ -286,9 +299,9 @@ def _class_summary(view: View, width: int) -> Content:
         return Content.styled("no evaluation yet", "$text-muted")
     val, best = view.vals[-1], view.best
     known = sorted((iou, i) for i, iou in enumerate(val.iou) if iou is not None and i < len(view.classes))
-    parts = [Part(0, Content.styled(f"mIoU {number(val.miou)}", "bold"))]
+    parts = [Part(0, Content.styled(f"mIoU {miou(val)}", "bold"))]
     if best is not None:
-        parts.append(Part(1, Content.styled(f"best {number(best.miou)} e{best.epoch}", "$text-success")))
+        parts.append(Part(1, Content.styled(f"best {best_miou(best, val)}", "$text-success")))
     parts += [
         Part(2 + rank, Content(f"{clip(view.classes[i], 16)} {number(iou)}")) for rank, (iou, i) in enumerate(known[:3])
     ]
@@ -373,7 +386,7 @@ def notice(view: View, status: Status, name: str, width: int, height: int, glyph
         (str(MIN_HEIGHT), good if height >= MIN_HEIGHT else bad),
         f", here {width}x{height}",
     )  # fmt: skip
-    loss = f"loss {number(view.step.loss)}" if view.step is not None else "no step yet"
+    loss = f"loss {loss_text(view.loss.mean)}" if view.step is not None else "no step yet"
     lines = [
         Content.styled(clip(name, max(1, width)), "bold"),
         state_content(view, status, glyphs),

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from segapp.run.events import Event, Gpu0Bsz, Oom, RunEnd
+from segapp.run.events import Event, Gpu0Bsz, Oom, RunEnd, Val
+from segapp.run.scores import NOT_FINITE, count_scored, of_classes
 from segapp.run.text import printable
 from segapp.tui.state.wording import share_text
 
@@ -36,7 +37,7 @@ def event_details(event: Event, run: str) -> list[Detail]:
         *(
             Detail(name.replace("_", " "), text)
             for name in type(event).model_fields
-            if name not in _FRAME and (text := _text(getattr(event, name)))
+            if name not in _FRAME and (text := _field_text(event, name))
         ),
         *(Detail("next", command) for command in _commands(event, run)),
     ]
@@ -55,6 +56,16 @@ def _commands(event: Event, run: str) -> Iterator[str]:
         yield f"segapp plan --run {name}"
     if isinstance(event, Gpu0Bsz) and event.status == "reverted" and event.old is not None:
         yield f"segapp ctl {name} set gpu0_bsz={share_text(event.old)}"
+
+
+def _field_text(event: Event, name: str) -> str:
+    value = getattr(event, name)
+    if name == "loss" and value is None:
+        return NOT_FINITE
+    text = _text(value)
+    if name == "miou" and isinstance(event, Val) and text:
+        return f"{text} over {of_classes(count_scored(event.iou), len(event.iou))}"
+    return text
 
 
 def _text(value: Any) -> str:

@@ -29,6 +29,7 @@ from segapp.run.events import (
     parse_event,
 )
 from segapp.run.memory_fit import MemoryFit, fit_memory
+from segapp.run.scores import EpochLoss, is_best_candidate
 from segapp.run.text import printable
 from segapp.tui.state.evaluations import Evaluations, PastVal
 from segapp.tui.state.history import History
@@ -59,6 +60,8 @@ class View:
     step: Step | None = None
     """The last step."""
     history: History = field(default_factory=History)
+    loss: EpochLoss = field(default_factory=EpochLoss)
+    """Training loss of the last epoch."""
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=60))
     """Images per second at the last steps."""
     step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=21))
@@ -71,7 +74,7 @@ class View:
     """Split -> highest allocation of each device with it, MiB."""
     vals: Evaluations = field(default_factory=Evaluations)
     best: Val | PastVal | None = None
-    """The evaluation with the highest mIoU."""
+    """The evaluation with the highest mIoU, among those with a finite loss."""
     checkpoint: Checkpoint | None = None
     marks: list[Mark] = field(default_factory=list)
     gpu0: Gpu0 = field(default_factory=Gpu0)
@@ -144,6 +147,7 @@ def fold_events(view: View, items: Iterable[dict[str, Any] | StepRun]) -> None:
             steps += item.step
             times_s += item.t
             losses += item.loss
+            view.loss.add(item.epoch, item.step, item.loss)
             view.num_events += len(item.step)
             run = item
             if item.split_text != view._split_text:
@@ -158,6 +162,7 @@ def fold_events(view: View, items: Iterable[dict[str, Any] | StepRun]) -> None:
                 steps.append(item["step"])
                 times_s.append(_number(item["t"]))
                 losses.append(_number(item.get("loss")))
+                view.loss.add_event(item)
         elif kind == "memory":
             _note_memory(view, item)
         elif kind == "heartbeat":
@@ -326,22 +331,27 @@ def _fold_start(view: View, event: RunStart) -> None:
 def _drop_repeated(view: View, step: int) -> None:
     """Remove what a resumed training repeats."""
     view.history.drop_after(step)
+    view.loss.drop_after(step)
     view.vals.drop_after(step)
-    view.best = max((val for val in view.vals if val.miou is not None), key=_miou, default=None)
+    view.best = max((val for val in view.vals if _may_be_best(val)), key=_miou, default=None)
     view.marks = [mark for mark in view.marks if mark.step <= step]
     if view._raw_step is not None and view._raw_step["step"] > step:
         view._raw_step = None
         view.step = None
 
 
+def _may_be_best(val: Val | PastVal) -> bool:
+    return is_best_candidate(val.miou, val.loss)
+
+
 def _miou(val: Val | PastVal) -> float:
-    return val.miou if val.miou is not None and math.isfinite(val.miou) else -1.0
+    return -1.0 if val.miou is None else val.miou
 
 
 def _fold_val(view: View, event: Val) -> None:
     view.vals.append(event)
     view.evaluating = None
-    if event.miou is not None and (view.best is None or _miou(event) > _miou(view.best)):
+    if _may_be_best(event) and (view.best is None or _miou(event) > _miou(view.best)):
         view.best = event
 
 

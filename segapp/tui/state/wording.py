@@ -22,6 +22,7 @@ from segapp.run.events import (
     Val,
     Weights,
 )
+from segapp.run.scores import NOT_FINITE, count_scored, with_count
 from segapp.run.text import printable
 from segapp.tui.state.evaluations import PastVal
 
@@ -81,6 +82,22 @@ def number(value: float | None, digits: int = 3) -> str:
         decimals = max(0, digits - max(1, math.floor(math.log10(abs(value))) + 1)) if abs(value) >= 1 else digits
         return f"{value:.{decimals}f}"
     return _short_exponent(f"{value:.{max(0, digits - 2)}e}")
+
+
+def loss(value: float | None, digits: int = 3) -> str:
+    """Return the loss of an evaluation or a step that has been made: one that is None was not finite."""
+    return NOT_FINITE if value is None or math.isnan(value) else number(value, digits)
+
+
+def miou(val: Val | PastVal) -> str:
+    """Return the mIoU of an evaluation with the number of its classes: 0.557 (17/19)."""
+    return with_count(number(val.miou), count_scored(val.iou), len(val.iou))
+
+
+def best_miou(best: Val | PastVal, last: Val | PastVal) -> str:
+    """Return the best mIoU: 0.557 e7; with the number of its classes if that differs from the last evaluation's."""
+    has_same = (count_scored(best.iou), len(best.iou)) == (count_scored(last.iou), len(last.iou))
+    return f"{number(best.miou) if has_same else miou(best)} e{best.epoch}"
 
 
 def learning_rate(value: float | None) -> str:
@@ -171,11 +188,10 @@ def _start(event: RunStart) -> str:
 
 
 def _val(event: Val, classes: Sequence[str], previous: Val | PastVal | None) -> str:
-    parts = [f"e{event.epoch} mIoU {number(event.miou)}"]
+    parts = [f"e{event.epoch} mIoU {miou(event)}"]
     if previous is not None and previous.miou is not None and event.miou is not None:
         parts[0] += f" ({event.miou - previous.miou:+.3f})"
-    if event.loss is not None:
-        parts.append(f"loss {number(event.loss)}")
+    parts.append(f"loss {loss(event.loss)}")
     known = [(value, i) for i, value in enumerate(event.iou) if value is not None and i < len(classes)]
     if known:
         value, i = min(known)

@@ -62,7 +62,7 @@ def test_step_lines_are_throttled_except_the_last_of_an_epoch() -> None:
 
 
 def test_non_finite_loss_is_shown_as_such() -> None:
-    assert "loss n/a" in lines(step(1, loss=None, skipped=3))[-1]
+    assert "loss not finite" in lines(step(1, loss=None, skipped=3))[-1]
     assert "skipped 3" in lines(step(1, loss=None, skipped=3))[-1]
 
 

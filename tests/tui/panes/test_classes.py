@@ -86,7 +86,10 @@ def test_selected_row_is_reversed_and_low_values_are_marked(view: View) -> None:
 
 
 def test_title_names_the_order_and_the_best(view: View) -> None:
-    assert classes_title(view, "worst", "", 99, ASCII).plain == "3 Classes  e3 mIoU 0.400  best 0.900 e2  worst first"
-    assert classes_title(view, "worst", "", 45, ASCII).plain == "3 Classes  e3 mIoU 0.400  best 0.900 e2"
-    assert classes_title(view, "drop", "ro", 99, ASCII).plain.endswith("best 0.900 e2  /ro  by drop")
-    assert classes_title(view, "drop", "ro", 45, ASCII).plain == "3 Classes  e3 mIoU 0.400  /ro  by drop"
+    assert (
+        classes_title(view, "worst", "", 99, ASCII).plain
+        == "3 Classes  e3 mIoU 0.400 (4/5)  best 0.900 (1/1) e2  worst first"
+    )
+    assert classes_title(view, "worst", "", 58, ASCII).plain == "3 Classes  e3 mIoU 0.400 (4/5)  best 0.900 (1/1) e2"
+    assert classes_title(view, "drop", "ro", 99, ASCII).plain.endswith("best 0.900 (1/1) e2  /ro  by drop")
+    assert classes_title(view, "drop", "ro", 45, ASCII).plain == "3 Classes  e3 mIoU 0.400 (4/5)  /ro  by drop"

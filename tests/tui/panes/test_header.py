@@ -31,6 +31,7 @@ def view() -> View:
         epoch=3, step=50, loss=0.5, lr=0.005, images_per_s=12.5, data_wait_frac=0.25, grad_norm=1.5, skipped=2,
         step_s=0.64, loss_scale=1024.0, terms={"pixel": 0.25}, eta_epoch_s=16.0, eta_run_s=76.0, t=140.0,
     )  # fmt: skip
+    view.loss.add(3, [49, 50], [0.7, 0.5])
     view.rates.extend([10.0, 12.5])
     return view
 
@@ -127,10 +128,10 @@ def test_summary_of_hidden_panes_names_the_most_important(view: View) -> None:
     assert rows == [
         "GPU0 5.0/10 ===...  GPU1 512M/10 ......",
         "gpu0_bsz even  split 3·5",
-        "mIoU 0.500  best 0.600 e2  pole 0.200  car 0.500  road 0.800",
+        "mIoU 0.500 (3/4)  best 0.600 (4/4) e2  pole 0.200  car 0.500  road 0.800",
     ]
     assert header.small_summary(view, 34, 3, ASCII).plain.splitlines()[0] == "GPU0 5.0/10  GPU1 512M/10"
-    assert header.small_summary(view, 30, 1, ASCII).plain == "mIoU 0.500  best 0.600 e2"
+    assert header.small_summary(view, 42, 1, ASCII).plain == "mIoU 0.500 (3/4)  best 0.600 (4/4) e2"
     view.gpu0.pending = Gpu0Bsz(status="pending", old=None, new=2, split=[2, 6], epoch=4)
     shown = "gpu0_bsz even -> 2 PENDING at epoch 4"
     assert header.small_summary(view, 120, 2, ASCII).plain == f"{shown}  split 2·6"
@@ -203,7 +204,7 @@ def test_keys_of_an_alert_are_on_its_line_where_they_fit(view: View, width: int,
 
 
 def test_screen_too_small_for_panes_says_so(view: View) -> None:
-    lines = ["a-run", "* LIVE train", "epoch 3/8  loss 0.500", "segapp needs 60x15, here 40x10", "q leaves"]
+    lines = ["a-run", "* LIVE train", "epoch 3/8  loss 0.600", "segapp needs 60x15, here 40x10", "q leaves"]
     assert header.notice(view, LIVE, "a-run", 40, 10, ASCII).plain.splitlines() == lines
     small = header.notice(view, LIVE, "a-run", 12, 3, ASCII).plain
     assert small.splitlines() == ["a-run", "* LIVE train", "epoch 3/8  …"]

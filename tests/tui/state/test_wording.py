@@ -37,9 +37,10 @@ BEFORE = Val(epoch=1, step=20, loss=0.5, miou=0.4, iou=[0.3, 0.5])
         (EpochStart(epoch=3, lr=0.0099, step=5, split=[4, 10], num_thawed=23_540_000), "epoch",
          "3 begins, lr 9.9e-3, split 4·10, 23.5 M frozen parameters thaw"),
         (Val(epoch=2, step=40, loss=0.25, miou=0.5, iou=[0.6, 0.2, None, 0.1], val_s=81.0), "val",
-         "e2 mIoU 0.500 (+0.100), loss 0.250, worst sky 0.200, 1m21s"),  # the fourth has no name
-        (Val(epoch=2, step=40, loss=None, miou=0.375, iou=[None]), "val", "e2 mIoU 0.375 (-0.025)"),
-        (Val(epoch=2, step=40, loss=None, miou=None, iou=[]), "val", "e2 mIoU -"),
+         "e2 mIoU 0.500 (3/4) (+0.100), loss 0.250, worst sky 0.200, 1m21s"),  # the fourth has no name
+        (Val(epoch=2, step=40, loss=None, miou=0.375, iou=[None]), "val",
+         "e2 mIoU 0.375 (0/1) (-0.025), loss not finite"),
+        (Val(epoch=2, step=40, loss=None, miou=None, iou=[]), "val", "e2 mIoU -, loss not finite"),
         (Checkpoint(path="checkpoints/last.pt", epoch=1, step=5), "saved", "last.pt at step 5 of epoch 1"),
         (Checkpoint(path="/a/b.pt", epoch=1, step=5, is_best=True, size_bytes=117_400_000, save_s=0.62), "best",
          "/a/b.pt at step 5 of epoch 1, 117 MB in 0.6 s"),
@@ -76,7 +77,7 @@ def test_steps_and_answered_cancellations_have_no_line() -> None:
     assert log_line(Gpu0Bsz(status="cancelled", old=4, new=6, id="a"), [], None) is None
     line = log_line(BEFORE, ["road"], None)
     assert line is not None
-    assert line.text == "e1 mIoU 0.400, loss 0.500, worst road 0.300"
+    assert line.text == "e1 mIoU 0.400 (2/2), loss 0.500, worst road 0.300"
 
 
 def test_words_are_counted() -> None:

@@ -1,0 +1,125 @@
+"""Scores as every viewer states them: the mIoU with its number of classes, the training loss, the best of several."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+NOT_FINITE = "not finite"
+"""Text in place of a number that was computed and was NaN or infinite; "-" stands for a number that does not exist."""
+
+
+def count_scored(iou: Any) -> int:
+    """Return the number of classes that have an IoU: those that the mean is over.
+
+    Args:
+        iou: of each class, as a `val` event has it; None or nan for an absent class.
+    """
+    if not isinstance(iou, Sequence):
+        return 0
+    return sum(isinstance(value, (int, float)) and math.isfinite(value) for value in iou)
+
+
+def of_classes(num_scored: int, num_classes: int) -> str:
+    """Return the classes of a mean in words.
+
+    >>> of_classes(17, 19)
+    '17 of 19 classes'
+    """
+    return f"{num_scored} of {num_classes} classes"
+
+
+def with_count(shown: str, num_scored: int | None, num_classes: int | None) -> str:
+    """Return a mean with the number of its classes, for a narrow column.
+
+    >>> with_count("0.557", 17, 19), with_count("-", None, 19)
+    ('0.557 (17/19)', '-')
+    """
+    if num_scored is None or shown == "-":
+        return shown
+    return f"{shown} ({num_scored}/{'?' if num_classes is None else num_classes})"
+
+
+def loss_text(value: float | None, *, is_known: bool, spec: str = ".4f") -> str:
+    """Return a loss as text.
+
+    Args:
+        value: None if it was not finite, or does not exist.
+        is_known: the loss was computed.
+        spec: format of a finite value.
+    """
+    if value is None or not math.isfinite(value):
+        return NOT_FINITE if is_known else "-"
+    return format(value, spec)
+
+
+def is_best_candidate(miou: Any, loss: Any) -> bool:
+    """Return True if an evaluation may be the best of a run: its mIoU and its loss are finite numbers."""
+    return all(isinstance(value, (int, float)) and math.isfinite(value) for value in (miou, loss))
+
+
+def best_shown(values: Iterable[float | None], digits: int = 3) -> frozenset[int]:
+    """Return the positions of the best values of a row: the largest ones, equal where they are shown alike.
+
+    A value is the best only if another one is known and shown as lower: neither an absent value nor one that is not
+    finite takes part.
+
+    Args:
+        values: shares, larger is better; None if absent.
+        digits: digits behind the point that are shown.
+
+    >>> sorted(best_shown([0.5, None, 0.7])), sorted(best_shown([None, 0.0])), sorted(best_shown([0.5, 0.5]))
+    ([2], [], [])
+    """
+    known = {
+        place: round(value, digits) for place, value in enumerate(values) if value is not None and math.isfinite(value)
+    }
+    best = max(known.values(), default=0.0)
+    if all(value == best for value in known.values()):
+        return frozenset()
+    return frozenset(place for place, value in known.items() if value == best)
+
+
+class EpochLoss:
+    """The training loss of a run: the mean over the `step` events of its last epoch, non-finite ones left out.
+
+    The last epoch is that of the last `step` event, so the mean of an epoch that still trains is that of its steps so
+    far. Every viewer shows this number as the training loss.
+    """
+
+    def __init__(self) -> None:
+        self.epoch: int | None = None
+        """The epoch of the mean; None before the first step."""
+        self._steps: list[int] = []
+        self._losses: list[float] = []
+
+    def add(self, epoch: Any, steps: Sequence[int], losses: Iterable[Any]) -> None:
+        """Add consecutive `step` events of one epoch; None or nan for a loss that was not finite."""
+        if type(epoch) is not int:
+            return
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self._steps.clear()
+            self._losses.clear()
+        self._steps += steps
+        self._losses += [loss if isinstance(loss, (int, float)) else math.nan for loss in losses]
+
+    def add_event(self, raw: dict[str, Any]) -> None:
+        """Fold an event: a `step`, or a `run_start` after which steps are repeated; others change nothing."""
+        if raw["type"] == "step" and type(raw.get("step")) is int:
+            self.add(raw.get("epoch"), [raw["step"]], [raw.get("loss")])
+        elif raw["type"] == "run_start" and type(raw.get("resumed_from_step")) is int:
+            self.drop_after(raw["resumed_from_step"])
+
+    def drop_after(self, step: int) -> None:
+        """Drop the steps after a step, which a resumed training repeats."""
+        while self._steps and self._steps[-1] > step:
+            self._steps.pop()
+            self._losses.pop()
+        if not self._steps:
+            self.epoch = None
+
+    @property
+    def mean(self) -> float | None:
+        """The mean; None without a finite loss."""
+        known = [loss for loss in self._losses if math.isfinite(loss)]
+        return math.fsum(known) / len(known) if known else None

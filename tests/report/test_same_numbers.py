@@ -1,0 +1,162 @@
+"""One run, asked by every viewer: the same training loss, and each mIoU with the number of its classes."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from segapp.commands.runs import print_runs, print_status
+from segapp.commands.sweep import result_lines
+from segapp.report import compare_runs, write_report
+from segapp.report.compare import print_comparison
+from segapp.report.page import loss_chart
+from segapp.report.run_report import read_run_report
+from segapp.report.sweep import write_sweep_page
+from segapp.report.sweep_results import read_results
+from segapp.run.events import EpochStart, EventReader, RunEnd, Step, Val
+from segapp.run.sweep import SweepFolder, SweepRun, new_info
+from segapp.tui.state.view import View, fold_events
+from tests.support.recorded_runs import RecordedRun
+
+LOSSES = ((3.0, 2.5, 2.0), (1.5, None, 1.0))
+
+
+def recorded(path: Path, iou: list[float | None], losses: Any = LOSSES, val_loss: float | None = 0.5) -> RecordedRun:
+    run = RecordedRun(path, classes=["road", "sky", "pole"], steps_per_epoch=3, epochs=2, num_devices=1)
+    step = 0
+    for epoch, of_epoch in enumerate(losses, start=1):
+        run.write(EpochStart(epoch=epoch, lr=0.1, step=step), 1.0)
+        for loss in of_epoch:
+            step += 1
+            run.write(Step(epoch=epoch, step=step, loss=loss, lr=0.1), 1.0)
+        known = [value for value in iou if value is not None]
+        miou = sum(known) / len(known) if known else None
+        run.write(Val(epoch=epoch, step=step, loss=val_loss, miou=miou, iou=iou), 1.0)
+    run.write(RunEnd(status="finished", reason="done", exit_code=0), 1.0)
+    run.writer.close()
+    return run
+
+
+def test_every_viewer_has_the_same_training_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = SweepFolder(tmp_path / "sweep")
+    run = recorded(sweep.folder_of("a").path, [0.5, None, 0.1])
+    sweep.write(new_info().model_copy(update={"runs": [SweepRun(name="a", config="c", settings={})]}))
+    name, wanted = str(run.folder.path), (1.5 + 1.0) / 2
+    print_runs(sweep.path, as_json=True)
+    (listed,) = json.loads(capsys.readouterr().out)
+    print_status(name, as_json=True)
+    status = json.loads(capsys.readouterr().out)
+    found = compare_runs([name, name])
+    screen, report = View(), read_run_report(name)
+    fold_events(screen, EventReader(run.folder.events).read_skimmed())
+    results = read_results(sweep)
+    assert results.settings[0].loss is not None
+    asked = {
+        "ls": listed["loss"],
+        "status": status["loss"],
+        "compare": found["runs"][0]["last_loss"],
+        "screen": screen.loss.mean,
+        "report": report.view.loss.mean,
+        "sweep": results.runs[0].loss,
+        "setting": results.settings[0].loss.mean,
+    }
+    assert asked == dict.fromkeys(asked, wanted)
+    # the texts too, each with a name for the number
+    assert "mean of epoch 2: 1.250<" in loss_chart([report])
+    write_report(name, tmp_path / "report.html", has_pictures=False)
+    facts = dict(re.findall(r"<div><b>([^<]*)</b><span>([^<]*)</span></div>", (tmp_path / "report.html").read_text()))
+    assert facts["1.250"] == "training loss, mean of epoch 2"
+    print_comparison(found)
+    assert "loss of the last epoch  1.2500  1.2500" in re.sub(r"   +", "  ", capsys.readouterr().out)
+    assert result_lines(results)[0].endswith("EPOCH LOSS")
+    assert result_lines(results)[1].endswith("1.2500")
+
+
+def test_every_viewer_states_the_classes_of_a_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = SweepFolder(tmp_path / "sweep")
+    run = recorded(sweep.folder_of("a").path, [0.5, None, 0.1])
+    sweep.write(new_info().model_copy(update={"runs": [SweepRun(name="a", config="c", settings={})]}))
+    name = str(run.folder.path)
+    assert result_lines(read_results(sweep))[1].count("0.3000 (2/3)") == 2
+    page = write_sweep_page(sweep).read_text()
+    assert len(re.findall(r"30\.0 % \(2/3\)", page)) == 4  # best and last, of the setting and of the run
+    print_comparison(compare_runs([name, name], tmp_path / "compare.html"))
+    assert "30.00 % (2/3)  30.00 % (2/3)" in capsys.readouterr().out
+    assert "30.0 % (2/3)" in (tmp_path / "compare.html").read_text()
+    write_report(name, tmp_path / "report.html", has_pictures=False)
+    text = (tmp_path / "report.html").read_text()
+    assert "best mIoU, epoch 1, 2 of 3 classes" in text
+    assert "last mIoU, epoch 2, 2 of 3 classes" in text
+
+
+def test_losses_that_were_not_finite_are_told_from_losses_that_do_not_exist(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = recorded(tmp_path / "bad", [0.5, None, 0.1], ((1.0,), (None, None)), val_loss=None)
+    begun = RecordedRun(tmp_path / "begun", classes=["road"], num_devices=1)
+    begun.writer.close()
+    print_comparison(compare_runs([str(bad.folder.path), str(begun.folder.path)], tmp_path / "page.html"))
+    lines = {re.sub(r"   +", "  ", line).strip() for line in capsys.readouterr().out.splitlines()}
+    assert {"loss of the last epoch  not finite  -", "validation loss  not finite  -", "best mIoU  -  -"} <= lines
+    assert (tmp_path / "page.html").read_text().count("not finite") == 2 + 1  # cells, and the legend of the chart
+    write_report(str(bad.folder.path), tmp_path / "report.html", has_pictures=False)
+    facts = re.findall(r"<div><b>([^<]*)</b><span>([^<]*)</span></div>", (tmp_path / "report.html").read_text())
+    assert {("not finite", "training loss, mean of epoch 2"), ("not finite", "validation loss, epoch 2")} <= set(facts)
+    assert ("-", "best mIoU") in facts
+
+
+IOUS = st.lists(st.none() | st.sampled_from([0.0, 0.25, 0.2504, 0.5, 1.0]), min_size=3, max_size=3)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(IOUS, min_size=2, max_size=3))
+def test_bold_values_of_the_page_beat_another_run(
+    tmp_path_factory: pytest.TempPathFactory, ious: list[list[float | None]]
+) -> None:
+    folder = tmp_path_factory.mktemp("runs")
+    runs = [recorded(folder / f"run{i}", iou) for i, iou in enumerate(ious)]
+    found = compare_runs([str(run.folder.path) for run in runs], folder / "page.html")
+    page = (folder / "page.html").read_text()
+    rows = re.findall(r"<tr><td>(road|sky|pole)</td>(.*?)</tr>", page)
+    assert [name for name, _ in rows] == ["road", "sky", "pole"]
+    for name, cells in rows:
+        values = re.findall(r"<td class=n>(<b>)?([^<]*?)(?:</b>)?</td>", cells)
+        known = [(float(text.split()[0]), bool(bold)) for bold, text in values if text != "-"]
+        assert len(values) == len(runs)
+        assert all(not bold for bold, text in values if text == "-")
+        # `best` of a run is its first evaluation; one without any score has no IoU at all
+        best = max((value for value, _ in known), default=math.nan)
+        is_beaten = any(value < best for value, _ in known)
+        assert [bold for _, bold in known] == [value == best and is_beaten for value, _ in known], name
+    scored = [
+        {name for name, value in zip(("road", "sky", "pole"), iou, strict=True) if value is not None} for iou in ious
+    ]
+    evaluated = [names for names in scored if names]
+    common = set.intersection(*evaluated) if evaluated else set()
+    assert set(found["common_classes"]) == common
+    differs = any(names != common for names in evaluated)
+    assert (found["note"] is not None) == differs
+    if differs:
+        assert html.escape(found["note"]) in page
+        for iou, mean in zip(ious, found["common_miou"], strict=True):
+            own = [v for n, v in zip(("road", "sky", "pole"), iou, strict=True) if n in common and v is not None]
+            assert mean == (pytest.approx(sum(own) / len(own)) if own else None)
+
+
+def test_means_over_different_classes_are_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, iou in (("one", [0.5, None, 0.1]), ("two", [0.4, 0.0, 0.2])):
+        recorded(tmp_path / name, iou)
+    print_comparison(compare_runs([str(tmp_path / "one"), str(tmp_path / "two")]))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert (
+        "The mIoU are means over different classes (one 2, two 3). "
+        "Over the 2 classes that all have: one 30.00 %, two 30.00 %." in shown
+    )

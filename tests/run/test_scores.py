@@ -1,0 +1,166 @@
+"""Scores as viewers state them: the best of a row, the loss of an epoch, the number of classes; over drawn values."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from segapp.commands.runs import print_runs, print_status
+from segapp.run.events import EpochStart, EventReader, EventWriter, RunStart, Step, Val
+from segapp.run.folder import RunFolder
+from segapp.run.scores import EpochLoss, best_shown, count_scored
+from segapp.run.state import summarize
+from segapp.run.sweep import SweepRun
+from segapp.tui.state.view import View, fold_events
+
+SHARES = st.none() | st.floats(0, 1) | st.sampled_from([math.nan, math.inf, 0.0, 0.5, 0.5004])
+LOSSES = st.none() | st.floats(1e-3, 1e3)
+
+
+def shown(value: float) -> str:
+    return f"{100 * value:.1f}"
+
+
+@given(st.lists(SHARES, max_size=5))
+def test_best_of_a_row_is_a_value_that_beats_another_one(values: list[float | None]) -> None:
+    best = best_shown(values)
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    marked = [values[place] for place in best]
+    for value in marked:
+        assert value is not None
+        assert math.isfinite(value)
+        assert all(float(shown(value)) >= float(shown(other)) - 1e-9 for other in known)
+        assert any(float(shown(value)) > float(shown(other)) for other in known)
+    if len(known) < 2 or len({round(value, 3) for value in known}) == 1:
+        assert not best
+    else:
+        assert len({round(value, 3) for value in marked if value is not None}) == 1
+        alike = [i for i, v in enumerate(values) if v is not None and math.isfinite(v) and round(v, 3) == max(
+            round(value, 3) for value in known)]  # fmt: skip
+        assert sorted(best) == alike
+
+
+def test_absent_class_does_not_lose_to_a_false_positive() -> None:
+    assert best_shown([None, 0.0]) == frozenset()
+    assert best_shown([None, 0.1, 0.2]) == {2}
+    assert best_shown([0.3, 0.3, 0.2]) == {0, 1}
+
+
+def start() -> RunStart:
+    return RunStart(classes=["a", "b", "c"], num_params=1, batch_size=1, epochs=3, steps_per_epoch=3, devices=[])
+
+
+@given(st.lists(st.lists(LOSSES, max_size=4), max_size=4), st.booleans())
+def test_loss_is_the_mean_of_the_last_epoch_for_every_reader(
+    tmp_path_factory, epochs: list[list[float | None]], is_resumed: bool
+) -> None:
+    folder = RunFolder(tmp_path_factory.mktemp("run"))
+    step = 0
+    with EventWriter(folder.events) as writer:
+        writer.write(start())
+        for epoch, losses in enumerate(epochs, start=1):
+            writer.write(EpochStart(epoch=epoch, lr=0.1, step=step))
+            for at, loss in enumerate(losses):
+                if is_resumed and at == 2:  # a resume within an epoch: its first steps stay
+                    writer.write(start().model_copy(update={"resumed_from_step": step}))
+                    writer.write(EpochStart(epoch=epoch, lr=0.1, step=step))
+                step += 1
+                writer.write(Step(epoch=epoch, step=step, loss=loss, lr=0.1))
+    last = next(((epoch, losses) for epoch, losses in reversed(list(enumerate(epochs, start=1))) if losses), None)
+    finite = [] if last is None else [loss for loss in last[1] if loss is not None]
+    wanted = (None if last is None else last[0], math.fsum(finite) / len(finite) if finite else None)
+    summary = summarize(folder.path)
+    plain = EpochLoss()
+    for raw in EventReader(folder.events).read_raw():
+        plain.add_event(raw)
+    skimmed = View()
+    fold_events(skimmed, EventReader(folder.events).read_skimmed())
+    found = [(summary.loss_epoch, summary.loss), *((loss.epoch, loss.mean) for loss in (plain, skimmed.loss))]
+    assert found == [wanted] * 3
+
+
+def test_repeated_steps_count_once(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    with EventWriter(folder.events) as writer:
+        writer.write(start())
+        writer.write(EpochStart(epoch=1, lr=0.1, step=0))
+        for step, loss in enumerate((4.0, 2.0, 9.0), start=1):
+            writer.write(Step(epoch=1, step=step, loss=loss, lr=0.1))
+        writer.write(start().model_copy(update={"resumed_from_step": 2}))  # its writer could not rewind
+        writer.write(EpochStart(epoch=1, lr=0.1, step=2))
+        writer.write(Step(epoch=1, step=3, loss=3.0, lr=0.1))
+    view = View()
+    fold_events(view, EventReader(folder.events).read_skimmed())
+    assert summarize(folder.path).loss == view.loss.mean == 3.0
+
+
+@given(st.lists(st.tuples(st.none() | st.floats(0, 1), LOSSES), min_size=1, max_size=6))
+def test_best_evaluation_is_finite_and_the_same_for_list_and_screen(
+    tmp_path_factory, found: list[tuple[float | None, float | None]]
+) -> None:
+    folder = RunFolder(tmp_path_factory.mktemp("run"))
+    with EventWriter(folder.events) as writer:
+        writer.write(start())
+        for epoch, (miou, loss) in enumerate(found, start=1):
+            writer.write(Val(epoch=epoch, step=epoch, loss=loss, miou=miou, iou=[miou, None, 0.0]))
+    view, summary = View(), summarize(folder.path)
+    fold_events(view, EventReader(folder.events).read_raw())
+    finite = [(miou, epoch) for epoch, (miou, loss) in enumerate(found, 1) if miou is not None and loss is not None]
+    if not finite:
+        assert view.best is None
+        assert (summary.best_miou, summary.best_epoch, summary.best_num_scored) == (None, None, None)
+    else:
+        miou, epoch = max(finite, key=lambda pair: (pair[0], -pair[1]))
+        assert view.best is not None
+        assert (view.best.miou, view.best.epoch) == (summary.best_miou, summary.best_epoch) == (miou, epoch)
+        assert count_scored(view.best.iou) == summary.best_num_scored == 2
+
+
+def recorded(folder: RunFolder, loss: float | None, val_loss: float | None) -> None:
+    with folder, EventWriter(folder.events) as writer:
+        folder.write_info()
+        writer.write(start())
+        writer.write(EpochStart(epoch=1, lr=0.1, step=0))
+        writer.write(Step(epoch=1, step=1, loss=loss, lr=0.1))
+        writer.write(Val(epoch=1, step=1, loss=val_loss, miou=0.25, iou=[0.5, None, 0.0]))
+
+
+def test_list_and_status_say_what_a_score_is_made_of(tmp_path: Path, capsys) -> None:
+    recorded(RunFolder.create("good", root=tmp_path), 1.5, 0.75)
+    recorded(RunFolder.create("bad", root=tmp_path), None, None)
+    RunFolder.create("empty", root=tmp_path).write_info()
+    print_runs(tmp_path, as_json=False)
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "EPOCH LOSS" in rows["RUN"]
+    assert "1.5000      0.2500 (2/3)  0.2500 (2/3)" in rows["good"]
+    assert "not finite  0.2500 (2/3)  -" in rows["bad"]
+    assert "finite" not in rows["empty"]
+    print_status(str(tmp_path / "good"), as_json=False)
+    lines = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
+    assert {"loss 1.5 (training, mean of epoch 1)", "val_loss 0.75", "miou 0.25 over 2 of 3 classes"} <= lines
+    print_status(str(tmp_path / "bad"), as_json=False)
+    lines = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
+    assert {"loss not finite (training, mean of epoch 1)", "val_loss not finite"} <= lines
+    print_runs(tmp_path, as_json=True)
+    found = {each["name"]: each for each in json.loads(capsys.readouterr().out)}
+    assert (found["good"]["num_scored"], found["good"]["best_num_scored"], found["good"]["num_classes"]) == (2, 2, 3)
+
+
+def test_lines_of_a_sweep_say_what_its_numbers_are(capsys) -> None:
+    import sys
+
+    from segapp.commands.sweep.overview import Overview
+
+    overview, run = Overview(sys.stdout, 1, 0, 1), SweepRun(name="a", config="c", settings={})
+    for step, loss in enumerate((3.0, 1.0), start=1):
+        overview.event(run, {"type": "val", "miou": 0.25, "iou": [0.5, None, 0.0]})
+        overview._next_line_s.clear()
+        overview.event(run, {"type": "step", "epoch": 1, "step": step, "loss": loss})
+    overview.ended(run, 1.0, 0)
+    lines = capsys.readouterr().out.splitlines()
+    assert "loss 2.0000 (epoch mean)  mIoU 0.2500 over 2 of 3 classes" in lines[1]
+    assert "mIoU 0.2500 over 2 of 3 classes" in lines[2]
