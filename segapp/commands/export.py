@@ -14,6 +14,7 @@ from segapp.datasets.images.reading import read_image
 from segapp.errors import ConfigError, SegappError, accepted_words
 from segapp.export import CheckResult, ExportInfo, Format, write_export, write_weights
 from segapp.parts import is_part
+from segapp.run.folder import run_of_file
 from segapp.run.text import printable
 
 NUM_PICTURES = 3
@@ -69,11 +70,14 @@ def _format(out: Path, format: str | None) -> Format | Literal["safetensors"]:
 
 def _info(trained: TrainedModel, *, half: bool, argmax: bool) -> ExportInfo:
     model, config, scheme = trained.model, trained.config, trained.scheme
+    folder = run_of_file(trained.path)
+    info = None if folder is None else folder.read_info()
     pixels, (mean, std) = build_pixels(config.data), band_statistics(config.data)
     is_rgb = pixels.bands is None
     return ExportInfo(
         segapp_version=__version__,
-        run=config.name,
+        run=config.name if folder is None else folder.name,
+        run_id=None if info is None else info.id,
         checkpoint=trained.path.name,
         epoch=trained.epoch,
         step=trained.step,

@@ -24,7 +24,9 @@ class ExportInfo(BaseModel):
     segapp_version: str
     """Version of segapp that wrote the file."""
     run: str
-    """Name of the run."""
+    """Name of the run's folder; SWEEP/RUN for a run of a sweep, the name in the config for a file outside a run."""
+    run_id: str | None = None
+    """Unique id of the run, as in its `run.json`; None for a file outside a run."""
     checkpoint: str
     """File name of the checkpoint."""
     epoch: int

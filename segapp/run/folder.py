@@ -371,6 +371,12 @@ def find_run(what: str | Path | None = None, root: Path | str = "runs") -> RunFo
     raise ConfigError(f"{what}: no such run: {there or f'there are no runs in {root}'} (`segapp ls` lists all)")
 
 
+def run_of_file(path: Path) -> RunFolder | None:
+    """Return the run that a file lies in, such as one of its checkpoints; None for a file outside a run."""
+    found = next((folder for folder in list(path.absolute().parents)[:3] if is_run(folder)), None)
+    return None if found is None else RunFolder(found)
+
+
 def run_folders(root: Path | str = "runs", *, with_sweeps: bool = False) -> list[RunFolder]:
     """Return every run below a folder, the last one to begin or resume first; with the runs of its sweeps, or not."""
     try:

@@ -8,6 +8,18 @@ NOT_FINITE = "not finite"
 """Text in place of a number that was computed and was NaN or infinite; "-" stands for a number that does not exist."""
 
 
+def as_float(value: Any) -> float:
+    """Return a number of an event as a float; nan for anything that is not a number."""
+    if type(value) is float:
+        return value
+    if isinstance(value, (int, float)):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.nan
+    return math.nan
+
+
 def count_scored(iou: Any) -> int:
     """Return the number of classes that have an IoU: those that the mean is over.
 
@@ -16,7 +28,7 @@ def count_scored(iou: Any) -> int:
     """
     if not isinstance(iou, Sequence):
         return 0
-    return sum(isinstance(value, (int, float)) and math.isfinite(value) for value in iou)
+    return sum(math.isfinite(as_float(value)) for value in iou)
 
 
 def of_classes(num_scored: int, num_classes: int) -> str:
@@ -54,7 +66,7 @@ def loss_text(value: float | None, *, is_known: bool, spec: str = ".4f") -> str:
 
 def is_best_candidate(miou: Any, loss: Any) -> bool:
     """Return True if an evaluation may be the best of a run: its mIoU and its loss are finite numbers."""
-    return all(isinstance(value, (int, float)) and math.isfinite(value) for value in (miou, loss))
+    return math.isfinite(as_float(miou)) and math.isfinite(as_float(loss))
 
 
 def best_shown(values: Iterable[float | None], digits: int = 3) -> frozenset[int]:
@@ -101,7 +113,7 @@ class EpochLoss:
             self._steps.clear()
             self._losses.clear()
         self._steps += steps
-        self._losses += [loss if isinstance(loss, (int, float)) else math.nan for loss in losses]
+        self._losses += map(as_float, losses)
 
     def add_event(self, raw: dict[str, Any]) -> None:
         """Fold an event: a `step`, or a `run_start` after which steps are repeated; others change nothing."""

@@ -248,7 +248,8 @@ def test_exported_run_matches_predict_and_runs_alone(tiny: dict[str, Any], tiny_
     session = onnxruntime.InferenceSession(str(tmp_path / "net.onnx"))
     properties = session.get_modelmeta().custom_metadata_map
     assert json.loads(properties["classes"]) == list(CLASSES)
-    assert json.loads(properties["run"]) == "tiny"
+    assert json.loads(properties["run"]) == "run"  # its folder: "tiny" is the name of every run of this config
+    assert json.loads(properties["run_id"]) == json.loads((tmp_path / "run" / "run.json").read_text())["id"]
     assert [entry.shape for entry in session.get_inputs()] == [["batch", "height", "width", 3]]
     assert {entry.version for entry in onnx.load(tmp_path / "net.onnx").opset_import if not entry.domain} == {20}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["net.onnx", "run"]  # no external data

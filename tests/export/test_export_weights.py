@@ -53,6 +53,8 @@ def test_safetensors_of_a_run_load_into_torchvision(folder: Path, tiny_root: Pat
     assert json.loads(about["mean"]) == [0.485, 0.456, 0.406]
     assert len(json.loads(about["palette"])) == 3
     assert json.loads(about["segapp_version"])
+    about_run = json.loads((folder / "run" / "run.json").read_text())
+    assert (json.loads(about["run"]), json.loads(about["run_id"])) == ("run", about_run["id"])
     assert json.loads(about["config"])["model"]["name"] == "lraspp_mobilenet_v3_large"
     assert not {"input", "output", "opset"} & about.keys()
 

@@ -97,7 +97,7 @@ def test_every_viewer_states_the_classes_of_a_mean(tmp_path: Path, capsys: pytes
     assert "last mIoU, epoch 2, 2 of 3 classes" in text
 
 
-def test_losses_that_were_not_finite_are_told_from_losses_that_do_not_exist(
+def test_loss_that_was_not_finite_is_told_from_an_absent_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad = recorded(tmp_path / "bad", [0.5, None, 0.1], ((1.0,), (None, None)), val_loss=None)

@@ -21,7 +21,7 @@ from segapp.run.events import (
     Step,
     Val,
 )
-from segapp.run.folder import RunFolder, find_run
+from segapp.run.folder import RunFolder, find_run, run_of_file
 from segapp.run.process import ProcessId, is_alive, this_process
 from segapp.run.state import RunFacts, derive_state, list_runs, read_facts, run_state, summarize
 from segapp.run.sweep import SweepFolder
@@ -461,3 +461,15 @@ def test_messages_name_a_run_outside_runs_by_its_path(tmp_path, monkeypatch):
     assert outside.argument == str(tmp_path / "elsewhere" / "tw")
     with outside, pytest.raises(RunBusyError, match=rf"segapp attach {outside.path}"):
         RunFolder(outside.path).acquire()
+
+
+def test_file_belongs_to_the_run_that_it_lies_in(tmp_path):
+    for expected in ("demo", "demo-2"):
+        folder = RunFolder.create("demo", root=tmp_path)
+        folder.write_info()
+        file = folder.checkpoints / "best.pt"
+        file.write_bytes(b"")
+        found = run_of_file(file)
+        assert found is not None
+        assert (found.name, found.read_info().id) == (expected, folder.read_info().id)
+    assert run_of_file(tmp_path / "copy.pt") is None

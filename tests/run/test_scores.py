@@ -99,7 +99,7 @@ def test_repeated_steps_count_once(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.tuples(st.none() | st.floats(0, 1), LOSSES), min_size=1, max_size=6))
-def test_best_evaluation_is_finite_and_the_same_for_list_and_screen(
+def test_best_evaluation_is_finite_for_every_reader(
     tmp_path_factory, found: list[tuple[float | None, float | None]]
 ) -> None:
     folder = RunFolder(tmp_path_factory.mktemp("run"))

@@ -251,7 +251,7 @@ def test_chart_fills_its_pane_and_shows_new_steps(fresh: RecordedRun) -> None:
         for loss in (0.777, 0.555):
             fresh.train(1, loss=loss)
             await settled(app, pilot)
-            assert f"epoch mean {number(folded(fresh).loss.mean)}" in screen_text(app)
+            assert f"mean e2 {number(folded(fresh).loss.mean)}" in screen_text(app)
 
     run_screen(fresh, act)
 
@@ -266,7 +266,7 @@ def test_chart_draws_steps_evaluations_and_the_best(run: RecordedRun) -> None:
         average = 0.0
         for loss in view.history.low:
             average = 0.6 * average + 0.4 * loss  # from zero, whose weight is none after 80 steps
-        wanted = ["epoch mean 0.900", f"smoothed {average:.3f} (0.6)", f"◆ val {view.vals[-1].loss:.3f} e4"]
+        wanted = ["mean e4 0.900", f"smoothed {average:.3f} (0.6)", f"◆ val {view.vals[-1].loss:.3f} e4"]
         assert legend.split("  ")[:3] == wanted
         left, right = chart._x_range
         cell_of = {step: int((step - left) / (right - left) * len(rows[0])) for step in (20, 40, 60, 80)}

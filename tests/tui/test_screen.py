@@ -109,7 +109,7 @@ def test_wide_screen_shows_every_key_value(live: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         text = screen_text(app)
         for wanted in (
-            "camvid-042", "LIVE train", "epoch 13/20", "step 38/60", "lr 4.1e-3", "ETA", "last 0.", "smoothed 0.",
+            "camvid-042", "LIVE train", "epoch 13/20", "step 38/60", "lr 4.1e-3", "ETA", "mean e13 0.", "smoothed 0.",
             "val 0.",
             "5 img", "9 img", "ok", "71°", "15.8/22", "16.6", "5 → 6", "PENDING: epoch 14", "split 5·9·9·9 → 6·9·9·8",
             "mIoU 0.557", "img/s", "waiting for data 4%", "pole", "bicyclist", "alice@box: set gpu0_bsz=6 accepted",

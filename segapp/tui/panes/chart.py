@@ -388,9 +388,10 @@ class LossChart(Widget, can_focus=True):
         history, points = self._curve.history, self._curve.points
         parts = [(other.name[:24], _OTHER + i) for i, other in enumerate(self._others)]
         if history is not None and history.size:
+            of_epoch = self._view.loss
             is_loss = history is self._view.history
-            latest = loss(self._view.loss.mean) if is_loss else number(float(history.low[-1]))
-            parts.append((f"{'epoch mean' if is_loss else 'last'} {latest}", _AXIS))
+            latest = f"mean e{of_epoch.epoch} {loss(of_epoch.mean)}" if is_loss else f"last {number(history.low[-1])}"
+            parts.append((latest, _AXIS))
             if self.smoothing:
                 text = f"smoothed {number(history.last_average(self.smoothing))} ({self.smoothing:g})"
                 parts.append((text, _AVERAGE))

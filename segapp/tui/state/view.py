@@ -29,7 +29,7 @@ from segapp.run.events import (
     parse_event,
 )
 from segapp.run.memory_fit import MemoryFit, fit_memory
-from segapp.run.scores import EpochLoss, is_best_candidate
+from segapp.run.scores import EpochLoss, as_float, is_best_candidate
 from segapp.run.text import printable
 from segapp.tui.state.evaluations import Evaluations, PastVal
 from segapp.tui.state.history import History
@@ -160,8 +160,8 @@ def fold_events(view: View, items: Iterable[dict[str, Any] | StepRun]) -> None:
         if kind == "step":
             if _note_step(view, item):
                 steps.append(item["step"])
-                times_s.append(_number(item["t"]))
-                losses.append(_number(item.get("loss")))
+                times_s.append(as_float(item["t"]))
+                losses.append(as_float(item.get("loss")))
                 view.loss.add_event(item)
         elif kind == "memory":
             _note_memory(view, item)
@@ -176,29 +176,17 @@ def fold_events(view: View, items: Iterable[dict[str, Any] | StepRun]) -> None:
                 run = None
             keep_curve()
             _fold_rare(view, item)
-        view.last_s = _number(item["t"])
+        view.last_s = as_float(item["t"])
     if run is not None:
         _note_run(view, run)
     keep_curve()
     _parse_latest(view)
 
 
-def _number(value: Any) -> float:
-    """Return a float; nan for anything that is not a number."""
-    if type(value) is float:
-        return value
-    if isinstance(value, (int, float)):
-        try:
-            return float(value)
-        except OverflowError:
-            return math.nan
-    return math.nan
-
-
 def _note_run(view: View, run: StepRun) -> None:
     """Fold the last step of consecutive ones; it stands for all of them."""
     last = run.last
-    if last is not None and (view.last_step_s is None or _number(last["t"]) >= view.last_step_s):
+    if last is not None and (view.last_step_s is None or as_float(last["t"]) >= view.last_step_s):
         last_s = view.last_s
         _note_step(view, last)
         view.last_s = last_s
@@ -210,7 +198,7 @@ def _note_step(view: View, raw: dict[str, Any]) -> bool:
         view.num_bad += 1
         return False
     view._raw_step = raw
-    view.last_s = view.last_step_s = _number(raw["t"])
+    view.last_s = view.last_step_s = as_float(raw["t"])
     view.phase = "train"
     view.step_times_s.append(view.last_step_s)
     rate = raw.get("images_per_s")
@@ -256,7 +244,7 @@ def _memory_of(device: Any) -> tuple[float, float]:
     used, peak = (device.get("used_mib"), device.get("peak_mib")) if isinstance(device, dict) else (None, None)
     if type(used) is float and type(peak) is float:  # in long histories nearly always
         return used, peak
-    return _number(used), _number(peak)
+    return as_float(used), as_float(peak)
 
 
 def _set_paused(view: View, is_paused: bool, t: float) -> None:
@@ -269,7 +257,7 @@ def _set_paused(view: View, is_paused: bool, t: float) -> None:
 
 
 def _note_heartbeat(view: View, raw: dict[str, Any]) -> None:
-    phase, t = raw.get("phase"), _number(raw["t"])
+    phase, t = raw.get("phase"), as_float(raw["t"])
     if not isinstance(phase, str):
         return
     view.phase = printable(phase)[:12]
@@ -333,26 +321,22 @@ def _drop_repeated(view: View, step: int) -> None:
     view.history.drop_after(step)
     view.loss.drop_after(step)
     view.vals.drop_after(step)
-    view.best = max((val for val in view.vals if _may_be_best(val)), key=_miou, default=None)
+    view.best = _best(view.vals)
     view.marks = [mark for mark in view.marks if mark.step <= step]
     if view._raw_step is not None and view._raw_step["step"] > step:
         view._raw_step = None
         view.step = None
 
 
-def _may_be_best(val: Val | PastVal) -> bool:
-    return is_best_candidate(val.miou, val.loss)
-
-
-def _miou(val: Val | PastVal) -> float:
-    return -1.0 if val.miou is None else val.miou
+def _best(vals: Iterable[Val | PastVal]) -> Val | PastVal | None:
+    found = [val for val in vals if is_best_candidate(val.miou, val.loss)]
+    return max(found, key=lambda val: val.miou or 0.0, default=None)
 
 
 def _fold_val(view: View, event: Val) -> None:
     view.vals.append(event)
     view.evaluating = None
-    if _may_be_best(event) and (view.best is None or _miou(event) > _miou(view.best)):
-        view.best = event
+    view.best = _best([event] if view.best is None else [view.best, event])
 
 
 def _fold_checkpoint(view: View, event: Checkpoint) -> None:
