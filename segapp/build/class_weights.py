@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from segapp.datasets.frequencies import ClassFrequencies
+from segapp.datasets.targets import ClassFrequencies
 from segapp.errors import accepted_words
 
 RULES = ("inverse", "enet", "median-frequency")

@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TypeVar
 
 import torch
@@ -18,12 +19,12 @@ from segapp.datasets.augment.probe import check_transform
 from segapp.datasets.cache.pixel_cache import PixelCache
 from segapp.datasets.cache.places import CacheFiles, cache_digest, default_folder, disk_files, memory_files
 from segapp.datasets.dataset import OwnDataset, SegmentationDataset, image_sizes
-from segapp.datasets.doctor import check_masks
-from segapp.datasets.files import check_pairs
+from segapp.datasets.files import ImagePair, check_pairs
 from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.layouts.formats import ClassScheme
 from segapp.datasets.loader import LoadOptions
 from segapp.datasets.resources import cores_of_rank, shared_bytes_of_rank
+from segapp.datasets.targets import Targets, read_targets
 from segapp.datasets.workers import most_workers, plan_workers, sample_seconds
 from segapp.errors import ConfigError
 from segapp.parallel.ranks import Ranks
@@ -85,15 +86,22 @@ def build_dataset(
     """
     pixels = build_pixels(data)
     mix = build_mix(data, scheme.ignore_index) if is_training else None
+
+    def read(every_pair: Sequence[ImagePair], sizes: Sequence[tuple[int, int]]) -> Targets:
+        total_px = len(every_pair) * fmean(height * width for height, width in sizes)
+        return read_targets(every_pair, split, scheme, total_px=total_px, is_training=is_training, pixels=pixels)
+
     if is_part(data.format):
         source = own_data(data, split)
         own = OwnDataset(source, scheme, pixels, seed=seed, indices=_chosen(range(len(source)), most))
         first_sizes = own.sizes(range(min(len(own), NUM_TRIED)))  # each is read for that
         own.transform, own.mix = _transform(data, scheme, first_sizes, pixels, is_training=is_training), mix
+        own.targets, own.largest_px = read(source.pairs(), first_sizes), _largest(first_sizes)
         return own
-    pairs = _chosen(build_pairs(data, split), most)
+    every_pair = build_pairs(data, split)
+    pairs = _chosen(every_pair, most)
     sizes = check_pairs(pairs, pixels)
-    check_masks(pairs, sizes, scheme)
+    targets = read(every_pair, sizes)
     transform = _transform(data, scheme, sizes, pixels, is_training=is_training)
     cache: PixelCache | None = None
     notes: list[str] = []
@@ -107,8 +115,12 @@ def build_dataset(
                 "is read; name another folder in data.cache_dir, or set data.cache to none"
             )
     dataset = SegmentationDataset(pairs, scheme, transform, pixels=pixels, seed=seed, cache=cache, notes=notes)
-    dataset.mix = mix
+    dataset.mix, dataset.targets, dataset.largest_px = mix, targets, _largest(sizes)
     return dataset
+
+
+def _largest(sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    return max(height for height, _ in sizes), max(width for _, width in sizes)
 
 
 def _transform(

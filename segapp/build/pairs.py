@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from segapp.config import DataConfig
@@ -108,6 +109,18 @@ def build_groups(data: DataConfig, scheme: ClassScheme) -> dict[str, tuple[int, 
 def split_names(data: DataConfig) -> tuple[str, str]:
     """Return the names of the training and the validation split."""
     return data.train_split or "train", data.val_split or "val"
+
+
+def split_note(data: DataConfig) -> str | None:
+    """Return a sentence about a validation split that is named test; None for another."""
+    name = split_names(data)[1]
+    if "test" not in re.split(r"[^a-z]+", name.lower()):
+        return None
+    return (
+        f"data.val_split = {name}: the best checkpoint is chosen on this split, so its scores say nothing about new "
+        f"images: keep some training images for validation instead (segapp init FOLDER --val-share 0.2), and score "
+        f"{name} once, at the end, with segapp eval --split {name}"
+    )
 
 
 def check_splits_apart(data: DataConfig, train: Sequence[ImagePair], val: Sequence[ImagePair]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from segapp.config import DataConfig
 from segapp.datasets.augment.mix import PairMix
 from segapp.datasets.dataset import SegmentationDataset
-from segapp.datasets.frequencies import ClassFrequencies
 from segapp.datasets.sampling import Order, aimed_order
+from segapp.datasets.targets import ClassFrequencies
 from segapp.errors import ConfigError, accepted_words
 
 

@@ -15,7 +15,15 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from segapp.build.class_weights import RULES, class_weights
-from segapp.build.pairs import build_location, build_pairs, build_scheme, overlap_problem, own_data, split_names
+from segapp.build.pairs import (
+    build_location,
+    build_pairs,
+    build_scheme,
+    overlap_problem,
+    own_data,
+    split_names,
+    split_note,
+)
 from segapp.commands.check_findings import Group, grouped
 from segapp.config import DataConfig, RunConfig
 from segapp.datasets.doctor import Finding, SplitReport, examine
@@ -112,10 +120,11 @@ def _collect(data: DataConfig) -> tuple[dict[str, Sequence[ImagePair]], list[Fin
     Raises:
         DataError: neither split has a pair.
     """
+    note = split_note(data)
+    findings = [] if note is None else [Finding("warning", "split", split_names(data)[1], note)]
     if is_part(data.format):
-        return {name: own_data(data, name).pairs() for name in dict.fromkeys(split_names(data))}, []
+        return {name: own_data(data, name).pairs() for name in dict.fromkeys(split_names(data))}, findings
     splits: dict[str, Sequence[ImagePair]] = {}
-    findings: list[Finding] = []
     errors: list[DataError] = []
     for name in dict.fromkeys(split_names(data)):
         try:
@@ -294,6 +303,7 @@ def _split_as_dict(report: SplitReport) -> dict[str, Any]:
         "pixels": list(report.frequencies.pixels),
         "images": list(report.frequencies.images),
         "ignored_px": report.frequencies.ignored_px,
+        "ignored": report.ignored,
         "unknown_ids": []
         if unknown is None
         else [{"id": i, "pixels": n, "masks": unknown.masks[i]} for i, n in unknown.pixels.items()],
@@ -324,6 +334,9 @@ def print_report(
     console.print(overview)
     console.print()
     console.print(_class_table(reports, scheme, weights))
+    notes = [report.ignored for report in reports if report.ignored is not None]
+    for line in ["", *notes] if notes else []:
+        console.print(Text(printable(line)), soft_wrap=True)
     for severity in ("error", "warning"):
         found = [group for group in groups if group.severity == severity]
         count = sum(len(group.findings) for group in found)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from segapp.datasets.doctor import Finding, SplitReport, summary_of_ids
+from segapp.datasets.doctor import Finding, SplitReport
+from segapp.datasets.masks import summary_of_ids
 
 KINDS = {
     "pairs": "images without a mask",
@@ -19,6 +20,7 @@ KINDS = {
     "all_ignored": "masks with ignored pixels only",
     "duplicate": "images that occur twice in one split",
     "class": "classes",
+    "split": "splits",
     "crop": "image sizes smaller than the crop",
     "link": "links",
     "file": "files that are not used",

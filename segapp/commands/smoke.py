@@ -30,6 +30,7 @@ from segapp.run.folder import RunFolder
 from segapp.run.text import printable
 from segapp.train.request import ImageLimit, TrainRequest
 from segapp.train.session import run_session
+from segapp.train.start_checks import run_length, schedule_notes
 from segapp.train.telemetry.console import format_duration
 
 NUM_STEPS = 4
@@ -113,6 +114,8 @@ def run_smoke(request: TrainRequest, config_name: str, *, as_json: bool) -> int:
             batch_size = validate_config(_read_config(folder)).train.batch_size
             measured = measure(folder, devices.devices)
             free_bytes = shutil.disk_usage(home).free
+            for note in schedule_notes(request.config, num_batches(num_train, batch_size, drop_last=True)):
+                print(f"alert: {note}", file=sys.stderr)
             full = estimate_full_run(request.config, batch_size, measured, num_train, num_val, free_bytes)
     except DataError as error:
         raise DataError(f"{error}\nlook closer: segapp check --config {config_name}") from None
@@ -234,9 +237,7 @@ def estimate_full_run(
 ) -> FullRunEstimate:
     """Multiply the measurements by the counts of the full config."""
     section, every = config.checkpoint, config.eval.every_steps
-    per_epoch = -(-num_batches(num_train, batch_size, drop_last=True) // config.train.accumulate)
-    steps = config.train.steps or config.train.epochs * per_epoch
-    epochs = config.train.epochs if config.train.steps is None else -(-steps // max(per_epoch, 1))
+    epochs, steps, _ = run_length(config.train, num_batches(num_train, batch_size, drop_last=True))
     evaluations = -(-epochs // config.eval.every_epochs) if every is None else -(-steps // every)
     train_s, eval_s = steps * measured.step_s, evaluations * num_val * measured.eval_image_s
     by_epochs = 0 if section.every_epochs is None else epochs // section.every_epochs

@@ -26,7 +26,9 @@ from segapp.datasets.images.windows import LARGE_PX, ImageWindows, MaskWindows, 
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import read_masks
 from segapp.datasets.own_data import OwnData
+from segapp.datasets.resources import ThreadPool
 from segapp.datasets.sampling import SampleKey, mix_seed
+from segapp.datasets.targets import ClassFrequencies, Targets, class_frequencies, count_mask
 from segapp.errors import DataError
 
 Pixels = NDArray[Any]
@@ -70,6 +72,8 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
     Attributes:
         mix: Mixes each sample with that of another image; None at first.
         has_distances: Targets hold the distance maps of the classes too, computed here for the boundary loss.
+        targets: Counts of the masks of the split, as far as they were read before a training; None: not read.
+        largest_px: Height of the highest and width of the widest image, as far as their sizes are known.
 
     Raises:
         DataError: No pairs.
@@ -97,6 +101,8 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
         self.notes = tuple(notes)
         self.mix: PairMix | None = None
         self.has_distances = False
+        self.targets: Targets | None = None
+        self.largest_px: tuple[int, int] | None = None
         self._read_in_windows: dict[int, ImageWindows | None] = {}
 
     def __len__(self) -> int:
@@ -248,3 +254,20 @@ def image_sizes(pairs: Sequence[ImagePair]) -> list[tuple[int, int]]:
     """Return the upright (height, width) of every image in pixels, from the headers."""
     headers = (read_header(pair.image) for pair in pairs)
     return [(header.height_px, header.width_px) for header in headers]
+
+
+def compute_class_frequencies(dataset: SegmentationDataset, *, threads: int = 2) -> ClassFrequencies:
+    """Return the counts over all masks of a data set; every mask is read, and so checked, once.
+
+    Args:
+        dataset: The data set; its transform is not applied.
+        threads: Number of decoding threads.
+
+    Raises:
+        DataError: A mask cannot be used.
+    """
+    scheme = dataset.scheme
+    masked = [index for index, pair in enumerate(dataset.pairs) if pair.mask is not None]
+    with ThreadPool(max(1, threads)) as pool:
+        counted = list(pool.map(lambda index: count_mask([dataset.read_mask(index, (0, 0))], scheme), masked))
+    return class_frequencies(counted, scheme.num_classes, num_images=len(dataset))

@@ -1,7 +1,6 @@
 """Examination of a data set: unreadable files, unknown ids, duplicates, leaks, and rare or missing classes.
 
-`examine` reads every file once, several at a time, and collects all findings. A training reads all headers and, with
-`check_masks`, as many masks as take about a second.
+`examine` reads every file once, several at a time, and collects all findings.
 """
 
 from __future__ import annotations
@@ -19,21 +18,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segapp.datasets.files import ImagePair, check_same_size, read_header, shown
-from segapp.datasets.frequencies import ClassFrequencies, classes_in
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.images.reading import read_image
 from segapp.datasets.images.windows import ImageWindows, image_windows, mask_blocks
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.datasets.masks import UnknownIdsError, likely_cause, name_ids
+from segapp.datasets.masks import UnknownIds, UnknownIdsError, all_unknown
 from segapp.datasets.own_data import OwnPair
 from segapp.datasets.resources import ThreadPool
+from segapp.datasets.targets import (
+    ClassFrequencies,
+    MaskCounts,
+    Targets,
+    absent_note,
+    count_mask,
+    has_shades,
+    ignored_note,
+    nothing_to_learn,
+)
 from segapp.errors import DataError
 
 RARE_FRAC = 1e-4
 """Classes with a smaller share of the training pixels are reported as rare."""
-
-CHEAP_PX = 2**26
-"""Pixels of masks read before a training: all of CamVid, 32 masks of Cityscapes; half a second."""
 
 _HASH_PX = 16
 """Difference hashes are computed from images of (this + 1) x this pixels."""
@@ -56,7 +61,7 @@ class Finding:
     Attributes:
         severity: an error makes the data unusable.
         kind: `pairs`, `pixels`, `unreadable`, `mask`, `ids`, `size`, `leak`, `duplicate`, `all_ignored`, `class`,
-            `crop`, `link`, `file`.
+            `split`, `crop`, `link`, `file`.
         split: name of the split.
         message: a sentence with the file and the next move.
         pair: the pair concerned, or None.
@@ -74,16 +79,6 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class UnknownIds:
-    """Ids outside the classes, over all masks of a split."""
-
-    pixels: Mapping[int, int]
-    masks: Mapping[int, int]
-    num_masks: int
-    cause: str
-
-
-@dataclass(frozen=True)
 class SplitReport:
     """Contents of a split.
 
@@ -96,6 +91,7 @@ class SplitReport:
         findings: in the order of the pairs.
         unknown_ids: None if every id is known.
         valid_px: pixels of the readable masks that are not ignored.
+        ignored: the share of ignored pixels with its cause; None if it is small.
     """
 
     split: str
@@ -106,6 +102,7 @@ class SplitReport:
     findings: tuple[Finding, ...]
     unknown_ids: UnknownIds | None = None
     valid_px: int = 0
+    ignored: str | None = None
 
 
 @dataclass
@@ -116,9 +113,7 @@ class _Examined:
     size: tuple[int, int] | None = None
     digest: str | None = None  # of the decoded pixels
     difference_hash: bytes | None = None  # similar for a resized or re-saved copy
-    counts: NDArray[Any] | None = None
-    ignored_px: int = 0
-    valid_px: int | None = None
+    mask: MaskCounts | None = None
     ids: UnknownIdsError | None = None
     problems: list[tuple[str, str, int]] = field(default_factory=list)  # kind, message, pixels
 
@@ -162,54 +157,28 @@ def examine(
     reports = []
     for number, (name, pairs) in enumerate(examined.items()):
         is_training = number == 0
-        frequencies = _frequencies(pairs, scheme.num_classes)
-        valid_px = sum(each.valid_px or 0 for each in pairs)
-        classes = _of_classes(name, frequencies, scheme, valid_px if is_training else 0)
-        findings = [*_of_pairs(name, pairs), *twice[name], *classes]
+        counted = [each.mask for each in pairs if each.mask is not None]
+        targets = Targets.of(name, counted, scheme.num_classes, num_masks=len(counted), num_images=len(pairs))
+        findings = [*_of_pairs(name, pairs), *twice[name], *_of_targets(targets, scheme, is_training=is_training)]
         if is_training:
             findings += _of_crop(name, pairs, crop_px, resize_px)
         sizes = Counter(pair.size for pair in pairs if pair.size is not None)
         num_masks = sum(pair.pair.mask is not None for pair in pairs)
-        unknown = _all_unknown([each.ids for each in pairs if each.ids is not None], scheme)
+        unknown = all_unknown([each.ids for each in pairs if each.ids is not None], scheme)
         reports.append(
-            SplitReport(name, len(pairs), num_masks, dict(sizes), frequencies, tuple(findings), unknown, valid_px)
+            SplitReport(
+                name,
+                len(pairs),
+                num_masks,
+                dict(sizes),
+                targets.frequencies,
+                tuple(findings),
+                unknown,
+                targets.valid_px,
+                ignored_note(targets, scheme),
+            )
         )
     return reports
-
-
-def check_masks(pairs: Sequence[ImagePair], sizes: Sequence[tuple[int, int]], scheme: ClassScheme) -> None:
-    """Read some masks of a split before a training: all of a small split, evenly spread ones of a large split.
-
-    Args:
-        pairs: the split, its headers checked.
-        sizes: (height, width) of each, from `check_pairs`.
-        scheme: meaning of the ids.
-
-    Raises:
-        DataError: a mask is not valid, or all masks have ignored pixels only.
-    """
-    total_px = sum(height * width for height, width in sizes)
-    step = max(1.0, total_px / CHEAP_PX)
-    chosen = [pairs[int(i * step)] for i in range(int((len(pairs) - 1) // step) + 1)] if pairs else []
-    unknown: list[UnknownIdsError] = []
-    has_valid_pixels = False
-    for pair in chosen:
-        if pair.mask is None:
-            return
-        try:
-            for block in mask_blocks(pair.masks, scheme):
-                has_valid_pixels = has_valid_pixels or bool((block != scheme.ignore_index).any())
-        except UnknownIdsError as error:
-            unknown.append(error)
-    together = _all_unknown(unknown, scheme)
-    if together is not None:
-        more = "" if len(unknown) == 1 else f"\n  so do {len(unknown) - 1} more of the {len(chosen)} masks read"
-        raise DataError(f"{unknown[0]}{more}" + (f": {together.cause}" if more else ""))
-    if not has_valid_pixels and len(chosen) == len(pairs):
-        raise DataError(
-            f"{shown(pairs[0].mask or pairs[0].image)} and all other masks hold ignored pixels only: "
-            "check data.label_map and data.ignore_index"
-        )
 
 
 def _examine_pair(pair: ImagePair, scheme: ClassScheme, pixels: PixelFormat) -> _Examined:
@@ -237,14 +206,14 @@ def _examine_files(found: _Examined, scheme: ClassScheme, pixels: PixelFormat) -
     if pair.mask is None:
         return
     try:
-        mask_px = _note_mask(found, mask_blocks(pair.masks, scheme), scheme)
+        found.mask = count_mask(mask_blocks(pair.masks, scheme), scheme)
         if found.size is not None:
-            check_same_size(pair, found.size, mask_px)
+            check_same_size(pair, found.size, found.mask.size)
     except UnknownIdsError as error:
         found.ids = error
         found.problems.append(("ids", str(error), sum(error.unknown.values())))
     except DataError as error:
-        found.problems.append(("size" if found.counts is not None else "mask", str(error), 0))
+        found.problems.append(("size" if found.mask is not None else "mask", str(error), 0))
 
 
 def _examine_own(found: _Examined, pair: OwnPair, scheme: ClassScheme, pixels: PixelFormat) -> None:
@@ -257,7 +226,7 @@ def _examine_own(found: _Examined, pair: OwnPair, scheme: ClassScheme, pixels: P
         found.problems.append(("unreadable", str(error), 0))
     else:
         _note_image(found, image, pixels)
-        _note_mask(found, [mask], scheme)
+        found.mask = count_mask([mask], scheme)
 
 
 def _note_image(found: _Examined, image: NDArray[Any] | ImageWindows, pixels: PixelFormat) -> None:
@@ -276,44 +245,6 @@ def _note_image(found: _Examined, image: NDArray[Any] | ImageWindows, pixels: Pi
     found.difference_hash = _difference_hash(np.concatenate(small))
 
 
-def _note_mask(found: _Examined, blocks: Iterable[NDArray[Any]], scheme: ClassScheme) -> tuple[int, int]:
-    """Note the counts of a mask in blocks of rows, and return its height and width."""
-    counts, ignored_px, height, width = np.zeros(scheme.num_classes, np.int64), 0, 0, 0
-    for block in blocks:
-        of_block, ignored_in_block = scheme.count(block)
-        counts += of_block
-        ignored_px += ignored_in_block
-        height, width = height + block.shape[0], block.shape[1]
-    found.counts, found.ignored_px = counts, ignored_px
-    found.valid_px = height * width - ignored_px
-    return height, width
-
-
-def _all_unknown(errors: Sequence[UnknownIdsError], scheme: ClassScheme) -> UnknownIds | None:
-    """Return the unknown ids of several masks; the likely cause is derived from all of them together."""
-    if not errors:
-        return None
-    pixels: Counter[int] = Counter()
-    masks: Counter[int] = Counter()
-    present: set[int] = set()
-    for error in errors:
-        pixels.update(error.unknown)
-        masks.update(error.unknown.keys())
-        present.update(error.present)
-    return UnknownIds(
-        pixels=dict(sorted(pixels.items())),
-        masks=dict(sorted(masks.items())),
-        num_masks=len(errors),
-        cause=likely_cause(scheme, present, set(pixels)),
-    )
-
-
-def summary_of_ids(unknown: UnknownIds) -> str:
-    """Return a sentence with the ids, the number of masks and the likely cause."""
-    plural = "masks hold" if unknown.num_masks > 1 else "mask holds"
-    return f"{unknown.num_masks} {plural} ids outside the classes: {name_ids(unknown.pixels)}. {unknown.cause}"
-
-
 def _difference_hash(grey: NDArray[np.uint8]) -> bytes | None:
     """Return the difference hash: which pixels of a tiny grey copy are brighter than the left one; None if flat."""
     tiny = cv2.resize(grey, (_HASH_PX + 1, _HASH_PX), interpolation=cv2.INTER_AREA).astype(np.int16)
@@ -329,7 +260,7 @@ def _of_pairs(split: str, pairs: Iterable[_Examined]) -> list[Finding]:
         findings += [
             Finding("error", kind, split, message, each.pair, num_px=num_px) for kind, message, num_px in each.problems
         ]
-        if each.valid_px == 0:
+        if each.mask is not None and not each.mask.valid_px:
             findings.append(
                 Finding(
                     "warning",
@@ -389,32 +320,26 @@ def _twice(
     return Finding(severity, "leak" if is_leak else "duplicate", split, f"{what} {move}", each.pair, first.pair)
 
 
-def _frequencies(pairs: Sequence[_Examined], num_classes: int) -> ClassFrequencies:
-    counted = [each.counts for each in pairs if each.counts is not None]
-    table = np.stack(counted) if counted else np.zeros((0, num_classes), np.int64)
-    where_present = np.where(table > 0, table.sum(1, keepdims=True), 0)
-    return ClassFrequencies(
-        pixels=tuple(table.sum(0).tolist()),
-        images=tuple((table > 0).sum(0).tolist()),
-        pixels_where_present=tuple(where_present.sum(0).tolist()),
-        ignored_px=sum(each.ignored_px for each in pairs),
-        num_images=len(pairs),
-        classes_of_masks=tuple(classes_in(row) for row in table),
-    )
-
-
-def _of_classes(split: str, frequencies: ClassFrequencies, scheme: ClassScheme, total: int) -> list[Finding]:
-    """Return warnings about classes without pixels, and about rare ones among `total` pixels of a training set."""
-    messages = frequencies.warnings(scheme.names)
-    if total:
-        rare = [
-            f"{name} ({count / total:.1e})"
-            for name, count in zip(scheme.names, frequencies.pixels, strict=True)
-            if 0 < count < RARE_FRAC * total
-        ]
-        if rare:
-            messages.append(f"rare classes, by share of the pixels: {', '.join(rare)}: consider loss.class_weights")
-    return [Finding("warning", "class", split, f"{split}: {message}") for message in messages]
+def _of_targets(targets: Targets, scheme: ClassScheme, *, is_training: bool) -> list[Finding]:
+    """Return an error for masks that nothing can be learned from, else warnings about missing and rare classes."""
+    split = targets.split
+    problem = nothing_to_learn(targets, scheme, is_training=is_training)
+    if problem is not None:
+        return [Finding("error", "class", split, problem)]
+    counts, total = targets.frequencies.pixels, targets.valid_px if is_training else 0
+    messages = [absent_note(targets, scheme)]
+    rare = [
+        f"{name} ({count / total:.1e})"
+        for name, count in zip(scheme.names, counts, strict=True)
+        if 0 < count < RARE_FRAC * total
+    ]
+    if rare:
+        messages.append(
+            f"{split}: rare classes, by share of the pixels: {', '.join(rare)}: consider loss.class_weights"
+        )
+    if has_shades(targets, scheme):
+        messages.append(ignored_note(targets, scheme))
+    return [Finding("warning", "class", split, message) for message in messages if message is not None]
 
 
 def _of_crop(

@@ -5,8 +5,11 @@ Masks are decoded by Pillow, which keeps palette indices and 16-bit ids.
 Shapes: H, W the upright height and width in pixels.
 """
 
+from __future__ import annotations
+
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -39,6 +42,16 @@ class UnknownIdsError(DataError):
 
     present: Mapping[int, int] = MappingProxyType({})
     unknown: Mapping[int, int] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class UnknownIds:
+    """Ids outside the classes, over all masks of a split."""
+
+    pixels: Mapping[int, int]
+    masks: Mapping[int, int]
+    num_masks: int
+    cause: str
 
 
 def read_mask(path: Path, scheme: ClassScheme) -> Ids:
@@ -250,6 +263,31 @@ def name_ids(pixels: Mapping[int, int]) -> str:
     """Return ids with their pixels as text: "254 (12 px), 255 (3 px)"; the first few of many."""
     named = ", ".join(f"{value} ({count} px)" for value, count in list(pixels.items())[:_MAX_NAMED])
     return named + (f" and {len(pixels) - _MAX_NAMED} more" if len(pixels) > _MAX_NAMED else "")
+
+
+def all_unknown(errors: Sequence[UnknownIdsError], scheme: ClassScheme) -> UnknownIds | None:
+    """Return the unknown ids of several masks; the likely cause is derived from all of them together."""
+    if not errors:
+        return None
+    pixels: Counter[int] = Counter()
+    masks: Counter[int] = Counter()
+    present: set[int] = set()
+    for error in errors:
+        pixels.update(error.unknown)
+        masks.update(error.unknown.keys())
+        present.update(error.present)
+    return UnknownIds(
+        pixels=dict(sorted(pixels.items())),
+        masks=dict(sorted(masks.items())),
+        num_masks=len(errors),
+        cause=likely_cause(scheme, present, set(pixels)),
+    )
+
+
+def summary_of_ids(unknown: UnknownIds) -> str:
+    """Return a sentence with the ids, the number of masks and the likely cause."""
+    plural = "masks hold" if unknown.num_masks > 1 else "mask holds"
+    return f"{unknown.num_masks} {plural} ids outside the classes: {name_ids(unknown.pixels)}. {unknown.cause}"
 
 
 def likely_cause(scheme: ClassScheme, present: set[int], unknown: set[int]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -23,10 +22,10 @@ from segapp.build.sampling import build_order
 from segapp.build.trained import read_trained
 from segapp.checkpoint.training_state import CheckpointStore, LoadedCheckpoint
 from segapp.config import LiveSettings, RunConfig, config_hash
-from segapp.datasets.dataset import OwnDataset, SegmentationDataset
-from segapp.datasets.frequencies import ClassFrequencies, compute_class_frequencies
+from segapp.datasets.dataset import OwnDataset, SegmentationDataset, compute_class_frequencies
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import EvalLoader, TrainLoader
+from segapp.datasets.targets import ClassFrequencies
 from segapp.errors import ConfigError
 from segapp.memory.saved_plan import SavedMemoryPlan
 from segapp.optim import lr_at
@@ -46,6 +45,7 @@ from segapp.train.reporting import TrainerParts
 from segapp.train.request import ImageLimit
 from segapp.train.saving.saver import SaveRules
 from segapp.train.settings import RunFacts, TrainerSettings
+from segapp.train.start_checks import StartFacts, run_length, start_alerts, start_notes
 from segapp.train.step.assemble import StepAssembler
 from segapp.train.step.engine import StepEngine
 from segapp.train.step.layout import build_layout
@@ -128,6 +128,11 @@ def build_trainer(
         build_plateau(config.schedule, config.optim.lr, larger_is_better=config.checkpoint.monitor != "loss"),
     )
     groups = describe_groups(config.optim, engine.model)
+    num_batches = len(train_loader) if limit is None else None
+    known = StartFacts(
+        config, scheme, train_set.targets, val_set.targets, train_set.largest_px, num_batches, engine.device.type
+    )
+    is_second_trial = limit is not None and checkpoint is not None  # the first one has said everything
     facts = RunFacts(
         classes=list(scheme.names),
         palette=[(int(r), int(g), int(b)) for r, g, b in scheme.palette],
@@ -142,6 +147,8 @@ def build_trainer(
         mode=devices.mode,
         mode_reason=devices.mode_reason or None,
         parts=part_hashes(config),
+        alerts=() if is_second_trial else start_alerts(known),
+        notes=() if is_second_trial else start_notes(known),
     )
     return Trainer(context, build_settings(config, len(train_loader)), parts, facts)
 
@@ -149,10 +156,8 @@ def build_trainer(
 def build_settings(config: RunConfig, num_batches: int) -> TrainerSettings:
     """Return the fixed numbers of a training with `num_batches` micro-batches an epoch."""
     train, optim, checkpoint = config.train, config.optim, config.checkpoint
-    steps_per_epoch = math.ceil(num_batches / train.accumulate)
     schedule = build_schedule(config.schedule)
-    epochs = train.epochs if train.steps is None else math.ceil(train.steps / max(steps_per_epoch, 1))
-    total = train.steps or epochs * steps_per_epoch
+    epochs, total, steps_per_epoch = run_length(train, num_batches)
     own: Callable[[int], float] | None = None
     if is_part(config.schedule.name):
         own = own_schedule(config.schedule, total_steps=total, steps_per_epoch=steps_per_epoch)
@@ -289,6 +294,9 @@ def _device_facts(context: RunContext, devices: DevicePlan) -> list[Any]:
 
 
 def _frequencies(dataset: SegmentationDataset, scheme: ClassScheme) -> ClassFrequencies:
+    targets = dataset.targets
+    if targets is not None and targets.is_complete and targets.num_masks == len(dataset):
+        return targets.frequencies
     if isinstance(dataset, OwnDataset):
         return compute_class_frequencies(dataset)
     masks = [path for pair in dataset.pairs for path in pair.masks]

@@ -102,7 +102,7 @@ class TrainingReporter:
     def run_start(self, facts: RunFacts, resumed_from_step: int | None) -> None:
         """Emit `run_start`, and `weights` for every file of pretrained weights."""
         live = self._controller.settings
-        described = {name: value for name, value in vars(facts).items() if name != "config"}
+        described = {name: value for name, value in vars(facts).items() if name not in ("config", "alerts", "notes")}
         self._event_log.emit(
             RunStart(
                 **described,
@@ -118,6 +118,8 @@ class TrainingReporter:
         )
         for report in self._engine.model.load_reports:
             self._event_log.emit(report.as_event())
+        for alert in facts.alerts:
+            self._event_log.emit(alert)
         self._alert(self._data_watch.at_start())
 
     def epoch_start(self, lr: float) -> None:

@@ -289,6 +289,8 @@ def _run_in(
                 lambda: trainer.position.step, trainer.save_last_boundary, lambda: saver.written_for_s() is not None
             )
             if ranks.is_main:
+                for note in trainer.facts.notes:
+                    print(printable(note), flush=True)
                 announce("first step")
             is_saved = has_begun = True  # from here on every way out saves first, or raises
             reason = trainer.fit()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from segapp.run.events import ParamGroup
+from segapp.run.events import Alert, ParamGroup
 from segapp.train.saving.saver import SaveRules
 
 
@@ -67,6 +67,8 @@ class RunFacts:
         param_groups: of the optimizer in the first epoch.
         mode_reason: why `parallel.mode: auto` chose it; None where the config names it.
         parts: name -> SHA-256 of the source file of each own part.
+        alerts: what the user should know before the first step.
+        notes: the same, for things that are usual.
     """
 
     classes: list[str]
@@ -82,3 +84,5 @@ class RunFacts:
     mode: str | None = None
     mode_reason: str | None = None
     parts: dict[str, str] = field(default_factory=dict)
+    alerts: Sequence[Alert] = ()
+    notes: Sequence[str] = ()

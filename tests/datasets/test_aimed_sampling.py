@@ -12,8 +12,8 @@ from segapp.build.sampling import build_order
 from segapp.config import DataConfig
 from segapp.datasets.augment import TrainTransform
 from segapp.datasets.augment.crop import AxisPlan
+from segapp.datasets.dataset import compute_class_frequencies
 from segapp.datasets.files import ImagePair
-from segapp.datasets.frequencies import compute_class_frequencies
 from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.loader import LoadOptions, SegmentationDataset, TrainLoader
 from segapp.datasets.sampling import SampleKey, aimed_order, sample_order, uniform_order

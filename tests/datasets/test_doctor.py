@@ -19,19 +19,15 @@ from segapp.datasets.dataset import OwnDataset
 from segapp.datasets.doctor import (
     _alike,
     _difference_hash,
-    _Examined,
-    _frequencies,
-    _of_classes,
-    check_masks,
+    _of_targets,
     examine,
-    summary_of_ids,
 )
-from segapp.datasets.files import ImagePair, check_pairs
-from segapp.datasets.frequencies import ClassFrequencies
+from segapp.datasets.files import ImagePair
 from segapp.datasets.layouts.formats import ClassScheme, DataLocation, class_scheme, find_pairs
-from segapp.datasets.masks import read_masks
+from segapp.datasets.masks import read_masks, summary_of_ids
 from segapp.datasets.own_data import OwnData
 from segapp.datasets.sums import check_sums, write_sums
+from segapp.datasets.targets import ClassFrequencies, MaskCounts, Targets, class_frequencies, read_targets
 from segapp.errors import DataError
 from tests.support.runs import draw_scene, segapp
 
@@ -211,12 +207,13 @@ def test_small_images_are_counted_and_the_smallest_named(root: Path) -> None:
 def test_classes_below_a_ten_thousandth_are_rare() -> None:
     frequencies = ClassFrequencies((0, 9, 10, 99_900), (0, 1, 1, 1), (0, 9, 10, 99_900), 0, 2, ((1, 2), (3,)))
     scheme = class_scheme("folder", classes=["a", "b", "c", "d"])
-    messages = [found.message for found in _of_classes("train", frequencies, scheme, 100_000)]
+    targets = Targets("train", frequencies, 100_000, 2, 2)
+    messages = [found.message for found in _of_targets(targets, scheme, is_training=True)]
     assert messages == [
-        "train: classes without a single pixel: a",
+        "class without a pixel in the 2 masks of split train: a",
         "train: rare classes, by share of the pixels: b (9.0e-05): consider loss.class_weights",
     ]
-    assert len(_of_classes("val", frequencies, scheme, 0)) == 1
+    assert len(_of_targets(targets, scheme, is_training=False)) == 1
 
 
 @pytest.mark.parametrize("plant", [leak, leak_as_jpeg])
@@ -228,6 +225,11 @@ def test_allowed_overlap_is_only_a_warning(root: Path, plant: Any) -> None:
     assert [(each.severity, each.kind, each.split) for each in found] == [("warning", "leak", "val")]
     assert (found[0].pair, found[0].other) != (None, None)
     assert "of split train: scores on val would be too good" in found[0].message
+
+
+def read_split(pairs: Sequence[ImagePair], px_of_mask: int = 48 * 64, *, is_training: bool = True) -> Targets:
+    total_px = len(pairs) * px_of_mask
+    return read_targets(pairs, "train", SCHEME, total_px=total_px, is_training=is_training)
 
 
 def config_of(root: Path, folder: Path) -> None:
@@ -294,7 +296,7 @@ def test_unknown_ids_are_counted_over_all_masks_with_cause(root: Path) -> None:
     assert summary_of_ids(unknown) == f"8 masks hold ids outside the classes: 3 ({count} px). {unknown.cause}"
     pairs = find_pairs(DataLocation("folder", str(root)), "train")
     with pytest.raises(DataError, match=r"so do 7 more of the 8 masks read: The ids seem to start at 1"):
-        check_masks(pairs, check_pairs(pairs), SCHEME)
+        read_split(pairs)
 
 
 def test_hashes_are_alike_up_to_5_of_256_bits() -> None:
@@ -326,12 +328,11 @@ def test_difference_hash_ignores_differences_of_two_levels() -> None:
 
 
 def test_frequencies_count_the_pixels_of_images_with_a_class() -> None:
-    pair = ImagePair(Path("a.png"), Path("b.png"), "a")
-    examined = [_Examined(pair, counts=np.array(counts), ignored_px=2) for counts in ([5, 0, 0], [2, 3, 0])]
-    assert _frequencies([*examined, _Examined(pair)], 3) == ClassFrequencies(
+    counted = [MaskCounts(np.array(counts), 2, (9, 9)) for counts in ([5, 0, 0], [2, 3, 0])]
+    assert class_frequencies(counted, 3, num_images=3) == ClassFrequencies(
         (7, 3, 0), (2, 1, 0), (10, 5, 0), 4, 3, ((0,), (0, 1))
     )
-    assert _frequencies([], 2) == ClassFrequencies((0, 0), (0, 0), (0, 0), 0, 0, ())
+    assert class_frequencies([], 2, num_images=0) == ClassFrequencies((0, 0), (0, 0), (0, 0), 0, 0, ())
 
 
 class OwnMasks:
@@ -424,12 +425,11 @@ def test_training_refuses_wrong_ids_before_the_first_step(root: Path, plant: Any
     plant(root)
     for split in ("train", "val"):
         pairs = find_pairs(DataLocation("folder", str(root)), split)
-        sizes = check_pairs(pairs)
         if plant is not all_ignored and split == {black_and_white: "train", one_class_more: "val"}[plant]:
             with pytest.raises(DataError, match="ids outside the 3 classes"):
-                check_masks(pairs, sizes, SCHEME)
+                read_split(pairs)
         else:
-            check_masks(pairs, sizes, SCHEME)
+            read_split(pairs)
 
 
 def test_training_refuses_masks_without_any_class(root: Path) -> None:
@@ -437,8 +437,8 @@ def test_training_refuses_masks_without_any_class(root: Path) -> None:
         all_ignored_mask = np.full((48, 64), 255, np.uint8)
         write(path, all_ignored_mask)
     pairs = find_pairs(DataLocation("folder", str(root)), "train")
-    with pytest.raises(DataError, match="ignored pixels only"):
-        check_masks(pairs, check_pairs(pairs), SCHEME)
+    with pytest.raises(DataError, match="every pixel is ignored"):
+        read_split(pairs)
 
 
 def test_training_checks_a_sample_of_a_large_data_set(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,9 +449,9 @@ def test_training_checks_a_sample_of_a_large_data_set(root: Path, monkeypatch: p
         read_names.append(paths[0].name)
         return [read_masks(paths, scheme)]
 
-    monkeypatch.setattr("segapp.datasets.doctor.mask_blocks", count)
-    check_masks(pairs, [(8192, 8192)] * len(pairs), SCHEME)
+    monkeypatch.setattr("segapp.datasets.targets.mask_blocks", count)
+    assert read_split(pairs, 2**26).num_read == 1
     assert read_names == ["00.png"]
     read_names.clear()
-    check_masks(pairs, [(4096, 4096)] * len(pairs), SCHEME)
+    assert read_split(pairs, 2**24).num_read == 4
     assert read_names == ["00.png", "02.png", "04.png", "06.png"]

@@ -15,12 +15,13 @@ from PIL import Image
 
 from segapp.datasets import dataset as dataset_module
 from segapp.datasets.augment import EvalTransform, TrainTransform
+from segapp.datasets.dataset import compute_class_frequencies
 from segapp.datasets.files import ImagePair
-from segapp.datasets.frequencies import ClassFrequencies, compute_class_frequencies
 from segapp.datasets.layouts.formats import ClassScheme, class_scheme
 from segapp.datasets.loader import Batch, EvalLoader, LoadOptions, SegmentationDataset, TrainLoader
 from segapp.datasets.pool import collate
 from segapp.datasets.sampling import global_batch, mix_seed, num_batches, plan_shares, sample_order, share_of
+from segapp.datasets.targets import ClassFrequencies
 from segapp.errors import DataError
 from tests.support.drawn_data import draw_image, draw_mask
 from tests.support.fault_table import case
@@ -329,16 +330,6 @@ def test_class_frequencies_by_hand(tmp_path: Path) -> None:
         num_images=3,
         classes_of_masks=((0, 1), (0, 2), ()),
     )
-    assert counts.warnings(scheme.names) == ["classes without a single pixel: d"]
-
-
-def test_black_and_white_masks_ignoring_foreground_are_reported(tmp_path: Path) -> None:
-    Image.fromarray(np.array([[0, 255, 255]], np.uint8)).save(tmp_path / "a.png")
-    scheme = class_scheme("folder", classes=["background", "cell"])
-    counts = compute_class_frequencies(SegmentationDataset([ImagePair(tmp_path, tmp_path / "a.png", "a")], scheme))
-    (warning,) = counts.warnings(scheme.names)
-    assert warning.startswith("cell has no pixel, but 2 pixels are ignored")
-    assert "every pixel" in ClassFrequencies((0, 0), (0, 0), (0, 0), 9, 1, ((),)).warnings(["a", "b"])[0]
 
 
 def test_class_count_names_a_mask_with_wrong_ids(dataset: SegmentationDataset) -> None:

@@ -511,7 +511,7 @@ def test_ignored_masks_and_absent_classes_stay_finite(root: Path) -> None:
     assert all(event["loss"] is not None for event in events if event["type"] == "step")
     for path in (root / "masks" / "train").iterdir():
         write_picture(path, np.full((48, 64), 255, np.uint8))
-    refused(run("train", root, "--plain"), 3, "ignored pixels only")
+    refused(run("train", root, "--plain"), 3, "every pixel is ignored")
 
 
 @case("D16", how="class weights: too few, 0, negative, NaN, inf, an unknown rule", passes="exit 2")

@@ -67,6 +67,9 @@ class ClassScheme:
 
     def count(self, mask: NDArray[Any]) -> tuple[NDArray[np.int64], int]:
         """Return the number of pixels of each class in a mask of train ids, (C,), and the number of ignored pixels."""
+        if mask.dtype == self.dtype == np.uint8:
+            values = _histogram(mask)
+            return values[: self.num_classes], int(values[self.ignore_index])
         valid = mask[mask != self.ignore_index]
         if self.multilabel is None:
             counts = np.bincount(valid, minlength=self.num_classes)
@@ -109,6 +112,14 @@ class ClassScheme:
         colors = self.mask_colors or self.palette
         default = [i if i < self.num_classes else self.ignore_index for i in range(len(colors))]
         return {color: label_map.get(i, default[i]) for i, color in enumerate(colors)}
+
+
+def _histogram(values: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Return the number of pixels of each value, (256,), in parts: `bincount` makes an int64 of each pixel."""
+    flat, counts = values.reshape(-1), np.zeros(256, np.int64)
+    for start in range(0, flat.size, 1 << 20):
+        counts += np.bincount(flat[start : start + (1 << 20)], minlength=256)
+    return counts
 
 
 def check_names(format: str, names: tuple[str, ...]) -> None:

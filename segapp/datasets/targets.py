@@ -1,0 +1,349 @@
+"""The targets of a split: the counts of its masks, what nothing can be learned from, and what a user should know.
+
+`read_targets` counts masks before a training, `datasets.doctor` for `segapp check`; the judgement is the same.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from segapp.datasets.files import ImagePair
+from segapp.datasets.images.pixel_format import RGB8, PixelFormat
+from segapp.datasets.images.windows import mask_blocks
+from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.datasets.masks import UnknownIdsError, all_unknown
+from segapp.datasets.own_data import OwnPair
+from segapp.errors import DataError
+
+IGNORED_SHARE = 0.01
+"""Share of ignored pixels from which their cause is reported."""
+
+CHEAP_PX = 2**26
+"""Pixels of masks read before a training: all of CamVid, 32 masks of Cityscapes; half a second."""
+_OWN_COST = 8
+"""Time to read an own image with its mask, in times of a mask file."""
+SEARCHED_PX = 2**28
+"""Pixels of masks read before a training to find a pixel of every class; two seconds, where a class is missing."""
+
+_MAX_NAMED = 8
+
+
+@dataclass(frozen=True)
+class ClassFrequencies:
+    """Counts over all masks of a data set, before any augmentation.
+
+    Attributes:
+        pixels: Number of pixels of each class.
+        images: Number of images with each class.
+        pixels_where_present: For each class, the valid pixels of the images with it. `pixels` over these is the
+            frequency of median-frequency balancing (Eigen & Fergus 2015, section 6.3.2).
+        ignored_px: Number of ignored pixels.
+        num_images: Number of all images.
+        classes_of_masks: The classes in each mask, in the order of the images that have one.
+    """
+
+    pixels: tuple[int, ...]
+    images: tuple[int, ...]
+    pixels_where_present: tuple[int, ...]
+    ignored_px: int
+    num_images: int
+    classes_of_masks: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class MaskCounts:
+    """Counts of one mask.
+
+    Attributes:
+        pixels: number of pixels of each class, (C,).
+        ignored_px: number of ignored pixels.
+        size: height and width.
+    """
+
+    pixels: NDArray[np.int64]
+    ignored_px: int
+    size: tuple[int, int]
+
+    @property
+    def valid_px(self) -> int:
+        """Number of pixels that are not ignored."""
+        return self.size[0] * self.size[1] - self.ignored_px
+
+
+def count_mask(blocks: Iterable[NDArray[Any]], scheme: ClassScheme) -> MaskCounts:
+    """Return the counts of a mask of train ids in blocks of rows."""
+    counts, ignored_px, height, width = np.zeros(scheme.num_classes, np.int64), 0, 0, 0
+    for block in blocks:
+        of_block, ignored_in_block = scheme.count(block)
+        counts += of_block
+        ignored_px += ignored_in_block
+        height, width = height + block.shape[0], block.shape[1]
+    return MaskCounts(counts, ignored_px, (height, width))
+
+
+def class_frequencies(counted: Sequence[MaskCounts], num_classes: int, *, num_images: int) -> ClassFrequencies:
+    """Return the sums of the counts of some masks; `num_images` includes the images without a mask."""
+    table = np.stack([each.pixels for each in counted]) if counted else np.zeros((0, num_classes), np.int64)
+    where_present = np.where(table > 0, table.sum(1, keepdims=True), 0)
+    return ClassFrequencies(
+        pixels=tuple(table.sum(0).tolist()),
+        images=tuple((table > 0).sum(0).tolist()),
+        pixels_where_present=tuple(where_present.sum(0).tolist()),
+        ignored_px=sum(each.ignored_px for each in counted),
+        num_images=num_images,
+        classes_of_masks=tuple(tuple(np.flatnonzero(row).tolist()) for row in table),
+    )
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Counts of the masks of a split, as far as they were read.
+
+    Attributes:
+        split: name of the split.
+        frequencies: counts over the masks that were read.
+        valid_px: pixels of these masks that are not ignored.
+        num_read: masks that were read.
+        num_masks: masks of the split.
+    """
+
+    split: str
+    frequencies: ClassFrequencies
+    valid_px: int
+    num_read: int
+    num_masks: int
+
+    @classmethod
+    def of(
+        cls, split: str, counted: Sequence[MaskCounts], num_classes: int, *, num_masks: int, num_images: int
+    ) -> Targets:
+        """Return the sums of the counts of the masks that were read, in the order of the images."""
+        frequencies = class_frequencies(counted, num_classes, num_images=num_images)
+        return cls(split, frequencies, sum(each.valid_px for each in counted), len(counted), num_masks)
+
+    @property
+    def is_complete(self) -> bool:
+        """True if every mask was read."""
+        return self.num_read == self.num_masks
+
+    @property
+    def where(self) -> str:
+        """The masks that were read, in words."""
+        if self.is_complete:
+            return f"the {self.num_masks:,} mask{'s' * (self.num_masks != 1)} of split {self.split}"
+        return f"the {self.num_read:,} of {self.num_masks:,} masks of split {self.split} that were read"
+
+
+def read_targets(
+    pairs: Sequence[ImagePair],
+    split: str,
+    scheme: ClassScheme,
+    *,
+    total_px: float,
+    is_training: bool,
+    pixels: PixelFormat = RGB8,
+) -> Targets:
+    """Read and count the masks of a split before a training.
+
+    A small split is read whole. Of a large one evenly spread masks are read, then others for as long as a class is
+    missing, up to `SEARCHED_PX`; and beyond that until there is something to learn, because a split is refused only if
+    every mask was read. Own data, whose masks come with their images, get an eighth of this and are not searched on.
+
+    Args:
+        pairs: the split; pairs without a mask are left out.
+        split: its name, for messages.
+        scheme: meaning of the ids.
+        total_px: pixels of all its masks, also if only estimated.
+        is_training: the split is for training, not for validation.
+        pixels: bands and type of the images of own data.
+
+    Raises:
+        DataError: a mask is not valid, or nothing can be learned from the masks (`nothing_to_learn`).
+    """
+    masked = [pair for pair in pairs if pair.mask is not None]
+    cost = _OWN_COST if isinstance(next(iter(masked), None), OwnPair) else 1
+    step = max(1.0, cost * total_px / CHEAP_PX)
+    chosen = [int(i * step) for i in range(int((len(masked) - 1) // step) + 1)] if masked else []
+    others = sorted(set(range(len(masked))).difference(chosen))
+    random.Random(0).shuffle(others)
+    found: dict[int, MaskCounts] = {}
+    while True:
+        found |= zip(chosen, _counted([masked[index] for index in chosen], scheme, pixels), strict=True)
+        counted = [found[index] for index in sorted(found)]
+        targets = Targets.of(split, counted, scheme.num_classes, num_masks=len(masked), num_images=len(found))
+        problem = nothing_to_learn(targets, scheme, is_training=is_training)
+        is_long = cost * (targets.valid_px + targets.frequencies.ignored_px) > SEARCHED_PX
+        is_searched = not is_training or is_long or not classes_absent(targets, scheme)
+        if not others or (problem is None and is_searched) or (is_long and cost > 1):
+            break
+        more = max(8, len(found) // 4)
+        chosen, others = others[:more], others[more:]
+    if problem is not None and not others:
+        raise DataError(problem)
+    return targets
+
+
+def _counted(pairs: Sequence[ImagePair], scheme: ClassScheme, pixels: PixelFormat) -> list[MaskCounts]:
+    """Return the counts of the masks of some pairs.
+
+    Raises:
+        DataError: a mask is not valid.
+    """
+    found: list[MaskCounts] = []
+    unknown: list[UnknownIdsError] = []
+    for pair in pairs:
+        try:
+            if isinstance(pair, OwnPair):
+                found.append(count_mask([pair.data.read(pair.index, scheme, pixels)[1]], scheme))
+            else:
+                found.append(count_mask(mask_blocks(pair.masks, scheme), scheme))
+        except UnknownIdsError as error:
+            unknown.append(error)
+    together = all_unknown(unknown, scheme)
+    if together is not None:
+        more = "" if len(unknown) == 1 else f"\n  so do {len(unknown) - 1} more of the {len(pairs)} masks read"
+        raise DataError(f"{unknown[0]}{more}" + (f": {together.cause}" if more else ""))
+    return found
+
+
+def nothing_to_learn(targets: Targets, scheme: ClassScheme, *, is_training: bool) -> str | None:
+    """Return why no network can be trained, or evaluated, with these masks; None if one can.
+
+    A validation split needs one valid pixel. A training split needs pixels of two classes; where a pixel may have
+    several classes, one class that some valid pixels have and others do not is enough.
+    """
+    present = classes_present(targets, scheme)
+    if not targets.num_read:
+        return None
+    if not targets.valid_px:
+        return (
+            f"in {targets.where} every pixel is ignored: {ignored_values(scheme)}; "
+            "check data.label_map and data.ignore_index"
+        )
+    if not is_training:
+        return None
+    if scheme.multilabel is not None:
+        return _one_set(targets, scheme, present)
+    if len(present) > 1:
+        return None
+    only = f"in {targets.where} only one class has pixels, {present[0]}"
+    if not targets.frequencies.ignored_px:
+        value = scheme.file_ids[scheme.names.index(present[0])]
+        what = "one color" if scheme.rgb else f"value {value}"
+        return (
+            f"{only} ({what}), and a network learns nothing from one class: "
+            "check data.mask_dir and data.label_map, or add images with the other classes"
+        )
+    share = _percent(targets)
+    return f"{only}; {share} of all pixels are ignored: {ignored_values(scheme)}; {_mapped(scheme, present[0])}"
+
+
+def _one_set(targets: Targets, scheme: ClassScheme, present: Sequence[str]) -> str | None:
+    """Return why masks of several classes per pixel cannot be learned: all valid pixels are alike."""
+    if not present:
+        ignored = (
+            f"; {_percent(targets)} of all pixels are ignored: {ignored_values(scheme)}"
+            if targets.frequencies.ignored_px
+            else ""
+        )
+        return (
+            f"in {targets.where} no class has a pixel{ignored}; check data.multilabel, data.mask_dir and "
+            "data.ignore_index"
+        )
+    if scheme.num_classes == 1 and targets.frequencies.pixels[0] == targets.valid_px:
+        return f"in {targets.where} every valid pixel is {present[0]}: check data.mask_dir and data.ignore_index"
+    return None
+
+
+def _mapped(scheme: ClassScheme, present: str) -> str:
+    """Return how to make a class of the ignored pixels."""
+    values = _ignored_ids(scheme)
+    others = [number for number, name in enumerate(scheme.names) if name != present]
+    if scheme.rgb or len(values) != 1:
+        return "map the values that are a class to it in data.label_map"
+    if len(others) > 1:
+        return (
+            f"if that value is a class, map it in data.label_map, such as {{{values[0]}: {others[0]}}} for "
+            f"{scheme.names[others[0]]}, and set data.ignore_index: -1"
+        )
+    return (
+        f"if these are {scheme.names[others[0]]}, set data.label_map: {{{values[0]}: {others[0]}}} and "
+        "data.ignore_index: -1"
+    )
+
+
+def classes_present(targets: Targets, scheme: ClassScheme) -> list[str]:
+    """Return the names of the classes with a pixel."""
+    return [name for name, count in zip(scheme.names, targets.frequencies.pixels, strict=True) if count]
+
+
+def classes_absent(targets: Targets, scheme: ClassScheme) -> list[str]:
+    """Return the names of the classes without a pixel."""
+    return [name for name, count in zip(scheme.names, targets.frequencies.pixels, strict=True) if not count]
+
+
+def absent_note(targets: Targets, scheme: ClassScheme) -> str | None:
+    """Return a sentence with the classes without a pixel; None if every class has one, or no mask was read."""
+    absent = classes_absent(targets, scheme)
+    if not absent or not targets.num_read:
+        return None
+    plural = "classes" if len(absent) > 1 else "class"
+    return f"{plural} without a pixel in {targets.where}: {', '.join(absent)}"
+
+
+def ignored_note(targets: Targets, scheme: ClassScheme) -> str | None:
+    """Return the share of ignored pixels with its cause; None for a small share."""
+    total = targets.frequencies.ignored_px + targets.valid_px
+    if not total or targets.frequencies.ignored_px <= IGNORED_SHARE * total:
+        return None
+    advice = (
+        "; if these are shades at the edges of objects, segapp init FOLDER --clean-masks writes masks without them"
+        if has_shades(targets, scheme)
+        else ""
+    )
+    return f"{_percent(targets)} of the pixels of {targets.where} are ignored: {ignored_values(scheme)}{advice}"
+
+
+def has_shades(targets: Targets, scheme: ClassScheme) -> bool:
+    """Return True if many values of masks of two classes are ignored: probably edges that were smoothed."""
+    return (
+        scheme.num_classes == 2
+        and not scheme.rgb
+        and len(_ignored_ids(scheme)) > _MAX_NAMED
+        and targets.frequencies.ignored_px > IGNORED_SHARE * (targets.frequencies.ignored_px + targets.valid_px)
+    )
+
+
+def _percent(targets: Targets) -> str:
+    return f"{targets.frequencies.ignored_px / (targets.frequencies.ignored_px + targets.valid_px):.1%}"
+
+
+def ignored_values(scheme: ClassScheme) -> str:
+    """Return the values of ignored pixels in mask files, and the key that makes them ignored."""
+    if scheme.rgb:
+        return "the colors of data.palette without a class"
+    values = _ignored_ids(scheme)
+    if not values:
+        return "no value"
+    named = ", ".join(map(str, values[:_MAX_NAMED]))
+    more = f" and {len(values) - _MAX_NAMED} more" if len(values) > _MAX_NAMED else ""
+    plural = "values" if len(values) > 1 else "value"
+    if scheme.multilabel is not None or values == [scheme.ignore_index]:
+        return f"{plural} {named}{more} (data.ignore_index)"
+    return f"{plural} {named}{more} (mapped to data.ignore_index = {scheme.ignore_index})"
+
+
+def _ignored_ids(scheme: ClassScheme) -> list[int]:
+    """Return the values in mask files that are ignored."""
+    if scheme.multilabel is not None:
+        return [] if scheme.ignored_value is None else [scheme.ignored_value]
+    ids = {file_id for file_id, to in (scheme.label_map or {}).items() if to == scheme.ignore_index}
+    if scheme.ignore_index >= 0 and scheme.ignore_index not in (scheme.label_map or {}):
+        ids.add(scheme.ignore_index)
+    return sorted(ids)
