@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,8 @@ def judge(layout: DrawnLayout, truth: Truth, folder: Path, /, **request: Any) ->
         return Verdict("refused", str(error), num_true=num_true)
     verdict = Verdict("read", "\n".join(result.lines), num_true=num_true, config=result.configs[0])
     try:
-        compare(truth, load_config(result.configs[0]), verdict, layout.tolerance)
+        config = load_config(result.configs[0])
+        compare(truth, config, samples(config, truth), verdict, layout.tolerance)
     except SegappError as error:
         verdict.unusable = str(error)
     if isinstance(layout.expected, Ask) and not layout.expected.or_read and not request:
@@ -138,12 +139,17 @@ def samples(config: RunConfig, truth: Truth) -> Iterator[Sample]:
         dataset = _readable(config, split, truth)
         for index in range(len(dataset)):
             image, mask = dataset.read(index)
-            planes, ignored = read_planes(np.asarray(mask), scheme)
-            picture, cut = recognised(np.asarray(image), truth)
-            if picture is not None and cut is not None:
-                part = {name: plane[cut] for name, plane in picture.planes.items()}
-                picture = Picture(**{**picture.__dict__, "planes": part, "ignored": picture.ignored[cut]})
-            yield Sample(side, picture, planes, ignored)
+            yield sample_of(side, np.asarray(image), np.asarray(mask), scheme, truth)
+
+
+def sample_of(side: str, image: np.ndarray, mask: np.ndarray, scheme: ClassScheme, truth: Truth) -> Sample:
+    """Returns an image (H, W, B) and its mask of train ids as a sample, with the drawn picture that the image is."""
+    planes, ignored = read_planes(mask, scheme)
+    picture, cut = recognised(image, truth)
+    if picture is not None and cut is not None:
+        part = {name: plane[cut] for name, plane in picture.planes.items()}
+        picture = replace(picture, planes=part, ignored=picture.ignored[cut])
+    return Sample(side, picture, planes, ignored)
 
 
 def _readable(config: RunConfig, split: str, truth: Truth) -> SegmentationDataset:
@@ -195,13 +201,13 @@ def found_in(block: np.ndarray, whole: np.ndarray) -> tuple[slice, slice] | None
     return place if (whole[place] == block).all() else None
 
 
-def compare(truth: Truth, config: RunConfig, verdict: Verdict, tolerance: float) -> None:
-    """Compares what training reads with the truth, and notes it in the verdict."""
+def compare(truth: Truth, config: RunConfig, read: Iterable[Sample], verdict: Verdict, tolerance: float) -> None:
+    """Compares what is read with the truth, and notes it in the verdict."""
     verdict.classes = build_scheme(config.data).names
     found: dict[str, list[Picture]] = {"train": [], "val": []}
     aliases: dict[str, str] = {}
     problems: Counter[str] = Counter()
-    for sample in samples(config, truth):
+    for sample in read:
         if sample.picture is None:
             problems["an image that is none of the labelled ones, or lacks bands"] += 1
             continue
