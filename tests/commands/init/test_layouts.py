@@ -6,15 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.layouts import LAYOUTS, ROOMS
+from tests.support.layouts import LAYOUTS, ROOMS, UNMENDED, names
 from tests.support.layouts.judge import answered, judged, problems
 from tests.support.layouts.layout import Ask
-
-
-def names(text: str) -> list[str]:
-    """Returns names that semicolons separate."""
-    return [" ".join(name.split()) for name in text.split(";")]
-
 
 RIGHT_FROM_THE_BEGINNING = names(
     """
@@ -27,21 +21,6 @@ RIGHT_FROM_THE_BEGINNING = names(
     """
 )
 """Known layouts that never needed a question; nor does any of the usual ones."""
-
-UNMENDED = names(
-    """
-    train/image, _mask; LoveDA; Mapillary; BDD100K; DRIVE; ISIC; a_splitfirst; b_modeP; m_paddlelist; m_drive;
-    m_bdd; m_loveda; m_mapillary; f_ade; g_tiff4_u16; g_tiff4_f32; g_tiff8_u16; g_tiff4_u8; g_npy;
-    j_instance_dirs; j_labelstudio; j_supervisely; l_instance; e_range; e_noval; Severstal, run lengths; LoveDA,
-    Rural and Urban; DeepGlobe roads; DeepGlobe land cover; DRIVE, gif; CHASE_DB1; SUIM; A2D2; Freiburg forest;
-    one GeoTIFF; npz of splits; npz per image; DICOM; OME-TIFF; black and white, once JPEG; object in alpha; class
-    folders; class in the name; ACDC; Oxford pets, lists; slices of patients; 8 and 16 bits; NYU depth;
-    classes.json, 0 unlabeled; PanNuke; REFUGE; BraTS slices; cell tracking; Inria Aerial; Sen1Floods11;
-    Agriculture-Vision; KITTI road; RUGD; RELLIS-3D; Cityscapes, coarse; Dark Zurich; KolektorSDD2; Helen parts;
-    CelebAMask-HQ; SUN RGB-D; MSRC-21; CVPPP plants; LaRS; DUTS; DeepCrack
-    """
-)
-"""Layouts that are still read wrongly."""
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,7 @@ from tests.support.layouts.review_known import PALETTE, annotated
 from tests.support.layouts.review_new import table
 
 BACKGROUND_OBJECT: Codes = {0: "background", 1: "object"}
-CITYSCAPES: Codes = {7: "road", 11: "building", 23: "sky", 26: "car", 0: None}
-KITTI: Codes = {value: f"class_{value}" for value in CITYSCAPES}
+CITYSCAPES: Codes = {7: "class_7", 11: "class_11", 23: "class_23", 26: "class_26", 0: "class_0"}
 RUGD: Codes = {(108, 64, 20): "dirt", (0, 102, 0): "grass", (0, 255, 0): "tree", (0, 0, 255): "sky", (0, 0, 0): None}
 COLORS = ((128, 64, 128), (70, 70, 70), (70, 130, 180), (0, 0, 142), (0, 0, 0))
 
@@ -291,7 +290,7 @@ def kitti(canvas: Canvas) -> None:
     """KITTI semantics: ids, colours and instances of each image; a test split without labels."""
     for number in range(12):
         name = f"{number:06}_10.png"
-        areas = canvas.pair(f"training/image_2/{name}", f"training/semantic/{name}", KITTI)
+        areas = canvas.pair(f"training/image_2/{name}", f"training/semantic/{name}", CITYSCAPES)
         save(canvas.root / f"training/semantic_rgb/{name}", coded(areas, COLORS))
         ids = coded(areas, [7, 11, 23, 26, 0]).astype(np.uint16) * 256 + (areas == 3)
         save(canvas.root / f"training/instance/{name}", ids.astype(np.uint16))
@@ -359,7 +358,6 @@ def coarse(canvas: Canvas) -> None:
             canvas.text(f"gtCoarse/{stem}_gtCoarse_polygons.json", '{"objects": []}')
     stems = [f"gtCoarse/train/erfurt/erfurt_{number:06}_000019_gtCoarse" for number in range(8)]
     canvas.unused += [tuple(f"{stem}_{kind}.png" for stem in stems) for kind in ("color", "instanceIds")]
-    canvas.names_said = True
 
 
 def idd(canvas: Canvas) -> None:
@@ -385,7 +383,6 @@ def dark_zurich(canvas: Canvas) -> None:
     canvas.images_unused(
         *(f"rgb_anon/train/night/GOPR0345/GOPR0345_frame_{number:06}_rgb_anon.png" for number in range(3))
     )
-    canvas.names_said = True
 
 
 # Objects, parts, rooms
@@ -652,7 +649,7 @@ PUBLIC = layouts(
         "xView2": x_view,
         "LEVIR-CD": (levir, Ask("--", or_read=False)),
         "WHU buildings": whu,
-        "Agriculture-Vision": agriculture,
+        "Agriculture-Vision": (agriculture, Ask("--layout", or_read=True)),
         "KITTI semantics": (kitti, Ask("--layout", or_read=True)),
         "KITTI road": kitti_road,
         "RUGD": rugd,

@@ -408,7 +408,6 @@ def acdc(canvas: Canvas) -> None:
                 references.append(f"rgb_anon/{stem}_rgb_ref_anon.png")
                 canvas.image(references[-1])
     canvas.unused.append(tuple(references))
-    canvas.names_said = True
 
 
 def pet_lists(canvas: Canvas) -> None:
