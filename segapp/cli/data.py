@@ -49,6 +49,7 @@ def init(
     val_share: init_options.ValShare = None,
     group: init_options.Group = None,
     folds: init_options.Folds = None,
+    blocks: init_options.Blocks = None,
     seed: init_options.Seed = 0,
     html_file: init_options.Page = None,
     clean_masks: init_options.CleanMasks = False,
@@ -58,4 +59,4 @@ def init(
     from segapp.commands.init import InitRequest
     from segapp.commands.init.dialog import init_folder
 
-    init_folder(InitRequest(root, out, force, layout, val_share, group, folds, seed, html_file, clean_masks))
+    init_folder(InitRequest(root, out, force, layout, val_share, group, folds, seed, html_file, clean_masks, blocks))

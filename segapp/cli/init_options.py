@@ -34,6 +34,12 @@ Folds = Annotated[
     int | None,
     typer.Option("--folds", metavar="NUMBER", help="Write this many folds for cross-validation, each a config."),
 ]
+Blocks = Annotated[
+    int | None,
+    typer.Option(
+        "--blocks", metavar="PX", help="Cut large images and masks into blocks of this side; a strip of each validates."
+    ),
+]
 Seed = Annotated[int, typer.Option("--seed", metavar="NUMBER", help="Of the division into splits or folds.")]
 Page = Annotated[
     Path | None, typer.Option("--html", metavar="FILE", help="Write a page with pictures of each possible layout.")

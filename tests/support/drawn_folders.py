@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +85,17 @@ def names_read(config: RunConfig) -> dict[str, list[str]]:
                 pair.mask, config.data.mask_root or config.data.root
             )
     return names
+
+
+def samples_read(config: RunConfig) -> Iterator[tuple[str, Path, np.ndarray, np.ndarray]]:
+    """Yields split, image file, pixels and target of every image, as training and validation read them."""
+    for key, split in zip(("train", "val"), split_names(config.data), strict=True):
+        dataset = build_dataset(config.data, build_scheme(config.data), split, is_training=False, seed=0)
+        for index, pair in enumerate(dataset.pairs):
+            pixels, target = dataset.read(index)
+            yield key, pair.image, np.asarray(pixels), np.asarray(target)
+
+
+def targets_read(config: RunConfig) -> dict[str, np.ndarray]:
+    """Returns the target of every image by the image's stem."""
+    return {image.stem: target for _, image, _, target in samples_read(config)}

@@ -17,11 +17,12 @@ from tqdm import tqdm
 from segapp.build.pairs import build_pairs, build_scheme, split_names
 from segapp.commands.init.candidates import Candidate, Found, choose, confirm, find_candidates, found_lines
 from segapp.commands.init.placing import check_place, place
-from segapp.commands.init.splitting import Division, check_request, divided
+from segapp.commands.init.splitting import DEFAULT_SHARE, Division, check_request, divided
 from segapp.commands.init.text import Facts, config_text
 from segapp.config import load_config
 from segapp.datasets.convert.cleaning import cleaned
 from segapp.datasets.convert.conversion import Conversion, Item, some_problems, write_files
+from segapp.datasets.convert.pixels.blocks import ask_for_blocks, cut_into_blocks
 from segapp.datasets.files import ImagePair, shared_images, shown
 from segapp.datasets.images.measure import measure_pixels
 from segapp.datasets.layouts.formats import DATASETS
@@ -55,6 +56,7 @@ class InitRequest:
         seed: of the division.
         html: page to write with a picture of each layout that is possible.
         clean_masks: write copies of masks that are JPEGs or smoothed, each pixel the nearest of the frequent values.
+        blocks: side in pixels of the blocks into which images and masks are cut; None: they are used whole.
     """
 
     root: Path
@@ -67,6 +69,7 @@ class InitRequest:
     seed: int = 0
     html: Path | None = None
     clean_masks: bool = False
+    blocks: int | None = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ def propose_config(request: InitRequest) -> InitResult:
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", root.resolve().name).strip("-._") or "mine"
     out = request.out or Path(f"{name}.yaml")
     check_request(request.val_share, request.folds)
+    _check_blocks(request)
     tree = survey_tree(root)
     check_place(root, out)
     paths = [out.with_name(f"{out.stem}-fold{i}{out.suffix}") for i in range(request.folds)] if request.folds else [out]
@@ -106,12 +110,11 @@ def propose_config(request: InitRequest) -> InitResult:
     if isinstance(chosen, Conversion):
         confirm(root, found, chosen, request.layout)
     lines = [*found_lines(found, chosen)]
-    materials = _Materials(tree, chosen, out, request.clean_masks)
+    materials = _Materials(tree, _in_blocks(tree, chosen, request), out, request.clean_masks)
     pairs, root_of_images, mask_root = materials.pairs()
     lines += materials.lines
-    division = divided(
-        pairs, request.val_share, request.group, request.folds, request.seed, is_published=chosen.name in DATASETS
-    )
+    share = None if request.blocks is not None and any(pair.split for pair in pairs) else request.val_share
+    division = divided(pairs, share, request.group, request.folds, request.seed, is_published=chosen.name in DATASETS)
     lines += division.lines
     facts = materials.facts(name, division, root_of_images, mask_root)
     if not (request.clean_masks and len(found) == 1):  # masks that need it look little like masks
@@ -127,6 +130,37 @@ def propose_config(request: InitRequest) -> InitResult:
     lines += account_for(tree, _uses(survey, chosen, pairs, division, facts.classes, class_files)).lines
     _write(facts, division, paths, out)
     return InitResult(tuple(paths), tuple(lines))
+
+
+def _check_blocks(request: InitRequest) -> None:
+    """Check that blocks are not asked for together with options that divide or clean whole images.
+
+    Raises:
+        ConfigError: they are.
+    """
+    others = {"--folds": request.folds, "--group": request.group, "--clean-masks": request.clean_masks or None}
+    given = [option for option, value in others.items() if value is not None]
+    if request.blocks is not None and given:
+        raise ConfigError(f"--blocks and {given[0]}: give one of them; a strip of each image validates")
+
+
+def _in_blocks(tree: Tree, chosen: Candidate, request: InitRequest) -> Candidate:
+    """Return a candidate cut into blocks, if they are asked for.
+
+    Raises:
+        ConfigError: the candidate has no masks yet.
+        DataError: an image is too small.
+        OpenQuestionError: there is one large image, which can be divided only in blocks.
+    """
+    if isinstance(chosen, Conversion):
+        if request.blocks is not None:
+            raise ConfigError(f"--blocks cuts images that have masks, not {chosen.title}: leave --blocks out")
+        return chosen
+    if request.blocks is None:
+        ask_for_blocks(tree, chosen)
+        return chosen
+    share = DEFAULT_SHARE if request.val_share is None else request.val_share
+    return cut_into_blocks(tree, chosen, int(request.blocks), share)
 
 
 class _Materials:
@@ -172,6 +206,8 @@ class _Materials:
         format, keys = "list", {"list_dir": str(self._out.with_name(f"{self._out.stem}-lists"))}
         if mask_root is not None and mask_root != root:
             keys["mask_root"] = str(mask_root)
+        if isinstance(self._chosen, Conversion) and self._chosen.is_multilabel:
+            keys["multilabel"] = "bits"
         is_layout = isinstance(self._chosen, Layout)
         classes = self._classes
         if is_layout and self._chosen.name in DATASETS and self._chosen.name != "list" and not division.is_new:

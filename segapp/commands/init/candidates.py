@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from segapp.datasets.convert.conversion import Conversion
-from segapp.datasets.convert.converters import find_conversions
+from segapp.datasets.convert.converters import find_conversions, without_parts
 from segapp.datasets.files import shown
 from segapp.datasets.survey.hypotheses import CLOSE, Layout, find_layouts
 from segapp.datasets.survey.lists import paired_lists, with_listed_splits
@@ -57,7 +57,7 @@ def find_candidates(tree: Tree) -> Found:
         divided.append(said.layout)
         unused[layout.name] = {**listed.unused, **said.unused}
     conversions, problems = find_conversions(tree, has_masks=bool(layouts) and layouts[0].confidence >= 0.8)
-    found: list[Candidate] = [*conversions, *divided]
+    found: list[Candidate] = [*conversions, *without_parts(divided, conversions)]
     if not found:
         raise DataError(f"{shown(tree.root)}: {'; '.join(problems)}" if problems else _nothing_known(tree))
     return Found(sorted(found, key=lambda one: -one.confidence), unused)
@@ -134,9 +134,10 @@ def found_lines(found: Sequence[Candidate], chosen: Candidate) -> list[str]:
 def _nothing_known(tree: Tree) -> str:
     entries = sorted(entry.name for entry in tree.root.iterdir() if not entry.name.startswith("."))
     there = ", ".join(shown(name) for name in entries[:8]) + (" and more" if len(entries) > 8 else "")
+    advice = "".join(f"{one}; " for one in tree.advice_on_kinds)
     return (
         f"{shown(tree.root)} has no images with masks that belong together by their names, and no known "
-        f"annotations: it holds {there or 'nothing'} ({len(tree.images)} images); give every mask the name "
+        f"annotations: it holds {there or 'nothing'} ({tree.held}); {advice}give every mask the name "
         "of its image, such as images/a.jpg and masks/a.png, or write train.txt and val.txt with an image and its "
         "mask a line"
     )

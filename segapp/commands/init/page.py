@@ -49,7 +49,7 @@ def _pictures(tree: Tree, candidate: Candidate) -> Iterator[tuple[str, Markup, M
                     image = np.asarray(decoded)[..., ::-1]
                 else:
                     image = read_picture_of(tree.root / item.image)
-                yield shown(item.image), _thumbnail(image), _thumbnail(_colored(item.paint()))
+                yield shown(item.image), _thumbnail(image), _thumbnail(_colored(item.paint().astype(np.int64)))
             except (DataError, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, cv2.error):
                 continue
         return

@@ -112,8 +112,12 @@ def _lines(facts: Facts) -> Iterator[ConfigLine]:
     else:
         yield ConfigLine("  name: lraspp_mobilenet_v3_large", "no GPU here: the fastest model, from scratch")
     yield ConfigLine("loss:")
-    yield ConfigLine("  name: ce")
-    yield from _weight_lines(facts)
+    if "multilabel" in facts.keys:
+        yield ConfigLine("  name: bce", "a pixel may have several classes, or none")
+        yield ConfigLine("  plus: [{name: dice}]", "counts small classes as much as large ones")
+    else:
+        yield ConfigLine("  name: ce")
+        yield from _weight_lines(facts)
     lr = 5e-4 * math.sqrt(batch / 8)
     yield ConfigLine("optim:")
     yield ConfigLine("  name: adamw")

@@ -6,7 +6,7 @@ annotation are background.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -92,6 +92,7 @@ def _conversion(tree: Tree, files: Mapping[str, Any], *, is_panoptic: bool) -> C
         evidence,
         reason,
         notes=() if is_panoptic else (ON_TOP,),
+        sources=(*files, *(_pngs_of(tree, files) if is_panoptic else ())),
     )
 
 
@@ -160,6 +161,12 @@ def _panoptic(tree: Tree, path: str, annotations: Sequence[Any], value_of: Mappi
         return mask
 
     return paint
+
+
+def _pngs_of(tree: Tree, files: Iterable[str]) -> list[str]:
+    """Return the PNGs of segments in the folders named as the files of panoptic annotations."""
+    folders = tuple(f"{path.rpartition('.')[0]}/" for path in files)
+    return [path for path in tree.images if path.startswith(folders)]
 
 
 def _panoptic_png(tree: Tree, path: str, name: str) -> str:

@@ -45,6 +45,8 @@ BAD_ENTRY: tuple[type[Exception], ...] = (
 """What reading an entry raises that has other types, numbers or keys than its format says."""
 
 Mask = NDArray[np.uint8]
+WideMask = Mask | NDArray[np.uint16]
+"""Ids, (H, W), of 8 bits, or of 16 bits for sets of more than eight classes."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Item:
     target: str
     origin: str
     content: Any
-    paint: Callable[[], Mask]
+    paint: Callable[[], WideMask]
     split: str | None = None
     scene: tuple[str, ...] = ()
     image_bytes: Callable[[], bytes] | None = None
@@ -93,6 +95,7 @@ class Conversion:
         notes: sentences about what is left out.
         sources: files of the folder that it reads besides the images and masks of its items: annotations, tables,
             arrays, source masks; relative to the root.
+        is_multilabel: a value in its masks is a set of classes: bit c stands for class c.
     """
 
     name: str
@@ -104,6 +107,7 @@ class Conversion:
     classes_reason: str = ""
     notes: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
+    is_multilabel: bool = False
 
     @property
     def writes(self) -> str:
@@ -185,8 +189,8 @@ def _wanted(
         wanted[folder / item.image] = (item.has_image, item.image_bytes)
     if item.mask is None:
         digest = digest_of((classes, item.content))
-        is_finished = partial(_is_finished, digest=digest)
-        wanted[folder / f"{item.target}.png"] = (is_finished, lambda: _encoded(item.paint(), digest))
+        is_finished = partial(is_png_of, digest=digest)
+        wanted[folder / f"{item.target}.png"] = (is_finished, lambda: encode_png(item.paint(), digest))
     return wanted
 
 
@@ -216,23 +220,24 @@ def problem_of(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or "no reason given"
 
 
-def _is_finished(path: Path, digest: str) -> bool:
-    """Return True for a complete mask of this annotation; reads the header and the end of the file."""
+def is_png_of(path: Path, digest: str) -> bool:
+    """Return True for a complete PNG of this content; reads the header and the end of the file."""
     if not path.is_file():
         return False
     try:
-        header = read_header(path)
+        read_header(path)
         with Image.open(path) as image:
-            return header.mode == "L" and image.info.get(_DIGEST_KEY) == digest
+            return image.format == "PNG" and image.info.get(_DIGEST_KEY) == digest
     except (DataError, OSError, SyntaxError, ValueError):
         return False
 
 
-def _encoded(mask: Mask, digest: str) -> bytes:
+def encode_png(pixels: NDArray[np.uint8] | NDArray[np.uint16], digest: str) -> bytes:
+    """Return a PNG of ids or grey values (H, W), or RGB (H, W, 3), with the digest of its content."""
     info = PngImagePlugin.PngInfo()
     info.add_text(_DIGEST_KEY, digest)
     buffer = io.BytesIO()
-    Image.fromarray(mask, mode="L").save(buffer, "PNG", pnginfo=info, compress_level=4)
+    Image.fromarray(pixels).save(buffer, "PNG", pnginfo=info, compress_level=4)
     return buffer.getvalue()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from segapp.datasets.convert.coco import find_coco
@@ -12,11 +12,18 @@ from segapp.datasets.convert.label_studio import find_label_studio
 from segapp.datasets.convert.labelme import find_labelme
 from segapp.datasets.convert.nnunet import find_nnunet
 from segapp.datasets.convert.parquet import find_parquet
+from segapp.datasets.convert.pixels.arrays import find_arrays
+from segapp.datasets.convert.pixels.pieces import find_pieces
+from segapp.datasets.convert.pixels.rle import find_rle
 from segapp.datasets.convert.supervisely import find_supervisely
 from segapp.datasets.convert.yolo import find_yolo
+from segapp.datasets.survey.hypotheses import Layout
 from segapp.datasets.survey.tree import Tree
+from segapp.errors import DataError
 
-CONVERTERS: dict[str, Callable[[Tree], Conversion | None]] = {
+Reading = Conversion | Layout
+
+CONVERTERS: dict[str, Callable[[Tree], Conversion | Sequence[Reading] | Sequence[Conversion] | None]] = {
     "COCO": find_coco,
     "YOLO": find_yolo,
     "labelme": find_labelme,
@@ -25,25 +32,48 @@ CONVERTERS: dict[str, Callable[[Tree], Conversion | None]] = {
     "Supervisely": find_supervisely,
     "parquet": find_parquet,
     "nnU-Net": find_nnunet,
+    "tables of run lengths": find_rle,
+    "arrays": find_arrays,
+    "several masks for each image": find_pieces,
 }
-"""Each returns what it finds in a folder; None where there is nothing of its kind."""
+"""Each returns what it finds in a folder: nothing, a conversion, or a conversion for each way to read it."""
 
 
-def find_conversions(tree: Tree, *, has_masks: bool) -> tuple[list[Conversion], list[str]]:
+def find_conversions(tree: Tree, *, has_masks: bool) -> tuple[list[Reading], list[str]]:
     """Return what the converters find, and why a converter cannot read the annotations of its kind.
 
     Args:
         tree: the folder.
-        has_masks: there are masks already: they are preferred.
+        has_masks: there are masks already: they are preferred to masks that are drawn, not to readings of these masks.
+
+    Raises:
+        DataError: a converter needs a package that is not installed, and there are no masks.
     """
-    found, problems = [], []
+    found: list[Reading] = []
+    problems, known = [], set(tree.images)
     for title, convert in CONVERTERS.items():
         try:
-            conversion = convert(tree)
+            result = convert(tree)
         except BAD_ENTRY as error:
             problems.append(f"the annotations look like those of {title}, but cannot be read: {problem_of(error)}")
             continue
-        if conversion is not None:
-            confidence = (0.85 if has_masks else 1.0) * conversion.confidence
-            found.append(replace(conversion, confidence=confidence))
+        except DataError as error:
+            if not has_masks:
+                raise
+            problems.append(str(error))
+            continue
+        for reading in [result] if isinstance(result, Conversion) else result or ():
+            is_drawn = isinstance(reading, Conversion) and not set(reading.sources) & known
+            confidence = (0.85 if has_masks and is_drawn else 1.0) * reading.confidence
+            found.append(replace(reading, confidence=confidence))
     return found, problems
+
+
+def without_parts(layouts: Sequence[Layout], readings: Sequence[Reading]) -> list[Layout]:
+    """Return the layouts but for those that use a part of the masks that a reading uses: one of several classes."""
+    kept = []
+    for layout in layouts:
+        masks = {pair.mask for pair in layout.pairs}
+        if not any(isinstance(one, Conversion) and masks <= set(one.sources) for one in readings):
+            kept.append(layout)
+    return kept

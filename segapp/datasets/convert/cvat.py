@@ -12,6 +12,7 @@ from segapp.datasets.convert.drawing import decode_runs, fill_polygon, paste
 from segapp.datasets.convert.sources import (
     ON_TOP,
     Images,
+    check_objects,
     class_values,
     coverage_words,
     first_bytes,
@@ -55,6 +56,7 @@ def find_cvat(tree: Tree) -> Conversion | None:
                 labels |= dict.fromkeys(shape["label"] for _, shape in shapes if "label" in shape)
     if not found:
         return None
+    check_objects(shapes for _, _, _, shapes in found)
     names, values = class_values(labels, found[0][0])
     items = [
         Item(
@@ -68,9 +70,9 @@ def find_cvat(tree: Tree) -> Conversion | None:
         for path, name, image, shapes in found
     ]
     evidence = (f"{total} images in XML of CVAT", coverage_words(len(items), total, "entries"), f"{len(names)} classes")
-    return Conversion(
-        "cvat", "CVAT", names, items, 0.97 * len(items) / total, evidence, "the labels, by name", notes=(ON_TOP,)
-    )
+    sources = tuple(dict.fromkeys(path for path, _, _, _ in found))
+    confidence = 0.97 * len(items) / total
+    return Conversion("cvat", "CVAT", names, items, confidence, evidence, "the labels, by name", (ON_TOP,), sources)
 
 
 def _draw(mask: Mask, kind_and_shape: _Shape, values: Mapping[str, int]) -> None:

@@ -81,3 +81,34 @@ def decode_runs(counts: Sequence[int], height_px: int, width_px: int, order: str
         raise ValueError(f"run lengths of {lengths.sum()} pixels for {width_px} x {height_px}")
     values = np.arange(len(lengths)) % 2 == 1
     return np.repeat(values, lengths).reshape((height_px, width_px), order=order)  # type: ignore[call-overload, no-any-return]
+
+
+def decode_starts(runs: str, height_px: int, width_px: int, first: int = 1, order: str = "F") -> NDArray[np.bool_]:
+    """Return the pixels of runs "start length start length ...", as in Kaggle's tables; no runs are no pixels.
+
+    >>> decode_starts("1 2 4 1", 2, 2).astype(int).tolist()
+    [[1, 0], [1, 1]]
+
+    Args:
+        runs: the start and the length of each run, with spaces between them.
+        height_px: of the result.
+        width_px: of the result.
+        first: number of the first pixel, 0 or 1.
+        order: "F": pixels are numbered down the columns; "C": along the rows.
+
+    Raises:
+        ValueError: a number is missing or none, or a run leaves the image.
+    """
+    numbers = np.array(runs.split(), np.int64)
+    if len(numbers) % 2:
+        raise ValueError(f"{len(numbers)} numbers, which are no pairs of a start and a length")
+    starts, lengths = numbers[0::2] - first, numbers[1::2]
+    size = height_px * width_px
+    if (wrong := (starts < 0) | (lengths < 0) | (starts + lengths > size)).any():
+        start, length = starts[wrong][0] + first, lengths[wrong][0]
+        raise ValueError(f"the run {start} {length} leaves the image of {width_px} x {height_px} pixels")
+    changes = np.zeros(size + 1, np.int32)
+    np.add.at(changes, starts, 1)
+    np.add.at(changes, starts + lengths, -1)
+    covered = np.cumsum(changes[:-1]) > 0
+    return covered.reshape((height_px, width_px), order=order)  # type: ignore[call-overload, no-any-return]

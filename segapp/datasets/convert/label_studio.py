@@ -16,6 +16,7 @@ from segapp.datasets.convert.drawing import fill_polygon
 from segapp.datasets.convert.sources import (
     ON_TOP,
     Images,
+    check_objects,
     class_values,
     coverage_words,
     first_bytes,
@@ -56,6 +57,7 @@ def find_label_studio(tree: Tree) -> Conversion | None:
                 found.append((path, number, image, regions))
     if not found:
         return None
+    check_objects(regions for _, _, _, regions in found)
     labels = {
         name for _, _, _, regions in found for region in regions if isinstance(region, dict) for name in _labels(region)
     }
@@ -73,9 +75,9 @@ def find_label_studio(tree: Tree) -> Conversion | None:
     ]
     evidence = (f"{total} tasks of Label Studio", coverage_words(len(items), total, "tasks"), f"{len(labels)} labels")
     reason = "the labels, by name"
-    return Conversion(
-        "label-studio", "Label Studio", names, items, 0.97 * len(items) / total, evidence, reason, notes=(ON_TOP,)
-    )
+    sources = tuple(dict.fromkeys(path for path, _, _, _ in found))
+    confidence = 0.97 * len(items) / total
+    return Conversion("label-studio", "Label Studio", names, items, confidence, evidence, reason, (ON_TOP,), sources)
 
 
 def _labels(region: Mapping[str, Any]) -> list[str]:

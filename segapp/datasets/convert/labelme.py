@@ -15,6 +15,7 @@ from segapp.datasets.convert.drawing import fill_polygon, paste
 from segapp.datasets.convert.sources import (
     ON_TOP,
     Images,
+    check_objects,
     class_values,
     coverage_words,
     first_bytes,
@@ -46,6 +47,7 @@ def find_labelme(tree: Tree) -> Conversion | None:
             found.append((path, image, content["shapes"]))
     if not found:
         return None
+    check_objects(shapes for _, _, shapes in found)
     names, values = class_values(labels, found[0][0])
     for path, image, shapes in found:
         items.append(
@@ -59,8 +61,10 @@ def find_labelme(tree: Tree) -> Conversion | None:
             )
         )
     evidence = (f"{total} files of labelme", coverage_words(len(items), total, "files"), f"{len(labels)} labels")
+    sources = tuple(path for path, _, _ in found)
+    confidence = 0.97 * len(items) / total
     return Conversion(
-        "labelme", "labelme", names, items, 0.97 * len(items) / total, evidence, "the labels, by name", notes=(ON_TOP,)
+        "labelme", "labelme", names, items, confidence, evidence, "the labels, by name", (ON_TOP,), sources
     )
 
 

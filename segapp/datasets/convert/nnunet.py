@@ -55,7 +55,11 @@ def find_nnunet(tree: Tree) -> Conversion | None:
         evidence.append(f"{len(lacking)} cases have other files and are left out, such as {shown(lacking[0])}")
     notes = (f"the bands are the channels of nnU-Net: {', '.join(f'{i} {n}' for i, n in enumerate(names, start=1))}",)
     confidence = 0.97 * len(items) / len(labelled)
-    return Conversion("nnunet-channels", "nnU-Net", (), items, confidence, tuple(evidence), notes=notes)
+    sources = [path for _, files in sorted(labelled.items()) for path in files.values()]
+    sources += [path for path in tree.others_named(".json") if path.rpartition("/")[2] == "dataset.json"]
+    return Conversion(
+        "nnunet-channels", "nnU-Net", (), items, confidence, tuple(evidence), notes=notes, sources=tuple(sources)
+    )
 
 
 def _label_of(key: tuple[str, str], files: Mapping[int, str]) -> str:

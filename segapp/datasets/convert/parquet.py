@@ -66,7 +66,7 @@ def find_parquet(tree: Tree) -> Conversion | None:
     if not items:
         return None
     evidence = (f"{len(paths)} parquet files with {said}", f"{len(items)} rows")
-    return Conversion("parquet", "parquet", (), items, 0.95, evidence)
+    return Conversion("parquet", "parquet", (), items, 0.95, evidence, sources=tuple(sorted(paths)))
 
 
 def _suffix(data: bytes) -> str:

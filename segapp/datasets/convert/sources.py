@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 from segapp.datasets.convert.conversion import BAD_ENTRY, IGNORED, Mask, check_classes, problem_of
 from segapp.datasets.convert.drawing import blank_mask
-from segapp.datasets.files import open_regular, read_header, shown
+from segapp.datasets.files import open_regular, read_header
 from segapp.datasets.survey.families import parse_file
 from segapp.datasets.survey.tree import Tree
 from segapp.errors import DataError
@@ -132,6 +132,20 @@ def coverage_words(found: int, total: int, what: str) -> str:
     return f"{found} of {total} {what} name an image that is there"
 
 
+def check_objects(objects: Iterable[Sequence[Any]]) -> None:
+    """Check that some image has an object.
+
+    Args:
+        objects: of each image.
+
+    Raises:
+        ValueError: no image has one.
+    """
+    listed = list(objects)
+    if not any(listed):
+        raise ValueError(f"there are no objects in its {len(listed)} images; annotate some and export them again")
+
+
 def class_values(labels: Iterable[str], origin: str) -> tuple[tuple[str, ...], dict[str, int]]:
     """Return the class names in order, and the value in the mask of every label; ignored labels are no classes.
 
@@ -164,8 +178,6 @@ def is_ignored(name: str) -> bool:
     return name.strip("_ ").lower() in {"ignore", "ignored", "void", "dontcare", "don't care"}
 
 
-def missing_extra(package: str, what: str) -> DataError:
+def missing_extra(package: str, what: str, extra: str = "import") -> DataError:
     """Return the error for a reader that is not installed."""
-    return DataError(
-        f"{what} need {package}, which is not installed: python3 -m pip install '{shown('segapp[import]')}'"
-    )
+    return DataError(f"{what} need {package}, which is not installed: python3 -m pip install 'segapp[{extra}]'")

@@ -15,6 +15,7 @@ from segapp.datasets.convert.drawing import fill_polygon, paste
 from segapp.datasets.convert.sources import (
     ON_TOP,
     Images,
+    check_objects,
     class_values,
     coverage_words,
     load_json,
@@ -45,9 +46,9 @@ def find_supervisely(tree: Tree) -> Conversion | None:
             found.append((path, image, content["objects"]))
     if not found:
         return None
-    meta = (
-        next((load_json(tree, path) for path in tree.others_named(".json") if path.endswith("meta.json")), None) or {}
-    )
+    check_objects(objects for _, _, objects in found)
+    metas = [path for path in tree.others_named(".json") if path.endswith("meta.json")][:1]
+    meta = load_json(tree, metas[0]) if metas else None
     classes = meta.get("classes") if isinstance(meta, dict) else None
     known = [one for one in classes if isinstance(one, dict)] if isinstance(classes, list) else []
     objects_in = [one for _, _, objects in found for one in objects if isinstance(one, dict)]
@@ -60,9 +61,9 @@ def find_supervisely(tree: Tree) -> Conversion | None:
         items.append(Item(image, mask_target(image), shown(path), objects, paint, split_said(image)))
     evidence = (f"{total} files of Supervisely", coverage_words(len(items), total, "files"), f"{len(names)} classes")
     reason = "the classes of the project, by name"
-    return Conversion(
-        "supervisely", "Supervisely", names, items, 0.97 * len(items) / total, evidence, reason, notes=(ON_TOP,)
-    )
+    sources = (*metas, *(path for path, _, _ in found))
+    confidence = 0.97 * len(items) / total
+    return Conversion("supervisely", "Supervisely", names, items, confidence, evidence, reason, (ON_TOP,), sources)
 
 
 def _draw(mask: Mask, one: Mapping[str, Any], values: Mapping[str, int]) -> None:

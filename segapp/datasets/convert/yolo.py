@@ -52,7 +52,8 @@ def find_yolo(tree: Tree) -> Conversion | None:
         evidence.append(f"{len(empty)} images without a label file are left out")
     confidence = 0.97 * len(labels) / (len(labels) + len(empty))
     classes = check_classes(["background", *names], "the labels")
-    return Conversion("yolo", "YOLO polygons", classes, items, confidence, tuple(evidence), reason, notes=(ON_TOP,))
+    sources = (*sorted(labels.values()), *([named.source] if named is not None else []))
+    return Conversion("yolo", "YOLO polygons", classes, items, confidence, tuple(evidence), reason, (ON_TOP,), sources)
 
 
 def _images_for(place: str) -> str:

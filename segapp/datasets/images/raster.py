@@ -81,13 +81,35 @@ def read_bands(path: Path, bands: Sequence[int], window: Window | None = None) -
     return np.ascontiguousarray(np.moveaxis(pixels, 0, -1))
 
 
-def encode_bands(pixels: Pixels, names: Sequence[str], description: str) -> bytes:
+@dataclass(frozen=True)
+class Georeference:
+    """Where the pixels of a GeoTIFF lie.
+
+    Attributes:
+        crs: Coordinate system as WKT; None if the file has none.
+        transform: a to f of x = a column + b row + c and y = d column + e row + f, at the corner of a pixel.
+    """
+
+    crs: str | None
+    transform: tuple[float, ...]
+
+
+def encode_bands(
+    pixels: Pixels,
+    names: Sequence[str],
+    description: str,
+    georeference: Georeference | None = None,
+    *,
+    is_rgb: bool = False,
+) -> bytes:
     """Return a TIFF of bands (H, W, B) of any type, compressed without loss, in tiles where it is large.
 
     Args:
         pixels: the bands.
         names: of the first bands, kept in the file.
         description: kept in the file, see `read_description`.
+        georeference: of the pixels; None: none.
+        is_rgb: the bands are red, green and blue of a picture.
 
     Raises:
         DataError: rasterio is not installed.
@@ -95,6 +117,7 @@ def encode_bands(pixels: Pixels, names: Sequence[str], description: str) -> byte
     require_rasterio(Path(names[0]), "writing an image of several bands")
     import rasterio
     from rasterio.io import MemoryFile
+    from rasterio.transform import Affine
 
     height, width, count = pixels.shape
     is_large = min(height, width) >= 256
@@ -109,8 +132,10 @@ def encode_bands(pixels: Pixels, names: Sequence[str], description: str) -> byte
             dtype=pixels.dtype.name,
             compress="deflate",
             interleave="pixel",
-            photometric="minisblack",
+            photometric="rgb" if is_rgb else "minisblack",
             alpha="no",
+            crs=georeference.crs if georeference is not None else None,
+            transform=Affine(*georeference.transform) if georeference is not None else None,
             **options,
         ) as file:
             file.update_tags(TIFFTAG_IMAGEDESCRIPTION=description)
@@ -128,19 +153,6 @@ def read_description(path: Path) -> str | None:
     except DataError:
         return None
     return None if description is None else str(description)
-
-
-@dataclass(frozen=True)
-class Georeference:
-    """Where the pixels of a GeoTIFF lie.
-
-    Attributes:
-        crs: Coordinate system as WKT; None if the file has none.
-        transform: a to f of x = a column + b row + c and y = d column + e row + f, at the corner of a pixel.
-    """
-
-    crs: str | None
-    transform: tuple[float, ...]
 
 
 def read_georeference(path: Path) -> Georeference | None:

@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segapp.datasets.files import open_bytes, read_bytes, read_header
+from segapp.datasets.images.raster import read_bands
+from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES
 from segapp.errors import DataError
 
 _MAX_PROBED_PX = 40_000_000
@@ -54,10 +56,15 @@ def probe(path: Path) -> Probe | None:
         size = (header.height_px, header.width_px)
         if header.height_px * header.width_px > _MAX_PROBED_PX:
             return Probe(size)
-        image = open_bytes(read_bytes(path), path)
-        pixels = np.asarray(image if image.mode in ("L", "P", "1", "I", "I;16", "F") else image.convert("RGB"))
+        if header.stored is not None and not header.stored.is_picture and path.suffix.lower() in TIFF_SUFFIXES:
+            pixels = read_bands(path, (1,))[..., 0]  # Pillow does not decode most types
+        else:
+            image = open_bytes(read_bytes(path), path)
+            pixels = np.asarray(image if image.mode in ("L", "P", "1", "I", "I;16", "F") else image.convert("RGB"))
     except (DataError, OSError, ValueError, SyntaxError):
         return None
+    if pixels.dtype.kind == "f":
+        pixels = np.ascontiguousarray(pixels, np.float32).view(np.int32)  # different values stay different
     numbers = pixels.astype(np.int32)
     if numbers.ndim == 3:
         numbers = numbers @ np.array([65536, 256, 1], np.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -11,7 +12,28 @@ from segapp.datasets.layouts.pairing import IMAGE_SUFFIXES
 from segapp.datasets.layouts.root_guard import RootGuard
 from segapp.errors import ConfigError
 
-OTHER_SUFFIXES = (".txt", ".csv", ".tsv", ".json", ".yaml", ".yml", ".xml", ".parquet", ".names", ".lst", ".jsonl")
+_OWN_READER = "data.format: module:Class reads them with own code (segapp docs own-parts)"
+_ARRAYS = (
+    "arrays are read if their names say which are images and which masks (images.npy and masks.npy, or a key image and "
+    f"a key label) and their shapes agree; else {_OWN_READER}"
+)
+_VOLUMES = f"nii, mat and h5 files are not read: save their slices as PNG or npy; or {_OWN_READER}"
+_VIDEOS = "videos are not read: save the frames that have masks as images, with the names of their masks"
+_ARCHIVES = "archives are not read: unpack them"
+UNREAD_KINDS = {
+    **dict.fromkeys((".npy", ".npz"), _ARRAYS),
+    ".dcm": f"DICOM files are read with masks of their names (dicom/a.dcm and masks/a.png); else {_OWN_READER}",
+    **dict.fromkeys((".nii", ".gz", ".mat", ".h5", ".hdf5"), _VOLUMES),
+    **dict.fromkeys((".mp4", ".avi", ".mov"), _VIDEOS),
+    **dict.fromkeys((".zip", ".tar"), _ARCHIVES),
+}
+"""Extensions of files of pixels that are no images, and what to do with them if they are not read."""
+
+OTHER_SUFFIXES = (
+    *(".txt", ".csv", ".tsv", ".json", ".yaml", ".yml", ".xml", ".parquet", ".names", ".lst", ".jsonl"),
+    *UNREAD_KINDS,
+)
+"""Extensions of files that may hold annotations, class names, lists or arrays, or that are named as not read."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +53,19 @@ class Tree:
     others: tuple[str, ...]
     leads_outside: bool
     rest: tuple[str, ...] = ()
+
+    @property
+    def held(self) -> str:
+        """The numbers of its images, and of other files of pixels by their kind."""
+        kinds = Counter(PurePosixPath(path).suffix.lower() for path in self.others)
+        counts = [f"{kinds[suffix]} {suffix[1:]}" for suffix in UNREAD_KINDS if kinds[suffix]]
+        return ", ".join([f"{len(self.images)} images", *counts])
+
+    @property
+    def advice_on_kinds(self) -> tuple[str, ...]:
+        """What to do with files of pixels that are no images, for each kind that it holds."""
+        held = {PurePosixPath(path).suffix.lower() for path in self.others}
+        return tuple(dict.fromkeys(advice for suffix, advice in UNREAD_KINDS.items() if suffix in held))
 
     def others_named(self, *suffixes: str) -> list[str]:
         """Return the other files with one of the extensions, those nearest to the root first."""
