@@ -82,7 +82,7 @@ def test_one_geotiff_becomes_blocks_in_place(has_georeference: bool, tmp_path: P
             file.write(pixels)
     with pytest.raises(OpenQuestionError, match=r"one image with a mask, of 1200 x 400 px.*--blocks 256") as caught:
         propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
-    assert [answer.value for answer in caught.value.answers] == ["256"]
+    assert [answer.value for answer in caught.value.answers] == ["256", "128"]
     result = propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml", blocks=128))
     config = load_config(result.configs[0])
     assert config.data.bands == (1, 2, 3, 4)

@@ -110,7 +110,8 @@ def propose_config(request: InitRequest) -> InitResult:
     if isinstance(chosen, Conversion):
         confirm(root, found, chosen, request.layout)
     lines = [*found_lines(found, chosen)]
-    materials = _Materials(tree, _in_blocks(tree, chosen, request), out, request.clean_masks)
+    used = _in_blocks(tree, chosen, request)
+    materials = _Materials(tree, used, out, request.clean_masks)
     pairs, root_of_images, mask_root = materials.pairs()
     lines += materials.lines
     share = None if request.blocks is not None and any(pair.split for pair in pairs) else request.val_share
@@ -127,7 +128,7 @@ def propose_config(request: InitRequest) -> InitResult:
     for note in facts.classes.notes:
         lines.append(f"note: {note}")
     class_files = [file.source for file in find_class_files(tree)]
-    lines += account_for(tree, _uses(survey, chosen, pairs, division, facts.classes, class_files)).lines
+    lines += account_for(tree, _uses(survey, used, pairs, division, facts.classes, class_files)).lines
     _write(facts, division, paths, out)
     return InitResult(tuple(paths), tuple(lines))
 

@@ -29,11 +29,7 @@ UNREAD_KINDS = {
 }
 """Extensions of files of pixels that are no images, and what to do with them if they are not read."""
 
-OTHER_SUFFIXES = (
-    *(".txt", ".csv", ".tsv", ".json", ".yaml", ".yml", ".xml", ".parquet", ".names", ".lst", ".jsonl"),
-    *UNREAD_KINDS,
-)
-"""Extensions of files that may hold annotations, class names, lists or arrays, or that are named as not read."""
+OTHER_SUFFIXES = (".txt", ".csv", ".tsv", ".json", ".yaml", ".yml", ".xml", ".parquet", ".names", ".lst", ".jsonl")
 
 
 @dataclass(frozen=True)
@@ -57,19 +53,19 @@ class Tree:
     @property
     def held(self) -> str:
         """The numbers of its images, and of other files of pixels by their kind."""
-        kinds = Counter(PurePosixPath(path).suffix.lower() for path in self.others)
+        kinds = Counter(PurePosixPath(path).suffix.lower() for path in self.rest)
         counts = [f"{kinds[suffix]} {suffix[1:]}" for suffix in UNREAD_KINDS if kinds[suffix]]
         return ", ".join([f"{len(self.images)} images", *counts])
 
     @property
     def advice_on_kinds(self) -> tuple[str, ...]:
         """What to do with files of pixels that are no images, for each kind that it holds."""
-        held = {PurePosixPath(path).suffix.lower() for path in self.others}
+        held = {PurePosixPath(path).suffix.lower() for path in self.rest}
         return tuple(dict.fromkeys(advice for suffix, advice in UNREAD_KINDS.items() if suffix in held))
 
     def others_named(self, *suffixes: str) -> list[str]:
-        """Return the other files with one of the extensions, those nearest to the root first."""
-        found = [path for path in self.others if PurePosixPath(path).suffix.lower() in suffixes]
+        """Return the files with one of the extensions that are no images, those nearest to the root first."""
+        found = [path for path in (*self.others, *self.rest) if PurePosixPath(path).suffix.lower() in suffixes]
         return sorted(found, key=lambda path: (path.count("/"), path))
 
 

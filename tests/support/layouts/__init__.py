@@ -30,12 +30,10 @@ def names(text: str) -> list[str]:
 UNMENDED = names(
     """
     train/image, _mask; LoveDA; DRIVE; ISIC; a_splitfirst; b_modeP; m_paddlelist; m_drive; m_loveda; m_mapillary;
-    f_ade; g_tiff4_u16; g_tiff4_f32; g_tiff8_u16; g_tiff4_u8; g_npy; j_instance_dirs; j_labelstudio;
-    j_supervisely; l_instance; e_range; Severstal, run lengths; LoveDA, Rural and Urban; DRIVE, gif; SUIM; A2D2;
-    Freiburg forest; one GeoTIFF; npz of splits; npz per image; DICOM; OME-TIFF; black and white, once JPEG;
-    object in alpha; class folders; class in the name; Oxford pets, lists; 8 and 16 bits; NYU depth; classes.json,
-    0 unlabeled; PanNuke; REFUGE; BraTS slices; cell tracking; Sen1Floods11; Agriculture-Vision; RUGD;
-    KolektorSDD2; Helen parts; CelebAMask-HQ; SUN RGB-D; MSRC-21; CVPPP plants; DUTS; DeepCrack
+    f_ade; j_labelstudio; l_instance; e_range; LoveDA, Rural and Urban; DRIVE, gif; SUIM; A2D2; Freiburg forest;
+    OME-TIFF; black and white, once JPEG; object in alpha; Oxford pets, lists; 8 and 16 bits; NYU depth;
+    classes.json, 0 unlabeled; REFUGE; BraTS slices; cell tracking; Sen1Floods11; Agriculture-Vision; RUGD;
+    KolektorSDD2; Helen parts; SUN RGB-D; MSRC-21; CVPPP plants; DUTS; DeepCrack
     """
 )
 """Layouts that are still read wrongly."""

@@ -552,7 +552,7 @@ NEW = layouts(
         "imagefolder": image_folder_same_names,
         "pair tables": pair_tables,
         "column of splits": split_column,
-        "one GeoTIFF": geotiff,
+        "one GeoTIFF": (geotiff, Ask("--blocks")),
         "npz of splits": npz_splits,
         "npz per image": npz_per_image,
         "DICOM": dicom,

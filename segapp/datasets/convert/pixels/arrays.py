@@ -240,11 +240,11 @@ def _sizes(tree: Tree, side: _Side, axes: str) -> tuple[tuple[int, int, int], in
 
 
 def _is_one_hot(tree: Tree, mask: _Side, axes: str) -> bool:
-    """Return True if the first images of a mask of one channel per class hold only 0 and 1, and a class per pixel."""
+    """Return True if each pixel of the first images of a mask of one channel per class has a value in one channel."""
     count = mask.shape[axes.index("N")] if "N" in axes else 1
     for number in range(min(count, _NUM_LOOKED)):
         planes = _image_of(tree.root / mask.path, mask, axes, number)
-        if not np.isin(planes, (0, 1)).all() or not (planes.sum(axis=2) == 1).all():
+        if not ((planes > 0).sum(axis=2) == 1).all():
             return False
     return True
 
@@ -383,12 +383,10 @@ def _mask_of(file: Path, side: _Side, axes: str, number: int, is_sets: bool) -> 
     planes = _image_of(file, side, axes, number)
     if planes.shape[2] == 1:
         return _ids(planes[..., 0])
-    if not np.isin(planes, (0, 1)).all():
-        raise ValueError("channels of classes with other values than 0 and 1")
     if is_sets:
-        sets = {number: planes[..., number] == 1 for number in range(planes.shape[2])}
+        sets = {number: planes[..., number] > 0 for number in range(planes.shape[2])}
         return combine(sets, planes.shape[:2], planes.shape[2], is_multilabel=True)
-    return np.asarray(planes.argmax(axis=2), np.uint8)
+    return np.asarray((planes > 0).argmax(axis=2), np.uint8)
 
 
 def _ids(values: NDArray[Any]) -> Mask:

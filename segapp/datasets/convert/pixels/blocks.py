@@ -40,7 +40,7 @@ from segapp.datasets.survey.tree import Tree
 from segapp.errors import ConfigError, DataError
 
 MIN_BLOCK_PX = 64
-_SIZES = (1024, 512, 256)
+_SIZES = (1024, 512, 256, 128)
 _FEW_IMAGES = 4
 """Up to this many images each gives a part to both splits; more are divided as whole images."""
 _MAX_COUNTED_PX = 2**23
