@@ -86,13 +86,38 @@ def test_whole_run_from_the_command_line_writes_its_files(config_file: Path, tmp
     assert json.loads((tmp_path / "e.json").read_text())["num_images"] == 10
 
 
-def test_failed_start_is_told_once_and_listed_with_its_reason(config_file: Path, tmp_path: Path) -> None:
+DDP = ("parallel.mode=ddp", "parallel.devices=[cpu,cpu]")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code", "how"),
+    [
+        ("model.name=nowhere", 2, ()),
+        ("data.root=nowhere", 3, ()),
+        ("data.classes=[ground,box]", 3, ()),
+        ("model.weights=lost.pt", 4, ()),
+        pytest.param("data.root=nowhere", 3, ("--detach",), marks=pytest.mark.slow),
+        pytest.param("data.root=nowhere", 3, DDP, marks=pytest.mark.slow),
+    ],
+)
+def test_failed_start_leaves_no_folder(
+    config_file: Path, tmp_path: Path, wrong: str, code: int, how: tuple[str, ...]
+) -> None:
+    result = segapp("train", "--config", "tiny.yaml", wrong, *how, cwd=tmp_path)
+    assert result.returncode == code, result.stderr
+    assert "error: " in result.stderr
+    assert ("nowhere" in wrong) == ("nowhere" in result.stderr)
+    runs = tmp_path / "runs"
+    assert not runs.exists() or list(runs.iterdir()) == [], result.stdout
+
+
+def test_failed_start_in_an_existing_folder_is_listed(config_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere" / "tiny").mkdir(parents=True)
+    where = ("--run", "elsewhere/tiny")
     for _ in range(2):
-        result = segapp("train", "--config", "tiny.yaml", "model.name=nowhere", cwd=tmp_path)
+        result = segapp("train", "--config", "tiny.yaml", "model.name=nowhere", *where, cwd=tmp_path)
         assert result.returncode == 2
         assert (result.stdout + result.stderr).count("model.name") == 1, result.stdout + result.stderr
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny"]
-    (tmp_path / "runs").rename(tmp_path / "elsewhere")
     listed = segapp("ls", "elsewhere", cwd=tmp_path).stdout.splitlines()
     assert len(listed) == 2
     assert "failed" in listed[1]

@@ -15,15 +15,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TextIO
+from typing import Protocol, TextIO
 
 from segapp.errors import SegappError
 from segapp.run.events import EventReader
-from segapp.run.folder import RunFolder
+from segapp.run.folder import RunFolder, remove_failed_start
 from segapp.run.state import run_state
 from segapp.run.text import printable
 from segapp.train.process.signals import EXIT_STOPPED_AND_SAVED
-from segapp.train.request import TrainRequest
+from segapp.train.request import TrainRequest, taken_note
 
 DETACH_AFTER_S = 120.0
 """Longest wait of `--detach` for the start of the training."""
@@ -48,12 +48,28 @@ def is_interactive(
         return False
 
 
+class Process(Protocol):
+    """What is asked of the process of a trainer: the methods of `subprocess.Popen`."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Return the exit code, or minus the number of the signal; None while it runs."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end."""
+        ...
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal unless it has ended."""
+        ...
+
+
 class TrainerProcess:
     """A trainer that runs as a session leader."""
 
-    def __init__(
-        self, folder: RunFolder, process: subprocess.Popen[bytes], log_start: int, events: EventReader
-    ) -> None:
+    def __init__(self, folder: RunFolder, process: Process, log_start: int, events: EventReader) -> None:
         self.folder, self.process = folder, process
         self._log_start, self._events = log_start, events
 
@@ -91,12 +107,17 @@ class TrainerProcess:
         return 0 if self.exit_code is None else self.print_end()
 
     def print_end(self) -> int:
-        """Print the trainer's error on stderr, or its last line, and return its exit code."""
+        """Print the trainer's error on stderr, or its last line, and return its exit code.
+
+        The folder of a start that failed is removed, unless the error refers to the trainer's log.
+        """
         code = self.exit_code or 0
         lines = self._lines()
         error = self.error_lines()
         if error and code not in (0, EXIT_STOPPED_AND_SAVED):  # ranks that started again had failed before
             print("\n".join(map(printable, error)), file=sys.stderr, flush=True)
+            if self.folder.is_made and not any(str(self.folder.log) in line for line in error):
+                remove_failed_start(self.folder)
         elif lines and code in (0, EXIT_STOPPED_AND_SAVED):
             print(printable(lines[-1]), flush=True)
         elif code:
@@ -125,10 +146,12 @@ class SpawnOptions:
     Attributes:
         environ: variables set in its environment.
         ends_with_parent: it gets SIGTERM, and so saves and ends, when the process that started it is gone (on Linux).
+        fork: starts it from its words, environment and log file, in place of a new interpreter; None: a new one.
     """
 
     environ: Mapping[str, str] = field(default_factory=dict)
     ends_with_parent: bool = False
+    fork: Callable[[Sequence[str], Mapping[str, str], str], Process] | None = None
 
 
 def spawn_trainer(
@@ -150,6 +173,8 @@ def spawn_trainer(
     folder = request.folder or RunFolder.create(request.config.name, path=request.run)
     folder.acquire()  # raises if another process holds it; the trainer locks it itself
     folder.release()
+    if note := taken_note(request, folder):
+        print(note, flush=True)
     run = request.run if request.folder is not None else folder.path
     arguments = ["--plain", *(["--config", config] if config is not None else [])]
     arguments += ["--run", str(run)] if run is not None else []
@@ -158,20 +183,26 @@ def spawn_trainer(
     events = EventReader(folder.events, from_end=True)
     with folder.log.open("ab") as log:
         log_start = log.tell()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "segapp", "train", *arguments, *overrides],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **options.environ},
-            preexec_fn=_end_with(os.getpid()) if options.ends_with_parent else None,
-        )
+        words = ["train", *arguments, *overrides]
+        environ = {**os.environ, "PYTHONUNBUFFERED": "1", **options.environ}
+        process: Process
+        if options.fork is not None:
+            process = options.fork(words, environ, str(folder.log))
+        else:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "segapp", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=environ,
+                preexec_fn=end_with(os.getpid()) if options.ends_with_parent else None,
+            )
     return TrainerProcess(folder, process, log_start, events)
 
 
-def _end_with(parent_pid: int) -> Callable[[], None] | None:
-    """Return a function that makes a new child get SIGTERM at the death of its parent; None where that is unknown."""
+def end_with(parent_pid: int) -> Callable[[], None] | None:
+    """Return a function that makes a child get SIGTERM at the death of its parent; None where that is unknown."""
     try:
         prctl = ctypes.CDLL(None).prctl
     except (OSError, AttributeError):

@@ -55,8 +55,8 @@ class RunInfo(BaseModel):
 class RunFolder:
     """The files of one run."""
 
-    def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Path | str, *, is_made: bool = False) -> None:
+        self.path, self.is_made = Path(path), is_made  # made: by `create`, where no folder was before
         self._lock_fd = -1
 
     @property
@@ -145,7 +145,7 @@ class RunFolder:
             StorageError: The folder cannot be created.
         """
         try:
-            folder = cls(Path(path)) if path is not None else cls(_new_directory(Path(root), name))
+            folder = cls(path or _new_directory(Path(root), name), is_made=path is None or not Path(path).exists())
             if path is not None:
                 make_durable_directory(folder.path)
                 if folder._holds_a_run():
@@ -312,9 +312,11 @@ class RunFolder:
         self.commands.chmod(0o700)
 
     def is_failed_start(self) -> bool:
-        """Return True if the run failed before its training began, and left nothing but the reason."""
-        if self.path.is_symlink() or not is_run(self.path) or self._holds_a_run():
+        """Return True if the run failed before its training began, or if this process made it and nothing began."""
+        if self.path.is_symlink() or self._holds_a_run():
             return False
+        if not is_run(self.path):
+            return self.is_made
         try:
             text = self.events.read_bytes()
         except OSError:
@@ -386,7 +388,6 @@ def run_folders(root: Path | str = "runs", *, with_sweeps: bool = False) -> list
             paths += [run for path in inside if is_sweep(path) for run in path.iterdir() if is_run(run)]
     except OSError:
         return []
-
     return [RunFolder(path) for path in sorted(paths, key=lambda path: (-last_start_s(path), path.name))]
 
 
@@ -408,7 +409,7 @@ def _new_directory(root: Path, name: str) -> Path:
     make_durable_directory(root)
     for number in range(1, 100_000):
         path = root / (name if number == 1 else f"{name}-{number}")
-        _remove_failed_start(RunFolder(path))
+        remove_failed_start(RunFolder(path))
         with contextlib.suppress(FileExistsError):
             path.mkdir()
             fsync_directory(root)
@@ -416,15 +417,17 @@ def _new_directory(root: Path, name: str) -> Path:
     raise ConfigError(f"{root / name}: all numbered names are in use: choose another name")
 
 
-def _remove_failed_start(folder: RunFolder) -> None:
-    """Remove a run that failed before its training began, unless a trainer holds it: its name is free again."""
+def remove_failed_start(folder: RunFolder) -> bool:
+    """Remove a run that failed before its training began, unless a trainer holds it; return True if it is gone."""
     if not folder.is_failed_start():
-        return
+        return False
     with contextlib.suppress(OSError, RunBusyError, StorageError), folder:
         if folder.is_failed_start():  # still: another process may have replaced it
             removed = folder.path.with_name(f".{folder.path.name}-{secrets.token_hex(4)}")
             folder.path.rename(removed)
             shutil.rmtree(removed, ignore_errors=True)
+            return True
+    return False
 
 
 def _close_in_children(folder: RunFolder) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 from segapp.config import RunConfig, changed_keys, kept_on_resume, load_config, named_config, part_names
 from segapp.errors import SegappError
 from segapp.parts.trust import check_trusted
+from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.folder import RunFolder, find_run, is_run, run_folders
+from segapp.run.text import printable
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def _plan(config: str | None, overrides: Sequence[str], run: Path | None, resume
         if folder is None:
             note = None if resume is None else "nothing to resume yet: a new training begins"
             return TrainRequest(_named_config(config, overrides), run=run, note=note)
-        return _resumed(folder, config, overrides)
+        return _resumed(folder, config, overrides, note=f"resuming {printable(str(folder.path))}")
     path = Path(resume)
     if not path.is_file():
         return _resumed(find_run(resume), config, overrides)
@@ -92,14 +94,20 @@ def _named_config(config: str | None, overrides: Sequence[str]) -> RunConfig:
 
 
 def _resumed(
-    folder: RunFolder, config: str | None, overrides: Sequence[str], checkpoint: Path | None = None
+    folder: RunFolder,
+    config: str | None,
+    overrides: Sequence[str],
+    *,
+    checkpoint: Path | None = None,
+    note: str | None = None,
 ) -> TrainRequest:
     """Return the request to resume a run, with a note of the keys that change or that keep the run's values."""
     own_file = folder.config_yaml.resolve()
     if config is not None and not own_file.is_file():
-        return TrainRequest(load_config(config, overrides), folder, checkpoint=checkpoint)
+        return TrainRequest(load_config(config, overrides), folder, checkpoint=checkpoint, note=note)
     before, own = load_config(own_file), load_config(own_file, overrides)
-    notes = [f"changed: {line}" for line in changed_keys(before, own)]
+    notes = [note] if note is not None else []
+    notes += [f"changed: {line}" for line in changed_keys(before, own)]
     if config is None:
         named = {key: name for key, name in part_names(own).items() if f"{key}={name}" not in overrides}
         check_trusted(named, str(folder.config_yaml))
@@ -110,7 +118,18 @@ def _resumed(
 
 
 def _newest_run(name: str | None, run: Path | None) -> RunFolder | None:
+    """Return the newest run of a name (or of any) with a checkpoint; if none has one, the newest that has begun."""
     if run is not None:
         return RunFolder(run) if is_run(run) else None
     pattern = re.compile(r".*" if name is None else re.escape(name) + r"(-\d+)?")
-    return next((folder for folder in run_folders() if pattern.fullmatch(folder.path.name)), None)
+    runs = [each for each in run_folders() if pattern.fullmatch(each.path.name) and not each.is_failed_start()]
+    saved = (each for each in runs if not CheckpointFolder(each.checkpoints).is_untouched())
+    return next(saved, runs[0] if runs else None)
+
+
+def taken_note(request: TrainRequest, folder: RunFolder) -> str | None:
+    """Return which other run has the name of a new run, which therefore got a number; None if it has its own name."""
+    if request.folder is not None or request.run is not None or folder.path.name == request.config.name:
+        return None
+    taken = folder.path.with_name(request.config.name)
+    return printable(f"{taken} is another run: this one is {folder.path.name}; to continue the other, add --resume")

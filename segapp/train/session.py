@@ -20,7 +20,15 @@ from segapp.build.devices import DevicePlan, plan_devices
 from segapp.build.own_parts import changed_parts, check_parts, plain_loss_note
 from segapp.checkpoint.training_state import LoadedCheckpoint
 from segapp.config import RunConfig, dump_config, part_names
-from segapp.errors import CheckpointError, CommandError, ConfigError, DataError, DistributedError, OutOfMemoryError
+from segapp.errors import (
+    CheckpointError,
+    CommandError,
+    ConfigError,
+    DataError,
+    DistributedError,
+    OutOfMemoryError,
+    SegappError,
+)
 from segapp.memory.saved_plan import SavedMemoryPlan
 from segapp.parallel import (
     DistributedSetupError,
@@ -37,7 +45,7 @@ from segapp.parts.trust import TRUST_VARIABLE, remember_parts
 from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.commands import CheckpointCommand, send_command
 from segapp.run.events import Alert, EventWriter, RunEnd
-from segapp.run.folder import RunFolder
+from segapp.run.folder import RunFolder, remove_failed_start
 from segapp.run.starting import announce
 from segapp.run.text import printable
 from segapp.train.build import build_trainer
@@ -50,7 +58,7 @@ from segapp.train.process.signals import EXIT_STOPPED_AND_SAVED, StopRequest, St
 from segapp.train.recovery.failures import as_segapp_error
 from segapp.train.recovery.fallbacks import fallbacks_after
 from segapp.train.recovery.reverted import report_reverted_split
-from segapp.train.request import TrainRequest
+from segapp.train.request import TrainRequest, taken_note
 from segapp.train.saving.resume import check_before_start, check_resumable, checkpoint_to_resume
 from segapp.train.telemetry.console import PlainReporter
 from segapp.train.telemetry.device_memory import DeviceInfo, DeviceMemoryTracker, device_info_of
@@ -122,6 +130,8 @@ def _launch_ranks(request: TrainRequest, devices: DevicePlan, arguments: Sequenc
     """
     print(f"{devices.description}, one rank each", flush=True)
     folder = request.folder or RunFolder.create(request.config.name, path=request.run)
+    if note := taken_note(request, folder):
+        print(note, flush=True)
     signals.forward_checkpoint_requests(lambda: _ask_for_checkpoint(folder))
     command = ["-m", "segapp", *arguments, *([] if request.folder is not None else ["--run", str(folder.path)])]
     words = {"devices": [str(each) for each in devices.devices], "reasons": [devices.reason, devices.mode_reason]}
@@ -129,6 +139,8 @@ def _launch_ranks(request: TrainRequest, devices: DevicePlan, arguments: Sequenc
     while True:
         adopted = fallbacks_after(folder, 0)
         code = launch_local(command, len(devices.devices), env=environment)
+        if code in (ConfigError.exit_code, DataError.exit_code, CheckpointError.exit_code) and folder.is_made:
+            remove_failed_start(folder)
         if code != OutOfMemoryError.exit_code or signals.is_set or fallbacks_after(folder, 0) == adopted:
             return code
         if request.checkpoint is not None and CheckpointFolder(folder.checkpoints).is_untouched():
@@ -189,14 +201,21 @@ def _opened_folder(request: TrainRequest, devices: DevicePlan, ranks: Ranks) -> 
     if request.note:
         print(request.note)
     folder = request.folder or RunFolder.create(request.config.name, path=request.run)
-    with folder:
-        print(f"run folder: {printable(str(folder.path))}", flush=True)
-        if (len(devices.devices) > 1 or devices.devices[0].type == "cuda") and _DEVICES not in os.environ:
-            print(devices.description, flush=True)
-        ranks.from_main(str(folder.path))
-        folder.write_info(versions=_versions(), gpus=_gpus())
-        with _logging_to(folder):
-            yield folder
+    if note := taken_note(request, folder):
+        print(note)
+    try:
+        with folder:
+            print(f"run folder: {printable(str(folder.path))}", flush=True)
+            if (len(devices.devices) > 1 or devices.devices[0].type == "cuda") and _DEVICES not in os.environ:
+                print(devices.description, flush=True)
+            ranks.from_main(str(folder.path))
+            folder.write_info(versions=_versions(), gpus=_gpus())
+            with _logging_to(folder):
+                yield folder
+    except SegappError as error:
+        if folder.is_made and str(folder.log) not in str(error) and remove_failed_start(folder):
+            print(f"removed {printable(str(folder.path))}: the training had not begun", flush=True)
+        raise
 
 
 def _device_infos(devices: DevicePlan, ranks: Ranks, budgets_mib: Sequence[float] | None) -> list[DeviceInfo]:

@@ -21,7 +21,7 @@ from segapp.run.events import (
     Step,
     Val,
 )
-from segapp.run.folder import RunFolder, find_run, run_of_file
+from segapp.run.folder import RunFolder, find_run, remove_failed_start, run_of_file
 from segapp.run.process import ProcessId, is_alive, this_process
 from segapp.run.state import RunFacts, derive_state, list_runs, read_facts, run_state, summarize
 from segapp.run.sweep import SweepFolder
@@ -452,6 +452,22 @@ def test_failed_start_stays_while_it_is_held_or_has_trained(tmp_path):
     trained = failed_start(tmp_path / "other", start)
     assert RunFolder.create("demo", root=tmp_path / "other").name == "demo-2"
     assert trained.events.exists()
+
+
+def test_folder_without_a_run_is_removed_by_its_maker_alone(tmp_path):
+    made = RunFolder.create("demo", root=tmp_path)
+    made.log.write_text("error: no config\n")
+    assert not remove_failed_start(RunFolder(made.path)), "another process may be about to begin there"
+    with RunFolder(made.path):
+        assert not remove_failed_start(made), "its trainer holds it"
+    assert remove_failed_start(made)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mine").mkdir()
+    assert not remove_failed_start(RunFolder.create(path=tmp_path / "mine"))
+    assert remove_failed_start(RunFolder.create(path=tmp_path / "new"))
+    with RunFolder.create("demo", root=tmp_path) as saved:
+        (saved.checkpoints / "last.pt").write_bytes(b"x")
+    assert not remove_failed_start(saved)
 
 
 def test_messages_name_a_run_outside_runs_by_its_path(tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ from segapp.run.files import hash_file
 from segapp.run.folder import RunFolder
 from segapp.run.state import run_state
 from segapp.train.process import signals
-from segapp.train.request import TrainRequest, plan_request
+from segapp.train.request import TrainRequest, plan_request, taken_note
 from segapp.train.session import run_session
 from tests.support.runs import differing, events, merged, segapp, train
 
@@ -269,6 +269,36 @@ def test_resume_with_a_config_file_keeps_what_the_run_began_with(
     (tmp_path / "other.yaml").write_text(yaml.safe_dump(raw))
     with pytest.raises(CheckpointError, match=r"optim\.lr"):
         run_session(plan_request(str(tmp_path / "other.yaml"), [], None, str(tmp_path / "run")))
+
+
+def test_plain_resume_takes_the_newest_run_with_a_checkpoint(reference: tuple[RunConfig, Path]) -> None:
+    config, finished = reference
+    Path("tiny.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    for age, name in enumerate(["other", "tiny-4", "tiny-3", "tiny-2", "tiny"]):
+        shutil.copytree(finished, f"runs/{name}")
+        for file in ("run.json", "lock"):
+            os.utime(f"runs/{name}/{file}", (2e9 - age, 2e9 - age))
+    for name in ("tiny-4", "tiny-3"):  # killed before the first checkpoint; failed before the first step
+        shutil.rmtree(f"runs/{name}/checkpoints")
+    Path("runs/tiny-3/events.jsonl").write_text('{"type":"run_end","status":"failed"}\n')
+    request = plan_request("tiny.yaml", [], None, "auto")
+    assert (request.folder and request.folder.name, request.note) == ("tiny-2", "resuming runs/tiny-2")
+    assert plan_request(None, [], None, "auto").folder.path == Path("runs/other")
+    for name in ("tiny-2", "tiny"):
+        shutil.rmtree(f"runs/{name}")
+    killed = plan_request("tiny.yaml", [], None, "auto").folder
+    assert killed is not None
+    assert killed.name == "tiny-4", "it begins anew there"
+    shutil.rmtree("runs/tiny-4")
+    assert plan_request("tiny.yaml", [], None, "auto").note == "nothing to resume yet: a new training begins"
+
+
+def test_new_run_says_whose_name_is_taken(reference: tuple[RunConfig, Path]) -> None:
+    request = TrainRequest(reference[0])
+    assert taken_note(request, RunFolder.create("tiny")) is None
+    note = taken_note(request, RunFolder.create("tiny"))
+    assert note == "runs/tiny is another run: this one is tiny-2; to continue the other, add --resume"
+    assert taken_note(TrainRequest(reference[0], run=Path("runs/x")), RunFolder.create(path="runs/x")) is None
 
 
 def test_damaged_last_falls_back_with_an_alert(reference: tuple[RunConfig, Path], tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """`segapp sweep`: train a grid of settings, each a run of its own, and compare them on one page.
 
-`grid` reads the words of the command line, `plan` makes runs of them, `slots` are the devices, `runner` trains, and
-`segapp.report.sweep` has the results.
+`grid` reads the words of the command line, `plan` makes runs of them, `slots` are the devices, `runner` trains, `warm`
+forks the trainers, and `segapp.report.sweep` has the results.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from segapp.commands.runs import aligned
 from segapp.commands.sweep.overview import Overview
 from segapp.commands.sweep.plan import SweepPlan, plan_sweep
 from segapp.commands.sweep.runner import SweepRunner
-from segapp.commands.sweep.slots import parse_slots
+from segapp.commands.sweep.slots import Slot, parse_slots
+from segapp.commands.sweep.warm import WarmProcess, can_fork, modules_of
+from segapp.config import RunConfig
 from segapp.errors import ConfigError
 from segapp.run.sweep import SweepFolder, SweepRun
 from segapp.run.text import printable
@@ -86,7 +88,7 @@ def run_sweep(words: Sequence[str], options: SweepOptions) -> int:
         overview.line(f"sweep {plan.folder.name}: {len(runs)} runs, {len(todo)} to train; folder {plan.folder.path}")
         for run in failed:
             overview.line(f"{run.name}: failed before ({_failure(plan.folder, run)}); --retry trains it again")
-        is_whole = not todo or SweepRunner(plan.folder, plan.info, slots, overview).carry_out(todo)
+        is_whole = not todo or _carry_out(plan, todo, slots, overview)
     finally:
         plan.folder.release()
     _finish(plan.folder, as_json=options.as_json)
@@ -99,16 +101,35 @@ def run_sweep(words: Sequence[str], options: SweepOptions) -> int:
     return 0 if set(final) <= {"finished"} else EXIT_STOPPED_AND_SAVED
 
 
+def _carry_out(plan: SweepPlan, runs: Sequence[SweepRun], slots: Sequence[Slot], overview: Overview) -> bool:
+    """Train runs; several are forked from one process that has done the imports. False: a signal has stopped it."""
+    warm = None
+    if len(runs) > 1 and can_fork():
+        threads = {name: value for name, value in slots[0].environ.items() if name == "OMP_NUM_THREADS"}
+        warm = WarmProcess(modules_of([_config_of(plan, run) for run in runs]), threads)
+    elif len(runs) > 1:
+        overview.line("this system cannot fork a training: each run is a new process, which takes seconds longer")
+    try:
+        return SweepRunner(plan.folder, plan.info, slots, overview, warm).carry_out(runs)
+    finally:
+        if warm is not None:
+            warm.close()
+
+
+def _config_of(plan: SweepPlan, run: SweepRun) -> RunConfig:
+    from segapp.config import load_config
+
+    return plan.configs.get(run.name) or load_config(plan.folder.config_of(run.name))
+
+
 def _check_devices(plan: SweepPlan) -> None:
     """Check that the configs leave the choice of devices to --devices.
 
     Raises:
         ConfigError: one of them names devices.
     """
-    from segapp.config import load_config
-
     for run in plan.info.runs:
-        config = plan.configs.get(run.name) or load_config(plan.folder.config_of(run.name))
+        config = _config_of(plan, run)
         if run.name in plan.names and config.parallel.devices != "auto":
             raise ConfigError(
                 f"parallel.devices = {config.parallel.devices} of run {run.name}: --devices gives each run its own: "

@@ -1,7 +1,8 @@
 """Carrying a sweep out: trainers as processes in slots, each followed to its end. No torch here.
 
-A trainer is a normal `segapp train` into the run's folder. It gets SIGTERM if this process is killed, so that it saves
-and ends; the next `segapp sweep` resumes it from there.
+A trainer is a normal `segapp train` into the run's folder, forked from a process that has done the imports (`warm`), or
+a new process if that is not possible. It gets SIGTERM if this process is killed, so that it saves and ends; the next
+`segapp sweep` resumes it from there.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from dataclasses import dataclass
 from segapp.commands.spawn import SpawnOptions, TrainerProcess, spawn_trainer
 from segapp.commands.sweep.overview import Overview
 from segapp.commands.sweep.slots import Slot
+from segapp.commands.sweep.warm import WarmError, WarmProcess
 from segapp.errors import RunBusyError, SegappError
 from segapp.run.events import EventReader
 from segapp.run.folder import is_run
 from segapp.run.sweep import SweepFolder, SweepInfo, SweepRun
 from segapp.train.process.signals import EXIT_STOPPED_AND_SAVED, StopSignals
-from segapp.train.request import plan_request
+from segapp.train.request import TrainRequest, plan_request
 
 _POLL_S = 0.1
 _LOOK_S = 1.0
@@ -48,10 +50,18 @@ class SweepRunner:
         info: its runs.
         slots: places for trainings at the same time.
         overview: prints what happens.
+        warm: forks the trainers; None: each is a new process.
     """
 
-    def __init__(self, sweep: SweepFolder, info: SweepInfo, slots: Sequence[Slot], overview: Overview) -> None:
-        self.sweep, self.info, self.overview = sweep, info, overview
+    def __init__(
+        self,
+        sweep: SweepFolder,
+        info: SweepInfo,
+        slots: Sequence[Slot],
+        overview: Overview,
+        warm: WarmProcess | None = None,
+    ) -> None:
+        self.sweep, self.info, self.overview, self.warm = sweep, info, overview, warm
         self._free = list(slots)
         self._running: list[_Running] = []
         self._next_look_s = 0.0
@@ -101,13 +111,7 @@ class SweepRunner:
         resume = None if is_new else str(folder.path)
         try:
             request = plan_request(config, [], folder.path if is_new else None, resume)
-            trainer = spawn_trainer(
-                request,
-                config=config,
-                resume=resume,
-                overrides=[],
-                options=SpawnOptions(slot.environ, ends_with_parent=True),
-            )
+            trainer = self._spawn(request, config, resume, slot)
         except RunBusyError:  # by a trainer that has just begun
             self._free.append(slot)
             return
@@ -120,6 +124,18 @@ class SweepRunner:
         self.overview.started(run, slot.name, is_resumed=not is_new)
         events = EventReader(folder.events, from_end=not is_new)
         self._running.append(_Running(run, slot, trainer, events, time.monotonic()))
+
+    def _spawn(self, request: TrainRequest, config: str | None, resume: str | None, slot: Slot) -> TrainerProcess:
+        """Fork a trainer; if the process that forks is gone, start this and all further ones as new processes."""
+        if self.warm is not None:
+            options = SpawnOptions(slot.environ, fork=self.warm.start)
+            try:
+                return spawn_trainer(request, config=config, resume=resume, overrides=[], options=options)
+            except WarmError as error:
+                self.warm = None
+                self.overview.line(f"{error}: each run is started as a new process, which takes seconds longer")
+        options = SpawnOptions(slot.environ, ends_with_parent=True)
+        return spawn_trainer(request, config=config, resume=resume, overrides=[], options=options)
 
     def _follow(self, each: _Running, *, is_time: bool) -> None:
         """Print a trainer's progress; where it has ended, note how and free its slot."""
