@@ -82,16 +82,22 @@ def profile(
 
 @app.command("check-part")
 def check_part(
-    name: Annotated[str | None, typer.Argument(metavar="[MODULE:FACTORY]", help="An own part.")] = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[MODULE:FACTORY] [KEY=VALUE]...", help="An own part; dotted config keys."),
+    ] = None,
     kind: Annotated[str | None, option("--as", "What it is.", "model|loss|data|optim|schedule|transform")] = None,
     config: ConfigOption = None,
 ) -> None:
     """Try own parts as a training uses them: all those of a config, or the one named. Exit code 2 if a check fails."""
-    from segapp.config import load_config
-
-    loaded = None if config is None else load_config(config)
     from segapp.commands.check_part import check_part as run_checks
+    from segapp.commands.check_part import sorted_words
+    from segapp.config import load_config, named_config
+    from segapp.config.load import is_config_name
 
+    name, overrides = sorted_words(words or [])
+    is_needed = config is not None or overrides or (name is not None and is_config_name(name))
+    loaded = load_config(named_config(config, words or []), overrides) if is_needed else None
     raise typer.Exit(run_checks(name, kind, loaded))
 
 

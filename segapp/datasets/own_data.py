@@ -20,6 +20,9 @@ from segapp.parts.contracts import DataSource
 Pixels = NDArray[Any]
 
 
+_RENAME = "rename __getitem__, and return the image and the class ids as NumPy arrays, not augmented"
+
+
 class OwnData:
     """A checked reader around an object of the user's code.
 
@@ -35,7 +38,8 @@ class OwnData:
     def __init__(self, source: DataSource, part: str, split: str) -> None:
         for method in ("__len__", "image_and_mask"):
             if not callable(getattr(source, method, None)):
-                raise ConfigError(f"data.format = {part}: {type(source).__name__} has no method {method}: add it")
+                advice = _RENAME if method != "__len__" and hasattr(source, "__getitem__") else "add it"
+                raise ConfigError(f"data.format = {part}: {type(source).__name__} has no method {method}: {advice}")
         self.source, self.part, self.split = source, part, split
 
     def __len__(self) -> int:

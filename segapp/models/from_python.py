@@ -27,6 +27,7 @@ class PythonModel(SegmentationModel):
             note=FamilyNote(1, True, "nothing"),
             size_divisor=int(getattr(network, "size_divisor", 1)),
             min_size_px=int(getattr(network, "min_size_px", 1)),
+            fixed_size_px=getattr(network, "fixed_size_px", None),
         )
         self.network = network
 

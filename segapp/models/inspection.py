@@ -7,6 +7,7 @@ global pooling cannot train on a batch of one image. Both depend on the backbone
 Shapes: N images, C classes, H x W of the input, h x w of the logits.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from segapp.errors import ConfigError
 from segapp.models.network import SegmentationModel
+from segapp.parts.loading import shown_error
 
 ONE_VALUE = "Expected more than 1 value per channel"
 """torch's error for a BatchNorm over a single value."""
@@ -53,6 +55,27 @@ def _recording(name: str, called: set[str]) -> Any:
     return record
 
 
+def probabilities_problem(logits_NCHW: Tensor, of_brighter_NCHW: Tensor) -> str | None:
+    """Return a sentence if the outputs of a network are probabilities instead of logits; else None.
+
+    A criterion applies softmax or sigmoid again, so that the loss of such a network hardly falls. Outputs of a softmax
+    sum to 1 over the classes. Outputs of a sigmoid stay within 0 and 1 for any image, unlike those of a last ReLU with
+    small weights, which grow with the image. Logarithms of probabilities are logits.
+
+    Args:
+        logits_NCHW: of some images.
+        of_brighter_NCHW: of the same images with values a thousand times as large.
+    """
+    both = (logits_NCHW.float(), of_brighter_NCHW.float())
+    is_inside = all(bool(((each >= 0) & (each <= 1)).all()) for each in both)
+    if not is_inside or logits_NCHW.shape[1] == 1 or not any(bool(each.any()) for each in both):
+        return None
+    sums_to_one = all(bool(((each.sum(1) - 1).abs() < 1e-3).all()) for each in both)
+    if sums_to_one:
+        return "these are probabilities (in 0..1, with the sum 1 over the classes): return logits, without softmax"
+    return "these are probabilities (in 0..1 for any image): return logits, without sigmoid"
+
+
 def _measure(model: SegmentationModel, size_px: tuple[int, int]) -> set[str]:
     """Run the network, record its measures in it, and return the names of the parameters without a gradient."""
     try:
@@ -63,10 +86,29 @@ def _measure(model: SegmentationModel, size_px: tuple[int, int]) -> set[str]:
     try:
         return _measure_on("cpu", model, size_px)
     except Exception as error:
+        if model.library == "python":
+            raise _own_failure(model, size_px, error) from error
         raise ConfigError(
             f"model: {model.library} {model.name} with backbone {model.encoder_name} cannot run on images of "
             f"{size_px[0]}x{size_px[1]} px ({error}); choose another backbone or other options"
         ) from error
+
+
+_SIDES_PX = (32, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+"""Sides of square images with which a network of own code that fails is tried again."""
+
+
+def _own_failure(model: SegmentationModel, size_px: tuple[int, int], error: Exception) -> ConfigError:
+    """Return the error for a network of own code that cannot run, with a size that it does take."""
+    failed = f"model.name = {model.name} fails on images of {size_px[0]}x{size_px[1]} px with {shown_error(error)}"
+    for side in _SIDES_PX:
+        with contextlib.suppress(Exception):
+            _run(model, "cpu", 1, (side, side), training=False)
+            return ConfigError(
+                f"{failed}; it takes {side}x{side} px: compute sizes from the input; or set fixed_size_px = ({side}, "
+                f"{side}) on the network, and data.crop_px to [{side}, {side}]"
+            ).see("own-parts")
+    return ConfigError(f"{failed}: correct it").see("own-parts")
 
 
 def _measure_on(device: str, model: SegmentationModel, size_px: tuple[int, int]) -> set[str]:
@@ -81,8 +123,8 @@ def _measure_on(device: str, model: SegmentationModel, size_px: tuple[int, int])
         logits_all, tensors = _run(model, device, 2, size_px, training=True)
     model.record_inspection(max(1, round(size_px[0] / logits.shape[-2])), min_train_batch)
     names = [name for name, _ in model.named_parameters()]
-    total = torch.stack([logits.sum() for logits in logits_all]).sum()
-    gradients = torch.autograd.grad(total, [tensors[name] for name in names], allow_unused=True)
+    given = [torch.empty_like(logits) for logits in logits_all]  # only which gradients exist is asked
+    gradients = torch.autograd.grad(logits_all, [tensors[name] for name in names], given, allow_unused=True)
     return {name for name, gradient in zip(names, gradients, strict=True) if gradient is None}
 
 
@@ -187,6 +229,11 @@ class QuickShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     On that device torch runs many operators in Python, a BatchNorm or an interpolation in a millisecond and more.
     """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: otherwise torch imports its compiler at the first operator, which takes five seconds."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return the outputs of an operator."""

@@ -170,9 +170,10 @@ class SegmentationModel(nn.Module):
         if (height_px, width_px) == wanted:
             return
         if self.fixed_size_px is not None:
-            rule = (
-                f"takes {wanted[0]}x{wanted[1]} px only: crop to it, or set the backbone's own option img_size, or for "
-                "Swin strict_img_size: false"
+            rule = f"takes {wanted[0]}x{wanted[1]} px only: crop to it with data.crop_px" + (
+                ""
+                if self.library == "python"
+                else ", or set the backbone's own option img_size, or for Swin strict_img_size: false"
             )
         elif height_px < self.min_size_px or width_px < self.min_size_px:
             rule = f"needs at least {self.min_size_px} px a side: pad to {wanted[0]}x{wanted[1]}"

@@ -22,8 +22,9 @@ class ModelFactory(Protocol):
     """Makes the network of `model.name`, with `model.library: python`.
 
     The network takes normalised images (N, B, H, W) of the type of its weights and returns logits (N, C, h, w); or a
-    tuple or dict with them first, and in training auxiliary logits after them. Of its attributes, `size_divisor` and
-    `min_size_px` say which H and W it takes, and a submodule `backbone` or `encoder` gets the backbone's learning rate.
+    tuple or dict with them first, and in training auxiliary logits after them. Of its attributes, `size_divisor`,
+    `min_size_px` and `fixed_size_px` (H, W) say which H and W it takes; a submodule `backbone` or `encoder` gets the
+    backbone's learning rate.
     """
 
     def __call__(self, *, num_classes: int, in_channels: int, **options: Any) -> nn.Module:

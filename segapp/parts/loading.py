@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from segapp.errors import ConfigError, SegappError, did_you_mean
-from segapp.parts.names import find_source, is_file_name, is_part, split_name
+from segapp.parts.names import find_source, is_file_name, is_installed, is_part, split_name
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _import(module: str, what: str, folder: str | None = None) -> ModuleType:
             "where it lies, add its folder to PYTHONPATH, or name the file: ./file.py:factory"
         ).see("own-parts") from error
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{what}: its import fails with {_shown(error)}: correct it").see("own-parts") from error
+        raise ConfigError(f"{what}: its import fails with {shown_error(error)}: correct it").see("own-parts") from error
 
 
 def option_problems(
@@ -172,9 +172,9 @@ def build_part(
     except SegappError:
         raise
     except Exception as error:
-        raise ConfigError(f"{key} = {name}: making it fails with {_shown(error)}: correct it, or {options_key}").see(
-            "own-parts"
-        ) from error
+        raise ConfigError(
+            f"{key} = {name}: making it fails with {shown_error(error)}: correct it, or {options_key}"
+        ).see("own-parts") from error
 
 
 def takes(factory: Callable[..., Any], name: str) -> bool:
@@ -186,11 +186,26 @@ def takes(factory: Callable[..., Any], name: str) -> bool:
     return parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
 
 
-def _shown(error: BaseException) -> str:
-    """Return type, message, and the innermost line of the error, in one line."""
+def shown_error(error: BaseException) -> str:
+    """Return type, message and place of an error in one line; the place is the innermost line of the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
+    own = [frame for frame in frames if _is_own(Path(frame.filename))]
+    where = f" ({_path_shown(own[-1].filename)}, line {own[-1].lineno})" if own else ""
+    if not own and frames:
+        where = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})"
     if isinstance(error, SyntaxError) and error.filename:
-        where = f" ({os.path.basename(error.filename)}, line {error.lineno})"
+        where = f" ({_path_shown(error.filename)}, line {error.lineno})"
     message = error.msg if isinstance(error, SyntaxError) else str(error).partition("\n")[0]
     return f"{type(error).__name__}: {message}{where}"
+
+
+def _is_own(file: Path) -> bool:
+    """Return True for a source file that belongs neither to Python, nor to a package, nor to segapp's code."""
+    package = Path(__file__).parents[1]
+    is_segapps = file.is_relative_to(package) and not file.is_relative_to(package / "docs")
+    return not is_segapps and file.is_file() and not is_installed(file.resolve())
+
+
+def _path_shown(file: str) -> str:
+    """Return a path relative to the current folder if it is below it."""
+    return os.path.relpath(file) if Path(file).is_relative_to(os.getcwd()) else file

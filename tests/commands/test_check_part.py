@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import yaml
+from torch import Tensor, nn
 
+from segapp.__main__ import main
 from segapp.commands.check_part import check_part
+from segapp.commands.check_part.checks import tried
+from segapp.commands.check_part.elsewhere import follows
 from segapp.config import RunConfig, load_config
 from segapp.errors import ConfigError
 from tests.support import ROOT
@@ -73,7 +83,10 @@ def test_small_error_at_splits_shows_in_float64_alone(capsys: pytest.CaptureFixt
 
 def test_loss_that_rounds_to_float32_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert check_part(f"{PARTS}:rounded_ce", "loss", None) == 0
-    assert "in float64: not tried, it rounds float64 logits" in capsys.readouterr().out
+    assert (
+        "  not tried a divided step gives the same loss and gradient in float64: it rounds float64 logits"
+        in capsys.readouterr().out
+    )
 
 
 def data_config(tiny: dict[str, Any], name: str) -> RunConfig:
@@ -96,3 +109,205 @@ def test_all_parts_of_the_example_pass(capsys: pytest.CaptureFixture[str], monke
 def test_part_without_a_kind_asks_for_it() -> None:
     with pytest.raises(ConfigError, match=r"say what it is with --as model\|loss"):
         check_part(f"{PARTS}:Net", None, None)
+
+
+BROKEN = "tests.support.broken_parts"
+
+
+def said_of(name: str, kind: str, config: Any, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Return the exit code of a check of a part and what it prints."""
+    return check_part(f"{BROKEN}:{name}", kind, config), capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        (
+            "ChannelsFirst",
+            "image_and_mask(0) gives uint8 (3, 48, 64) and uint8 (48, 64): put the bands last",
+        ),
+        ("FloatImages", "return uint8 without normalization, or set data.dtype = float32"),
+        ("OtherSizes", "uint8 (24, 32): return a mask (H, W) of the size of its image"),
+        ("TorchStyle", "TorchStyle has no method image_and_mask: rename __getitem__"),
+        ("StrangeId", "masks hold the ids of the classes: image_and_mask(0): the mask holds ids outside"),
+        ("FloatMasks", "return class ids, integers: mask.astype(np.uint8)"),
+        ("RandomData", "it repeats its result: image 0 differs from the first call: draw no random numbers here"),
+        ("TensorData", "torch float32 (3, 48, 64) and torch uint8 (48, 64): return NumPy arrays, segapp makes tensors"),
+        ("OneSplit", "validation has other images: val gives the images of train: use the argument `split`"),
+    ],
+)
+def test_broken_data_set_is_explained(
+    name: str, problem: str, tiny: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = merged(tiny, data={"format": f"{BROKEN}:{name}"})
+    code, said = said_of(name, "data", config, capsys)
+    assert code == 2
+    assert problem in said
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        (
+            "SoftmaxNet",
+            "not probabilities: these are probabilities (in 0..1, with the sum 1 over the",
+        ),
+        ("SigmoidNet", "these are probabilities (in 0..1 for any image): return logits, without sigmoid"),
+        ("FixedNet", "it takes 128x128 px: compute sizes from the input; or set fixed_size_px = (128, 128)"),
+        (
+            "UnregisteredNet",
+            "has inputs on two devices: make tensors on the device of the input, and register",
+        ),
+        ("RaisingNet", "KeyError: 'logits' (tests/support/broken_parts.py, line "),
+        ("NothingNet", "outputs are a NoneType: give logits"),
+    ],
+)
+def test_broken_model_is_explained(
+    name: str, problem: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    code, said = said_of(name, "model", None, capsys)
+    assert code == 2
+    assert problem in said
+
+
+def of_size(tiny: dict[str, Any], crop_px: int, **options: Any) -> RunConfig:
+    """Return a config of the network of one size."""
+    network = {"library": "python", "name": f"{BROKEN}:FixedNet", "options": options}
+    return merged({**tiny, "model": network}, data={"crop_px": [crop_px, crop_px]})
+
+
+def test_model_of_one_size_is_refused_with_the_sizes(tiny: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_part(None, None, of_size(tiny, 32, side=64)) == 2
+    assert "it takes images of other sizes: 64x64 px work, 64x96 px fail with RuntimeError" in capsys.readouterr().out
+    assert check_part(None, None, of_size(tiny, 64, side=128, is_said=True)) == 2
+    said = capsys.readouterr().out
+    assert "64x64 px fail with ValueError: images of 64x64 px: python tests.support.broken_parts:FixedNet" in said
+    assert "takes 128x128 px only: crop to it with data.crop_px" in said
+    assert check_part(None, None, of_size(tiny, 128, side=128, is_said=True)) == 0
+
+
+@pytest.mark.parametrize("name", ["LogSoftmaxNet", "ReluNet"])
+def test_outputs_that_only_look_like_probabilities_pass(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said_of(name, "model", None, capsys)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("summed", "it does not grow with the number of images: it is 2 times as large for each image given twice"),
+        ("per_pixel", "the loss is torch.float32 of shape (4, 16, 24): return a floating-point scalar"),
+        ("without_ignore", "IndexError: Target 255 is out of bounds."),
+        ("weights_left", "it can be copied and moved to another device: fails with LeftBehindError: nll_loss2d"),
+        ("negative_log", "the loss is not: guard logarithms and divisions"),
+    ],
+)
+def test_broken_loss_is_explained(name: str, problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = said_of(name, "loss", None, capsys)
+    assert code == 2
+    assert problem in said
+
+
+@pytest.mark.parametrize("name", ["selected", "focal", "ohem", "lovasz"])
+def test_loss_whose_shapes_depend_on_values_passes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        code, said = said_of(name, "loss", None, capsys)
+    assert code == 0, said
+    assert "  ok     it can be copied and moved to another device\n" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("normalized", "Normalize"),
+        ("tensors", "ToTensorV2"),
+        ("turned", "size"),
+        ("resized", "can give images of 32 x 32 px, but all must end with data.crop_px"),
+        ("smoothed", "puts 1 into masks that do not have it"),
+        ("unseeded", "gives different results for one seed"),
+        ("wrong_argument", "Argument(s) 'probability' are not valid"),
+        ("no_transform", "makes a list: return a transform of albumentations, a list of them"),
+        ("failing", "IndexError: index 500 is out of bounds"),
+    ],
+)
+def test_broken_transform_is_explained(name: str, problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = said_of(name, "transform", None, capsys)
+    assert code == 2
+    assert problem in said
+
+
+def test_error_in_own_code_names_its_file_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "losses_of_mine.py").write_text(
+        "import torch\n\n\ndef make():\n    return lambda logits, target: torch.stack([logits, target])\n"
+    )
+    assert check_part("mine/losses_of_mine.py:make", "loss", None) == 2
+    assert "(mine/losses_of_mine.py, line 5): correct it" in capsys.readouterr().out
+
+
+def test_what_cannot_be_tried_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: object, device: str) -> Tensor:
+        raise NotImplementedError(f"no kernel for {device}")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    check = tried("it moves", lambda: follows(nn.ReLU(), fails))
+    assert (check.mark, check.what) == ("not tried", "it moves")
+    assert check.problem.startswith(
+        "there is no GPU here, and without one it fails with NotImplementedError: no kernel"
+    )
+
+
+def test_check_part_takes_overrides_as_other_commands_do(
+    tiny: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text(yaml.safe_dump({**tiny, "model": {"library": "python", "name": f"{PARTS}:Net"}}))
+    for words in (["--config", str(path), f"schedule.name={PARTS}:falling"], [f"{PARTS}:Net", "--config", str(path)]):
+        with pytest.raises(SystemExit) as ended:
+            main(["check-part", *words])
+        assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert [line for line in printed.splitlines() if " as " in line] == [
+        f"{PARTS}:Net as model",
+        f"{PARTS}:falling as schedule",
+        f"{PARTS}:Net as model",
+    ]
+    for words, message in (
+        (["model.options.width=4"], "--config FILE is missing"),
+        ([str(path)], f"write --config {path}"),
+        (["a:b", "c:d"], "a:b, c:d: one part can be named"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["check-part", *words])
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("kind", "name"), [("loss", "ce"), ("model", "Net"), ("schedule", "falling")])
+def test_check_imports_neither_compiler_nor_albumentations(kind: str, name: str) -> None:
+    code = (
+        "import sys; from segapp.commands.check_part import check_part; "
+        f"check_part('part_for_imports.py:{name}', '{kind}', None); "
+        "print([each for each in ('torch._dynamo', 'albumentations', 'torchvision') if each in sys.modules])"
+    )
+    Path("part_for_imports.py").write_text(SMALL_PARTS)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+SMALL_PARTS = """
+from torch import nn
+
+def ce():
+    return nn.CrossEntropyLoss(ignore_index=255)
+
+def Net(num_classes):
+    return nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, num_classes, 1))
+
+def falling(total_steps):
+    return lambda step: 1 - step / total_steps / 2
+"""
