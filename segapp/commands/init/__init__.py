@@ -27,7 +27,7 @@ from segapp.datasets.files import ImagePair, shared_images, shown
 from segapp.datasets.images.measure import measure_pixels
 from segapp.datasets.layouts.formats import DATASETS
 from segapp.datasets.survey.accounting import Uses, account_for
-from segapp.datasets.survey.class_files import find_class_files
+from segapp.datasets.survey.class_files import find_class_files, nearest_first
 from segapp.datasets.survey.content import read_contents
 from segapp.datasets.survey.encoding import Classes, read_classes
 from segapp.datasets.survey.expression import folder_keys
@@ -223,7 +223,7 @@ class _Materials:
                 format, keys = "folder", found
         if classes is None:
             mask = division.train[0].mask
-            classes = read_classes(content, find_class_files(self._tree), mask)
+            classes = read_classes(content, nearest_first(find_class_files(self._tree), mask), mask)
             if isinstance(self._chosen, Conversion):
                 classes = replace(classes, notes=(*self._chosen.notes, *classes.notes))
         uses_root = is_layout or (isinstance(self._chosen, Conversion) and self._chosen.writes == "images")

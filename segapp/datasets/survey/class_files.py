@@ -10,7 +10,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,19 @@ _JSONS = re.compile(
     r"(?i)^(dataset|meta|config.*|id2label|classes|labels|categories|_?annotations.*|obj_class_to_machine_color)\.json$"
 )
 _YAMLS = re.compile(r"(?i)^(data|dataset|classes|labels|.*data.*)\.ya?ml$")
+
+
+def nearest_first(files: Sequence[ClassFile], mask: str) -> list[ClassFile]:
+    """Return class files in their order, but those that share most words with the path of a mask first.
+
+    Two versions of labels have a class file each: `config_v2.0.json` names the classes of `v2.0/labels`.
+    """
+    words = set(re.findall(r"[a-z]+|\d+(?:\.\d+)*", mask.lower()))
+
+    def shared(file: ClassFile) -> int:
+        return len(words & set(re.findall(r"[a-z]+|\d+(?:\.\d+)*", file.source.rpartition(".")[0].lower())))
+
+    return sorted(files, key=lambda file: -shared(file))
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from segapp.datasets.survey.words import SPLIT_WORDS, affixes, is_trainval, role_of, split_in, tokens
+from segapp.datasets.survey.words import SPLIT_WORDS, affixes, inner_role_word, is_trainval, role_of, split_in, tokens
 
 _MAX_FAMILIES = 40
+_MIN_NUMBERED = 3
+"""Number of folders with the same name but for a number from which they are scenes rather than splits."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +49,20 @@ class ImageFile:
         return "." + self.name.rpartition(".")[2].lower()
 
 
-def parse_file(path: str) -> ImageFile:
-    """Return an image file with what its folders say."""
+def parse_file(path: str, scenes_named: frozenset[str] = frozenset()) -> ImageFile:
+    """Return an image file with the words of its folders.
+
+    Args:
+        path: relative to the root.
+        scenes_named: folders whose names hold the word of a split by chance, as `Case_Training_001`.
+    """
     pattern: list[str] = []
     scenes: list[str] = []
     split = word = None
     folders = path.split("/")[:-1]
-    are_splits = [split_in(folder) is not None for folder in folders]
-    for folder in folders:
-        said = split_in(folder)
-        if said is None and is_trainval(folder) and not any(are_splits):
+    splits = [None if folder in scenes_named else split_in(folder) for folder in folders]
+    for folder, said in zip(folders, splits, strict=True):
+        if said is None and is_trainval(folder) and not any(splits):
             split, word = "train", folder
             pattern.append("{split}")
             continue
@@ -64,7 +71,7 @@ def parse_file(path: str) -> ImageFile:
             start = shape.index("{split}")
             word = folder[start : len(folder) - (len(shape) - start - len("{split}"))]
             pattern.append(shape)
-        elif role_of(folder):
+        elif role_of(folder) and folder not in scenes_named:
             pattern.append(folder)
         else:
             pattern.append("*")
@@ -129,18 +136,33 @@ class Family:
 def find_families(paths: Iterable[str]) -> list[Family]:
     """Return the families of image files: by folders, also with ending or extension; largest first."""
     by_folder: dict[tuple[str, ...], list[ImageFile]] = defaultdict(list)
-    for path in paths:
-        file = parse_file(path)
+    listed = list(paths)
+    scenes_named = _scenes_with_split_words({folder for path in listed for folder in path.split("/")[:-1]})
+    for path in listed:
+        file = parse_file(path, scenes_named)
         by_folder[file.pattern].append(file)
     total = sum(len(files) for files in by_folder.values())
     least = max(1, min(2, total // 4), total // 200)
     families: list[Family] = []
     for pattern, files in by_folder.items():
         families.append(Family(pattern, "", tuple(files)))
-        for groups in (_by(files, _affix_pattern), _by(files, lambda file: f"*{file.suffix}")):
+        for groups in (
+            _by(files, _affix_pattern),
+            _by(files, lambda file: f"*{file.suffix}"),
+            _by(files, lambda file: f"*{inner_role_word(file.stem)}*"),
+        ):
             if len(groups) > 1:
                 families += [Family(pattern, key, tuple(own)) for key, own in groups.items() if len(own) >= least]
     return sorted(families, key=lambda family: -len(family.files))[:_MAX_FAMILIES]
+
+
+def _scenes_with_split_words(folders: Iterable[str]) -> frozenset[str]:
+    """Return the folders of which several differ by a number, although their names hold the word of a split."""
+    by_shape: dict[str, list[str]] = defaultdict(list)
+    for folder in folders:
+        if split_in(folder) is not None:
+            by_shape[re.sub(r"\d+", "#", folder)].append(folder)
+    return frozenset(folder for same in by_shape.values() if len(same) >= _MIN_NUMBERED for folder in same)
 
 
 def _by(files: Iterable[ImageFile], key: object) -> dict[str, list[ImageFile]]:

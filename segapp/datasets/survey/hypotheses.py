@@ -36,6 +36,10 @@ _MAX_VERSIONS = 8
 """Most folders of annotators or versions that are told apart; more are scenes."""
 _FEW = 0.25
 """Share of the pairs of a better layout with the same masks below which a layout is none of its own."""
+_PART = 0.75
+"""Share of the images of another layout below which a layout with masks for them alone is less likely."""
+_COLOR_FOLDERS = ("color", "colour", "colors")
+"""Folders of images with depth or masks next to them; of masks, colour is a word of pictures made from them."""
 _LONE_WEIGHT = 0.75
 """Least weight of the words in the names of a layout that has no rival."""
 _MIN_SPARSE = 3
@@ -121,10 +125,21 @@ def find_layouts(tree: Tree) -> list[Layout]:
         pairs = {(pair.image, pair.mask) for pair in layout.pairs}
         if not any(_repeats(pairs, better) for better in ranked):
             ranked.append(layout)
+    ranked = [_weighed_against(layout, ranked) for layout in ranked]
+    ranked.sort(key=lambda one: -one.confidence)
     if len(ranked) == 1:  # unusual words of names matter only if there is another layout to choose
         only = ranked[0]
         ranked = [replace(only, confidence=only.confidence / only.name_weight * max(_LONE_WEIGHT, only.name_weight))]
     return _named_apart(ranked)
+
+
+def _weighed_against(layout: Layout, others: list[Layout]) -> Layout:
+    """Return a layout that has masks for only a part of the images of another one as less likely."""
+    images = {pair.image for pair in layout.pairs}
+    for other in others:
+        if len(images) < _PART * len(other.pairs) and images < {pair.image for pair in other.pairs}:
+            return replace(layout, confidence=0.8 * layout.confidence)
+    return layout
 
 
 def _repeats(pairs: set[tuple[str, str]], better: Layout) -> bool:
@@ -169,6 +184,8 @@ def _readings(root: Path, images: Family, masks: Family) -> Iterator[Layout]:
     (`masks/annotator1`, `v1.2/labels`), or with endings of their own (`*_1stHO`, `*_2ndHO`); and if a mask has several
     images (`A`, `B`, `label`).
     """
+    if _holds_copies(images):
+        return  # its parts, each of one format, are families too
     found = _by_naming(root, images, masks)
     yield from found
     if found and not found[0].unpaired:
@@ -181,6 +198,17 @@ def _readings(root: Path, images: Family, masks: Family) -> Iterator[Layout]:
         return
     for one, other in parts:
         yield from _by_naming(root, one, other)
+
+
+def _holds_copies(family: Family) -> bool:
+    """Return True if folders hold the same names in another format each, such as `PNG/1.png` and `TIF/1.tif`."""
+    for position in family.varying:
+        folders = _few_folders(family, position)
+        suffixes = [{file.suffix for file in own.files} for own in folders]
+        stems = [{file.stem for file in own.files} for own in folders]
+        if len(folders) > 1 and all(len(own) == 1 for own in suffixes) and len(set().union(*suffixes)) == len(folders):
+            return all(len(own & stems[0]) >= 0.9 * len(own | stems[0]) for own in stems)
+    return False
 
 
 def _few_folders(family: Family, position: int) -> list[Family]:
@@ -397,6 +425,8 @@ def _name_weight(family: Family, *, is_mask: bool) -> float:
         roles += [role_of(f"{prefix} {ending}")]
     elif family.ending == "*":
         roles.insert(0, role_of(" ".join(common_affixes(file.stem for file in family.files))))
+    if not is_mask and family.pattern and family.pattern[-1].lower() in _COLOR_FOLDERS:
+        return 1.0
     said = next((role for role in roles if role), None)
     anywhere = any(role.is_mask for role in roles)
     if is_mask:

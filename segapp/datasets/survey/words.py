@@ -127,10 +127,10 @@ GLUE_WORDS = frozenset(
 SPLIT_WORDS = {
     "train": "train", "training": "train", "tr": "train", "trn": "train",
     "val": "val", "valid": "val", "validation": "val", "dev": "val", "valset": "val", "trainset": "train",
-    "test": "test", "testing": "test", "ts": "test", "tst": "test", "testset": "test",
+    "test": "test", "testing": "test", "te": "test", "ts": "test", "tst": "test", "testset": "test",
 }  # fmt: skip
 SPLITS = ("train", "val", "test")
-_SHORT = {"tr", "ts", "trn", "tst"}
+_SHORT = {"tr", "te", "ts", "trn", "tst"}
 
 _TOKEN = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
@@ -190,6 +190,17 @@ def is_trainval(name: str) -> bool:
     """
     words = [token.word for token in tokens(name)]
     return "trainval" in words or ("train", "val") in itertools.pairwise(words)
+
+
+def inner_role_word(stem: str) -> str:
+    """Return the first word of a role inside a name, between other words; empty without one.
+
+    >>> inner_role_word("case_001_seg_60"), inner_role_word("0001_mask"), inner_role_word("img_0001")
+    ('seg', '', '')
+    """
+    found = tokens(stem)
+    roles = IMAGE_WORDS | MASK_WORDS | OTHER_WORDS
+    return next((token.word for token in found[1:-1] if token.word in roles and len(token.word) > 1), "")
 
 
 def split_in(name: str) -> tuple[str, str] | None:

@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from segapp.build.pairs import build_pairs, split_names
 from segapp.commands.init import InitRequest, InitResult, propose_config
+from segapp.config import load_config
 from segapp.datasets.survey.lists import paired_lists, with_listed_splits
 from segapp.datasets.survey.questions import OpenQuestionError
 from segapp.datasets.survey.tables import Table, read_table, split_of_words
@@ -26,8 +28,6 @@ COLORS = np.array([[0, 0, 0], [10, 0, 200], [0, 200, 0], [200, 10, 0]], np.uint8
 
 def init(root: Path, **request: str) -> tuple[InitResult, dict[str, dict[str, str]]]:
     """Returns what init says, and the mask of every image of each split, as its config or its lists name them."""
-    from segapp.build.pairs import build_pairs, split_names
-    from segapp.config import load_config
 
     result = propose_config(InitRequest(root, root.with_suffix(".yaml"), **request))
     data = load_config(result.configs[0]).data
@@ -334,3 +334,57 @@ def test_an_unlikely_reading_is_asked_instead_of_written(tmp_path: Path) -> None
     assert not root.with_suffix(".yaml").exists()
     _, found = init(root, layout="masks")
     assert found["train"] | found["val"] == {f"images/{name}.png": f"masks/{name}.png" for name in NAMES[:7]}
+
+
+def test_class_file_of_the_version_of_the_masks_is_read(tmp_path: Path) -> None:
+    """As Vistas: a class file for each of two versions of the labels."""
+    root = tmp_path / "d"
+    versions(root)
+    for version, names in (("v1.2", "sky, road, bird"), ("v2.0", "air, street, animal")):
+        labels = [{"readable": name, "name": name} for name in names.split(", ")]
+        (root / f"config_{version}.json").write_text(json.dumps({"labels": labels}))
+    for version, names in (("v1.2", ["sky", "road", "bird"]), ("v2.0", ["air", "street", "animal"])):
+        result, _ = init(root, layout=f"{version}/labels")
+        assert load_config(result.configs[0]).data.classes == names
+        root.with_suffix(".yaml").unlink()
+
+
+def test_copies_in_another_format_are_not_a_second_set_of_images(tmp_path: Path) -> None:
+    """As CVC-ClinicDB: equal images in PNG and TIF folders."""
+    root = tmp_path / "d"
+    for folder, suffix in (("PNG", "png"), ("TIF", "tif")):
+        draw(root, NAMES, f"{folder}/Original/{{}}.{suffix}", f"{folder}/Ground Truth/{{}}.{suffix}", BINARY)
+    with pytest.raises(OpenQuestionError) as raised:
+        init(root)
+    for answer in raised.value.answers:
+        _, found = init(root, layout=answer.value)
+        root.with_suffix(".yaml").unlink()
+        assert len(found["train"] | found["val"]) == 12
+        assert len({image.partition("/")[0] for image in found["train"] | found["val"]}) == 1
+
+
+def test_numbered_folders_with_the_word_of_a_split_are_scenes(tmp_path: Path) -> None:
+    root = tmp_path / "d"
+    for number in range(1, 7):
+        for name in ("0", "1"):
+            case = f"Set_Training_{number:03}"
+            draw_image(root / case / f"{case}_flair_{name}.png")
+            draw_mask(root / case / f"{case}_seg_{name}.png")
+    _, found = init(root)
+    pairs = found["train"] | found["val"]
+    assert pairs == {image: image.replace("_flair_", "_seg_") for image in pairs}
+    assert len(pairs) == 12
+    assert {path.partition("/")[0] for path in found["train"]}.isdisjoint(
+        path.partition("/")[0] for path in found["val"]
+    )
+
+
+def test_masks_for_a_part_of_the_images_do_not_rival_masks_for_all(tmp_path: Path) -> None:
+    """As SUIM, whose test folder holds masks of single classes too; and depth images are no rivals of colour images."""
+    root = tmp_path / "d"
+    draw(root, NAMES, "images/{}.jpg", "masks/{}.png")
+    draw(root, NAMES[:4], "images/{}.jpg", "masks/HD/{}.png", BINARY)
+    for name in NAMES:
+        draw_image(root / f"depth/{name}.jpg")
+    _, found = init(root)
+    assert found["train"] | found["val"] == {f"images/{name}.jpg": f"masks/{name}.png" for name in NAMES}
