@@ -24,8 +24,9 @@ from segapp.build.pairs import (
     split_names,
     split_note,
 )
-from segapp.commands.check_findings import Group, grouped
+from segapp.commands.check_findings import Group, comparison_lines, grouped
 from segapp.config import DataConfig, RunConfig
+from segapp.datasets.division.groups import find_shared_groups
 from segapp.datasets.doctor import Finding, SplitReport, examine
 from segapp.datasets.files import ImagePair, read_header, shown
 from segapp.datasets.images.measure import PERCENTILES, config_values, measure_ranges, stored_pixels
@@ -139,6 +140,11 @@ def _collect(data: DataConfig) -> tuple[dict[str, Sequence[ImagePair]], list[Fin
     if not any(splits.values()):
         raise errors[0]
     train, val = split_names(data)
+    both = None
+    if train != val:
+        both = find_shared_groups({name: [pair.name for pair in splits[name]] for name in (train, val)})
+    if both is not None:
+        findings.append(Finding("warning", "group", val, str(both)))
     problem = overlap_problem(data, splits[train], splits[val]) if train == val else None  # else it is found by pixels
     if problem is not None and not data.allow_overlap:
         findings.append(Finding("error", "leak", val, problem))
@@ -288,6 +294,7 @@ def as_dict(
                 "num_px": f.num_px,
                 "image": None if f.pair is None else shown(f.pair.image),
                 "mask": None if f.pair is None or f.pair.mask is None else shown(f.pair.mask),
+                "other": None if f.other is None else shown(f.other.image),
             }
             for f in findings
         ],
@@ -308,6 +315,7 @@ def _split_as_dict(report: SplitReport) -> dict[str, Any]:
         if unknown is None
         else [{"id": i, "pixels": n, "masks": unknown.masks[i]} for i, n in unknown.pixels.items()],
         "likely_cause": None if unknown is None else unknown.cause,
+        "lookalikes": None if report.comparison is None else asdict(report.comparison),
     }
 
 
@@ -346,6 +354,10 @@ def print_report(
             _print_group(group, console)
     if not groups:
         console.print("\nno problems found")
+    for report in reports:
+        if report.comparison is not None:
+            lines = "\n".join(comparison_lines(printable(report.split), report.comparison))
+            console.print(Text(f"\n{lines}"), soft_wrap=True)
 
 
 def _print_group(group: Group, console: Console) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from segapp.datasets.doctor import Finding, SplitReport
+from segapp.datasets.doctor import Comparison, Finding, SplitReport
 from segapp.datasets.masks import summary_of_ids
 
 KINDS = {
@@ -16,6 +16,8 @@ KINDS = {
     "mask": "masks that cannot be read",
     "size": "masks of another size than their image",
     "leak": "images that also occur in another split",
+    "group": "groups in both splits",
+    "lookalike": "images that look like a training image",
     "sums": "files that do not match the list of sums",
     "all_ignored": "masks with ignored pixels only",
     "duplicate": "images that occur twice in one split",
@@ -45,14 +47,32 @@ def grouped(reports: Sequence[SplitReport], before: Sequence[Finding] = ()) -> l
     for finding in (*before, *(f for report in reports for f in report.findings)):
         found.setdefault((finding.severity, finding.kind, finding.split), []).append(finding)
     unknown = {report.split: report.unknown_ids for report in reports}
+    sizes = {report.split: report.num_pairs for report in reports}
     order = list(KINDS)
     groups = []
     for (severity, kind, split), findings in sorted(found.items(), key=lambda i: (i[0][0], order.index(i[0][1]))):
         ids = unknown.get(split)
         if kind == "ids" and ids is not None:
             summary = summary_of_ids(ids)
+        elif kind == "lookalike":
+            summary = (
+                f"{len(findings)} of {sizes[split]} images ({len(findings) / sizes[split]:.0%}) look like a training "
+                f"image: scores on {split} are too good; keep the images of a scene together with segapp init --group"
+            )
         else:
             summary = findings[0].message if len(findings) == 1 else f"{len(findings)} {KINDS[kind]}"
         worst_first = tuple(sorted(findings, key=lambda finding: -finding.num_px))
         groups.append(Group(severity, split, kind, worst_first, summary))
     return groups
+
+
+def comparison_lines(split: str, comparison: Comparison) -> list[str]:
+    """Return how many images of a split look like training images, and which look-alikes cannot be seen."""
+    plain = f"; {comparison.num_plain} are too plain to compare" if comparison.num_plain else ""
+    return [
+        f"look-alikes: {comparison.num_alike} of {comparison.num_images} {split} images look like one of "
+        f"{comparison.num_others} training images{plain}",
+        "  compared: copies in another size, compression or brightness, overlapping tiles, still video frames",
+        "  not seen: flipped or zoomed parts, and other views of the same patient or scene: name those with "
+        "segapp init --group REGEX",
+    ]

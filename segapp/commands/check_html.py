@@ -10,7 +10,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from segapp.commands.check_findings import Group
+from segapp.commands.check_findings import Group, comparison_lines
 from segapp.datasets.doctor import Finding, SplitReport
 from segapp.datasets.files import open_bytes, read_bytes
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
@@ -51,6 +51,7 @@ def check_page(
         "weights": weights,
         "samples": samples,
         "sections": [(group, _with_pictures(group, scheme, pixels), _listed(group)) for group in groups],
+        "comparisons": [comparison_lines(report.split, report.comparison) for report in reports if report.comparison],
         "max_listed": _MAX_LISTED,
     }
     return render("check.html.j2", values)

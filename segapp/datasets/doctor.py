@@ -1,4 +1,4 @@
-"""Examination of a data set: unreadable files, unknown ids, duplicates, leaks, and rare or missing classes.
+"""Examination of a data set: unreadable files, unknown ids, copies, look-alikes, and rare or missing classes.
 
 `examine` reads every file once, several at a time, and collects all findings.
 """
@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from segapp.datasets.division.lookalikes import Look, find_copies, find_lookalikes, look_of
 from segapp.datasets.files import ImagePair, check_same_size, read_header, shown
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.images.reading import read_image
@@ -40,14 +41,8 @@ from segapp.errors import DataError
 RARE_FRAC = 1e-4
 """Classes with a smaller share of the training pixels are reported as rare."""
 
-_HASH_PX = 16
-"""Difference hashes are computed from images of (this + 1) x this pixels."""
-_MAX_BITS_APART = 5
-"""Maximum distance, of 256 bits, of images that look alike. CamVid frames saved as JPEG at another size differ in up to
-7 bits, distinct frames in 6 or more: most copies are found, and no neighbouring frame is taken for one."""
-
 _SHRINK = 16
-"""Factor by which blocks of large images are made smaller before their difference hash."""
+"""Factor by which blocks of large images are made smaller before they are compared."""
 
 _LARGE_PX = 2**25
 _large = threading.Lock()
@@ -60,12 +55,12 @@ class Finding:
 
     Attributes:
         severity: an error makes the data unusable.
-        kind: `pairs`, `pixels`, `unreadable`, `mask`, `ids`, `size`, `leak`, `duplicate`, `all_ignored`, `class`,
-            `split`, `crop`, `link`, `file`.
+        kind: `pairs`, `pixels`, `unreadable`, `mask`, `ids`, `size`, `leak`, `duplicate`, `lookalike`, `group`,
+            `all_ignored`, `class`, `split`, `crop`, `link`, `file`.
         split: name of the split.
         message: a sentence with the file and the next move.
         pair: the pair concerned, or None.
-        other: the other pair of a `leak` or `duplicate`.
+        other: the other pair of a `leak`, `duplicate` or `lookalike`.
         num_px: number of wrong pixels, if counted.
     """
 
@@ -76,6 +71,23 @@ class Finding:
     pair: ImagePair | None = None
     other: ImagePair | None = None
     num_px: int = 0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How many images of a split were compared with the training images, and how many look like one.
+
+    Attributes:
+        num_images: of the split.
+        num_plain: images with too little structure to be compared.
+        num_alike: images that look like a training image, copies included.
+        num_others: training images.
+    """
+
+    num_images: int
+    num_plain: int
+    num_alike: int
+    num_others: int
 
 
 @dataclass(frozen=True)
@@ -92,6 +104,7 @@ class SplitReport:
         unknown_ids: None if every id is known.
         valid_px: pixels of the readable masks that are not ignored.
         ignored: the share of ignored pixels with its cause; None if it is small.
+        comparison: of the images with those of the first split; None for the first split.
     """
 
     split: str
@@ -103,6 +116,7 @@ class SplitReport:
     unknown_ids: UnknownIds | None = None
     valid_px: int = 0
     ignored: str | None = None
+    comparison: Comparison | None = None
 
 
 @dataclass
@@ -112,7 +126,7 @@ class _Examined:
     pair: ImagePair
     size: tuple[int, int] | None = None
     digest: str | None = None  # of the decoded pixels
-    difference_hash: bytes | None = None  # similar for a resized or re-saved copy
+    look: Look | None = None
     mask: MaskCounts | None = None
     ids: UnknownIdsError | None = None
     problems: list[tuple[str, str, int]] = field(default_factory=list)  # kind, message, pixels
@@ -155,11 +169,20 @@ def examine(
             raise
     twice = _seen_twice(examined, allow_overlap=allow_overlap)
     reports = []
+    first_split = next(iter(examined), "")
     for number, (name, pairs) in enumerate(examined.items()):
         is_training = number == 0
+        alike, comparison = (
+            ([], None) if is_training else _lookalikes(name, pairs, first_split, examined[first_split], twice[name])
+        )
         counted = [each.mask for each in pairs if each.mask is not None]
         targets = Targets.of(name, counted, scheme.num_classes, num_masks=len(counted), num_images=len(pairs))
-        findings = [*_of_pairs(name, pairs), *twice[name], *_of_targets(targets, scheme, is_training=is_training)]
+        findings = [
+            *_of_pairs(name, pairs),
+            *twice[name],
+            *alike,
+            *_of_targets(targets, scheme, is_training=is_training),
+        ]
         if is_training:
             findings += _of_crop(name, pairs, crop_px, resize_px)
         sizes = Counter(pair.size for pair in pairs if pair.size is not None)
@@ -176,6 +199,7 @@ def examine(
                 unknown,
                 targets.valid_px,
                 ignored_note(targets, scheme),
+                comparison,
             )
         )
     return reports
@@ -242,16 +266,7 @@ def _note_image(found: _Examined, image: NDArray[Any] | ImageWindows, pixels: Pi
         small.append(grey)
     found.size = (image.shape[0], image.shape[1])
     found.digest = digest.hexdigest()
-    found.difference_hash = _difference_hash(np.concatenate(small))
-
-
-def _difference_hash(grey: NDArray[np.uint8]) -> bytes | None:
-    """Return the difference hash: which pixels of a tiny grey copy are brighter than the left one; None if flat."""
-    tiny = cv2.resize(grey, (_HASH_PX + 1, _HASH_PX), interpolation=cv2.INTER_AREA).astype(np.int16)
-    if int(tiny.max()) - int(tiny.min()) < 8:
-        return None
-    # JPEG compression changes differences by one or two grey levels.
-    return np.packbits(np.diff(tiny, axis=1) > 2).tobytes()
+    found.look = look_of(np.concatenate(small))
 
 
 def _of_pairs(split: str, pairs: Iterable[_Examined]) -> list[Finding]:
@@ -284,26 +299,27 @@ def _seen_twice(examined: Mapping[str, Sequence[_Examined]], *, allow_overlap: b
         if first is not each:
             findings[split].append(_twice(split, each, first_split, first, is_exact=True, is_error=not allow_overlap))
     distinct = list(first_of.values())
-    for one, other in _alike([each.difference_hash for _, each in distinct]):
+    for one, other in find_copies([None if each.look is None else each.look.hash for _, each in distinct]):
         (first_split, first), (split, each) = distinct[one], distinct[other]
         findings[split].append(_twice(split, each, first_split, first, is_exact=False, is_error=False))
     return findings
 
 
-def _alike(hashes: Sequence[bytes | None]) -> Iterator[tuple[int, int]]:
-    """Yield indices (earlier, later) of images with similar difference hashes; each later one once."""
-    known = [i for i, each in enumerate(hashes) if each is not None]
-    if not known:
-        return
-    bits = np.unpackbits(np.stack([np.frombuffer(hashes[i] or b"", np.uint8) for i in known]), axis=1)
-    signs = bits.astype(np.float32) * 2 - 1  # the product of two rows is (bits equal) - (bits different)
-    least = signs.shape[1] - 2 * _MAX_BITS_APART
-    for start in range(0, len(known), 1024):
-        products = signs[start : start + 1024] @ signs[: start + 1024].T
-        for row, product in enumerate(products, start=start):
-            earlier = np.flatnonzero(product[:row] >= least)
-            if len(earlier):
-                yield known[int(earlier[0])], known[row]
+def _lookalikes(
+    split: str, pairs: Sequence[_Examined], first_split: str, firsts: Sequence[_Examined], copies: Iterable[Finding]
+) -> tuple[list[Finding], Comparison]:
+    """Return the images of a split that look like one of the first split; copies are findings already."""
+    own = [each for each in pairs if each.look is not None]
+    others = [each for each in firsts if each.look is not None]
+    known = {id(finding.pair) for finding in copies if finding.kind == "leak"}
+    findings = []
+    for alike in find_lookalikes([each.look for each in own if each.look], [each.look for each in others if each.look]):
+        pair, other = own[alike.number].pair, others[alike.other].pair
+        if id(pair) not in known:
+            message = f"{shown(pair.image)} looks like {shown(other.image)} of {first_split}: {alike.likeness}"
+            findings.append(Finding("warning", "lookalike", split, message, pair, other))
+    num_plain = sum(each.look.is_plain for each in own if each.look)
+    return findings, Comparison(len(pairs), num_plain, len(findings) + len(known), len(firsts))
 
 
 def _twice(

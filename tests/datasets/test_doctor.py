@@ -16,9 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from segapp.datasets.dataset import OwnDataset
+from segapp.datasets.division.lookalikes import difference_hash, find_copies
 from segapp.datasets.doctor import (
-    _alike,
-    _difference_hash,
     _of_targets,
     examine,
 )
@@ -259,6 +258,48 @@ def test_check_command_lists_all_findings_and_exits_3(root: Path, tmp_path: Path
     assert "Traceback" not in text.stderr
 
 
+def textured(seed: int) -> np.ndarray[Any, Any]:
+    rng = np.random.default_rng(seed)
+    return np.asarray(
+        cv2.resize(rng.integers(0, 255, (40, 52, 3), np.uint8), (416, 320), interpolation=cv2.INTER_CUBIC)
+    )
+
+
+def test_tile_that_overlaps_a_training_image_is_a_warning(root: Path, tmp_path: Path) -> None:
+    """The findings say which images; the report says how many, and what cannot be seen."""
+    scene, mask = textured(0), np.tile(np.repeat([0, 1, 2], 80).astype(np.uint8), (240, 1))
+    for split, name, rows in (("train", "patient07_1", slice(0, 240)), ("val", "patient07_2", slice(60, 300))):
+        write(root / "images" / split / f"{name}.png", scene[rows, :240])
+        write(root / "masks" / split / f"{name}.png", mask)
+    code, report = check(root, tmp_path, "--html", "page.html")
+    assert code == 0
+    (found,) = [f for f in report["findings"] if f["kind"] == "lookalike"]
+    assert (found["severity"], found["split"]) == ("warning", "val")
+    assert [Path(found[key]).name for key in ("image", "other")] == ["patient07_2.png", "patient07_1.png"]
+    assert "patient07_1.png of train: " in found["message"]
+    assert "features agree" in found["message"]
+    assert report["splits"]["val"]["lookalikes"] == {"num_images": 5, "num_plain": 0, "num_alike": 1, "num_others": 9}
+    assert report["splits"]["train"]["lookalikes"] is None
+    page = (tmp_path / "page.html").read_text()
+    assert "1 of 5 images (20%) look like a training image: scores on val are too good" in page
+    assert "look-alikes: 1 of 5 val images look like one of 9 training images" in page
+    assert "other views of the same patient or scene" in page
+
+
+def test_patients_in_both_splits_are_a_warning(root: Path, tmp_path: Path) -> None:
+    for split, count in (("train", 8), ("val", 4)):
+        for kind in ("images", "masks"):
+            for i in range(count):
+                path = root / kind / split / f"{i:02}.png"
+                path.rename(path.with_name(f"patient{i // 2 + (split == 'val')}_{split}{i}.png"))
+    code, report = check(root, tmp_path)
+    assert code == 0
+    (found,) = report["findings"]
+    assert (found["severity"], found["kind"], found["split"]) == ("warning", "group", "val")
+    assert "2 of the 2 groups of val (patient in the name) are in train too" in found["message"]
+    assert "scores on val are too good; divide anew with segapp init --folds 5 --group" in found["message"]
+
+
 def test_hostile_names_are_inert_in_terminal_and_html(root: Path, tmp_path: Path) -> None:
     name = b"[red]\x1b]0;owned\x07<script>\xff.png"
     for kind in ("images", "masks"):
@@ -305,26 +346,26 @@ def test_hashes_are_alike_up_to_5_of_256_bits() -> None:
     def of_bits(count: int) -> bytes:
         return (2**count - 1).to_bytes(32, "big")
 
-    assert list(_alike([of_bits(0), of_bits(5)])) == [(0, 1)]
-    assert list(_alike([of_bits(0), of_bits(6)])) == []
-    assert list(_alike([None, of_bits(0), of_bits(256), None, of_bits(5)])) == [(1, 4)]
+    assert list(find_copies([of_bits(0), of_bits(5)])) == [(0, 1)]
+    assert list(find_copies([of_bits(0), of_bits(6)])) == []
+    assert list(find_copies([None, of_bits(0), of_bits(256), None, of_bits(5)])) == [(1, 4)]
     many = list(np.random.default_rng(0).bytes(32 * 1030))
     hashes = [bytes(many[32 * i : 32 * i + 32]) for i in range(1030)]
-    assert list(_alike([*hashes, hashes[3], hashes[1027]])) == [(3, 1030), (1027, 1031)]
-    assert list(_alike([])) == []
+    assert list(find_copies([*hashes, hashes[3], hashes[1027]])) == [(3, 1030), (1027, 1031)]
+    assert list(find_copies([])) == []
 
 
 def test_difference_hash_ignores_differences_of_two_levels() -> None:
     """JPEG changes differences by as much."""
     steps = np.tile(np.arange(17, dtype=np.uint8), (16, 1))
-    assert _difference_hash(2 * steps) == bytes(32)
-    assert _difference_hash(3 * steps) == b"\xff" * 32
-    assert _difference_hash(3 * steps[:, ::-1].copy()) == bytes(32)
+    assert difference_hash(2 * steps) == bytes(32)
+    assert difference_hash(3 * steps) == b"\xff" * 32
+    assert difference_hash(3 * steps[:, ::-1].copy()) == bytes(32)
     flat = np.full((16, 17), 9, np.uint8)
     flat[3, 4] = 16
-    assert _difference_hash(flat) is None
+    assert difference_hash(flat) is None
     flat[3, 4] = 17
-    assert _difference_hash(flat) is not None
+    assert difference_hash(flat) is not None
 
 
 def test_frequencies_count_the_pixels_of_images_with_a_class() -> None:
