@@ -53,10 +53,28 @@ def init(
     seed: init_options.Seed = 0,
     html_file: init_options.Page = None,
     clean_masks: init_options.CleanMasks = False,
+    masks: init_options.Masks = None,
+    unlabelled: init_options.Unlabelled = None,
     force: init_options.Force = False,
 ) -> None:
     """Write a config for a data folder, each choice with its reason; the folder itself stays as it is."""
     from segapp.commands.init import InitRequest
     from segapp.commands.init.dialog import init_folder
 
-    init_folder(InitRequest(root, out, force, layout, val_share, group, folds, seed, html_file, clean_masks, blocks))
+    init_folder(
+        InitRequest(
+            root,
+            out,
+            force,
+            layout,
+            val_share,
+            group,
+            folds,
+            seed,
+            html_file,
+            clean_masks,
+            blocks,
+            masks,
+            unlabelled,
+        )
+    )

@@ -50,4 +50,16 @@ CleanMasks = Annotated[
         "--clean-masks", help="Write copies of JPEG or smoothed masks, each pixel the nearest frequent value."
     ),
 ]
+Masks = Annotated[
+    str | None,
+    typer.Option(
+        "--masks",
+        metavar="KIND",
+        help="What the values of the masks are: ids, instances (value // 1000 is the class), panoptic or object.",
+    ),
+]
+Unlabelled = Annotated[
+    str | None,
+    typer.Option("--unlabelled", metavar="HOW", help="Pixels without a class name: ignore them, or make them a class."),
+]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite the config and the lists beside it.")]

@@ -28,7 +28,7 @@ from segapp.commands.check_findings import Group, comparison_lines, grouped
 from segapp.config import DataConfig, RunConfig
 from segapp.datasets.division.groups import find_shared_groups
 from segapp.datasets.doctor import Finding, SplitReport, examine
-from segapp.datasets.files import ImagePair, read_header, shown
+from segapp.datasets.files import ImagePair, shown
 from segapp.datasets.images.measure import PERCENTILES, config_values, measure_ranges, stored_pixels
 from segapp.datasets.images.pixel_format import DTYPES, RGB8, PixelFormat
 from segapp.datasets.layouts.formats import ClassScheme, leftovers, split_list
@@ -185,8 +185,8 @@ def _measure(
     None for 8-bit RGB, whose range is known.
     """
     paths = [pair.image for pair in splits[split]]
-    found = stored_pixels(paths) if data.bands is None else None
-    if data.bands is None and (found is None or found.dtype not in DTYPES):
+    found, first = (stored_pixels(paths) if data.bands is None else None) or (None, None)
+    if data.bands is None and (found is None or found.pages or found.dtype not in DTYPES):
         return None, None
     bands = tuple(range(1, found.bands + 1)) if found is not None else data.bands
     pixels = PixelFormat(bands, data.dtype if found is None else found.dtype)
@@ -194,8 +194,7 @@ def _measure(
         measured = replace(pixels, value_range=measure_ranges(paths, pixels))
     except DataError:
         return pixels, None  # each image is reported when it is read
-    if found is not None:
-        first = next(path for path in paths if read_header(path).stored == found)
+    if found is not None and first is not None:
         message = f"{shown(first)}: {RGB8.problem(found)}; the measured lines are below"
     elif data.dtype != "uint8" and data.value_range is None:
         message = f"data.value_range is missing: {data.dtype} has no usual range; the measured line is below"

@@ -12,9 +12,12 @@ from segapp.datasets.convert.sources import Images
 from segapp.datasets.convert.yolo import _classes_in
 from segapp.datasets.survey.class_files import ClassFile
 from segapp.datasets.survey.content import MaskContent, count_pixels
-from segapp.datasets.survey.encoding import _binary, _is_stray, _named_ids, read_classes
+from segapp.datasets.survey.encoding import read_classes
+from segapp.datasets.survey.encoding.ids import binary_classes
+from segapp.datasets.survey.encoding.words import is_stray
 from segapp.datasets.survey.tables import read_tables
 from segapp.datasets.survey.tree import Tree, survey_tree
+from segapp.errors import DataError
 
 
 @pytest.mark.parametrize(("suffix", "is_lossy"), [("png", False), ("jpg", True)])
@@ -73,20 +76,34 @@ def test_lists_of_segmentation_come_before_all_others(tmp_path: Path) -> None:
         ({1: 4, 2: 4, 3: 3}, False),  # 1, 2, 3 are rather classes
         ({1: 1, 2: 1, 3: 1, 4: 1}, False),
         ({7: 1, 99: 1, 128: 1, 254: 1}, True),  # values that do not count, 0.04 % of the pixels
-        ({7: 6, 99: 6, 128: 6, 254: 6}, False),  # 0.24 %
+        ({7: 13, 99: 13, 128: 12, 254: 12}, True),  # 0.5 %
+        ({7: 13, 99: 13, 128: 13, 254: 12}, False),  # a twentieth of the object's pixels at most
         (dict.fromkeys(range(101, 116), 1), True),
         (dict.fromkeys(range(101, 116), 40), False),
-        (dict.fromkeys(range(101, 117), 40), True),  # smoothed borders
+        (dict.fromkeys(range(101, 117), 6), True),  # smoothed borders
         (dict.fromkeys(range(101, 117), 70), False),
     ],
 )
 def test_black_and_white_masks_may_hold_stray_values(others: dict[int, int], is_binary: bool) -> None:
     values = Counter({0: 9000 - sum(others.values()), 255: 1000, **others})
-    found = _binary(MaskContent(1, 1, values=values, masks_with=Counter(dict.fromkeys(values, 1))), ())
+    found = binary_classes(
+        MaskContent(1, 1, values=values, masks_with=Counter(dict.fromkeys(values, 1))), (), ["a.png"]
+    )
     assert (found is not None) == is_binary
     if found is not None:
         strays = others if len(others) < 16 else range(1, 255)
         assert found.label_map == {255: 1, **dict.fromkeys(strays, -1)}
+
+
+@pytest.mark.parametrize(
+    ("others", "share"),
+    [(dict.fromkeys(range(101, 117), 40), "6.4%"), (dict.fromkeys(range(10, 250, 10), 50), "12.0%")],
+)
+def test_smoothed_borders_above_a_hundredth_are_refused(others: dict[int, int], share: str) -> None:
+    values = Counter({0: 9000 - sum(others.values()), 255: 1000, **others})
+    content = MaskContent(1, 1, values=values, masks_with=Counter(dict.fromkeys(values, 1)))
+    with pytest.raises(DataError, match=rf"smoothed or saved with loss: {share} of the pixels .*--clean-masks"):
+        read_classes(content, (), ["masks/a.png"])
 
 
 def content_of(values: dict[int, int], *, num_all: int = 100) -> MaskContent:
@@ -112,19 +129,19 @@ def content_of(values: dict[int, int], *, num_all: int = 100) -> MaskContent:
 def test_unnamed_ids_are_classes_from_zero(
     values: list[int], num_all: int, names: str, label_map: dict[int, int]
 ) -> None:
-    found = read_classes(content_of(dict.fromkeys(values, 5000), num_all=num_all), (), "masks/a.png")
+    found = read_classes(content_of(dict.fromkeys(values, 5000), num_all=num_all), (), ["masks/a.png"])
     assert (found.names, found.label_map) == (tuple(names.split()), label_map)
 
 
 def test_values_of_few_pixels_in_few_masks_are_ignored() -> None:
-    found = read_classes(content_of({0: 9_000_000, 1: 800_000, 2: 4, 99: 1}), (), "masks/a.png")
+    found = read_classes(content_of({0: 9_000_000, 1: 800_000, 2: 4, 99: 1}), (), ["masks/a.png"])
     assert (found.names, found.label_map) == (("class_0", "class_1", "class_2"), {99: 255})
-    assert "stray values are ignored: 99 (1 px)" in found.notes
+    assert "stray values are ignored: 99 (1 px): below 0.001% of the pixels" in found.notes
     content = MaskContent(100, 100, values=Counter({1: 3, 2: 4, 3: 30}), masks_with=Counter({1: 2, 2: 2, 3: 3}))
-    assert [_is_stray(content, value, 3_000_001) for value in (1, 2, 3)] == [True, True, False]
-    assert [_is_stray(content, value, 100) for value in (1, 2, 3)] == [True, False, False]
+    assert [is_stray(content, value, 3_000_001) for value in (1, 2, 3)] == [True, True, False]
+    assert [is_stray(content, value, 100) for value in (1, 2, 3)] == [True, False, False]
     content.masks_with[1] = 3
-    assert not _is_stray(content, 1, 100)
+    assert not is_stray(content, 1, 100)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +150,6 @@ def test_values_of_few_pixels_in_few_masks_are_ignored() -> None:
         ("a b c", {}, [0, 1, 2], ("a b c", {})),
         ("a b c", {}, [0, 1], ("a b c", {})),
         ("a b c", {}, [1, 2, 3], ("a b c", {1: 0, 2: 1, 3: 2})),
-        ("a b c", {}, [0, 1, 3], ("background a b c", {})),
         ("a b c", {}, [2, 3], ("a b c", {1: 0, 2: 1, 3: 2})),
         ("a b c", {}, [0, 4], None),
         ("a b c d e f g h", {}, [0, 1], None),  # too many names for two values
@@ -144,17 +160,24 @@ def test_values_of_few_pixels_in_few_masks_are_ignored() -> None:
         ("", {0: "void", 1: "b"}, [0, 1], ("void b", {})),
         ("", {1: "a", 2: "b"}, [0, 1], ("background a b", {})),
         ("", {4: "a", 2: "b"}, [0, 2], ("background b a", {0: 0, 2: 1, 4: 2})),
-        ("", {0: "a", 65_535: "void", 65_536: "void"}, [0], ("a", {0: 0, 65_535: 255})),
+        ("", {0: "a", 1: "b", 65_535: "void", 65_536: "void"}, [0, 1], ("a b", {65_535: 255})),
+        ("a void b", {}, [0, 1, 2], ("a b", {0: 0, 2: 1, 1: 255})),
+        ("unlabelled a b", {}, [0, 1, 2], ("a b", {1: 0, 2: 1, 0: 255})),
+        ("", {0: "unlabeled", 1: "a", 2: "b"}, [0, 1, 2], ("a b", {1: 0, 2: 1, 0: 255})),
+        ("background a b", {}, [0, 1, 2], ("background a b", {})),
         ("", {0: "a", 1: "b"}, [0, 2], None),
     ],
 )
 def test_names_of_a_file_are_taken_where_they_fit(
     names: str, named: dict[int, str], ids: list[int], expected: tuple[str, dict[int, int]] | None
 ) -> None:
-    found = _named_ids(ClassFile("classes.txt", tuple(names.split()), named), ids)
-    assert found is None if expected is None else found is not None
-    if found is not None and expected is not None:
-        assert found[:2] == (tuple(expected[0].split()), expected[1])
+    content = content_of(dict.fromkeys(ids, 5000))
+    found = read_classes(content, [ClassFile("classes.txt", tuple(names.split()), named)], ["masks/a.png"])
+    if expected is None:
+        assert "does not fit" in found.notes[0]
+        assert all(name.startswith(("class_", "background", "object")) for name in found.names)
+    else:
+        assert (found.names, found.label_map) == (tuple(expected[0].split()), expected[1])
 
 
 def test_largest_class_is_that_of_any_line_of_a_label_file(tmp_path: Path) -> None:

@@ -20,20 +20,20 @@ from segapp.commands.init.placing import check_place, place
 from segapp.commands.init.splitting import DEFAULT_SHARE, Division, check_request, divided
 from segapp.commands.init.text import Facts, config_text
 from segapp.config import load_config
-from segapp.datasets.convert.cleaning import cleaned
 from segapp.datasets.convert.conversion import Conversion, Item, some_problems, write_files
+from segapp.datasets.convert.copies import copies_of
 from segapp.datasets.convert.pixels.blocks import ask_for_blocks, cut_into_blocks
 from segapp.datasets.files import ImagePair, shared_images, shown
 from segapp.datasets.images.measure import measure_pixels
 from segapp.datasets.layouts.formats import DATASETS
 from segapp.datasets.survey.accounting import Uses, account_for
 from segapp.datasets.survey.class_files import find_class_files, nearest_first
-from segapp.datasets.survey.content import read_contents
-from segapp.datasets.survey.encoding import Classes, read_classes
+from segapp.datasets.survey.content import MaskContent, read_contents
+from segapp.datasets.survey.encoding import IGNORED, Classes, MaskChoices, ignored_shares, read_classes
 from segapp.datasets.survey.expression import folder_keys
 from segapp.datasets.survey.hypotheses import Layout, Pair
 from segapp.datasets.survey.tree import Tree, survey_tree
-from segapp.errors import ConfigError, DataError
+from segapp.errors import ConfigError, DataError, SegappError
 
 __all__ = ["InitRequest", "InitResult", "propose_config"]
 
@@ -57,6 +57,8 @@ class InitRequest:
         html: page to write with a picture of each layout that is possible.
         clean_masks: write copies of masks that are JPEGs or smoothed, each pixel the nearest of the frequent values.
         blocks: side in pixels of the blocks into which images and masks are cut; None: they are used whole.
+        masks: what the values of the masks are: a key of `MASK_KINDS`; None: found, or asked.
+        unlabelled: "ignore" or "class": what becomes of pixels without a class name; None: found, or asked.
     """
 
     root: Path
@@ -70,6 +72,8 @@ class InitRequest:
     html: Path | None = None
     clean_masks: bool = False
     blocks: int | None = None
+    masks: str | None = None
+    unlabelled: str | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,8 @@ def propose_config(request: InitRequest) -> InitResult:
     out = request.out or Path(f"{name}.yaml")
     check_request(request.val_share, request.folds)
     _check_blocks(request)
+    choices = MaskChoices(request.masks, request.unlabelled)
+    choices.check()
     tree = survey_tree(root)
     check_place(root, out)
     paths = [out.with_name(f"{out.stem}-fold{i}{out.suffix}") for i in range(request.folds)] if request.folds else [out]
@@ -111,7 +117,7 @@ def propose_config(request: InitRequest) -> InitResult:
         confirm(root, found, chosen, request.layout)
     lines = [*found_lines(found, chosen)]
     used = _in_blocks(tree, chosen, request)
-    materials = _Materials(tree, used, out, request.clean_masks)
+    materials = _Materials(tree, used, out, choices, clean=request.clean_masks)
     pairs, root_of_images, mask_root = materials.pairs()
     lines += materials.lines
     share = None if request.blocks is not None and any(pair.split for pair in pairs) else request.val_share
@@ -128,7 +134,7 @@ def propose_config(request: InitRequest) -> InitResult:
     for note in facts.classes.notes:
         lines.append(f"note: {note}")
     class_files = [file.source for file in find_class_files(tree)]
-    lines += account_for(tree, _uses(survey, used, pairs, division, facts.classes, class_files)).lines
+    lines += account_for(tree, _uses(survey, materials.chosen, pairs, division, facts.classes, class_files)).lines
     _write(facts, division, paths, out)
     return InitResult(tuple(paths), tuple(lines))
 
@@ -167,20 +173,29 @@ def _in_blocks(tree: Tree, chosen: Candidate, request: InitRequest) -> Candidate
 class _Materials:
     """The pairs of a candidate and the classes of their masks; masks are written where there are none that fit."""
 
-    def __init__(self, tree: Tree, chosen: Candidate, out: Path, clean_masks: bool) -> None:
+    def __init__(self, tree: Tree, chosen: Candidate, out: Path, choices: MaskChoices, *, clean: bool) -> None:
         self._tree, self._chosen, self._out = tree, chosen, out
-        self._clean_masks = clean_masks
+        self._choices = choices
         self._classes: Classes | None = None
         self.lines: list[str] = []
+        copies = copies_of(tree, chosen, choices, clean=clean) if isinstance(chosen, Layout) else None
+        if copies is not None:
+            self._chosen = copies
+            self._choices = replace(choices, masks="ids")
+
+    @property
+    def chosen(self) -> Candidate:
+        """The candidate, or the conversion of its masks."""
+        return self._chosen
 
     def pairs(self) -> tuple[list[Pair], Path, Path | None]:
         """Return the pairs, the root of the images, and the root of the masks where it is another one."""
         root = self._tree.root
-        if isinstance(self._chosen, Layout) and self._clean_masks:
-            self._chosen = cleaned(self._tree, self._chosen)
         if isinstance(self._chosen, Layout):
             return list(self._chosen.pairs), root, None
         conversion = self._chosen
+        if len(conversion.classes) == 1:
+            raise DataError(f"{conversion.title}: no annotation holds an object of a class: draw some, or remove them")
         written = self._out.with_name(f"{self._out.stem}-{conversion.writes}")
         pairs, problems, num_kept = write_files(conversion, written, _with_progress)
         self.lines += [f"left out: {text}" for text in some_problems(problems)]
@@ -215,15 +230,22 @@ class _Materials:
             known = DATASETS[self._chosen.name]
             if set(content.values) <= (known.label_map or dict.fromkeys(range(len(known.names)))).keys() | {255}:
                 format, keys = self._chosen.name, {}
-                reason = f"the {len(known.names)} of {format}"
-                classes = Classes(known.names, reason)
+                label_map = {value: IGNORED if own is None else own for value, own in (known.label_map or {}).items()}
+                classes = Classes(known.names, f"the {len(known.names)} of {format}", label_map)
+                classes = replace(classes, notes=_ignored_notes(content, classes, f"as {format} says"))
         elif isinstance(self._chosen, Layout) and not division.is_new:
             found = folder_keys(root, self._chosen, division.words)
             if found is not None:
                 format, keys = "folder", found
+        elif classes is not None and isinstance(self._chosen, Conversion):
+            if len(set(content.values) - {IGNORED}) == 1:
+                raise DataError(f"{self._chosen.title}: no annotation draws an object: every pixel has one class")
+            classes = replace(classes, notes=(*classes.notes, *_ignored_notes(content, classes, "by the annotations")))
         if classes is None:
-            mask = division.train[0].mask
-            classes = read_classes(content, nearest_first(find_class_files(self._tree), mask), mask)
+            masks = [pair.mask for pair in division.train]
+            classes = read_classes(
+                content, nearest_first(find_class_files(self._tree), masks[0]), masks, self._choices
+            )
             if isinstance(self._chosen, Conversion):
                 classes = replace(classes, notes=(*self._chosen.notes, *classes.notes))
         uses_root = is_layout or (isinstance(self._chosen, Conversion) and self._chosen.writes == "images")
@@ -235,7 +257,11 @@ class _Materials:
             division,
             classes,
             content,
-            measure_pixels([pair.image for pair in train], are_bands=uses_root and not is_layout),
+            measure_pixels(
+                [pair.image for pair in train],
+                others=[pair.image for pair in val],
+                are_bands=uses_root and not is_layout,
+            ),
             leads_outside=self._tree.leads_outside and uses_root,
         )
 
@@ -276,6 +302,12 @@ def _uses(
     return Uses(images, masks, (*chosen.sources, *used_names), reasons)
 
 
+def _ignored_notes(content: MaskContent, classes: Classes, cause: str) -> tuple[str, ...]:
+    """Return a sentence on the ignored pixels, if they are more than a hundredth."""
+    share = sum(ignored_shares(content, classes).values())
+    return (f"{share:.1%} of the pixels are ignored, {cause}",) if share > 0.01 else ()
+
+
 def _class_lines(facts: Facts) -> list[str]:
     names = ", ".join(shown(name) for name in facts.classes.names[:12])
     more = f" and {len(facts.classes.names) - 12} more" if len(facts.classes.names) > 12 else ""
@@ -293,11 +325,15 @@ def _write(facts: Facts, division: Division, paths: Sequence[Path], out: Path) -
         configs[path] = config_text(fold)
 
     def check(draft: Path) -> None:
-        data = load_config(draft).data
-        build_scheme(data)
-        for split in split_names(data):
-            if not build_pairs(data, split):
-                raise DataError(f"split {split} is empty")
+        try:
+            data = load_config(draft).data
+            build_scheme(data)
+            for split in split_names(data):
+                if not build_pairs(data, split):
+                    raise DataError(f"split {split} is empty")
+        except SegappError as error:  # of a file that is removed again
+            message = re.sub(rf"(?m)^(\s*){re.escape(shown(draft))}(:\d+)*: ", r"\1", str(error))
+            raise type(error)(f"no config can be written for {shown(facts.root)}: {message}") from error
 
     place(lists, out.with_name(f"{out.stem}-lists"), configs, check)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from segapp.datasets.division.groups import Grouping, find_shared_groups, group_pairs
 from segapp.datasets.division.sides import divide, divide_into_folds, split_word_of
@@ -12,6 +12,10 @@ from segapp.datasets.survey.hypotheses import Pair
 from segapp.errors import ConfigError
 
 DEFAULT_SHARE = 0.2
+TEST_VALIDATES = (
+    "the best checkpoint is chosen on the test images, for lack of a val split; --val-share SHARE of segapp init keeps "
+    "a part of train instead"
+)
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,15 @@ def divided(
     val_split = next((split for split in ("val", "test") if split in splits), None)
     if folds is not None:
         return _folds([pair for pair in pairs if pair.split != "test"] or pairs, group, folds, seed)
+    has_only_test = "train" in splits and val_split == "test"
+    if has_only_test and (share is not None or group is not None):
+        test = [pair for pair in pairs if pair.split == "test"]
+        rest = [pair for pair in pairs if pair.split != "test"]
+        kept = divided(
+            [replace(pair, split=None) for pair in rest], share, group, None, seed, is_published=is_published
+        )
+        line = kept.lines[0].replace("the data have none", f"{len(test)} test images are left for segapp eval")
+        return replace(kept, lists={**kept.lists, "test": test}, lines=(line,))
     if "train" in splits and val_split is not None:
         if share is not None or group is not None:
             raise ConfigError(
@@ -81,6 +94,8 @@ def divided(
         val = [pair for pair in pairs if pair.split == val_split]
         words = {split: split if is_published else split_word_of(pairs, split) for split in ("train", val_split)}
         lines = [f"splits: {len(train)} training images (train), {len(val)} validation images ({val_split})"]
+        if has_only_test:
+            lines.append(f"val_split: {words['test']} - {TEST_VALIDATES}")
         both = find_shared_groups({"train": [pair.image for pair in train], val_split: [pair.image for pair in val]})
         if both is not None:
             lines.append(f"warning: {both}")

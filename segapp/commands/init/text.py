@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from segapp.commands.init.splitting import Division
+from segapp.commands.init.splitting import TEST_VALIDATES, Division
 from segapp.datasets.files import shown
 from segapp.datasets.images.measure import PERCENTILES, config_values
 from segapp.datasets.images.pixel_format import PixelFormat
@@ -20,7 +20,6 @@ from segapp.datasets.survey.encoding import Classes
 from segapp.memory.gpus import count_visible_gpus
 from segapp.run.text import printable
 
-IGNORED = 255
 LARGE_PX = 8_000_000
 """Images beyond this are evaluated in windows: whole, they need gigabytes on the device."""
 RARE_SHARE = 0.01
@@ -180,7 +179,7 @@ def _data_lines(facts: Facts) -> Iterator[ConfigLine]:
     if facts.format != "list" or facts.fold is not None:
         for (split, own), key in zip(words.items(), ("train", "val"), strict=True):
             if own not in (key, DATASETS[facts.format].splits.get(key)):
-                yield ConfigLine(f"  {key}_split: {_quoted(own)}", "" if split == key else f"there is no {key} split")
+                yield ConfigLine(f"  {key}_split: {_quoted(own)}", "" if split == key else TEST_VALIDATES)
     yield from _class_lines(facts)
 
 
@@ -202,14 +201,9 @@ def _class_lines(facts: Facts) -> Iterator[ConfigLine]:
 
 
 def _weight_lines(facts: Facts) -> Iterator[ConfigLine]:
+    """Yield the line that asks for class weights, if a class is rare."""
     classes, content = facts.classes, facts.content
-    known = DATASETS[facts.format].label_map or {}
-    ignored = {value for value, to in {**known, **classes.label_map}.items() if to is None or to in (IGNORED, -1)}
-    counts = [count for value, count in content.values.items() if value not in ignored]
-    if classes.label_map.get(IGNORED) is None and IGNORED in content.values:
-        counts.remove(content.values[IGNORED])
-    named = set(classes.palette[: len(classes.names)])
-    counts += [count for color, count in content.colors.items() if color in named]
+    counts = [count for value, count in content.pixels.items() if classes.class_of(value) is not None]
     rarest = min(counts, default=0) / max(1, sum(counts))
     if len(counts) > 1 and rarest < RARE_SHARE:
         yield ConfigLine("  class_weights: enet", f"the rarest class has {rarest:.2%} of the pixels")

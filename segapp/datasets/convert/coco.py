@@ -19,13 +19,13 @@ from segapp.datasets.convert.sources import (
     Images,
     coverage_words,
     first_bytes,
-    is_background,
     load_json,
     mask_target,
     missing_extra,
     split_said,
 )
 from segapp.datasets.files import shown
+from segapp.datasets.survey.class_files import is_background
 from segapp.datasets.survey.content import stored_pixels
 from segapp.datasets.survey.tree import Tree
 from segapp.errors import DataError

@@ -13,6 +13,7 @@ from urllib.parse import unquote
 from segapp.datasets.convert.conversion import BAD_ENTRY, IGNORED, Mask, check_classes, problem_of
 from segapp.datasets.convert.drawing import blank_mask
 from segapp.datasets.files import open_regular, read_header
+from segapp.datasets.survey.class_files import is_background, is_void
 from segapp.datasets.survey.families import parse_file
 from segapp.datasets.survey.tree import Tree
 from segapp.errors import DataError
@@ -153,8 +154,8 @@ def class_values(labels: Iterable[str], origin: str) -> tuple[tuple[str, ...], d
         DataError: there are more classes than fit into uint8 masks.
     """
     known = list(labels)
-    names = check_classes(ordered_names(name for name in known if not is_ignored(name)), origin)
-    return names, {name: i for i, name in enumerate(names)} | {name: IGNORED for name in known if is_ignored(name)}
+    names = check_classes(ordered_names(name for name in known if not is_void(name)), origin)
+    return names, {name: i for i, name in enumerate(names)} | {name: IGNORED for name in known if is_void(name)}
 
 
 def ordered_names(names: Iterable[str]) -> list[str]:
@@ -166,16 +167,6 @@ def ordered_names(names: Iterable[str]) -> list[str]:
     known = set(names)
     first = sorted(name for name in known if is_background(name))
     return [*first, *sorted(known - set(first))] if first else ["background", *sorted(known)]
-
-
-def is_background(name: str) -> bool:
-    """Return True for the usual names of the class of pixels without annotation."""
-    return name.strip("_ ").lower() in {"background", "bg"}
-
-
-def is_ignored(name: str) -> bool:
-    """Return True for names of pixels that count nowhere."""
-    return name.strip("_ ").lower() in {"ignore", "ignored", "void", "dontcare", "don't care"}
 
 
 def missing_extra(package: str, what: str, extra: str = "import") -> DataError:

@@ -6,16 +6,15 @@ Shapes: B bands.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from segapp.datasets.files import read_header
+from segapp.datasets.files import shown
 from segapp.datasets.images.pixel_format import DTYPES, RGB8, PixelFormat, Range, StoredPixels
-from segapp.datasets.images.reading import read_image
+from segapp.datasets.images.reading import pixels_of, read_image
 from segapp.datasets.images.windows import image_windows
 from segapp.errors import DataError
 
@@ -27,17 +26,37 @@ _MAX_PX = 2**17
 """Largest number of pixels taken of one image, evenly spread."""
 
 
-def stored_pixels(paths: Sequence[Path]) -> StoredPixels | None:
-    """Return the commonest pixels of the files that 8-bit RGB would squeeze; None if there are none."""
-    found: Counter[StoredPixels] = Counter()
+def stored_pixels(paths: Sequence[Path]) -> tuple[StoredPixels, Path] | None:
+    """Return the commonest pixels of the files that 8-bit RGB would squeeze, and a file of them; None for no such."""
+    found = [(stored, own) for stored, own in _kinds(paths).items() if RGB8.problem(stored) is not None]
+    if not found:
+        return None
+    stored, own = max(found, key=lambda kind: len(kind[1]))
+    return stored, own[0]
+
+
+def _kinds(paths: Sequence[Path]) -> dict[StoredPixels, list[Path]]:
+    """Return the files by what their pixels are; those that cannot be read are left out."""
+    found: dict[StoredPixels, list[Path]] = {}
     for path in paths:
         try:
-            stored = read_header(path).stored
+            found.setdefault(pixels_of(path), []).append(path)
         except DataError:
             continue
-        if stored is not None and RGB8.problem(stored) is not None:
-            found[stored] += 1
-    return found.most_common(1)[0][0] if found else None
+    return found
+
+
+def _check_alike(paths: Sequence[Path], wanted: StoredPixels) -> None:
+    """Check that one format reads all bands of all the files.
+
+    Raises:
+        DataError: they differ; the message names one of each kind.
+    """
+    found = _kinds(paths)
+    if any((stored.bands, stored.dtype) != (wanted.bands, wanted.dtype) for stored in found):
+        kinds = sorted(found.items(), key=lambda kind: -len(kind[1]))
+        named = "; ".join(f"{len(own)} are {stored}, such as {shown(own[0])}" for stored, own in kinds)
+        raise DataError(f"the images differ in bands or type: {named}: convert them to one kind, or move the others")
 
 
 def measure_ranges(paths: Sequence[Path], pixels: PixelFormat) -> tuple[Range, ...]:
@@ -83,16 +102,26 @@ def _range(values: np.ndarray, *, is_whole: bool) -> Range:
     return (low, high) if high > low else (low, low + 1.0)
 
 
-def measure_pixels(paths: Sequence[Path], *, are_bands: bool = False) -> PixelFormat | None:
-    """Return all bands of images that 8-bit RGB would squeeze, with their ranges; None for others or unread types.
+def measure_pixels(
+    paths: Sequence[Path], *, others: Sequence[Path] = (), are_bands: bool = False
+) -> PixelFormat | None:
+    """Return all bands of images that 8-bit RGB would squeeze, with their ranges; None for others.
 
     Args:
-        paths: the images.
+        paths: the images for training, which are measured.
+        others: further images, which are of the same kind.
         are_bands: three bands of 8 bits are no RGB either.
+
+    Raises:
+        DataError: they differ, or are of a type that is not read, or hold several images each.
     """
-    found = read_header(paths[0]).stored if are_bands else stored_pixels(paths)
-    if found is None or found.dtype not in DTYPES:
+    squeezed = (pixels_of(paths[0]), paths[0]) if are_bands else stored_pixels([*paths, *others])
+    if squeezed is None:
         return None
+    found, first = squeezed
+    _check_alike([*paths, *others], found)
+    if found.pages or found.dtype not in DTYPES:
+        raise DataError(f"{shown(first)}: {RGB8.problem(found)}")
     pixels = PixelFormat(tuple(range(1, found.bands + 1)), found.dtype)
     return replace(pixels, value_range=measure_ranges(paths, pixels))
 

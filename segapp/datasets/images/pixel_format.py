@@ -30,11 +30,13 @@ class StoredPixels:
         bands: Values per pixel.
         dtype: Of a value, as numpy names it.
         is_picture: Becomes 8-bit RGB without loss: grey, palette, RGB or CMYK of at most 8 bits, with or without alpha.
+        pages: The pages of a TIFF that are no bands, in words; "" if there are none.
     """
 
     bands: int
     dtype: str
     is_picture: bool
+    pages: str = ""
 
     def __str__(self) -> str:
         return f"{self.dtype} with {self.bands} band{'s' if self.bands > 1 else ''}"
@@ -90,6 +92,11 @@ class PixelFormat:
 
     def problem(self, stored: StoredPixels) -> str | None:
         """Return why a file with these pixels cannot be read in this format, and what to do; None if it can."""
+        if stored.pages:
+            return (
+                f"it holds {stored.pages}, of which an image would be the first alone: save each image as a file of "
+                "its own, or channels as the bands of one page"
+            )
         if self.bands is None:
             if stored.is_picture:
                 return None

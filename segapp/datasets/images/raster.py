@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from segapp.datasets.files import damaged, shown
+from segapp.datasets.files import damaged, shown, tiff_tags
 from segapp.datasets.images.tiff_tags import has_rasterio
 from segapp.errors import DataError
 
@@ -41,8 +41,8 @@ def require_rasterio(path: Path, what: str) -> None:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Any]:
-    """Open a TIFF as a rasterio data set.
+def opened(path: Path, page: int | None = None) -> Iterator[Any]:
+    """Open a TIFF, or one of its pages, counted from 1, as a rasterio data set.
 
     Raises:
         DataError: it cannot be opened or read.
@@ -57,7 +57,8 @@ def opened(path: Path) -> Iterator[Any]:
         with rasterio.Env(**options):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about files without a georeference
-                source = rasterio.open(path, driver="GTiff")
+                name = path if page is None else f"GTIFF_DIR:{page}:{path}"
+                source = rasterio.open(name, driver="GTiff")
             with source:
                 yield source
     except (RasterioError, RasterioIOError) as error:
@@ -69,15 +70,28 @@ def read_bands(path: Path, bands: Sequence[int], window: Window | None = None) -
 
     Args:
         path: the file.
-        bands: counted from 1.
+        bands: counted from 1; pages that are channels are bands.
         window: rows and columns to read; None: all.
 
     Raises:
         DataError: the file cannot be read.
     """
     with opened(path) as source:
-        rows, columns = window or (slice(0, source.height), slice(0, source.width))
-        pixels = source.read(list(bands), window=((rows.start, rows.stop), (columns.start, columns.stop)))
+        if max(bands) <= source.count:
+            return _read(source, bands, window)
+    tags = tiff_tags(path)
+    if tags is None or tags.axes != "C" or max(bands) > len(tags.pages):
+        raise damaged(path, f"it has no band {max(bands)}")
+    planes = []
+    for band in bands:
+        with opened(path, tags.pages[band - 1]) as source:
+            planes.append(_read(source, [1], window))
+    return np.concatenate(planes, axis=2)
+
+
+def _read(source: Any, bands: Sequence[int], window: Window | None) -> Pixels:
+    rows, columns = window or (slice(0, source.height), slice(0, source.width))
+    pixels = source.read(list(bands), window=((rows.start, rows.stop), (columns.start, columns.stop)))
     return np.ascontiguousarray(np.moveaxis(pixels, 0, -1))
 
 

@@ -9,6 +9,7 @@ Shapes: H, W the upright height and width in pixels; B bands.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,23 @@ def _check_alpha(data: bytes, path: Path, tags: TiffTags) -> None:
     is_opacity = stored is None or stored.ndim < 3 or bool(np.isin(stored[..., -1], _OPAQUE_OR_CLEAR).all())
     if not is_opacity:
         check_pixels(path, StoredPixels(tags.bands, tags.dtype, is_picture=False), RGB8)
+
+
+def pixels_of(path: Path) -> StoredPixels:
+    """Return what the pixels of an image are: of a fourth band that is marked as opacity by its values.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    stored = read_header(path).stored or StoredPixels(3, "uint8", is_picture=True)
+    tags = tiff_tags(path)
+    if tags is None or not stored.is_picture or not tags.has_alpha or tags.bands not in {2, 4}:
+        return stored
+    try:
+        _check_alpha(read_bytes(path), path, tags)
+    except DataError:
+        return replace(stored, is_picture=False)
+    return stored
 
 
 def _decode_all_bands(data: bytes, path: Path, max_pixels: int) -> Pixels:

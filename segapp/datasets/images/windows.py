@@ -141,7 +141,7 @@ def mask_windows(path: Path, scheme: ClassScheme) -> MaskWindows | None:
     tags = tiff_tags(path) if is_tiff_of_ids else None
     if tags is None or tags.height_px * tags.width_px < LARGE_PX or not tags.can_be_read_in_windows:
         return None
-    if tags.dtype == "float32" or tags.bands != (3 if scheme.rgb else 1):
+    if tags.dtype == "float32" or tags.axes or tags.bands != (3 if scheme.rgb else 1):
         return None  # `read_mask` says what is wrong with it
     return MaskWindows(path, (tags.height_px, tags.width_px), scheme)
 

@@ -65,6 +65,29 @@ class ClassFile:
     colors: Mapping[Color, str] = field(default_factory=dict)
 
 
+VOID_NAMES = frozenset(
+    [
+        "void", "ignore", "ignored", "unlabeled", "unlabelled", "unknown", "nodata", "undefined", "unannotated",
+        "unclassified", "dontcare",
+    ]
+)  # fmt: skip
+"""Names of pixels that count nowhere, without their blanks and marks; `background` and `other` are classes."""
+
+
+def is_void(name: str) -> bool:
+    """Return True for the usual names of pixels that count nowhere.
+
+    >>> [is_void(name) for name in ("Unlabelled", "no data", "don't care", "__ignore__", "background", "other")]
+    [True, True, True, True, False, False]
+    """
+    return re.sub(r"[\W_]+", "", name).lower() in VOID_NAMES
+
+
+def is_background(name: str) -> bool:
+    """Return True for the usual names of the class of pixels without an object."""
+    return name.strip("_ ").lower() in {"background", "bg"}
+
+
 def find_class_files(tree: Tree) -> list[ClassFile]:
     """Return the class names of all files that hold some: with values or colours first, then near the root."""
     found = []
@@ -90,6 +113,8 @@ def find_class_files(tree: Tree) -> list[ClassFile]:
 
 
 def _reader_of(name: str) -> Callable[[str, str], ClassFile | None] | None:
+    if name.lower() == "objectinfo150.txt":
+        return read_object_info
     if _TABLES.match(name):
         return read_table
     if _COLOR_LISTS.match(name):
@@ -168,7 +193,20 @@ def read_name_list(text: str, source: str) -> ClassFile | None:
     if len(lines) == 1 and "," in lines[0]:
         lines = [name.strip() for name in lines[0].split(",")]
     names = tuple(line.strip("'\", ") for line in lines)
+    if names[:2] == ("__ignore__", "_background_"):  # labelme's list begins with the name of value -1
+        names = names[1:]
     return ClassFile(source, names)
+
+
+def read_object_info(text: str, source: str) -> ClassFile | None:
+    r"""Return the classes of ADE20K's list: number, frequencies and name in columns; 0 is what has none of the names.
+
+    >>> read_object_info("Idx\tRatio\tName\n1\t0.16\twall\n2\t0.1\thouse, villa", "").ids
+    {0: 'unlabeled', 1: 'wall', 2: 'house'}
+    """
+    rows = [line.split("\t") for line in _meant_lines(text)[1:]]
+    ids = {0: "unlabeled"} | {int(row[0]): row[-1].partition(",")[0].strip() for row in rows}
+    return ClassFile(source, tuple(ids.values()), ids)
 
 
 def _meant_lines(text: str) -> list[str]:

@@ -27,6 +27,10 @@ UNREADABLE = (DataError, OSError, ValueError, SyntaxError)
 """What `stored_pixels` raises for a mask that cannot be read."""
 
 
+Value = int | Color
+"""A value in masks of ids, or a colour in RGB masks."""
+
+
 @dataclass
 class MaskContent:
     """Contents of masks.
@@ -38,6 +42,7 @@ class MaskContent:
         values: pixels by value, of masks of ids.
         colors: pixels by RGB colour, of RGB masks.
         masks_with: masks by value or colour.
+        counts_up_to: masks whose values are 0 or 1 to n, by n.
         num_lossy: masks that are JPEGs.
         num_smooth: masks with more than MAX_COLORS colours.
         sizes_px: height and width of every image whose header was read.
@@ -49,7 +54,8 @@ class MaskContent:
     unread: list[Path] = field(default_factory=list)
     values: Counter[int] = field(default_factory=Counter)
     colors: Counter[Color] = field(default_factory=Counter)
-    masks_with: Counter[int | Color] = field(default_factory=Counter)
+    masks_with: Counter[Value] = field(default_factory=Counter)
+    counts_up_to: Counter[int] = field(default_factory=Counter)
     num_lossy: int = 0
     num_smooth: int = 0
     sizes_px: list[tuple[int, int]] = field(default_factory=list)
@@ -59,6 +65,25 @@ class MaskContent:
     def median_px(self) -> tuple[int, int]:
         """Median height and width."""
         return int(median(h for h, _ in self.sizes_px)), int(median(w for _, w in self.sizes_px))
+
+    @property
+    def num_px(self) -> int:
+        """Number of pixels read."""
+        return self.values.total() + self.colors.total()
+
+    @property
+    def num_counting(self) -> int:
+        """Number of masks whose values are 0 or 1 to n."""
+        return self.counts_up_to.total()
+
+    @property
+    def pixels(self) -> dict[Value, int]:
+        """Number of pixels by value or colour."""
+        return dict(self.values) | dict(self.colors)
+
+    def pixels_of(self, stored: Value) -> int:
+        """Return the number of pixels of a value or a colour."""
+        return self.colors[stored] if isinstance(stored, tuple) else self.values[stored]
 
     @property
     def is_complete(self) -> bool:
@@ -89,6 +114,7 @@ def read_contents(pairs: Sequence[ImagePair]) -> MaskContent:
         content.values.clear()
         content.colors.clear()
         content.masks_with.clear()
+        content.counts_up_to.clear()
         content.num_masks = content.num_lossy = content.num_smooth = 0
         content.unread.clear()
         _count_all(content, chosen, as_rgb=True)
@@ -110,6 +136,8 @@ def _count_all(content: MaskContent, chosen: Sequence[ImagePair], *, as_rgb: boo
             content.values.update(counted.values)
             content.colors.update(counted.colors)
             content.masks_with.update([*counted.values, *counted.colors])
+            if (last := max(counted.values, default=0)) and counted.values.keys() | {0} == set(range(last + 1)):
+                content.counts_up_to[last] += 1
             for kind in ("lossy", "smooth"):
                 if getattr(counted, f"is_{kind}"):
                     setattr(content, f"num_{kind}", getattr(content, f"num_{kind}") + 1)

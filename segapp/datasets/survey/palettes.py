@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from segapp.datasets.layouts import published_classes as published
@@ -114,21 +114,54 @@ LIP_NAMES = parse_names(
     """background, hat, hair, glove, sunglasses, upper-clothes, dress, coat, socks, pants, jumpsuits, scarf, skirt,
     face, left-arm, right-arm, left-leg, right-leg, left-shoe, right-shoe"""
 )
-_SIGNATURES: Sequence[tuple[str, str, Mapping[int, str], tuple[int, ...]]] = (
-    ("LoveDA", r"(Rural|Urban)/masks_png/", dict(enumerate(PALETTES[4].names, start=1)), (0,)),
-    ("LIP", r"parsing_annotations/", dict(enumerate(LIP_NAMES)), ()),
-    ("BDD100K", r"labels/sem_seg/|/10k/|_train_id\.", dict(enumerate(published.CITYSCAPES_NAMES)), ()),
+
+
+@dataclass(frozen=True)
+class PublishedValues:
+    """The meaning of the values in the masks of a data set.
+
+    Attributes:
+        title: of the data set.
+        masks: regular expression of the path of its masks.
+        names: value -> name of its class.
+        ignored: values of pixels that count nowhere.
+        notes: what to know about a class.
+    """
+
+    title: str
+    masks: str
+    names: Mapping[int, str]
+    ignored: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def _names_of(title: str) -> tuple[str, ...]:
+    return next(palette.names for palette in PALETTES if palette.title == title)
+
+
+VALUES = (
+    PublishedValues("LoveDA", r"(Rural|Urban)/masks_png/", dict(enumerate(_names_of("LoveDA"), start=1)), (0,)),
+    PublishedValues("LIP", r"parsing_annotations/", dict(enumerate(LIP_NAMES))),
+    PublishedValues("BDD100K", r"labels/sem_seg/|/10k/|_train_id\.", dict(enumerate(published.CITYSCAPES_NAMES))),
+    PublishedValues(
+        "Oxford-IIIT Pets",
+        r"(^|/)trimaps/",
+        {1: "pet", 2: "background", 3: "border"},
+        notes=(
+            "3 is the border of the pet, a few pixels wide; to ignore it: classes [pet, background], label_map 3: 255",
+        ),
+    ),
 )
 
 
-def recognise_values(mask: str, values: Collection[int]) -> tuple[str, Mapping[int, str], tuple[int, ...]] | None:
-    """Return title, names by value, and ignored values of the data set whose folders and values these are.
+def recognise_values(mask: str, values: Collection[int]) -> PublishedValues | None:
+    """Return the data set whose folders and values these are.
 
     Args:
         mask: path of a mask below the root.
         values: in the masks, 255 left out.
     """
-    for title, expression, names, ignored in _SIGNATURES:
-        if re.search(expression, mask) and set(values) <= names.keys() | set(ignored):
-            return title, names, ignored
+    for known in VALUES:
+        if re.search(known.masks, mask) and set(values) <= known.names.keys() | set(known.ignored):
+            return known
     return None

@@ -16,7 +16,7 @@ _NAMES = {
     "cityscapes": r".*_leftImg8bit",
     "camvid": r"(0001TP|0006R0|0016E5|Seq05VD)_\w+",
     "voc": r"\d{4}_\d{6}",
-    "ade20k": r"ADE_(train|val)_\d+",
+    "ade20k": r"ADE_(train|val|valid|validation|test)_\d+",
 }
 """Names of the published images; other images in the same folders have classes of their own."""
 

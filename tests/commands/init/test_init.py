@@ -159,11 +159,13 @@ def test_smoothed_black_and_white_masks_keep_the_object(tmp_path: Path) -> None:
     for path in (tmp_path / "d" / "masks").rglob("*.png"):
         mask = np.zeros((80, 112), np.uint8)
         cv2.circle(mask, (50, 40), 25, 255, -1, cv2.LINE_AA)
+        mask[(mask > 0) & (mask < 255) & (np.arange(112) > 30)] = 255
         Image.fromarray(mask).save(path)
-    config = proposed(tmp_path / "d", tmp_path)
+    config, result, _ = drawn_folders.proposed(tmp_path / "d", tmp_path / "made.yaml")
     assert config.data.label_map is not None
     assert config.data.label_map[255] == 1
     assert set(config.data.label_map.values()) == {1, -1}
+    assert re.search(r"and \d+ more: 0\.\d+% of the pixels; --clean-masks", " ".join(result.lines))
 
 
 def test_jpeg_masks_are_refused_or_cleaned_on_request(tmp_path: Path) -> None:

@@ -412,7 +412,7 @@ def acdc(canvas: Canvas) -> None:
 
 def pet_lists(canvas: Canvas) -> None:
     """Oxford Pets with its lists: a name, and numbers after it."""
-    codes: Codes = {1: "class_1", 2: "class_2", 3: "class_3"}
+    codes: Codes = {1: "pet", 2: "background", 3: "border"}
     for word, known, numbers in (("trainval", "train", range(4)), ("test", "test", range(4, 6))):
         lines = []
         for kind in ("Abyssinian", "beagle", "Bombay"):

@@ -118,7 +118,7 @@ def pets(canvas: Canvas) -> None:
         for number in range(3):
             name = f"{kind}_{number}"
             canvas.pair(
-                f"images/{name}.jpg", f"annotations/trimaps/{name}.png", {1: "class_1", 2: "class_2", 3: "class_3"}
+                f"images/{name}.jpg", f"annotations/trimaps/{name}.png", {1: "pet", 2: "background", 3: "border"}
             )
     (canvas.root / "annotations/xmls").mkdir()
 

@@ -1,0 +1,122 @@
+"""The classes of RGB masks: a file with their colours, a published palette, or the colours in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from segapp.datasets.files import shown
+from segapp.datasets.layouts.published_classes import Color
+from segapp.datasets.survey.class_files import ClassFile, described
+from segapp.datasets.survey.content import MAX_COLORS, MaskContent
+from segapp.datasets.survey.encoding.classes import Classes, MaskChoices
+from segapp.datasets.survey.encoding.instances import ask_for_instances
+from segapp.datasets.survey.encoding.words import (
+    CLEANING,
+    check_several,
+    is_class,
+    is_stray,
+    listed,
+    percent,
+    share_of,
+    strays_note,
+    unique,
+    void_notes,
+    void_of,
+)
+from segapp.datasets.survey.palettes import recognise
+from segapp.errors import DataError
+
+
+def classes_of_colors(content: MaskContent, files: Sequence[ClassFile], choices: MaskChoices) -> Classes:
+    """Return the classes of RGB masks.
+
+    Raises:
+        DataError: the masks were smoothed, or hold one colour.
+        OpenQuestionError: there are several plausible readings.
+    """
+    if content.num_smooth or len(content.colors) > 2 * MAX_COLORS:
+        raise DataError(
+            f"{max(content.num_smooth, 1)} of {content.num_masks} masks contain neither ids nor fewer than "
+            f"{MAX_COLORS} colours, such as {shown(content.example.get('smooth', ''))}: they were smoothed or saved "
+            f"with loss; {CLEANING} colours"
+        )
+    total = content.colors.total()
+    strays = sorted(color for color in content.colors if is_stray(content, color, total))
+    colors = sorted(color for color in content.colors if color not in strays)
+    check_several(content, colors)
+    notes = strays_note(content, strays, "colours")
+    for file in files:
+        if file.colors and share_of(content, [color for color in colors if color not in file.colors]) <= 0.05:
+            return _from_named_colors(content, file, colors, strays, choices, notes)
+    known = recognise(colors)
+    if known:
+        first, others = known[0], ", ".join(palette.title for palette in known[1:])
+        ignored = list(dict.fromkeys([*first.ignored, *strays]))
+        seen = [color for color in first.ignored if color in content.colors]
+        if seen:
+            notes = (*notes, f"{listed(seen)} is ignored as in {first.title}: {percent(content, seen)}")
+        return Classes(
+            first.names,
+            f"the colours are those of {first.title}" + (f" (also possible: {others})" if others else ""),
+            palette=(*first.colors, *ignored),
+            palette_reason="as published" + ("; the last are ignored" if ignored else ""),
+            notes=notes,
+        )
+    ordered = _names_in_order(files, len(colors))
+    names: tuple[str, ...]
+    if colors == [(0, 0, 0), (255, 255, 255)]:
+        names, reason = ("background", "object"), "black and white; replace with their names"
+    else:
+        if ordered is None:
+            ask_for_instances(content, colors, choices)
+        names, reason = (
+            tuple(f"class_{i}" for i in range(len(colors))),
+            "replace with their names, in the palette's order",
+        )
+    if ordered is not None:
+        names, reason = ordered.names, f"from {described(ordered)}: check that their order is the palette's"
+    return Classes(
+        names,
+        reason,
+        palette=(*colors, *strays),
+        palette_reason=f"the masks are images with {len(colors)} colours"
+        + ("; the last are ignored" if strays else ""),
+        notes=notes,
+    )
+
+
+def _from_named_colors(
+    content: MaskContent,
+    file: ClassFile,
+    colors: list[Color],
+    strays: list[Color],
+    choices: MaskChoices,
+    notes: tuple[str, ...],
+) -> Classes:
+    """Return the classes of a file with colours; colours that it does not name are ignored, or classes on request."""
+    unknown = [color for color in colors if color not in file.colors]
+    named = dict(file.colors)
+    if unknown:
+        if is_class(content, unknown, file, choices):
+            named |= {color: f"color_{bytes(color).hex()}" for color in unknown}
+            unknown = []
+        else:
+            notes = (
+                f"{len(unknown)} colours are not in {shown(file.source)} and are ignored: {percent(content, unknown)}",
+                *notes,
+            )
+    void = void_of(named, choices)
+    notes = (*notes, *void_notes(content, named, void))
+    kept = {color: name for color, name in named.items() if color not in void}
+    ignored = [*sorted(void), *unknown, *strays]
+    return Classes(
+        unique(list(kept.values())),
+        f"from {described(file)}",
+        palette=tuple(dict.fromkeys([*kept, *ignored])),
+        palette_reason=f"the colours of {shown(file.source)}" + ("; the last are ignored" if ignored else ""),
+        notes=notes,
+    )
+
+
+def _names_in_order(files: Sequence[ClassFile], count: int) -> ClassFile | None:
+    return next((file for file in files if not file.colors and len(file.names) == count), None)
