@@ -29,7 +29,7 @@ def names(text: str) -> list[str]:
 
 UNMENDED = names(
     """
-    m_mapillary; SUIM; A2D2; DICOM; black and white, once JPEG; Oxford pets, lists; REFUGE; BraTS slices; cell
+    m_mapillary; SUIM; A2D2; DICOM; black and white, once JPEG; REFUGE; BraTS slices; cell
     tracking; Sen1Floods11; Agriculture-Vision; RUGD; Helen parts; MSRC-21; CVPPP plants; DUTS
     """
 )
