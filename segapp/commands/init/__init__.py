@@ -243,9 +243,7 @@ class _Materials:
             classes = replace(classes, notes=(*classes.notes, *_ignored_notes(content, classes, "by the annotations")))
         if classes is None:
             masks = [pair.mask for pair in division.train]
-            classes = read_classes(
-                content, nearest_first(find_class_files(self._tree), masks[0]), masks, self._choices
-            )
+            classes = read_classes(content, nearest_first(find_class_files(self._tree), masks[0]), masks, self._choices)
             if isinstance(self._chosen, Conversion):
                 classes = replace(classes, notes=(*self._chosen.notes, *classes.notes))
         uses_root = is_layout or (isinstance(self._chosen, Conversion) and self._chosen.writes == "images")
