@@ -228,7 +228,7 @@ def test_two_likely_layouts_are_named_and_one_is_taken(tmp_path: Path) -> None:
     assert not (tmp_path / "made.yaml").exists()
     config, _, _ = drawn_folders.proposed(tmp_path / "d", tmp_path / "made.yaml", layout="labels")
     assert config.data.label_map == {255: 1}
-    with pytest.raises(ConfigError, match=r"--layout depth: .* may be"):
+    with pytest.raises(ConfigError, match=r"--layout depth: no such layout of .*: use one of masks, labels"):
         propose_config(InitRequest(tmp_path / "d", tmp_path / "b.yaml", layout="depth"))
     done = segapp("init", "d", "--out", "c.yaml", cwd=tmp_path)
     assert done.returncode == 3
