@@ -1,16 +1,37 @@
 """segapp: semantic segmentation that is exact at any GPU split, small in memory, and steerable while it runs.
 
 `from segapp import train, evaluate, predict, load` gives the functions of `segapp.api`, which load torch when they are
-used.
+called.
 """
 
-from importlib import import_module
-from typing import Any
+from importlib import import_module as _import_module
+from typing import Any as _Any
 
 __version__ = "0.1.0"
 
+_OF_API = (
+    "EvalResult",
+    "Evaluated",
+    "History",
+    "Network",
+    "StopTraining",
+    "TrainResult",
+    "evaluate",
+    "load",
+    "predict",
+)
+_PACKAGES = ("errors", "losses", "parallel", "train")  # `train` is a package that can be called
 
-def __getattr__(name: str) -> Any:
-    if name in ("evaluate", "load", "predict"):  # `train` is a package that can be called
-        return getattr(import_module("segapp.api"), name)
+__all__ = [*_OF_API, "train"]
+
+
+def __getattr__(name: str) -> _Any:
+    if name in _OF_API:
+        return getattr(_import_module("segapp.api"), name)
+    if name in _PACKAGES:
+        return _import_module(f"segapp.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*_OF_API, *_PACKAGES, "__version__"])

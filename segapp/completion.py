@@ -175,7 +175,7 @@ def _values(name: str) -> Iterator[Candidate]:
     """Yield the values of an option or argument; none for files, which the shell completes itself."""
     if name == "config":
         yield from (Candidate(config, "config") for config in _config_names())
-    elif name in ("run", "runs", "target", "resume"):
+    elif name in ("run", "runs", "target", "targets", "resume"):
         yield from ([Candidate("auto", "the newest run of this config")] if name == "resume" else [])
         yield from (Candidate(run, "run") for run in _run_names())
     elif name == "topic":

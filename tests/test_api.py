@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
+import pydoc
 import signal
 import subprocess
 import sys
 import threading
+import types
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,10 +17,12 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
+from PIL import Image
 
-from segapp import evaluate, load, predict, train
+import segapp
+from segapp import Evaluated, History, StopTraining, api, evaluate, load, predict, train
 from segapp.config import load_config, validate_config
-from segapp.errors import ConfigError, SegappError
+from segapp.errors import ConfigError, DataError, SegappError
 from segapp.run.events import Event
 from tests.support.runs import events
 from tests.support.runs import train as train_plainly
@@ -45,7 +50,10 @@ def test_training_in_a_thread_equals_that_of_the_command(tiny: dict[str, Any], t
     assert train_plainly(validate_config(config), tmp_path / "plain") == 0
     losses = [[event["loss"] for event in events(tmp_path / name, "step")] for name in ("thread", "plain")]
     assert losses[0] == losses[1]
-    assert result.val.miou == events(tmp_path / "plain", "val")[-1]["miou"]
+    recorded = events(tmp_path / "plain", "val")[-1]
+    assert (result.val.miou, result.val.loss) == (recorded["miou"], recorded["loss"])
+    assert result.val.iou == dict(zip(("ground", "box", "disc"), recorded["iou"], strict=True))
+    assert result.val.train_loss == pytest.approx(np.mean(losses[0]))
 
 
 @pytest.mark.parametrize("failing", [False, True], ids=["ends well", "fails"])
@@ -73,8 +81,13 @@ def test_run_is_resumed_evaluated_loaded_and_predicted(tiny: dict[str, Any], tin
     assert load_config(run / "config.yaml").optim.lr == 0.002
     again = train(resume=str(run), overrides=["train.epochs=2"])
     assert (first.step, again.step) == (5, 10)
+    assert [(row.epoch, row.step) for row in again.history] == [(1, 5), (2, 10)]
+    assert again.history[0] == first.val
     found = evaluate(run)
-    assert set(found.iou) == {"ground", "box", "disc"}
+    assert list(found.iou) == list(again.val.iou) == ["ground", "box", "disc"]
+    assert (found.num_scored, found.num_classes) == (3, 3)
+    best = max(again.history, key=lambda row: row.miou)
+    assert found.iou == pytest.approx(best.iou)
     assert found.confusion.sum() == 4 * 48 * 62  # two columns of each mask are ignored
     network = load(run)
     path = tiny_root / "images" / "val" / "00.png"
@@ -82,7 +95,21 @@ def test_run_is_resumed_evaluated_loaded_and_predicted(tiny: dict[str, Any], tin
     labels, probabilities = network.predict(image), network.probabilities(image)
     assert (labels.shape, labels.dtype, probabilities.shape) == ((48, 64), np.uint8, (3, 48, 64))
     assert np.array_equal(probabilities.argmax(0), labels)
-    assert predict(run, [path], tmp_path / "out", save=["labels"]).num_images == 1
+    batch = network.predict(np.stack([image, image]))
+    assert (batch.shape, network.probabilities(image[None]).shape) == ((2, 48, 64), (1, 3, 48, 64))
+    listed = network.predict([path, str(path), image, Image.open(path)])
+    assert all(np.array_equal(each, labels) for each in [*batch, *listed])
+    with pytest.raises(DataError, match=r"nosuch\.png is no file: check the path"):
+        network.predict("nosuch.png")
+    with pytest.raises(ValueError, match="image is a dict: give a path, an array, a PIL image, or a list"):
+        network.predict({})
+    assert network.module is network.trained.model
+    done = predict(run, str(path), tmp_path / "out", save=["labels", "color"])
+    assert (done.num_images, done.problems) == (1, [])
+    assert done.paths == [tmp_path / "out" / kind / "00.png" for kind in ("labels", "color")]
+    assert all(each.is_file() for each in done.paths)
+    with pytest.raises(DataError, match=r"nosuch\.jpg is neither a file nor a folder: check the path"):
+        predict(run, "nosuch.jpg", tmp_path / "out")
     assert np.array_equal(cv2.imread(str(tmp_path / "out" / "labels" / "00.png"), cv2.IMREAD_UNCHANGED), labels)
     with pytest.raises(ValueError, match=r"float64 of shape \(2, 2\): give uint8 RGB"):
         network.predict(np.zeros((2, 2)))
@@ -97,6 +124,60 @@ def test_errors_are_segapp_errors_and_none_ends_the_process(tiny: dict[str, Any]
         load(tmp_path / "nothing")
 
 
+def test_program_stops_a_training_and_chooses_its_events(tiny: dict[str, Any], tmp_path: Path) -> None:
+    seen: list[tuple[str, int]] = []
+
+    def stop_at_three(event: Event) -> None:
+        seen.append((event.type, event.step))
+        if event.step == 3:
+            raise StopTraining("three are enough")
+
+    run = tmp_path / "run"
+    result = train(small(tiny), run=run, on_event=stop_at_three, event_types=["step", "val"])
+    assert (result.is_finished, result.step) == (False, 3)
+    assert result.reason.startswith("three are enough: a checkpoint was saved")
+    assert seen == [("step", 1), ("step", 2), ("step", 3)]
+    assert (result.val, len(result.history)) == (None, 0)
+    again = train(resume=str(run))
+    assert (again.is_finished, again.step, len(again.history)) == (True, 5, 1)
+    with pytest.raises(ConfigError, match="there is no event 'stpe': did you mean step"):
+        train(small(tiny), event_types=["stpe"])
+
+
+def test_history_is_a_table_or_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        Evaluated(1, 5, 1.5, None, 0.5, {"a": 0.5, "b": None}),
+        Evaluated(2, 10, 1.0, 0.5, 0.25, {"a": 0.5, "b": 0.0}),
+    ]
+    tables: list[list[dict[str, Any]]] = []
+    pandas = types.ModuleType("pandas")
+    pandas.DataFrame = tables.append  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pandas", pandas)
+    History(rows).to_pandas()
+    (table,) = tables
+    assert [(row["epoch"], row["train_loss"], row["loss"], row["num_scored"]) for row in table] == [
+        (1, 1.5, None, 1),
+        (2, 1.0, 0.5, 2),
+    ]
+    assert [(row["iou a"], row["iou b"]) for row in table] == [(0.5, None), (0.5, 0.0)]
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ConfigError, match="to_pandas needs pandas: pip install pandas"):
+        History(rows).to_pandas()
+
+
+def test_names_and_signatures_are_those_of_the_functions() -> None:
+    shown = [name for name in dir(segapp) if not name.startswith("_")]
+    assert shown == sorted([*segapp.__all__, "errors", "losses", "parallel"])
+    assert all(hasattr(segapp, name) for name in shown)
+    assert inspect.signature(segapp.train) == inspect.signature(api.train)
+    assert list(inspect.signature(train).parameters)[:3] == ["config", "overrides", "run"]
+    text = pydoc.render_doc(segapp.train, renderer=pydoc.plaintext)
+    assert "Train in this process, and return when the training has ended" in text
+    assert "train(config: 'Config | None' = None, overrides: 'Sequence[str]' = ()" in text
+    assert "handle_signals: let Ctrl-C and SIGTERM stop the training" in text
+
+
 def test_importing_the_functions_loads_no_torch() -> None:
-    code = "import sys; from segapp import train; import segapp; assert callable(train); print('torch' in sys.modules)"
+    code = "import sys; from segapp import train; import segapp; assert callable(train); dir(segapp); segapp.evaluate; "
+    code += "import inspect; inspect.signature(train); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

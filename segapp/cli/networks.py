@@ -12,7 +12,12 @@ from segapp.cli.options import SlideFlag, SplitOption, Target, TtaFlag, WeightsC
 
 @app.command("eval")
 def evaluate(
-    target: Target,
+    targets: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN|CHECKPOINT...", help="A run's name or folder, or a checkpoint; several: their mean."
+        ),
+    ],
     split: SplitOption = None,
     json_file: Annotated[Path | None, option("--json", "Write the result as JSON.")] = None,
     slide: SlideFlag = False,
@@ -26,11 +31,14 @@ def evaluate(
     ] = None,
     config: WeightsConfig = None,
 ) -> None:
-    """Evaluate a run's best checkpoint, or the one named, or with --config any file of weights."""
+    """Evaluate a run's best checkpoint, or the one named, or with --config any file of weights.
+
+    With several networks, the mean of their class probabilities is evaluated, as segapp predict averages them.
+    """
     from segapp.commands.evaluate import EvalOptions, evaluate_target
 
     files = {"json_file": json_file, "per_image": per_image, "confusion": confusion}
-    evaluate_target(target, EvalOptions(split, slide, tta, data_root, boundary, devices, **files, config=config))
+    evaluate_target(targets, EvalOptions(split, slide, tta, data_root, boundary, devices, **files, config=config))
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""`segapp eval`: scores of a run on a split, as a table, JSON, per-image CSV and confusion matrix."""
+"""`segapp eval`: scores of a run, or of the mean of several, as a table, JSON, per-image CSV and confusion matrix."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import csv
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,21 @@ from segapp.build.criterion import build_criterion, needs_distances
 from segapp.build.data import build_dataset, build_load_options
 from segapp.build.devices import choose_devices
 from segapp.build.network import num_queries
-from segapp.build.pairs import build_groups, split_names
+from segapp.build.pairs import build_groups, build_pairs, split_names
 from segapp.build.trained import TrainedModel, load_trained
+from segapp.commands.predict import predictor_of
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.loader import EvalLoader
-from segapp.errors import ConfigError, storage_errors
+from segapp.errors import ConfigError, SegappError, storage_errors
+from segapp.export import is_exported
 from segapp.inference.evaluate import EvaluationSettings
-from segapp.inference.evaluator import EvaluationResult, Evaluator, evaluate_on_devices
+from segapp.inference.evaluator import EnsembleEvaluator, EvaluationResult, Evaluator, evaluate_on_devices
+from segapp.inference.predict import EnsemblePredictor, TrainedPredictor
 from segapp.inference.progress_bar import progress_bar
 from segapp.inference.workspace import HostLimit
+from segapp.losses import AdditiveCriterion
 from segapp.metrics import SegmentationScores, counts_for, group_iou, mean_of_known
+from segapp.parts import is_part
 from segapp.report.confusion import PICTURE_SUFFIXES, confusion_file
 from segapp.run.files import write_atomic, write_json
 from segapp.run.scores import count_scored, loss_text, of_classes
@@ -52,17 +57,32 @@ class EvalOptions:
 
 @dataclass(frozen=True)
 class ScoredSplit:
-    """Scores of a network on a split, and what they were computed from."""
+    """Scores of a network, or of the mean of several, on a split, and what they were computed from.
+
+    Attributes:
+        found: the scores.
+        networks: the networks, by their names; the data set is that of the first.
+        groups: name of each group of classes -> their ids.
+        split: name of the split.
+        dataset: the split.
+        has_loss: False if the networks were trained with different losses.
+    """
 
     found: EvaluationResult
-    trained: TrainedModel
+    networks: dict[str, TrainedModel]
     groups: dict[str, tuple[int, ...]]
     split: str
     dataset: SegmentationDataset
+    has_loss: bool = True
+
+    @property
+    def trained(self) -> TrainedModel:
+        """The first network."""
+        return next(iter(self.networks.values()))
 
 
-def evaluate_target(target: str, options: EvalOptions) -> None:
-    """Evaluate a run or checkpoint, print the per-class table, and write the requested files.
+def evaluate_target(target: str | Sequence[str], options: EvalOptions) -> None:
+    """Evaluate a run or checkpoint, or the mean of several; print the per-class table, and write the requested files.
 
     Raises:
         ConfigError: an option has an invalid value.
@@ -73,10 +93,10 @@ def evaluate_target(target: str, options: EvalOptions) -> None:
             f"--confusion {options.confusion} has none of the suffixes {' '.join(PICTURE_SUFFIXES)}: change it"
         )
     scored = score_target(target, options)
-    found, trained, groups, split = scored.found, scored.trained, scored.groups, scored.split
-    _print_scores(found, trained, groups, split)
+    found, trained = scored.found, scored.trained
+    _print_scores(scored)
     if options.json_file is not None:
-        _write(options.json_file, lambda path: write_json(path, as_json(found, trained, groups, split)))
+        _write(options.json_file, lambda path: write_json(path, as_json(scored)))
     if options.per_image is not None:
         text = per_image_csv(found, scored.dataset, trained)
         _write(options.per_image, lambda path: write_atomic(path, text))
@@ -85,37 +105,131 @@ def evaluate_target(target: str, options: EvalOptions) -> None:
         _write(options.confusion, lambda path: write_atomic(path, picture))
 
 
-def score_target(target: str, options: EvalOptions) -> ScoredSplit:
-    """Evaluate a run or checkpoint, and print its notes on stderr.
+def score_target(target: str | Sequence[str], options: EvalOptions) -> ScoredSplit:
+    """Evaluate a run or checkpoint, or the mean of several, and print notes on stderr.
 
     Raises:
-        ConfigError: an option has an invalid value.
+        ConfigError: an option has an invalid value, or several networks cannot be averaged.
     """
-    trained = load_trained(target, options.config, slide=options.slide, tta=options.tta)
+    targets = [target] if isinstance(target, str) else list(target)
+    ensemble: EnsemblePredictor | None = None
+    if len(targets) > 1:
+        networks, ensemble = _load_ensemble(targets, options)
+    else:
+        loaded = load_trained(targets[0], options.config, slide=options.slide, tta=options.tta)
+        networks = [(targets[0], loaded)]
+    trained = networks[0][1]
     config, scheme = trained.config, trained.scheme
     if scheme.multilabel is not None and (options.confusion is not None or options.boundary):
         option = "--boundary" if options.boundary else "--confusion"
-        raise ConfigError(f"{option} needs one class per pixel, and {printable(target)} knows several: leave it out")
+        raise ConfigError(
+            f"{option} needs one class per pixel, and {printable(targets[0])} knows several: leave it out"
+        )
     data = config.data.model_copy(update={} if options.data_root is None else {"root": options.data_root})
     groups = build_groups(data, scheme)
     split = options.split or split_names(data)[1]
     dataset = build_dataset(data, scheme, split, is_training=False, seed=config.seed)
     dataset.has_distances = needs_distances(config.loss)
-    evaluators = _build_evaluators(trained, options)
+    has_loss = all(_has_same_loss(trained, other) for _, other in networks[1:])
+    evaluators: Sequence[Evaluator]
+    if ensemble is None:
+        evaluators = _build_evaluators(trained, options)
+    else:
+        _note_training_images(networks, dataset)
+        evaluators = [_ensemble_evaluator(trained, ensemble, options, has_loss=has_loss)]
     loader = EvalLoader(
         dataset,
         options=build_load_options(data, dataset, evaluators[0].settings.device, config.eval.batch_size),
         batch_size=config.eval.batch_size,
     )
-    loader.reads_windows = evaluators[0].settings.reads_windows
+    loader.reads_windows = ensemble is None and evaluators[0].settings.reads_windows
     with contextlib.closing(loader), progress_bar(len(dataset), "evaluating") as progress:
         found = evaluate_on_devices(evaluators, loader, progress)
     for note in found.notes:
         print(f"note: {printable(note)}", file=sys.stderr)
-    return ScoredSplit(found, trained, groups, split, dataset)
+    names = [name if targets.count(name) == 1 else f"{name} ({at})" for at, name in enumerate(targets, start=1)]
+    by_name = {name: network for name, (_, network) in zip(names, networks, strict=True)}
+    return ScoredSplit(found, by_name, groups, split, dataset, evaluators[0].settings.criterion is not None)
 
 
-def _build_evaluators(trained: TrainedModel, options: EvalOptions) -> list[Evaluator]:
+def _load_ensemble(
+    targets: Sequence[str], options: EvalOptions
+) -> tuple[list[tuple[str, TrainedModel]], EnsemblePredictor]:
+    """Return several networks and the mean of their probabilities.
+
+    Raises:
+        ConfigError: an option is for one network, or their classes or images differ.
+    """
+    for option, value in (("--config", options.config), ("--devices", options.devices)):
+        if value is not None:
+            raise ConfigError(f"{option} {value} is for one network, and {len(targets)} are named: leave it out")
+    networks: list[tuple[str, TrainedModel]] = []
+
+    def members() -> Iterator[tuple[str, TrainedPredictor]]:
+        for name in targets:
+            if is_exported(name):
+                raise ConfigError(f"{name} is an exported file, which names no data set: evaluate its run")
+            networks.append((name, load_trained(name, slide=options.slide, tta=options.tta)))
+            yield name, predictor_of(networks[-1][1])
+
+    ensemble = EnsemblePredictor(members())
+    return networks, ensemble
+
+
+def _has_same_loss(first: TrainedModel, other: TrainedModel) -> bool:
+    """Return True if two networks were trained with the same criterion, class weights included."""
+    own, theirs = dict(first.criterion or {}), dict(other.criterion or {})
+    return (
+        first.config.loss == other.config.loss
+        and own.keys() == theirs.keys()
+        and all(torch.equal(torch.as_tensor(own[key]), torch.as_tensor(theirs[key])) for key in own)
+    )
+
+
+def _note_training_images(networks: Sequence[tuple[str, TrainedModel]], dataset: SegmentationDataset) -> None:
+    """Print a note if a further network was trained on images of the split: the scores are too good then.
+
+    This is so for the networks of a cross-validation: each was trained on images that validate the others.
+    """
+    data = networks[0][1].config.data
+    others = [(name, trained.config.data) for name, trained in networks[1:] if trained.config.data != data]
+    for name, own in others:
+        if is_part(own.format) or is_part(data.format):
+            continue
+        try:
+            seen = {pair.image.resolve() for pair in build_pairs(own, split_names(own)[0])}
+        except (SegappError, OSError):
+            print(f"note: the training images of {printable(name)} cannot be found to compare them", file=sys.stderr)
+            continue
+        evaluated = {pair.image.resolve() for pair in dataset.pairs}
+        if common := len(evaluated & seen):
+            print(
+                f"note: {printable(name)} was trained on {common} of the {len(evaluated)} images evaluated here: the "
+                "scores are too good",
+                file=sys.stderr,
+            )
+
+
+def _ensemble_evaluator(
+    trained: TrainedModel, ensemble: EnsemblePredictor, options: EvalOptions, *, has_loss: bool
+) -> EnsembleEvaluator:
+    criterion = _build_criterion(trained).task
+    # For one class per pixel the mean probabilities come from a softmax: a sigmoid's loss cannot be computed from them.
+    has_loss = has_loss and (not criterion.is_sigmoid or trained.inference.threshold is not None)
+    settings = EvaluationSettings(
+        trained.inference,
+        trained.scheme.num_classes,
+        trained.scheme.ignore_index,
+        trained.device,
+        criterion.to(trained.device) if has_loss else None,
+    )
+    return EnsembleEvaluator(
+        ensemble, settings, with_images=options.per_image is not None, with_boundary=options.boundary
+    )
+
+
+def _build_criterion(trained: TrainedModel) -> AdditiveCriterion:
+    """Return the criterion of a training, with its class weights."""
     scheme, config = trained.scheme, trained.config
     criterion = build_criterion(
         config.loss,
@@ -127,6 +241,11 @@ def _build_evaluators(trained: TrainedModel, options: EvalOptions) -> list[Evalu
     )
     if trained.criterion is not None:
         criterion.load_state_dict(trained.criterion)  # includes the class weights of the training
+    return criterion
+
+
+def _build_evaluators(trained: TrainedModel, options: EvalOptions) -> list[Evaluator]:
+    scheme, criterion = trained.scheme, _build_criterion(trained)
     devices = [trained.device]
     if options.devices is not None:
         names = [name.strip() for name in options.devices.split(",") if name.strip()]
@@ -149,9 +268,8 @@ def _build_evaluators(trained: TrainedModel, options: EvalOptions) -> list[Evalu
     return [first] if devices == [trained.device] else [first.on(device) for device in devices]
 
 
-def _print_scores(
-    found: EvaluationResult, trained: TrainedModel, groups: dict[str, tuple[int, ...]], split: str
-) -> None:
+def _print_scores(scored: ScoredSplit) -> None:
+    found, trained, groups, split = scored.found, scored.trained, scored.groups, scored.split
     evaluation = found.evaluation
     for line in class_table(trained.scheme.names, evaluation.scores):
         print(line)
@@ -162,12 +280,20 @@ def _print_scores(
             print(f"  {line}")
     if found.boundary_iou is not None:
         print(f"boundary IoU {_mean_of(found.boundary_iou)}")
+    loss = loss_text(evaluation.loss, is_known=scored.has_loss)
     print(
         f"{printable(split)}: mIoU {_mean_of(evaluation.scores.iou)}  "
         f"mean Dice {_cell(evaluation.scores.mean_dice)}  "
-        f"pixel accuracy {_cell(evaluation.scores.pixel_accuracy)}  loss {loss_text(evaluation.loss, is_known=True)}  "
-        f"{evaluation.num_images} images  ({printable(trained.path.name)}, step {trained.step})"
+        f"pixel accuracy {_cell(evaluation.scores.pixel_accuracy)}  loss {loss}  "
+        f"{evaluation.num_images} images  ({_made_by(scored)})"
     )
+
+
+def _made_by(scored: ScoredSplit) -> str:
+    """Return the checkpoint, or the names of the networks."""
+    if len(scored.networks) == 1:
+        return f"{printable(scored.trained.path.name)}, step {scored.trained.step}"
+    return f"mean of {len(scored.networks)}: {', '.join(map(printable, scored.networks))}"
 
 
 def class_table(classes: Sequence[str], scores: SegmentationScores) -> list[str]:
@@ -196,16 +322,19 @@ def _mean_of(values: Sequence[float | None], what: str = "classes") -> str:
     return f"{_cell(mean_of_known(values))} over {of_classes(num_scored, len(values)).replace('classes', what)}"
 
 
-def as_json(
-    found: EvaluationResult, trained: TrainedModel, groups: dict[str, tuple[int, ...]], split: str
-) -> dict[str, Any]:
-    """Return the result as plain values."""
-    evaluation = found.evaluation
+def as_json(scored: ScoredSplit) -> dict[str, Any]:
+    """Return the result as plain values; of several networks, `checkpoint`, `epoch` and `step` are None."""
+    found, trained, groups = scored.found, scored.trained, scored.groups
+    evaluation, is_one = found.evaluation, len(scored.networks) == 1
     result: dict[str, Any] = {
-        "split": split,
-        "checkpoint": str(trained.path),
-        "epoch": trained.epoch,
-        "step": trained.step,
+        "split": scored.split,
+        "checkpoint": str(trained.path) if is_one else None,
+        "epoch": trained.epoch if is_one else None,
+        "step": trained.step if is_one else None,
+        "networks": [
+            {"name": name, "checkpoint": str(each.path), "epoch": each.epoch, "step": each.step}
+            for name, each in scored.networks.items()
+        ],
         "num_images": evaluation.num_images,
         "miou": evaluation.scores.miou,
         "num_scored": count_scored(evaluation.scores.iou),
@@ -234,9 +363,8 @@ def per_image_csv(found: EvaluationResult, dataset: SegmentationDataset, trained
     """Return a CSV with one row per image in the order of the data set; undefined scores are empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(
-        ["image", "num_valid_px", "pixel_accuracy", "miou", "num_scored", *(f"iou {n}" for n in trained.scheme.names)]
-    )
+    per_class = [f"iou {name}" for name in trained.scheme.names]
+    writer.writerow(["image", "num_valid_px", "pixel_accuracy", "miou", "num_scored", *per_class])
     for index, counts in found.per_image.items():
         scores = _scores(counts, trained.scheme.ignore_index)
         accuracy, miou, *iou = (

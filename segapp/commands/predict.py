@@ -9,7 +9,7 @@ from pathlib import Path
 
 from segapp.build.devices import choose_devices
 from segapp.build.pairs import build_pixels
-from segapp.build.trained import load_trained
+from segapp.build.trained import TrainedModel, load_trained
 from segapp.errors import ConfigError, DataError
 from segapp.export import ExportedModel, is_exported
 from segapp.inference.predict import (
@@ -145,12 +145,16 @@ def build_predictor(networks: Sequence[str], options: PredictOptions) -> Predict
     return EnsemblePredictor((name, _member(name, options)) for name in networks)
 
 
+def predictor_of(trained: TrainedModel) -> TrainedPredictor:
+    """Return the predictor of a loaded network."""
+    pixels = build_pixels(trained.config.data)
+    return TrainedPredictor(trained.model, trained.inference, trained.scheme, trained.device, pixels)
+
+
 def _member(target: str, options: PredictOptions) -> TrainedPredictor | ExportedPredictor:
     """Return the predictor of a run, a checkpoint or an exported file."""
     if not is_exported(target):
-        trained = load_trained(target, options.config, slide=options.slide, tta=options.tta)
-        pixels = build_pixels(trained.config.data)
-        return TrainedPredictor(trained.model, trained.inference, trained.scheme, trained.device, pixels)
+        return predictor_of(load_trained(target, options.config, slide=options.slide, tta=options.tta))
     if options.config is not None:
         raise ConfigError(f"--config {options.config}: {target} is an exported network: leave --config out")
     if options.slide or options.tta:

@@ -1,4 +1,4 @@
-"""Detailed evaluation of a trained model: per image, on several devices, in windows where memory is short.
+"""Detailed evaluation of a trained model, or of several: per image, on several devices, in parts if memory is short.
 
 `segapp.inference.evaluate` is the evaluation during training.
 
@@ -9,19 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from segapp.datasets.loader import Batch, LargeBatch, LargeTensor
 from segapp.errors import OutOfMemoryError
 from segapp.inference.boundary_iou import BoundaryIoU
 from segapp.inference.evaluate import Evaluation, EvaluationSettings, evaluate_parts, split_batch
+from segapp.inference.predict import EnsemblePredictor, TrainedPredictor
+from segapp.inference.predict.tiles import plan_workspace, predict_strips
 from segapp.inference.sliding import Inference
 from segapp.inference.spread import SpreadCounters, copy_to
 from segapp.losses import labels_of
 from segapp.memory.oom_errors import is_out_of_memory
+from segapp.metrics import Counts, LabelCounts
 from segapp.models import SegmentationModel
 
 MIN_WINDOW_PX = 64
@@ -144,6 +149,81 @@ class Evaluator:
             self.boundary.update(labels, labels_of(target[..., :, :])[0].numpy())
         self.totals = totals
         return counts
+
+
+class EnsembleEvaluator(Evaluator):
+    """Evaluation of the mean of several networks, image by image, exactly as they are predicted.
+
+    The loss is that of the mean probabilities. Statistics that belong to an image as a whole (Lovász) take a strip of a
+    large image for an image.
+
+    Args:
+        predictor: the mean of the networks' probabilities.
+        settings: classes, and the criterion; its inference is not used.
+        with_images: keep the counts of every image.
+        with_boundary: compute the boundary IoU too.
+    """
+
+    def __init__(
+        self,
+        predictor: EnsemblePredictor,
+        settings: EvaluationSettings,
+        *,
+        with_images: bool = False,
+        with_boundary: bool = False,
+    ) -> None:
+        first = predictor.members[0]
+        assert isinstance(first, TrainedPredictor)
+        super().__init__(first.model, settings, with_images=with_images, with_boundary=with_boundary)
+        self._predictor, self._workspace = predictor, plan_workspace(predictor)
+
+    @torch.no_grad()
+    def add(self, batch: Batch | LargeBatch) -> None:
+        """Evaluate the images of a batch and add their counts.
+
+        Raises:
+            torch.OutOfMemoryError: not even a small tile fits.
+        """
+        assert isinstance(batch, Batch)  # the loader reads no windows for an ensemble
+        for number, index in enumerate(batch.indices):
+            image, target = batch.images[number, ...], batch.target[number, ...]
+            counts = self._count_strips(image.cpu().permute(1, 2, 0).numpy(), target)
+            self.matrix.merge(counts)  # type: ignore[arg-type]  # both are of one kind
+            if self.with_images:
+                self.per_image[index] = counts.matrix.clone()
+            self.num_images += 1
+
+    def _count_strips(self, image: NDArray[Any], target: Tensor) -> Counts:
+        settings = self.settings
+        counts = replace(settings, device=torch.device("cpu")).no_counts()
+        labels = np.zeros(target.shape[-2:], np.int64)
+        if image.shape[0] * image.shape[1] > self._workspace.max_px:
+            self.notes.append("images that do not fit into memory were evaluated in overlapping tiles")
+        strips = predict_strips(
+            self._predictor, image, self._workspace, with_probabilities=settings.criterion is not None
+        )
+        for strip in strips:
+            aim = target[..., strip.rows, :][None]
+            found = torch.from_numpy(strip.labels.astype(np.int64))[None]
+            if isinstance(counts, LabelCounts):
+                counts.update(found, labels_of(aim), settings.ignore_index)
+            else:
+                counts.update(found, labels_of(aim))
+            labels[strip.rows] = strip.labels
+            if settings.criterion is not None and strip.probabilities is not None:
+                logits = _as_logits(torch.from_numpy(strip.probabilities)[None].to(self.device), settings)
+                own = settings.criterion.statistics((logits,), aim.to(self.device))
+                self.totals = tuple(a + b for a, b in zip(self.totals, own, strict=True))
+        if self.boundary is not None:
+            self.boundary.update(labels, labels_of(target[None])[0].numpy())
+        return counts
+
+
+def _as_logits(probabilities: Tensor, settings: EvaluationSettings) -> Tensor:
+    """Return logits whose probabilities are given: softmax(log p) = p, sigmoid(logit p) = p."""
+    if settings.inference.threshold is not None:
+        return probabilities.logit(1e-7)
+    return probabilities.clamp_min(torch.finfo(torch.float32).tiny).log()
 
 
 def evaluate_on_devices(

@@ -55,6 +55,15 @@ class ReplicaOutputs(list[Any]):
         self.dim = dim
         self.mode: Mode = mode
 
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any) -> Any:
+        """Refuse to be taken for a tensor, and name the class that computes the loss."""
+        name = getattr(function, "__name__", str(function))
+        raise TypeError(
+            f"{name} takes a tensor, and a DataParallelModel returns one output per device (ReplicaOutputs): compute "
+            "the loss with DataParallelCriterion(criterion)(outputs, target), or join the outputs with outputs.gather()"
+        )
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (list(self), self.sizes, self.devices, self.main_device, self.dim, self.mode)
 

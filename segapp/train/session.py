@@ -79,7 +79,7 @@ def run_session(
     arguments: Sequence[str] = (),
     *,
     listener: EventListener | None = None,
-    handle_signals: bool = True,
+    signals: StopSignals | None = None,
 ) -> int:
     """Train as requested.
 
@@ -87,7 +87,8 @@ def run_session(
         request: what to train and where.
         arguments: the words of the command line, for the ranks that `parallel.mode: ddp` starts.
         listener: gets the events in place of the console.
-        handle_signals: take SIGINT, SIGTERM, SIGHUP and SIGUSR1 over; only the main thread can.
+        signals: stop requests; None: those of SIGINT, SIGTERM, SIGHUP and SIGUSR1, which only the main thread can take
+            over.
 
     Returns:
         The exit code.
@@ -97,7 +98,7 @@ def run_session(
     """
     train = request.config.train
     switches = numerics(deterministic=train.deterministic, tf32=train.tf32, cudnn_benchmark=train.cudnn_benchmark)
-    with StopSignals(is_active=handle_signals) as signals, switches:
+    with signals or StopSignals() as signals, switches:
         devices = _devices_of_launcher() or plan_devices(
             request.config.parallel, batch_size=request.config.train.batch_size
         )

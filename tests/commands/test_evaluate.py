@@ -4,9 +4,14 @@ import json
 import shutil
 from pathlib import Path
 
+import cv2
+import numpy as np
 import pytest
 
-from segapp.commands.evaluate import EvalOptions, evaluate_target
+from segapp import evaluate
+from segapp.commands.evaluate import EvalOptions, evaluate_target, score_target
+from segapp.commands.predict import PredictOptions, predict_target
+from segapp.errors import ConfigError
 from segapp.report.page import write_report
 from tests.support.runs import events, merged, train
 
@@ -37,3 +42,67 @@ def test_validation_split_of_the_run_is_evaluated(
     write_report(str(tmp_path / "run"), tmp_path / "report.html")
     assert "no pictures" not in capsys.readouterr().err
     assert "holdout" in (tmp_path / "report.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three runs: a and b of different networks, folds of one another; c with the classes in another order."""
+    folder = tmp_path_factory.mktemp("runs")
+    config = {
+        "name": "tiny",
+        "data": {"format": "folder", "root": str(tiny_root), "classes": ["ground", "box", "disc"], "workers": 0,
+                 "crop_px": [32, 32]},
+        "model": {"library": "smp", "name": "Linknet", "encoder": "tu-test_resnet"},
+        "train": {"epochs": 1, "batch_size": 3},
+        "log": {"tensorboard": False},
+    }  # fmt: skip
+    other = merged(config, seed=7, model={"name": "FPN"}, data={"train_split": "val", "val_split": "train"})
+    assert train(merged(config), folder / "a") == 0
+    assert train(other, folder / "b") == 0
+    assert train(merged(config, data={"classes": ["box", "ground", "disc"]}), folder / "c") == 0
+    return folder
+
+
+def test_ensemble_scores_what_predict_writes(
+    runs: Path, tiny_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [str(runs / "a"), str(runs / "b")]
+    files = {"json_file": tmp_path / "scores.json", "per_image": tmp_path / "images.csv"}
+    evaluate_target(names, EvalOptions(boundary=True, **files))
+    shown = capsys.readouterr()
+    predict_target(names, [tiny_root / "images" / "val"], tmp_path / "out", PredictOptions(save=("labels",)))
+    confusion = np.zeros((3, 3), np.int64)
+    masks = sorted((tiny_root / "masks" / "val").glob("*.png"))
+    for mask in masks:
+        target = cv2.imread(str(mask), cv2.IMREAD_UNCHANGED)
+        labels = cv2.imread(str(tmp_path / "out" / "labels" / mask.name), cv2.IMREAD_UNCHANGED)
+        np.add.at(confusion, (target[target != 255], labels[target != 255]), 1)
+    scores = json.loads(files["json_file"].read_text())
+    assert scores["confusion"] == confusion.tolist()
+    union = confusion.sum(0) + confusion.sum(1) - confusion.diagonal()
+    assert scores["miou"] == pytest.approx(np.mean(confusion.diagonal()[union > 0] / union[union > 0]))
+    assert (scores["num_images"], scores["num_scored"], scores["checkpoint"]) == (len(masks), (union > 0).sum(), None)
+    assert [Path(each["checkpoint"]).parent.parent.name for each in scores["networks"]] == ["a", "b"]
+    assert len(files["per_image"].read_text().splitlines()) == 1 + len(masks)
+    assert f"(mean of 2: {names[0]}, {names[1]})" in shown.out
+    assert (
+        f"was trained on {len(masks)} of the {len(masks)} images evaluated here: the scores are too good" in shown.err
+    )
+    assert evaluate([runs / "a", runs / "b"]).confusion.tolist() == confusion.tolist()
+
+
+@pytest.mark.parametrize("options", [{}, {"slide": True, "tta": True}], ids=["whole", "slide and tta"])
+def test_mean_of_a_network_and_itself_is_the_network(runs: Path, options: dict[str, bool]) -> None:
+    single, twice = (
+        score_target(names, EvalOptions(**options)) for names in ([str(runs / "a")], [str(runs / "a")] * 2)
+    )
+    assert twice.found.matrix.tolist() == single.found.matrix.tolist()
+    assert twice.found.evaluation.loss == pytest.approx(single.found.evaluation.loss, rel=1e-5)
+    assert [*twice.networks] == [f"{runs / 'a'} (1)", f"{runs / 'a'} (2)"]
+
+
+def test_networks_that_cannot_be_averaged_are_refused(runs: Path) -> None:
+    with pytest.raises(ConfigError, match="have different classes: class 0 is 'ground' and 'box'"):
+        score_target([str(runs / "a"), str(runs / "c")], EvalOptions())
+    with pytest.raises(ConfigError, match=r"--devices cpu,cpu is for one network, and 2 are named: leave it out"):
+        score_target([str(runs / "a"), str(runs / "b")], EvalOptions(devices="cpu,cpu"))

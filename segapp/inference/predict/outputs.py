@@ -111,6 +111,11 @@ class ImageOutputs:
             raise
         return self
 
+    @property
+    def paths(self) -> list[Path]:
+        """The files, complete once the context is left."""
+        return [writer.path for writer in self._writers]
+
     def add(self, strip: Strip) -> None:
         """Append the rows of a strip to every file."""
         for writer in self._writers:

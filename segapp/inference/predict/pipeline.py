@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -45,13 +46,14 @@ Item = TypeVar("Item")
 
 @dataclass
 class Tally:
-    """Counts and messages of a prediction."""
+    """Counts and messages of a prediction, and the files that were written, in the order of the inputs."""
 
     num_images: int = 0
     num_px: int = 0
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    paths: list[Path] = field(default_factory=list)
 
 
 def predict_files(
@@ -99,6 +101,7 @@ def predict_files(
             else:
                 job.predict_images(list(group), count)
     job.tally.seconds = time.perf_counter() - start
+    job.tally.paths = [path for file in files for path in job.written.get(file.name, [])]
     return job.tally
 
 
@@ -108,6 +111,7 @@ class _Job:
     def __init__(self, predictor: Predictor, plan: OutputPlan, workspace: Workspace, batch: int) -> None:
         self.predictor, self.plan, self.workspace, self.batch = predictor, plan, workspace, batch
         self.tally = Tally()
+        self.written: dict[str, list[Path]] = {}
 
     def predict_images(self, files: list[ImageFile], count: Callable[[int], None]) -> None:
         """Predict images; the outputs are written in threads."""
@@ -116,9 +120,9 @@ class _Job:
             for pictures in self._batches(self._readable(read, count)):
                 for picture, strips in self._predicted(pictures):
                     if isinstance(strips, list):
-                        behind.submit(partial(_write, self.plan, picture, strips), picture.num_px)
+                        behind.submit(partial(self._write, picture, strips), picture.num_px)
                     else:  # larger than the workspace: written while it is predicted
-                        _write(self.plan, picture, strips)
+                        self._write(picture, strips)
                 count(len(pictures))
 
     def _readable(self, read: Iterable[Picture | str], count: Callable[[int], None]) -> Iterator[Picture]:
@@ -147,6 +151,7 @@ class _Job:
                 for pictures in self._batches(frame for frame in frames if frame is not None):
                     for picture, strips in self._predicted(pictures):
                         behind.submit(partial(outputs.add, picture, list(strips)), picture.num_px)
+            self.written[file.name] = outputs.paths
         except DataError as error:
             self.tally.problems.append(str(error))
 
@@ -200,18 +205,18 @@ class _Job:
         labels = likeliest(found, self.predictor.threshold)
         return [[Strip(rows, *each)] for each in zip(labels, found, strict=True)]
 
+    def _write(self, picture: Picture, strips: Iterable[Strip]) -> None:
+        with ImageOutputs(self.plan, picture) as outputs:
+            for strip in strips:
+                outputs.add(strip)
+        self.written[picture.file.name] = outputs.paths
+
     def _note_tiles(self, picture: Picture) -> None:
         height, width = picture.pixels.shape[:2]
         self.tally.notes.append(
             f"{picture.file.name}: {width}x{height} px does not fit into memory: predicted in tiles of at "
             f"most {self.workspace.max_px / 1e6:.1f} Mpx"
         )
-
-
-def _write(plan: OutputPlan, picture: Picture, strips: Iterable[Strip]) -> None:
-    with ImageOutputs(plan, picture) as outputs:
-        for strip in strips:
-            outputs.add(strip)
 
 
 def _read_or_problem(file: ImageFile, pixels: PixelFormat) -> Picture | str:

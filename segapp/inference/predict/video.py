@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import cv2
@@ -105,6 +106,12 @@ class VideoOutputs:
         self._frames = replace(plan, kinds=tuple(kind for kind in plan.video_kinds if kind not in _VIDEO_KINDS))
         self._videos: list[_VideoFile] = []
         self._reader = reader
+        self._frame_paths: list[Path] = []
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files, complete once the context is left: the videos, then those of the frames."""
+        return [*(video.path for video in self._videos if video.is_begun), *self._frame_paths]
 
     def __enter__(self) -> VideoOutputs:
         self._videos = [
@@ -121,6 +128,7 @@ class VideoOutputs:
             with ImageOutputs(self._frames, picture) as outputs:
                 for strip in strips:
                     outputs.add(strip)
+            self._frame_paths += outputs.paths
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         keep = kind is None or issubclass(kind, DataError)
@@ -148,7 +156,12 @@ class _VideoFile:
         self._rate = reader.frames_per_s
         self._base = plan.folder / kind / reader.file.name
         self._writer: Any = None
-        self._temporary = self._path = self._base
+        self._temporary = self.path = self._base
+
+    @property
+    def is_begun(self) -> bool:
+        """True if it has a frame."""
+        return self._writer is not None
 
     def add(self, image: NDArray[Any], labels: NDArray[Any]) -> None:
         frame = colorize(labels, self._scheme) if self._kind == "color" else blend(image, labels, self._scheme)
@@ -171,7 +184,7 @@ class _VideoFile:
                     os.fspath(self._temporary), cv2.VideoWriter.fourcc(*codec), self._rate, size, True
                 )
             if writer.isOpened():
-                self._writer, self._path = writer, self._base.parent / (self._base.name + suffix)
+                self._writer, self.path = writer, self._base.parent / (self._base.name + suffix)
                 return
             remove_quietly(self._temporary)
         tried = ", ".join(codec for codec, _ in CODECS)
@@ -186,9 +199,9 @@ class _VideoFile:
         try:
             if keep:
                 if not self._temporary.stat().st_size:
-                    raise StorageError(f"{self._path} could not be written: free space or choose another --out")
-                os.replace(self._temporary, self._path)
+                    raise StorageError(f"{self.path} could not be written: free space or choose another --out")
+                os.replace(self._temporary, self.path)
         except OSError as error:
-            raise StorageError(cannot_be_written(self._path, error)) from None
+            raise StorageError(cannot_be_written(self.path, error)) from None
         finally:
             remove_quietly(self._temporary)

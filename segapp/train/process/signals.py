@@ -60,6 +60,11 @@ class StopSignals:
             signal.signal(number, handler)  # type: ignore[arg-type]
         self._previous.clear()
 
+    def request_stop(self, reason: str) -> None:
+        """Request a stop without a signal; `reason` is the first part of the reason of the run's end."""
+        self.count += 1
+        self.number, self.signal_name = signal.SIGTERM, reason
+
     def check(self) -> None:
         """Raise StopRequest if a stop was requested."""
         if self.is_set:
