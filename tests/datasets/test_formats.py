@@ -439,3 +439,33 @@ def test_shared_images_are_found_under_every_name(tmp_path: Path) -> None:
     second = [ImagePair(path, tmp_path / "m.png", "x") for path in (tmp_path / "b/1.jpg", tmp_path / "3.jpg")]
     assert shared_images(first, second) == [tmp_path / "b/1.jpg", tmp_path / "3.jpg"]
     assert shared_images(first[:1], second[1:]) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("data/photso", r"did you mean .*data/photos\? format folder expects"),
+        ("dta/photos", r"did you mean .*/data\? format folder expects"),
+        ("elsewhere/deep", r"there is no elsewhere in /.*: check data\.root and the current folder; format folder"),
+    ],
+)
+def test_missing_root_names_the_nearest_folder(asked: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "data" / "photos").mkdir(parents=True)
+    with pytest.raises(DataError, match=said):
+        find_pairs(DataLocation("folder", str(tmp_path / asked)), "train")
+
+
+@pytest.mark.parametrize(
+    ("masks", "suffix", "said"),
+    [
+        (("a.png", "a1.png"), "_mask.png", r"searched by _mask\.png: set data\.mask_suffix: \.png;"),
+        (("a_gt.tif", "a1_gt.tif"), ".png", r"searched by \.png: set data\.mask_suffix: _gt\.tif;"),
+        (("x.png",), "_mask.png", r"such as _mask\.png; there are x\.png;"),
+    ],
+)
+def test_other_ending_of_masks_is_named(masks: tuple[str, ...], suffix: str, said: str, tmp_path: Path) -> None:
+    for name in ("images/train/a.jpg", "images/train/a1.jpg", *(f"masks/train/{mask}" for mask in masks)):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(DataError, match=said):
+        find_pairs(DataLocation("folder", str(tmp_path), mask_suffix=suffix), "train")

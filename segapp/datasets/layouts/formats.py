@@ -24,7 +24,7 @@ from segapp.datasets.layouts.pairing import (
 from segapp.datasets.layouts.published_classes import Color, bit_palette
 from segapp.datasets.layouts.root_guard import RootGuard
 from segapp.datasets.layouts.schemes import ClassScheme, check_colors, check_label_map, check_names, parse_palette
-from segapp.errors import ConfigError, DataError, accepted_words
+from segapp.errors import ConfigError, DataError, accepted_words, closest_words
 
 __all__ = [
     "DATASETS",
@@ -267,7 +267,7 @@ def find_pairs(location: DataLocation, split: str) -> tuple[ImagePair, ...]:
     how_to_get = f"format {location.format} expects {known.expected} below data.root; get it: {known.source}"
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
-        raise DataError(f"data root {shown(folder)} {what}: {how_to_get}")
+        raise DataError(f"data root {shown(folder)} {what}: {_meant_folder(folder)}{how_to_get}")
     guard = location.build_guard()
     if not known.layouts:
         list_dir = Path(location.list_dir) if location.list_dir is not None else folder
@@ -297,6 +297,19 @@ def split_list(location: DataLocation, split: str) -> Path | None:
         return Path(location.list_dir if location.list_dir is not None else location.root) / f"{split}.txt"
     base, layout = _choose_layout(known, Path(location.root), split, location.overrides)
     return base / layout.split_file if layout.split_file else None
+
+
+def _meant_folder(folder: Path) -> str:
+    """Return which existing folder is nearest to one that does not exist; "" if it does, or none is."""
+    above = next((each for each in folder.parents if each.is_dir()), None)
+    if folder.exists() or above is None:
+        return ""
+    wanted = folder.relative_to(above).parts[0]
+    there = sorted(each.name for each in above.iterdir() if each.is_dir() and not each.name.startswith("."))
+    found = closest_words(wanted, there)
+    if found:
+        return f"did you mean {shown(above / found[0])}? "
+    return f"there is no {shown(wanted)} in {shown(above.resolve())}: check data.root and the current folder; "
 
 
 def leftovers(location: DataLocation, split: str) -> Leftovers:

@@ -124,7 +124,8 @@ def match_masks(
         DataError: The mask folder is missing, or an image would be its own mask.
     """
     folder = _existing(base / layout.mask_dir, how_to_get)
-    masks = _by_key(folder, list(_walk(folder, guard)), layout.mask_suffixes or IMAGE_SUFFIXES)
+    files = list(_walk(folder, guard))
+    masks = _by_key(folder, files, layout.mask_suffixes or IMAGE_SUFFIXES)
     keys = _Keys(masks)
     matches = {key: keys.find(key) for key in images}
     pairs = []
@@ -138,21 +139,29 @@ def match_masks(
         missing = [shown(images[key]) for key in missing_keys]
         unused = sorted(set(masks) - set(matches.values()))
         others = f"; {len(unused)} masks have no image ({_some(unused)})" if unused else ""
+        names = [path.relative_to(folder).as_posix() for path in files]
         endings = " or ".join(layout.mask_suffixes) or "the image's stem and an image extension"
         raise UnpairedError(
             f"{len(missing)} of {len(images)} images have no mask below {shown(folder)} ({_some(missing)}{others}): "
-            f"masks are searched by {endings}{_other_ending(missing_keys, unused)}; {how_to_get}",
+            f"masks are searched by {endings}{_other_ending(missing_keys, names)}; {how_to_get}",
             pairs,
         )
     return pairs
 
 
-def _other_ending(missing: Sequence[str], unused: Sequence[str]) -> str:
-    """Return the advice to set the ending of the mask names, with the ending where the names show it."""
-    extra = {mask[len(key) :] for key in missing[:_MAX_NAMED] for mask in unused if mask.startswith(key)}
-    if len(extra) == 1 and (ending := extra.pop()):
-        return f": set data.mask_suffix: {shown(ending)}.png (or their own extension)"
-    return ": set data.mask_suffix if their names end otherwise, such as _mask.png"
+def _other_ending(missing: Sequence[str], names: Sequence[str]) -> str:
+    """Return the advice to set the ending of the mask names, with the ending if the names show it.
+
+    Args:
+        missing: keys of the images without a mask.
+        names: of the files in the folder of the masks.
+    """
+    begins = ((key, name) for key in missing[:_MAX_NAMED] for name in names if name.startswith(key))
+    endings = {name[len(key) :] for key, name in begins if name[len(key) : len(key) + 1] in ("_", "-", ".", " ")}
+    if len(endings) == 1:
+        return f": set data.mask_suffix: {shown(endings.pop())}"
+    there = f"; there are {_some(sorted(names))}" if names else ""
+    return f": set data.mask_suffix if their names end otherwise, such as _mask.png{there}"
 
 
 @dataclass(frozen=True)
