@@ -210,9 +210,13 @@ def train_ids(ids: NDArray[Any], path: Path, scheme: ClassScheme) -> Ids:
     """Return the train ids (H, W) of file ids (H, W); raise UnknownIdsError for an id without one."""
     is_mapped = scheme.train_id_suffix is None or not path.name.endswith(scheme.train_id_suffix)
     table = scheme.table if is_mapped else scheme.train_id_table
+    ignored = None
     if ids.dtype == np.uint8:
         table = table[:256]
     else:
+        if scheme.ignore_index < 0 and (ids == scheme.ignore_index).any():
+            ignored = ids == scheme.ignore_index
+            ids = np.where(ignored, 0, ids)
         ids = _as_uint16(ids, path, scheme)
     unused = scheme.unused_id
     usable = np.where(table == UNKNOWN_ID, unused, table).astype(scheme.dtype)
@@ -221,6 +225,8 @@ def train_ids(ids: NDArray[Any], path: Path, scheme: ClassScheme) -> Ids:
         present, counts = np.unique(ids, return_counts=True)
         is_unknown = table[present] == UNKNOWN_ID
         raise _unknown_ids(path, scheme, present, counts, is_unknown)
+    if ignored is not None:
+        mapped[ignored] = scheme.ignore_index
     return mapped
 
 

@@ -27,7 +27,9 @@ _LIST_NAMES = re.compile(
     r"(?i)^(_?class(es)?|labels?|label_?names?|class_?names?|categor(y|ies)|names|obj|codes|predefined_classes|"
     r"object_?names?|.*_(classes|class_names|labels))\.(txt|names|lst)$"
 )
-_COLOR_LISTS = re.compile(r"(?i)^(label_?map|label_?colou?rs|colou?r_?map|class_?dict|palette|class_?colou?rs)\.txt$")
+_COLOR_LISTS = re.compile(
+    r"(?i)^(?:.*[_-])?(label_?map|label_?colou?rs|colou?r_?map|class_?dict|palette|class_?colou?rs)\.txt$"
+)
 _TABLES = re.compile(r"(?i)^.*(class|label|categor|colou?r|palette).*\.csv$")
 _JSONS = re.compile(
     r"(?i)^(dataset|meta|config.*|id2label|classes|labels|categories|_?annotations.*|obj_class_to_machine_color)\.json$"
@@ -169,6 +171,7 @@ def read_color_list(text: str, source: str) -> ClassFile | None:
         if numbers is None:
             return read_name_list(text, source)
         name = (line[: numbers.start()] + " " + line[numbers.end() :]).strip(" \t:,;")
+        name = re.sub(r"^\d+[\s:,]+(?=\D)", "", name)  # its number in the list
         red, green, blue = (int(number) for number in numbers.groups())
         colors[red, green, blue] = name
         names.append(name)

@@ -260,7 +260,7 @@ def test_supervisely_without_objects_is_refused_in_words(tmp_path: Path) -> None
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps({"size": {"height": SIZE[0], "width": SIZE[1]}, "objects": []}))
     (tmp_path / "d" / "meta.json").write_text(json.dumps({"classes": []}))
-    with pytest.raises(DataError, match="Supervisely: no annotation holds an object of a class"):
+    with pytest.raises(DataError, match="Supervisely, but cannot be read: there are no objects in its 10 images"):
         propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
 
 
@@ -313,3 +313,31 @@ def test_validation_on_the_test_images_is_said_or_replaced(tmp_path: Path) -> No
     assert config.data.list_dir is not None
     listed = (Path(config.data.list_dir) / "test.txt").read_text()
     assert [line.split("\t")[0][-8:] for line in listed.splitlines()] == ["0008.jpg", "0009.jpg"]
+
+
+def test_value_255_that_fills_half_of_the_masks_is_asked(tmp_path: Path) -> None:
+    drawn(tmp_path / "d", lambda number: striped([255, 0, 128], [12, 10]))
+    with pytest.raises(OpenQuestionError, match=r"value 255 is 65.6% of the pixels: unlabelled or a class"):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
+    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml", unlabelled="class")
+    assert config.data.classes == ["class_0", "class_128", "class_255"]
+    for read in trained_masks(config).values():
+        np.testing.assert_array_equal(read, striped([2, 0, 1], [12, 10]))
+
+
+def test_value_below_0_is_ignored(tmp_path: Path) -> None:
+    drawn(tmp_path / "d", lambda number: striped([0, 1, -1], [12, 16], np.int32), target="masks/{}.tif")
+    config, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert (config.data.classes, config.data.ignore_index) == (["background", "object"], -1)
+    assert "value -1 is ignored: 25.0% of the pixels" in " ".join(result.lines)
+    for read in trained_masks(config).values():
+        np.testing.assert_array_equal(read, striped([0, 1, -1], [12, 16], np.int16))
+
+
+def test_colour_map_with_numbers_names_the_classes(tmp_path: Path) -> None:
+    colors = np.array([[0, 0, 0], [200, 0, 10], [10, 60, 250]], np.uint8)
+    draw(tmp_path / "d", NAMES, "images/{}.jpg", "masks/{}.png", colors)
+    lines = "0 void 0 0 0\n1 dirt 200 0 10\n2 tall grass 10 60 250\n"
+    (tmp_path / "d" / "masks" / "RUGD_annotation-colormap.txt").write_text(lines)
+    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert config.data.classes == ["dirt", "tall grass"]

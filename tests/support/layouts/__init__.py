@@ -29,8 +29,8 @@ def names(text: str) -> list[str]:
 
 UNMENDED = names(
     """
-    m_mapillary; SUIM; A2D2; DICOM; black and white, once JPEG; REFUGE; BraTS slices; cell
-    tracking; Sen1Floods11; Agriculture-Vision; RUGD; Helen parts; MSRC-21; CVPPP plants; DUTS
+    m_mapillary; SUIM; A2D2; DICOM; BraTS slices; cell
+    tracking; Agriculture-Vision; Helen parts; MSRC-21; CVPPP plants; DUTS
     """
 )
 """Layouts that are still read wrongly."""

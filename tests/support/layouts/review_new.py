@@ -560,7 +560,7 @@ NEW = layouts(
         "12-bit microscopy": twelve_bits,
         "video, sparse masks": sparse_video,
         "DAVIS": davis,
-        "black and white, once JPEG": noisy_binary,
+        "black and white, once JPEG": (noisy_binary, Refuse(("smoothed", "--clean-masks"))),
         "RGBA, transparent background": transparent,
         "object in alpha": alpha_only,
         "class folders": class_folders,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from segapp.datasets.files import shown
-from segapp.datasets.survey.class_files import ClassFile, described, is_background
+from segapp.datasets.survey.class_files import ClassFile, described, is_background, is_void
 from segapp.datasets.survey.content import MaskContent
 from segapp.datasets.survey.encoding.classes import IGNORED, Classes, MaskChoices
 from segapp.datasets.survey.encoding.instances import ask_for_instances
@@ -42,7 +42,7 @@ def binary_classes(content: MaskContent, files: Sequence[ClassFile], masks: Sequ
     """
     white = 65_535 if 65_535 in content.values else 255
     rest = sorted(value for value in content.values if value not in (0, white))
-    if not {0, white} <= content.values.keys():
+    if not {0, white} <= content.values.keys() or min(content.values) < 0:
         return None
     share, object_share = share_of(content, rest), share_of(content, [white])
     is_spread = len(rest) >= 16 and rest[0] < white // 4 and rest[-1] > white - white // 4
@@ -102,7 +102,8 @@ def classes_of_ids(
     values = sorted(content.values)
     common = [value for value in values if not is_stray(content, value, content.values.total())]
     is_wide = max(common, default=0) > IGNORED
-    ids = [value for value in values if value != IGNORED or is_wide]
+    has_class_255 = is_wide or _is_255_class(content, files, choices)
+    ids = [value for value in values if value >= 0 and (value != IGNORED or has_class_255)]
     if not ids:
         raise DataError("every pixel of the masks is 255, which is ignored: label some pixels with class ids")
     num_common = sum(value in common for value in ids)
@@ -110,7 +111,12 @@ def classes_of_ids(
     ids = [value for value in ids if value not in strays]
     check_several(content, ids)
     notes = strays_note(content, strays, "values")
-    if IGNORED in values and not is_wide:
+    if negative := [value for value in values if value < 0]:
+        notes = (*notes, f"value {few(negative)} is ignored: {percent(content, negative)}")
+        if negative != [-1]:
+            raise DataError(f"the masks hold negative values, {few(negative)}: save the classes as values from 0 on")
+        strays = [*strays, *negative]
+    if IGNORED in values and not has_class_255:
         notes = (*notes, f"value {IGNORED} is ignored: {percent(content, [IGNORED])}")
     fits = [fit for file in files if (fit := _fit(file, content, ids)) is not None]
     if fits:
@@ -147,15 +153,42 @@ def classes_of_ids(
     )
 
 
+def _is_255_class(content: MaskContent, files: Sequence[ClassFile], choices: MaskChoices) -> bool:
+    """Return True if value 255 is a class, False if it marks ignored pixels, as it usually does.
+
+    Raises:
+        OpenQuestionError: it fills half of the masks or is one of a few levels, and no file names it.
+    """
+    if any(IGNORED in file.ids and not is_void(file.ids[IGNORED]) for file in files):
+        return True
+    share, others = share_of(content, [IGNORED]), sorted(content.values.keys() - {IGNORED})
+    is_level = share > 0.05 and len(others) < 8 and others[-1] >= 100  # grey levels, of which 255 may be one
+    if len(others) < 2 or not (share >= 0.5 or is_level):
+        return False
+    if choices.unlabelled is not None:
+        return choices.unlabelled == "class"
+    raise open_question(
+        f"value 255 is {percent(content, [IGNORED])}: unlabelled or a class",
+        "--unlabelled",
+        (
+            Answer("ignore", "255 is unlabelled: neither trained nor scored"),
+            Answer("class", "255 is a class, such as the background"),
+        ),
+    )
+
+
 def _of_values(
     named: Mapping[int, str], reason: str, ignored: Iterable[int], why: str, notes: tuple[str, ...]
 ) -> Classes:
     """Return the classes of named values; the ignored ones are those of `ignored`, and 255 if it has no name."""
     order = {value: number for number, value in enumerate(named)}
-    ignore_index = -1 if IGNORED in named or len(named) > IGNORED else IGNORED
+    ignored = set(ignored)
+    ignore_index = -1 if IGNORED in named or len(named) > IGNORED or -1 in ignored else IGNORED
     is_plain = all(value == number for value, number in order.items())
     label_map = {} if is_plain else order
-    label_map |= {value: ignore_index for value in ignored if value != ignore_index and 0 <= value <= 65_535}
+    if -1 in ignored and IGNORED not in named:
+        ignored.add(IGNORED)
+    label_map |= {value: ignore_index for value in sorted(ignored) if value != ignore_index and 0 <= value <= 65_535}
     return Classes(
         unique(list(named.values())),
         reason,
@@ -225,7 +258,7 @@ def _from_fit(
             f"{sum(content.values[value] for value in strange)} px in {masks} masks, {percent(content, strange)}",
         )
     void = void_of(named, choices)
-    notes = (*notes, *void_notes(content, named, void))
+    notes = (*notes, *void_notes(content, named, [value for value in void if value != IGNORED]))
     kept = {value: name for value, name in named.items() if value not in void}
     return _of_values(kept, f"from {described(fit.file)}", [*void, *ignored], why, notes)
 
