@@ -67,7 +67,7 @@ class RunError(SegappError):
 
 
 class NonFiniteError(RunError):
-    """The loss or a gradient was not finite for too many steps in a row."""
+    """The loss or a gradient was not finite for too many steps in a row, or the training has diverged."""
 
     exit_code = 5
     topic = "not-finite"

@@ -23,7 +23,7 @@ from segapp.losses.lovasz import CriterionLovasz
 from segapp.losses.mask_classification import CriterionMaskClassification, MaskLossFactors
 from segapp.losses.ohem import CriterionOHEM
 from segapp.losses.overlap import CriterionDice, CriterionTversky
-from segapp.losses.plain import PlainCriterion
+from segapp.losses.plain import PlainCriterion, PlainLossError
 
 LOSSES: dict[str, type[AdditiveCriterion]] = {
     "ce": CriterionCE,
@@ -54,6 +54,7 @@ __all__ = [
     "MaskLossFactors",
     "Outputs",
     "PlainCriterion",
+    "PlainLossError",
     "Scores",
     "Statistics",
     "Tile",

@@ -14,6 +14,10 @@ from torch import Tensor, nn
 from segapp.losses.additive import MeanCriterion
 
 
+class PlainLossError(TypeError):
+    """A plain loss returned something other than a scalar tensor."""
+
+
 class PlainCriterion(MeanCriterion):
     """A loss (logits, target) -> mean over the valid pixels, as an additive criterion.
 
@@ -51,7 +55,11 @@ class PlainCriterion(MeanCriterion):
         if logits.shape[-2:] != target.shape[-2:]:
             size = (target.shape[-2], target.shape[-1])
             logits = F.interpolate(logits, size, mode="bilinear", align_corners=self.align_corners)
-        mean = self.function(logits, target.long()).to(logits.dtype)
+        mean = self.function(logits, target.long())
+        if not isinstance(mean, Tensor) or mean.ndim:
+            what = f"a tensor of shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else f"a {type(mean).__name__}"
+            raise PlainLossError(f"the loss returned {what}: return a scalar tensor, the mean over the valid pixels")
+        mean = mean.to(logits.dtype)
         return torch.where(count > 0, mean * count.to(logits.dtype), 0.0), count
 
     def denominator(self, target: Tensor) -> Tensor:

@@ -173,6 +173,14 @@ class TrainingReporter:
         at = self._progress.position
         return Place(at.epoch, at.step, math.ceil((self._num_batches - at.batch) / self._settings.accumulate))
 
+    def outputs(self, message: str) -> None:
+        """Emit the alert about the outputs of the network."""
+        self._event_log.emit(Alert(kind="model", message=message, step=self._progress.position.step))
+
+    def diverged(self, message: str) -> None:
+        """Emit the alert that the training has diverged, or seems to."""
+        self._event_log.emit(Alert(kind="diverged", message=message, step=self._progress.position.step))
+
     def validation(self, found: Evaluation, val_s: float) -> None:
         """Emit `val`, and an alert if the evaluation has a note.
 

@@ -322,7 +322,7 @@ def _run_in(
         event_log.emit(RunEnd(status="stopped", reason=f"{stop}: {end}", exit_code=code, step=sampler.step()))
         return code
     except Exception as error:
-        known = as_segapp_error(error)
+        known = as_segapp_error(error, part_names(request.config), num_devices=len(devices.devices))
         logger.exception("training failed")
         has_begun = False  # the other ranks may be elsewhere
         console.is_error_shown = True  # on stderr, by whoever catches what is raised here
@@ -330,7 +330,9 @@ def _run_in(
         event_log.emit(RunEnd(status="failed", reason=reason, exit_code=known.exit_code, step=sampler.step()))
         if known is error:
             raise
-        raise type(known)(f"{known}\n(traceback in {folder.log})") from error
+        shown = type(known)(f"{known}\n(traceback in {folder.log})")
+        shown.topic = known.topic
+        raise shown from error
     finally:
         event_log.close()
         if has_begun:

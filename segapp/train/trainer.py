@@ -25,11 +25,13 @@ from segapp.train.control.progress import TrainingProgress
 from segapp.train.control.safe_point import SafePoint
 from segapp.train.process.context import RunContext
 from segapp.train.process.signals import PauseRequest, StopRequest
+from segapp.train.recovery.divergence import LossWatch
 from segapp.train.recovery.fallbacks import MemoryFallbacks
 from segapp.train.reporting import TrainerParts, TrainingReporter
 from segapp.train.saving.position import Best, Position
 from segapp.train.saving.saver import Captured, CheckpointSaver
 from segapp.train.settings import RunFacts, TrainerSettings
+from segapp.train.step.first_outputs import FirstOutputs
 from segapp.train.step.modules import StepResult
 from segapp.train.step.rollback import rng_fields
 from segapp.train.telemetry.clock import images_in
@@ -65,6 +67,9 @@ class Trainer:
         self.activities.step = lambda: self.position.step
         self.reporter = TrainingReporter(context.event_log, settings, parts, self.progress, self.activities.clock)
         self.saver = CheckpointSaver(parts.store, settings.save_rules, context, self._capture)
+        self.engine.first_outputs = FirstOutputs()
+        self.loss_watch = LossWatch(len(facts.classes))
+        self.has_diverged = False
         self.safe_point = SafePoint(context, self.controller, self.saver, self.progress)
 
     # --- the course ------------------------------------------------------------------------------------------------
@@ -118,7 +123,10 @@ class Trainer:
             self._answer_commands(f"{request}: saved at step {self.position.step}", is_finished=False)
             raise
         except NonFiniteError:
-            self.saver.finish(self.position, is_required=False)
+            if self.has_diverged:  # the newest checkpoint stays the last one before
+                self.saver.wait_for_writer()
+            else:
+                self.saver.finish(self.position, is_required=False)
             raise
         except OutOfMemoryError:  # on every rank
             if self.oom_policy.can_save:
@@ -159,6 +167,8 @@ class Trainer:
             result = self.train_step(group)
             clock.count_step(images_in(self.position.batch, len(group), settings.batch_size, num_images))
             self.position.batch += len(group)
+            self.loss_watch.add(result.loss)
+            self._look_at_first_outputs()
             self.controller.after_step(result.split, sum(result.split), self.position.step)
             is_last = self._is_stretch_over()
             if is_last or self.position.step % settings.log_every_steps == 0:
@@ -283,8 +293,12 @@ class Trainer:
     def _finish_stretch(self) -> None:
         """Evaluate if it is due, move to the next epoch at the end of one, save if it is due."""
         settings, epoch, is_best = self.settings, self.position.epoch, False
+        if self.position.batch >= len(self.train_loader):
+            self._judge_epoch()
         if self._is_evaluation_due():
             found = self.evaluate()
+            if found.loss is None:
+                self._end_diverged(f"the validation loss is not finite after step {self.position.step}")
             self.position.is_evaluated = True
             value = found.monitored(settings.monitor)
             is_best = self.progress.best.note(value, epoch)
@@ -310,6 +324,34 @@ class Trainer:
                 f"{problem[0]}, up to step {self.position.step}{problem[1]} (no bad step changed the weights): "
                 f"{move} optim.lr = {self.settings.base_lr}, add schedule.warmup_steps or optim.clip_grad_norm"
             )
+
+    def _look_at_first_outputs(self) -> None:
+        """Report outputs that are probabilities after the first step of this process; later steps are not looked at."""
+        if self.engine.first_outputs is None:
+            return
+        note = self.engine.first_outputs.note()
+        self.engine.first_outputs = None
+        if note is not None:
+            self.reporter.outputs(note)
+
+    def _judge_epoch(self) -> None:
+        """Report an epoch whose losses stayed above the first one, and end a run that has diverged."""
+        found = self.loss_watch.end_epoch(self.reporter.steps_per_epoch)
+        if found is None:
+            return
+        has_diverged, words = found
+        if has_diverged:
+            self._end_diverged(f"in epoch {self.position.epoch} {words}")
+        self.reporter.diverged(f"in epoch {self.position.epoch} {words}: if it does not fall, lower optim.lr")
+
+    def _end_diverged(self, words: str) -> None:
+        """Emit an alert and raise NonFiniteError; nothing is saved from here on."""
+        self.has_diverged = True
+        self.reporter.diverged(f"the training has diverged: {words}")
+        raise NonFiniteError(
+            f"the training has diverged: {words}: lower optim.lr = {self.settings.base_lr}, add schedule.warmup_steps "
+            "or optim.clip_grad_norm; with half precision use train.precision amp-bf16"
+        )
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
 

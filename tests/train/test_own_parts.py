@@ -10,8 +10,8 @@ import torch
 
 from segapp.build.trained import read_trained
 from segapp.checkpoint.training_state import load_checkpoint
-from segapp.config import load_config
-from segapp.errors import ConfigError, DataError
+from segapp.config import RunConfig, load_config
+from segapp.errors import ConfigError, DataError, RunError
 from segapp.run.folder import RunFolder
 from segapp.train.request import TrainRequest, plan_request
 from segapp.train.session import run_session
@@ -206,3 +206,92 @@ def test_code_of_a_run_from_elsewhere_is_not_imported(
     assert read_trained(str(tmp_path / "run")).model.library == "python"
     monkeypatch.delenv("SEGAPP_TRUST_PARTS")
     assert read_trained(str(tmp_path / "run")).model.library == "python"  # remembered
+
+
+BROKEN = """import torch
+from torch import nn
+import torch.nn.functional as F
+
+
+class Net(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.head = nn.Conv2d(3, num_classes, 1)
+
+    def forward(self, images):
+        if self.training and images.shape[-1] == 32:
+            images = F.linear(images, self.head.weight)
+        return self.head(images)
+
+
+class Soft(Net):
+    def forward(self, images):
+        return self.head(images).softmax(1)
+
+
+def outside(logits, target):
+    shifted = target + 300
+    return F.cross_entropy(logits, shifted)
+
+
+def unreduced(logits, target):
+    return F.cross_entropy(logits, target, ignore_index=255, reduction="none")
+
+
+def loss(which):
+    return {"outside": outside, "unreduced": unreduced}[which]
+"""
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of components of which each fails in its own way; Python imports one module of a name."""
+    file = tmp_path_factory.mktemp("parts") / "broken.py"
+    file.write_text(BROKEN)
+    return file
+
+
+def once(tiny: dict[str, Any], **sections: Any) -> RunConfig:
+    return merged(tiny, train={"epochs": 1, "ema": None}, schedule={"warmup_steps": 0}, **sections)
+
+
+@pytest.mark.parametrize("devices", ["cpu", ["cpu", "cpu"]])
+def test_code_that_raises_is_named_with_file_and_line(
+    tiny: dict[str, Any], broken: Path, tmp_path: Path, devices: Any
+) -> None:
+    name = f"{broken}:Net"
+    parallel = {"devices": devices, "mode": "auto" if devices == "cpu" else "dp"}
+    config = once({**tiny, "model": {"library": "python", "name": name}}, parallel=parallel)
+    with pytest.raises(RunError) as raised:
+        train(config, tmp_path / "run")
+    message = str(raised.value).partition("\n")[0]
+    assert message.startswith(f"model.name = {name} raised RuntimeError at broken.py:13: ")
+    assert "segapp check-part --config FILE" in message
+    assert "replica" not in message
+    assert (raised.value.exit_code, raised.value.topic) == (1, "own-parts")
+
+
+@pytest.mark.parametrize(
+    ("which", "words"),
+    [
+        ("outside", "raised IndexError at broken.py:24: Target "),
+        ("unreduced", "the loss returned a tensor of shape (2, 32, 32): return a scalar tensor, the mean over"),
+    ],
+)
+def test_a_loss_that_fails_is_named(tiny: dict[str, Any], broken: Path, tmp_path: Path, which: str, words: str) -> None:
+    name = f"{broken}:loss"
+    config = once(tiny, loss={"name": name, "options": {"which": which}})
+    with pytest.raises(RunError) as raised:
+        train(config, tmp_path / "run")
+    assert str(raised.value).startswith(f"loss.name = {name}")
+    assert words in str(raised.value)
+    assert "segapp check-part --config FILE" in str(raised.value)
+    assert raised.value.exit_code == 1
+
+
+def test_outputs_that_are_probabilities_are_reported_once(tiny: dict[str, Any], broken: Path, tmp_path: Path) -> None:
+    model = {"library": "python", "name": f"{broken}:Soft"}
+    assert train(once({**tiny, "model": model}), tmp_path / "run") == 0
+    (alert,) = [each for each in events(tmp_path / "run", "alert") if each["kind"] == "model"]
+    assert "return logits" in alert["message"]
+    assert alert["step"] == 1

@@ -22,6 +22,7 @@ from segapp.optim import add_groups, set_lr
 from segapp.parallel import DataParallelCriterion, DataParallelModel
 from segapp.parallel.ranks import Ranks
 from segapp.precision import Precision
+from segapp.train.step.first_outputs import FirstOutputs
 from segapp.train.step.modules import StepModules, StepResult
 from segapp.train.step.participant import StepParticipant
 from segapp.train.step.rollback import BufferGuard, TorchRng, capture_torch_rng, restore_torch_rng
@@ -48,6 +49,7 @@ class StepEngine:
         bad_steps: steps that left the weights as they were because a value was not finite; 0-dim, on the device.
         bad_in_row: the same, in a row up to the last step.
         num_frozen: parameters that were frozen when the engine was made.
+        first_outputs: looks at the outputs of the first step; None: nothing looks.
         is_whole: True if the state is that of a step boundary; False only where an update broke off in the middle.
     """
 
@@ -81,6 +83,7 @@ class StepEngine:
         self.is_whole = True
         self.num_frozen = 0 if modules.thawing is None else modules.thawing.num_params
         self._rng_before_step: TorchRng | None = None
+        self.first_outputs: FirstOutputs | None = None
 
     def step(
         self,
@@ -250,6 +253,8 @@ class StepEngine:
         else:
             target = batch.target.to(self.device, non_blocking=True)
             outputs = self.network(batch.images.to(self.device, non_blocking=True))
+        if self.first_outputs is not None:
+            self.first_outputs.take(outputs)
         for participant in self.participants:
             participant.take(outputs)
         self.device_memory.mark("loss")

@@ -1,0 +1,79 @@
+"""The rule by which a training has diverged, from the losses of whole epochs.
+
+An epoch has diverged if the loss of each of its steps is above that of the first step, before which nothing was
+learned, and their mean is more than three times as high as the first loss and as the loss of a guess, ln C for C
+classes. Warm restarts, thawed layers and the noise of small sets stay far below that; a fine-tuned network, whose first
+loss is small, may rise to the loss of a guess.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+DIVERGED = 3.0
+"""Mean loss of an epoch that ends the run, in times of the first loss and of the loss of a guess."""
+RISEN = 1.5
+"""Mean loss of an epoch that is reported, in times of the first loss."""
+_LEAST_STEPS = 2
+
+
+def judge_epoch(first: float, losses: Sequence[float], num_classes: int) -> tuple[bool, str] | None:
+    """Return whether an epoch has diverged, and a sentence about it; None if its losses are those of a training.
+
+    Args:
+        first: loss of the first step.
+        losses: of the later steps of an epoch; those that are not finite are left out, because they changed nothing.
+        num_classes: C.
+
+    >>> judge_epoch(2.4, [900.0, 3000.0], 11)
+    (True, 'the loss of each step was above that of the first step (2.4), 1.95e+03 on average')
+    >>> judge_epoch(2.4, [3.0, 2.3, 2.0], 11)
+    """
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    if len(finite) < _LEAST_STEPS or not math.isfinite(first) or min(finite) <= first:
+        return None
+    mean = math.fsum(finite) / len(finite)
+    if mean <= RISEN * first:
+        return None
+    words = f"the loss of each step was above that of the first step ({first:.3g}), {mean:.3g} on average"
+    return mean > DIVERGED * max(first, math.log(max(num_classes, 2))), words
+
+
+class LossWatch:
+    """Keeps the losses of an epoch on their device, and reads them at its end.
+
+    Args:
+        num_classes: of the network.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        self._num_classes = num_classes
+        self._first: float | None = None
+        self._losses: list[Tensor] = []
+        self._has_warned = False
+
+    def add(self, loss: Tensor) -> None:
+        """Note the loss of a step; nothing waits for the device."""
+        self._losses.append(loss)
+
+    def end_epoch(self, num_steps: int) -> tuple[bool, str] | None:
+        """Return what `judge_epoch` finds in an epoch of `num_steps` steps, warnings once.
+
+        An epoch of which this process made only a part, after a resume, is not judged.
+        """
+        losses, self._losses = self._losses, []
+        if not losses:
+            return None
+        values = torch.stack(losses).tolist()
+        is_whole = len(values) == num_steps
+        if self._first is None:
+            self._first, values = values[0], values[1:]
+        found = judge_epoch(self._first, values, self._num_classes) if is_whole else None
+        if found is None or (self._has_warned and not found[0]):
+            return None
+        self._has_warned = True
+        return found
