@@ -26,7 +26,7 @@ from segapp.datasets.dataset import OwnDataset, SegmentationDataset, compute_cla
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import EvalLoader, TrainLoader
 from segapp.datasets.targets import ClassFrequencies
-from segapp.errors import ConfigError
+from segapp.errors import ConfigError, OutOfMemoryError
 from segapp.memory.saved_plan import SavedMemoryPlan
 from segapp.optim import lr_at
 from segapp.parallel.ranks import Ranks
@@ -35,6 +35,7 @@ from segapp.run.starting import announce
 from segapp.train.control.batch_split import BatchSplitController
 from segapp.train.control.commands import CommandController
 from segapp.train.planning.auto_settings import planned_advice
+from segapp.train.planning.host_memory import check_host_memory
 from segapp.train.process.context import RunContext
 from segapp.train.process.inbox import applied_after
 from segapp.train.recovery.fallbacks import fallbacks_after
@@ -97,6 +98,9 @@ def build_trainer(
     _announce(ranks, "finding the images")
     train_set, val_set = _build_datasets(config, scheme, ranks, limit)
     context.signals.check()
+    is_second_trial = limit is not None and checkpoint is not None  # the first one has looked at, and said, everything
+    if devices.devices[0].type == "cpu" and not is_second_trial:
+        _check_host_memory(config, len(train_set), ranks)
     _announce(ranks, f"building the model for {len(train_set):,} training and {len(val_set):,} validation images")
     engine = _build_engine(config, context, devices, train_set, first_gpu0_bsz(config, saved_plan), checkpoint)
     controller = build_controller(config, context, devices, engine, saved_plan)
@@ -132,7 +136,6 @@ def build_trainer(
     known = StartFacts(
         config, scheme, train_set.targets, val_set.targets, train_set.largest_px, num_batches, engine.device.type
     )
-    is_second_trial = limit is not None and checkpoint is not None  # the first one has said everything
     facts = RunFacts(
         classes=list(scheme.names),
         palette=[(int(r), int(g), int(b)) for r, g, b in scheme.palette],
@@ -151,6 +154,23 @@ def build_trainer(
         notes=() if is_second_trial else start_notes(known),
     )
     return Trainer(context, build_settings(config, len(train_loader)), parts, facts)
+
+
+def _check_host_memory(config: RunConfig, num_train: int, ranks: Ranks) -> None:
+    """Refuse a step that does not fit into this machine's memory; the main rank predicts for all.
+
+    Raises:
+        OutOfMemoryError: it does not fit.
+    """
+    problem: OutOfMemoryError | None = None
+    if ranks.is_main:
+        try:
+            check_host_memory(config, min(config.train.batch_size, num_train))
+        except OutOfMemoryError as error:
+            problem = error
+    problem = ranks.from_main(problem)
+    if problem is not None:
+        raise problem
 
 
 def build_settings(config: RunConfig, num_batches: int) -> TrainerSettings:

@@ -20,7 +20,7 @@ from tests.support.golden_runs import (
     train_recipe,
     versions,
 )
-from tests.support.runs import events, train
+from tests.support.runs import alerts, events, train
 
 
 def advice(recipe: str) -> list[str]:
@@ -53,7 +53,7 @@ def test_recipe_keeps_its_golden_curve(path: Path, tmp_path: Path) -> None:
     run = train_recipe(path, tmp_path)
     found = differences(path.stem, curve_of(run), stored_curve(path.stem))
     assert found == [], "\n".join([*found, *advice(path.stem)])
-    assert not events(run, "alert")
+    assert not alerts(run)
     (start,) = events(run, "run_start")
     (val,) = events(run, "val")
     assert len(val["iou"]) == len(start["classes"])
@@ -112,4 +112,4 @@ def test_recipe_trains_with_its_own_network(path: Path, tmp_path: Path) -> None:
     steps = events(tmp_path / "run", "step")
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5]
     assert all(math.isfinite(step["loss"]) and step["grad_norm"] > 0 for step in steps)
-    assert not events(tmp_path / "run", "alert")
+    assert not alerts(tmp_path / "run")

@@ -47,6 +47,11 @@ def events(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
     return [event for event in found if kind in (None, event["type"])]
 
 
+def alerts(folder: Path) -> list[dict[str, Any]]:
+    """Returns the alerts of a run but those about its config and data, which short runs of drawn scenes deserve."""
+    return [alert for alert in events(folder, "alert") if alert["kind"] not in ("classes", "schedule", "precision")]
+
+
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yields every tensor and plain value of a nested state with its path."""
     if isinstance(value, dict):

@@ -37,7 +37,7 @@ def trained(config: Any, folder: Path) -> dict[str, Any]:
 def short(tiny: dict[str, Any], **sections: Any) -> Any:
     """A config of one epoch with a network of two convolutions."""
     model = {"library": "python", "name": f"{PARTS}:Net"}
-    return merged({**tiny, "model": model}, train={"epochs": 1}, **sections)
+    return merged({**tiny, "model": model, "schedule": {"warmup_steps": 0}}, train={"epochs": 1}, **sections)
 
 
 def test_own_data_equal_to_a_folder_gives_the_same_weights(tiny: dict[str, Any], tmp_path: Path) -> None:

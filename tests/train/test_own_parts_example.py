@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from segapp.config import load_config
-from tests.support.runs import events, train
+from tests.support.runs import alerts, events, train
 
 
 @pytest.mark.usefixtures("repository_root")
@@ -20,7 +20,7 @@ def test_example_trains_alike_on_one_and_two_devices(tmp_path: Path, monkeypatch
     for name, words in splits.items():
         assert train(load_config("segapp/docs/examples/own_parts.yaml", [*short, *words]), tmp_path / name) == 0
         losses[name] = [event["loss"] for event in events(tmp_path / name, "step")]
-        assert events(tmp_path / name, "alert") == []
+        assert alerts(tmp_path / name) == []
         assert (tmp_path / name / "parts" / "own_parts.py").is_file()
     assert len(losses["one"]) == 6
     assert losses["one"][-1] < losses["one"][0]

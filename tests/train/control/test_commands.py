@@ -27,7 +27,7 @@ from segapp.train.session import run_session
 from segapp.train.telemetry.device_memory import DeviceMemoryTracker
 from segapp.train.telemetry.event_log import EventLog
 from tests.support.live_runs import assert_answered_once, seen, small, three_devices
-from tests.support.runs import differing, events, train
+from tests.support.runs import alerts, differing, events, train
 
 MIDDLE = TrainingPosition(epoch=2, step=15, next_epoch=3, epochs=9)
 
@@ -341,7 +341,7 @@ def test_oom_after_a_split_change_reverts_it_and_redoes_the_step(
     reverted = events(folder, "gpu0_bsz")[-1]
     assert (reverted["status"], reverted["old"], reverted["new"]) == ("reverted", None, 3)
     assert "out of memory" in reverted["reason"]
-    assert [event["kind"] for event in events(folder, "alert")] == ["oom"]
+    assert [event["kind"] for event in alerts(folder)] == ["oom"]
     assert assert_answered_once(folder)["set gpu0_bsz=3"]["status"] == ("rejected" if hit == 1 else "applied")
 
 

@@ -11,7 +11,7 @@ import pytest
 from segapp.train.telemetry import activities
 from segapp.train.telemetry.clock import Clock, Spent
 from segapp.train.telemetry.data_watch import DataWatch
-from tests.support.runs import events, merged, train
+from tests.support.runs import alerts, events, merged, train
 
 
 class Time:
@@ -78,7 +78,7 @@ def test_evaluations_and_saves_are_told_at_their_begin_and_end(
     assert {event["num_images"] for event in told if "num_evaluated" in event} <= {4, None}
     kinds = [(e["type"], e.get("phase")) for e in events(tmp_path / "run") if e["type"] in ("heartbeat", "val")]
     assert kinds.index(("heartbeat", "eval")) < kinds.index(("val", None))
-    alerts = [(event["kind"], event["message"], event["step"]) for event in events(tmp_path / "run", "alert")]
-    assert alerts == [("data", "it waits", event["step"]) for event in events(tmp_path / "run", "step")]
+    told_alerts = [(event["kind"], event["message"], event["step"]) for event in alerts(tmp_path / "run")]
+    assert told_alerts == [("data", "it waits", event["step"]) for event in events(tmp_path / "run", "step")]
     last = events(tmp_path / "run", "step")[-1]
     assert 0 < last["eta_epoch_s"] == last["eta_run_s"] < 60  # the evaluation and the save of the end
