@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from segapp.errors import SegappError
 from segapp.parts.trust import trust_parts
+from segapp.run.starting import announce_torch
 
 _STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
 _NAME_ERRNOS = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM}
@@ -32,6 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     is_debug = "--debug" in arguments
     if "--trust-parts" in arguments:
         trust_parts()
+    announce_torch()
     with _one_line_errors(is_debug):
         app([word for word in arguments if word not in ("--debug", "--trust-parts")], standalone_mode=True)
 

@@ -96,7 +96,8 @@ def train(
     from segapp.run.starting import announce, outlast_readers
 
     outlast_readers()
-    announce("importing torch")
+    if not sys.stderr.isatty():
+        announce("importing torch")  # on a terminal, every command says it
     from segapp.train.session import run_session
 
     sys.exit(run_session(request, with_resume_value(sys.argv[1:])))

@@ -15,6 +15,7 @@ from segapp.memory.planner import (
 from segapp.memory.report import error_lines, plan_lines
 from segapp.parts.trust import check_trusted
 from segapp.run.folder import find_run
+from segapp.run.starting import announce_on_terminal
 from segapp.train.planning.plan import plan_memory
 
 
@@ -28,6 +29,7 @@ def print_plan(
     """
     config, measurement = _config_and_measurement(config_name, overrides, run)
     specs = _gpu_specs(gpus, measurement)
+    announce_on_terminal("planning the memory")
     plan, errors = plan_memory(config, specs, measurement)
     if as_json:
         facts = {"calibration": [{**vars(error), "error": error.error} for error in errors]} if measurement else {}

@@ -1,9 +1,12 @@
-"""What a training prints: what it does before its first step, which the screen reads in its log, and to whom."""
+"""What a command prints before its work begins: a training in its log, which the screen reads; others on a terminal."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 _MARK = "starting: "
@@ -12,6 +15,29 @@ _MARK = "starting: "
 def announce(what: str) -> None:
     """Print what the trainer does now; `what` follows on `starting:`."""
     print(f"{_MARK}{what}", flush=True)
+
+
+def announce_on_terminal(what: str) -> None:
+    """Print what a command does now on stderr if it is a terminal: scripts, pipes and --json get the results only."""
+    if sys.stderr.isatty():
+        print(f"{_MARK}{what}", file=sys.stderr, flush=True)
+
+
+class _TorchNotice:
+    """A finder of modules that finds none, and prints a line when torch is about to be imported."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name == "torch":
+            sys.meta_path.remove(self)
+            announce_on_terminal("importing torch")
+        return None
+
+
+def announce_torch() -> None:
+    """Print a line on a terminal when a command imports torch, which takes seconds, so that it is not silent."""
+    sys.meta_path.insert(0, _TorchNotice())
 
 
 def last_announced(lines: list[str]) -> str | None:

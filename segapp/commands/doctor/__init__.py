@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from segapp.commands.doctor.facts import collect_facts
 from segapp.commands.doctor.findings import Finding, can_train, evaluate_machine
+from segapp.run.starting import announce_on_terminal
 from segapp.run.text import printable
 
 CANNOT_TRAIN = 1
@@ -23,6 +24,7 @@ def print_doctor(*, as_json: bool) -> int:
     Returns:
         The exit code: 0 if training can run here, 1 if something that it requires is missing.
     """
+    announce_on_terminal("looking at this machine")
     facts = collect_facts()
     findings = evaluate_machine(facts)
     trains = can_train(findings)

@@ -1,0 +1,98 @@
+"""The first line of every command comes before torch is imported or a process is started, which takes seconds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import typer
+
+from segapp.cli import app
+
+COMMANDS = {
+    "attach": "attach",
+    "check": "check --config demo --html page.html",
+    "check-part": "check-part --config demo",
+    "ckpt": "ckpt list demo",
+    "compare": "compare demo demo-2",
+    "completion": "completion bash",
+    "ctl": "ctl demo stop",
+    "docs": "docs train",
+    "doctor": "doctor",
+    "eval": "eval demo",
+    "export": "export demo --format onnx --out demo.onnx",
+    "init": "init photos",
+    "ls": "ls",
+    "models": "models unet",
+    "plan": "plan --config demo --gpus 1x8000MiB",
+    "predict": "predict demo photos --out out",
+    "profile": "profile --config demo",
+    "report": "report demo",
+    "schema": "schema",
+    "status": "status demo",
+    "sweep": "sweep --config demo seed=0,1 --devices 0",
+    "train": "train --config demo --plain",
+}
+"""A command line of each command that goes as far as it can without a run and without data."""
+
+CODE = """
+import json, os, subprocess, sys
+import segapp.cli, segapp.config
+from segapp.__main__ import main
+
+class Terminal:
+    text = ""
+    encoding = "utf-8"
+    def isatty(self): return True
+    def write(self, text): Terminal.text += text; return len(text)
+    def flush(self): pass
+    def fileno(self): raise OSError("none")
+
+class Torch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            answer("torch")
+
+def answer(end):
+    os.write(writing, json.dumps([end, Terminal.text[:200]]).encode())
+    os._exit(0)
+
+found = {}
+for name, line in json.loads(sys.argv[1]).items():
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        sys.stdout = sys.stderr = Terminal()
+        sys.meta_path.insert(0, Torch())
+        subprocess.Popen = lambda *words, **options: answer("process")
+        try:
+            main(line.split())
+        except BaseException as error:
+            answer(repr(error))
+        answer("end")
+    os.close(writing)
+    found[name] = json.loads(os.read(reading, 2**16))
+    os.wait()
+print(json.dumps(found))
+"""
+
+
+def test_every_command_prints_before_it_imports_torch() -> None:
+    group = typer.main.get_command(app)
+    assert sorted(COMMANDS) == sorted(group.commands)  # type: ignore[attr-defined]
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, json.dumps(COMMANDS)], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {name for name, (end, text) in found.items() if not text} == set(), found
+    importing = {name for name, (end, _) in found.items() if end == "torch"}
+    assert importing >= {"eval", "export", "predict", "profile", "train", "compare", "report", "sweep"}
+    assert not importing & {"attach", "completion", "ctl", "docs", "init", "ls", "plan", "schema", "status"}
+
+
+def test_pipes_get_no_line_of_the_start() -> None:
+    code = "import sys; from segapp.__main__ import main; main(sys.argv[1:])"
+    done = subprocess.run([sys.executable, "-c", code, "eval", "demo"], capture_output=True, text=True, check=False)
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: demo: no such run")
