@@ -371,14 +371,6 @@ def per_image_csv(found: EvaluationResult, dataset: SegmentationDataset, trained
             "" if value is None else f"{value:.6f}" for value in (scores.pixel_accuracy, scores.miou, *scores.iou)
         )
         name = printable(dataset.pairs[index].name)
-        per_class = [f"iou {name}" for name in trained.scheme.names]
-    writer.writerow(["image", "num_valid_px", "pixel_accuracy", "miou", "num_scored", *per_class])
-    for index, counts in found.per_image.items():
-        scores = _scores(counts, trained.scheme.ignore_index)
-        accuracy, miou, *iou = (
-            "" if value is None else f"{value:.6f}" for value in (scores.pixel_accuracy, scores.miou, *scores.iou)
-        )
-        name = printable(dataset.pairs[index].name)
         writer.writerow([name, scores.num_valid_px, accuracy, miou, count_scored(scores.iou), *iou])
     return text.getvalue()
 
