@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from segapp.build.pairs import build_pairs, build_scheme, split_names
 from segapp.commands.init.candidates import Candidate, Found, choose, confirm, find_candidates, found_lines
+from segapp.commands.init.neighbors import neighbor_lines
 from segapp.commands.init.placing import check_place, place
 from segapp.commands.init.splitting import DEFAULT_SHARE, Division, check_request, divided
 from segapp.commands.init.text import Facts, config_text
@@ -126,6 +127,7 @@ def propose_config(request: InitRequest) -> InitResult:
     facts = materials.facts(name, division, root_of_images, mask_root)
     if not (request.clean_masks and len(found) == 1):  # masks that need it look little like masks
         confirm(root, found, chosen, request.layout)  # after the refusals that say more
+    lines += neighbor_lines(division, root_of_images, facts.pixels, facts.content.median_px)
     lines += _class_lines(facts)
     if facts.pixels is not None:
         lines.append(f"images: {facts.pixels.layout}, with their measured range in data.value_range")

@@ -30,6 +30,7 @@ class Division:
         num_folds: 0 without folds.
         is_new: the division is not that of the data.
         lines: how it was made.
+        kind: the part of the paths that names a group of a new division; "image" if there is none.
     """
 
     train: Sequence[Pair]
@@ -39,6 +40,7 @@ class Division:
     num_folds: int = 0
     is_new: bool = True
     lines: tuple[str, ...] = field(default=())
+    kind: str = ""
 
 
 def check_request(val_share: float | None, folds: int | None) -> None:
@@ -108,8 +110,8 @@ def divided(
         f"splits: the data have none: {len(train)} training and {len(val)} validation images, {grouping.num_groups} "
         f"groups ({grouping.kind}) divided by --val-share {share:g}"
     )
-    lists = {"train": train, "val": val}
-    return Division(train, val, {"train": "train", "val": "val"}, lists, lines=(line, _group_line(pairs, grouping)))
+    lists, lines = {"train": train, "val": val}, (line, _group_line(pairs, grouping))
+    return Division(train, val, {"train": "train", "val": "val"}, lists, lines=lines, kind=grouping.kind)
 
 
 def _group_line(pairs: Sequence[Pair], grouping: Grouping) -> str:
@@ -133,4 +135,4 @@ def _folds(pairs: Sequence[Pair], group: str | None, folds: int, seed: int) -> D
     line = f"folds: {sizes} validation images; {grouping.num_groups} groups ({grouping.kind}) were divided"
     lines = (line, _group_line(pairs, grouping))
     names = {"train": "fold0-train", "val": "fold0-val"}
-    return Division(lists["fold0-train"], lists["fold0-val"], names, lists, folds, lines=lines)
+    return Division(lists["fold0-train"], lists["fold0-val"], names, lists, folds, lines=lines, kind=grouping.kind)
