@@ -77,6 +77,11 @@ class RunReport:
         return self.folder.name
 
     @property
+    def class_notes(self) -> list[str]:
+        """What the training masks do not teach, each sentence once: every start of a run says it again."""
+        return list(dict.fromkeys(alert.message for alert in self.alerts if alert.kind == "classes"))
+
+    @property
     def duration_s(self) -> float | None:
         """Time from the first start to the last event, including the time between a stop and a resume."""
         if self.view.first_start_s is None or self.view.last_s is None:

@@ -251,6 +251,21 @@ def test_run_report_has_terms_changes_and_alerts(tmp_path: Path) -> None:
     assert report.duration_s == pytest.approx(run.clock.now_s - 1_760_000_000.0)
 
 
+def test_classes_without_a_training_pixel_are_above_the_table(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run")
+    note = "class without a pixel in the 9 masks of split train: disc; the network cannot learn it"
+    for _ in range(2):  # a start and a resume
+        run.alert("classes", note)
+    run.alert("schedule", "too long a warm-up")
+    run.epoch()
+    run.end("finished")
+    assert read_run_report(str(run.folder.path)).class_notes == [note]
+    text = write_report(str(run.folder.path), has_pictures=False).read_text()
+    classes = text.partition("<h2>Classes</h2>")[2].partition("<table>")[0]
+    assert classes.count(note) == 1
+    assert "warm-up" not in classes
+
+
 def test_most_frequent_confusions_are_shares_of_the_target() -> None:
     matrix = np.array([[6, 3, 1], [0, 0, 0], [2, 0, 2]])
     expected = [("c", "a", 0.5), ("a", "b", 0.3), ("a", "c", 0.1)]
