@@ -20,15 +20,7 @@ from segapp.build.devices import DevicePlan, plan_devices
 from segapp.build.own_parts import changed_parts, check_parts, plain_loss_note
 from segapp.checkpoint.training_state import LoadedCheckpoint
 from segapp.config import RunConfig, dump_config, part_names
-from segapp.errors import (
-    CheckpointError,
-    CommandError,
-    ConfigError,
-    DataError,
-    DistributedError,
-    OutOfMemoryError,
-    SegappError,
-)
+from segapp.errors import CheckpointError, CommandError, ConfigError, DataError, DistributedError, OutOfMemoryError
 from segapp.memory.saved_plan import SavedMemoryPlan
 from segapp.parallel import (
     DistributedSetupError,
@@ -213,7 +205,7 @@ def _opened_folder(request: TrainRequest, devices: DevicePlan, ranks: Ranks) -> 
             folder.write_info(versions=_versions(), gpus=_gpus())
             with _logging_to(folder):
                 yield folder
-    except SegappError as error:
+    except Exception as error:
         if folder.is_made and str(folder.log) not in str(error) and remove_failed_start(folder):
             print(f"removed {printable(str(folder.path))}: the training had not begun", flush=True)
         raise
