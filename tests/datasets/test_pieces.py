@@ -156,6 +156,21 @@ def test_masks_of_objects_are_united(image: str, mask: str, tmp_path: Path) -> N
     assert "19 masks of single objects" in "\n".join(result.lines)
 
 
+def test_numbered_masks_are_asked_whether_they_are_classes(tmp_path: Path) -> None:
+    root = tmp_path / "d"
+    for name in NAMES:
+        draw_image(root / "images" / f"{name}.jpg", (HEIGHT, WIDTH))
+        for part in range(3):
+            save(root / "labels" / name / f"{name}_lbl{part:02}.png", stripe(name, part))
+    with pytest.raises(OpenQuestionError, match=r"--layout object-masks.*--layout class-masks") as caught:
+        propose_config(InitRequest(root, tmp_path / "made.yaml"))
+    assert [answer.value for answer in caught.value.answers] == ["object-masks", "class-masks"]
+    config, _, _ = proposed(root, tmp_path / "made.yaml", layout="class-masks")
+    assert config.data.classes == ["background", "lbl00", "lbl01", "lbl02"]
+    for name, target in targets_read(config).items():
+        assert all((target[stripe(name, part)] == part + 1).all() for part in range(3))
+
+
 @pytest.mark.parametrize(
     ("image", "masks"),
     [

@@ -239,7 +239,7 @@ class _Materials:
             found = folder_keys(root, self._chosen, division.words)
             if found is not None:
                 format, keys = "folder", found
-        elif classes is not None and isinstance(self._chosen, Conversion):
+        elif classes is not None and isinstance(self._chosen, Conversion) and not self._chosen.is_multilabel:
             if len(set(content.values) - {IGNORED}) == 1:
                 raise DataError(f"{self._chosen.title}: no annotation draws an object: every pixel has one class")
             classes = replace(classes, notes=(*classes.notes, *_ignored_notes(content, classes, "by the annotations")))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from segapp.datasets.convert.conversion import Conversion
-from segapp.datasets.convert.converters import find_conversions, without_parts
+from segapp.datasets.convert.converters import find_conversions, with_layouts
 from segapp.datasets.files import shown
 from segapp.datasets.survey.hypotheses import CLOSE, Layout, find_layouts
 from segapp.datasets.survey.lists import paired_lists, with_listed_splits
@@ -57,7 +57,7 @@ def find_candidates(tree: Tree) -> Found:
         divided.append(said.layout)
         unused[layout.name] = {**listed.unused, **said.unused}
     conversions, problems = find_conversions(tree, has_masks=bool(layouts) and layouts[0].confidence >= 0.8)
-    found: list[Candidate] = [*conversions, *without_parts(divided, conversions)]
+    found: list[Candidate] = with_layouts(conversions, divided)
     if not found:
         raise DataError(f"{shown(tree.root)}: {'; '.join(problems)}" if problems else _nothing_known(tree))
     return Found(sorted(found, key=lambda one: -one.confidence), unused)

@@ -69,11 +69,19 @@ def find_conversions(tree: Tree, *, has_masks: bool) -> tuple[list[Reading], lis
     return found, problems
 
 
-def without_parts(layouts: Sequence[Layout], readings: Sequence[Reading]) -> list[Layout]:
-    """Return the layouts but for those that use a part of the masks that a reading uses: one of several classes."""
-    kept = []
-    for layout in layouts:
-        masks = {pair.mask for pair in layout.pairs}
-        if not any(isinstance(one, Conversion) and masks <= set(one.sources) for one in readings):
-            kept.append(layout)
-    return kept
+def with_layouts(readings: Sequence[Reading], layouts: Sequence[Layout]) -> list[Reading]:
+    """Return readings and layouts without repetitions.
+
+    A layout is left out if a conversion uses all of its masks and so reads more (one of several classes); a reading of
+    several masks for each image is left out if a layout has its pairs.
+    """
+    sources = [set(one.sources) for one in readings if isinstance(one, Conversion)]
+    pairs = {_pairs(layout) for layout in layouts}
+    kept = [one for one in readings if isinstance(one, Conversion) or _pairs(one) not in pairs]
+    own_masks = [{pair.mask for pair in layout.pairs} for layout in layouts]
+    rest = [one for one, masks in zip(layouts, own_masks, strict=True) if not any(masks <= own for own in sources)]
+    return [*kept, *rest]
+
+
+def _pairs(layout: Layout) -> frozenset[tuple[str, str]]:
+    return frozenset((pair.image, pair.mask) for pair in layout.pairs)

@@ -6,6 +6,7 @@ Only lists of words; how they are weighed is in `hypotheses`.
 import itertools
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 IMAGE_WORDS = frozenset(
     [
@@ -176,6 +177,7 @@ class Role:
         return self.is_image or self.is_mask or self.is_other
 
 
+@lru_cache(maxsize=4096)
 def role_of(name: str) -> Role:
     """Return what the words of a folder's name, or of a file's prefix or ending, say."""
     words = {token.word for token in tokens(name)}
@@ -203,6 +205,7 @@ def inner_role_word(stem: str) -> str:
     return next((token.word for token in found[1:-1] if token.word in roles and len(token.word) > 1), "")
 
 
+@lru_cache(maxsize=4096)
 def split_in(name: str) -> tuple[str, str] | None:
     """Return the split that a folder's name says, and the name with `{split}` in its place; None without one.
 

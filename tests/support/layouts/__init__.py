@@ -29,8 +29,7 @@ def names(text: str) -> list[str]:
 
 UNMENDED = names(
     """
-    m_mapillary; SUIM; A2D2; DICOM; BraTS slices; cell
-    tracking; Agriculture-Vision; Helen parts; MSRC-21; CVPPP plants; DUTS
+    m_mapillary; SUIM; A2D2; BraTS slices; cell tracking; MSRC-21; CVPPP plants; DUTS
     """
 )
 """Layouts that are still read wrongly."""

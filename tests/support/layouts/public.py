@@ -660,7 +660,7 @@ PUBLIC = layouts(
         "MVTec AD": (mvtec, Ask("--layout", or_read=True)),
         "KolektorSDD2": kolektor,
         "CIHP": (cihp, Ask("--layout", or_read=True)),
-        "Helen parts": helen,
+        "Helen parts": (helen, Ask("--layout", or_read=True)),
         "CelebAMask-HQ": celeb,
         "SUN RGB-D": sun_rgbd,
         "ScanNet frames": (scan_net, Ask("--layout", or_read=True)),

@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from tests.support.layouts.canvas import SIZE, Canvas, Codes, coded, patches, save, scene
@@ -243,6 +244,7 @@ def npz_per_image(canvas: Canvas) -> None:
 
 def dicom(canvas: Canvas) -> None:
     """DICOM slices with PNG masks of the same stem; Pillow does not read them."""
+    pytest.importorskip("pydicom")
     for name in TWELVE:
         pixels = (scene(name, SIZE, 1)[..., 0] * 4).astype(np.uint16)
         areas = patches(name, 2)

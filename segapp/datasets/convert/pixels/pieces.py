@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path, PurePosixPath
 from statistics import mean
@@ -31,7 +31,6 @@ from segapp.datasets.survey.words import (
     MASK_WORDS,
     OTHER_WORDS,
     SPLIT_WORDS,
-    Role,
     role_of,
     split_in,
     tokens,
@@ -44,6 +43,8 @@ _ANNOTATOR = re.compile(
 )
 _ALIKE = 0.5
 """Masks whose objects overlap more than this (intersection over union) are several opinions about one image."""
+_OPEN = 0.9
+"""Confidence of readings of which one must be named."""
 _NUM_LOOKED = 24
 _MIN_MATCHED = 0.95
 _ROLE_WORDS = MASK_WORDS | IMAGE_WORDS | OTHER_WORDS | GLUE_WORDS
@@ -86,29 +87,21 @@ def find_pieces(tree: Tree) -> list[Conversion | Layout]:
         total = sum(map(len, by_image.values()))
         if not by_image or total < _MIN_MATCHED * (total + unmatched) or max(map(len, by_image.values())) < 2:
             continue
-        if kind == "objects":
-            if not _are_binary(tree, by_image):
-                continue
-            return [_objects(tree, by_image)]
-        readings = _classes_or_annotators(tree, by_image, images)
-        if readings:
+        objects = [_objects(tree, by_image)] if kind != "classes" and _are_binary(tree, by_image) else []
+        if kind == "either" and objects:
+            named = {name: name for own in by_image.values() for name in own}
+            classes = _classes(tree, by_image, named, images)
+            return [replace(one, confidence=min(one.confidence, _OPEN)) for one in (*objects, *classes)]
+        if kind == "objects" and objects:
+            return [*objects]
+        if kind != "objects" and (readings := _classes_or_annotators(tree, by_image, images)):
             return readings
     return []
 
 
-@lru_cache(maxsize=4096)
-def _role(folder: str) -> Role:
-    return role_of(folder)
-
-
-@lru_cache(maxsize=4096)
-def _is_split(folder: str) -> bool:
-    return split_in(folder) is not None
-
-
 def _mask_folder(path: str) -> int | None:
     """Return the position of the last folder whose words say masks, if none after it says images."""
-    roles = [_role(part) for part in path.split("/")[:-1]]
+    roles = [role_of(part) for part in path.split("/")[:-1]]
     positions = [i for i, role in enumerate(roles) if role.is_mask and not role.is_other]
     if not positions or any(role.is_image and not role.is_mask for role in roles[positions[-1] + 1 :]):
         return None
@@ -116,14 +109,18 @@ def _mask_folder(path: str) -> int | None:
 
 
 def _is_in_folder_of_images(path: str) -> bool:
-    return any(_role(part).is_image for part in path.split("/")[:-1]) and _mask_folder(path) is None
+    return any(role_of(part).is_image for part in path.split("/")[:-1]) and _mask_folder(path) is None
 
 
 def _names(images: Sequence[str]) -> _Names:
-    splits = {path: split_said(path) for path in images}
-    counts = Counter((splits[path], _normal(PurePosixPath(path).stem)) for path in images)
-    by_key = {key: path for path in images if counts[key := (splits[path], _normal(PurePosixPath(path).stem))] == 1}
-    return _Names(by_key, any(splits.values()))
+    """Return the images by name; of images/rgb/a.jpg and images/nir/a.jpg those in color."""
+    keys = {path: (split_said(path), _normal(PurePosixPath(path).stem)) for path in images}
+    counts = Counter(keys.values())
+    if max(counts.values(), default=0) > 1:
+        colored = {path: key for path, key in keys.items() if "rgb" in path.lower().split("/")[:-1]}
+        keys, counts = (colored, Counter(colored.values())) if colored else (keys, counts)
+    by_key = {key: path for path, key in keys.items() if counts[key] == 1}
+    return _Names(by_key, any(split for split, _ in keys.values()))
 
 
 def _beside_each_other(paths: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -152,27 +149,57 @@ def _found(tree: Tree, masks: Sequence[str], names: _Names) -> Iterator[tuple[st
     by_image, unmatched = _gathered(masks, lambda path: _in_folder_of_image(path, names))
     if not by_image:
         by_image, unmatched = _gathered(masks, partial(_in_folder_of_sample, samples=_samples(tree)))
-    stems = Counter(name for own in by_image.values() for name in own)
-    recur = bool(stems) and mean(stems.values()) >= 2 and not all(name.isdigit() for name in stems)
-    yield ("classes" if recur else "objects"), (by_image, unmatched)
+    by_image = {image: _without_stem(image, own) for image, own in by_image.items()}
+    yield _kind_of_names(Counter(name for own in by_image.values() for name in own)), (by_image, unmatched)
+
+
+def _without_stem(image: str, own: Mapping[str, str]) -> dict[str, str]:
+    """Return the masks of an image by their names without that of the image."""
+    stem = PurePosixPath(image).stem
+    return {name.removeprefix(stem).lstrip("_-. ") or name: path for name, path in own.items()}
+
+
+def _kind_of_names(counts: Counter[str]) -> str:
+    """Return what masks in a folder of their image are of: names that return in other images are those of classes.
+
+    >>> _kind_of_names(Counter(road=3, car=2)), _kind_of_names(Counter({"1": 3, "2": 2}))
+    ('classes', 'objects')
+    >>> _kind_of_names(Counter(lbl01=3, lbl02=3)), _kind_of_names(Counter(a8f3=1, b2c1=1))
+    ('either', 'objects')
+    """
+    if not counts or mean(counts.values()) < 2 or all(name.isdigit() for name in counts):
+        return "objects"
+    words = {name.rstrip("0123456789") for name in counts}
+    return "either" if len(words) == 1 else "classes"
 
 
 def _gathered(masks: Sequence[str], place: Callable[[str], tuple[str, str] | None]) -> tuple[Files, int]:
+    """Return the masks by image, and how many masks have none in the folders of those that have one."""
     by_image: Files = defaultdict(dict)
-    unmatched = 0
+    unmatched = Counter[tuple[str, ...]]()
+    matched = set()
     for path in masks:
         found = place(path)
         if found is None or found[1] in by_image[found[0]]:
-            unmatched += 1
+            unmatched[_folders_to_masks(path)] += 1
         else:
             by_image[found[0]][found[1]] = path
-    return {image: own for image, own in by_image.items() if own}, unmatched
+            matched.add(_folders_to_masks(path))
+    return {image: own for image, own in by_image.items() if own}, sum(unmatched[folders] for folders in matched)
+
+
+def _folders_to_masks(path: str) -> tuple[str, ...]:
+    """Return the folders down to that of the masks, splits alike."""
+    parts = path.split("/")[:-1]
+    last = _mask_folder(path)
+    said = [(part, split_in(part)) for part in parts[: len(parts) if last is None else last + 1]]
+    return tuple(part if split is None else split[1] for part, split in said)
 
 
 def _in_folder_of_class(path: str, names: _Names) -> tuple[str, str] | None:
     """Return image and class of masks/road/a.png: the only folder below that of the masks that is no split."""
     parts, stem = path.split("/")[:-1], PurePosixPath(path).stem
-    below = [part for part in parts[(_mask_folder(path) or 0) + 1 :] if not _is_split(part)]
+    below = [part for part in parts[(_mask_folder(path) or 0) + 1 :] if split_in(part) is None]
     if len(below) != 1:
         return None
     for own in (stem, stem.removesuffix(f"_{below[0]}"), stem.removesuffix("_mask")):
@@ -201,7 +228,7 @@ def _samples(tree: Tree) -> dict[str, str]:
     found = defaultdict(list)
     for path in tree.images:
         place = PurePosixPath(path)
-        if len(place.parts) > 2 and _role(place.parent.name).is_image and _mask_folder(path) is None:
+        if len(place.parts) > 2 and role_of(place.parent.name).is_image and _mask_folder(path) is None:
             found[str(place.parent.parent)].append(path)
     return {folder: own[0] for folder, own in found.items() if len(own) == 1}
 
@@ -209,7 +236,7 @@ def _samples(tree: Tree) -> dict[str, str]:
 def _in_folder_of_sample(path: str, samples: Mapping[str, str]) -> tuple[str, str] | None:
     """Return image and object or class of a/masks/1.png beside a/images/a.png."""
     place = PurePosixPath(path)
-    image = samples.get(str(place.parent.parent)) if _role(place.parent.name).is_mask else None
+    image = samples.get(str(place.parent.parent)) if role_of(place.parent.name).is_mask else None
     return None if image is None else (image, place.stem)
 
 
@@ -306,7 +333,7 @@ def _annotators(by_image: Files, named: Sequence[str], num_images: int) -> list[
             f"{len(named)} masks of each image: opinions of several annotators, such as {shown(pairs[0].mask)}",
         )
         unpaired = tuple(image for image, own in sorted(by_image.items()) if name not in own)
-        layouts.append(Layout(name if name not in folder else folder, pairs, 0.9, evidence, unpaired))
+        layouts.append(Layout(name if name not in folder else folder, pairs, _OPEN, evidence, unpaired))
     return layouts
 
 

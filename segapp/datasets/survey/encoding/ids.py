@@ -162,7 +162,7 @@ def _is_255_class(content: MaskContent, files: Sequence[ClassFile], choices: Mas
     if any(IGNORED in file.ids and not is_void(file.ids[IGNORED]) for file in files):
         return True
     share, others = share_of(content, [IGNORED]), sorted(content.values.keys() - {IGNORED})
-    is_level = share > 0.05 and len(others) < 8 and others[-1] >= 100  # grey levels, of which 255 may be one
+    is_level = share > 0.05 and 0 < len(others) < 8 and others[-1] >= 100  # grey levels, of which 255 may be one
     if len(others) < 2 or not (share >= 0.5 or is_level):
         return False
     if choices.unlabelled is not None:
