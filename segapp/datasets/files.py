@@ -6,6 +6,7 @@ not decode pixels for that; a file of 1 MB takes tens of microseconds.
 
 import errno
 import io
+import logging
 import os
 import stat
 import struct
@@ -32,6 +33,7 @@ MAX_FILE_BYTES = 2**30
 
 # Pillow warns of problems that are checked here or raised as DataError.
 warnings.filterwarnings("ignore", module=r"PIL\.")
+logging.getLogger("PIL").addHandler(logging.NullHandler())  # what it cannot read is reported as an error
 
 _ORIENTATION_TAG = 0x0112
 _TRANSIENT = {errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR}
