@@ -79,8 +79,7 @@ def run_session(
         request: what to train and where.
         arguments: the words of the command line, for the ranks that `parallel.mode: ddp` starts.
         listener: gets the events in place of the console.
-        signals: stop requests; None: those of SIGINT, SIGTERM, SIGHUP and SIGUSR1, which only the main thread can take
-            over.
+        signals: stop requests; None: those of the signals to the process, which only the main thread can take over.
 
     Returns:
         The exit code.
@@ -91,9 +90,7 @@ def run_session(
     train = request.config.train
     switches = numerics(deterministic=train.deterministic, tf32=train.tf32, cudnn_benchmark=train.cudnn_benchmark)
     with signals or StopSignals() as signals, switches:
-        devices = _devices_of_launcher() or plan_devices(
-            request.config.parallel, batch_size=request.config.train.batch_size
-        )
+        devices = _devices_of_launcher() or plan_devices(request.config.parallel, batch_size=train.batch_size)
         if devices.mode == "ddp" and not is_launched():
             _check_before_start(request)
             return _launch_ranks(request, devices, arguments, signals)
