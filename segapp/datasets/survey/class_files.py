@@ -32,7 +32,7 @@ _COLOR_LISTS = re.compile(
 )
 _TABLES = re.compile(r"(?i)^.*(class|label|categor|colou?r|palette).*\.csv$")
 _JSONS = re.compile(
-    r"(?i)^(dataset|meta|config.*|id2label|classes|labels|categories|_?annotations.*|obj_class_to_machine_color)\.json$"
+    r"(?i)^(dataset|meta|config.*|id2label|classes|class_?list|labels|categories|_?annotations.*|obj_class_to_machine_color)\.json$"
 )
 _YAMLS = re.compile(r"(?i)^(data|dataset|classes|labels|.*data.*)\.ya?ml$")
 
@@ -228,7 +228,7 @@ def read_yaml(text: str, source: str) -> ClassFile | None:
 
 
 def read_json(text: str, source: str) -> ClassFile | None:
-    """Return the classes of COCO, nnU-Net, Supervisely, Mapillary, Hugging Face (id2label) and plain lists in JSON."""
+    """Return the classes of COCO, nnU-Net, Supervisely, Mapillary, A2D2, Hugging Face (id2label), or a plain list."""
     content: Any = json.loads(text)
     if isinstance(content, list):
         if all(isinstance(name, str) for name in content):
@@ -247,6 +247,9 @@ def read_json(text: str, source: str) -> ClassFile | None:
         names = tuple(str(one.get("readable") or one["name"]) for one in labels)
         colors = {_color(one["color"]): name for one, name in zip(labels, names, strict=True) if "color" in one}
         return ClassFile(source, names, dict(enumerate(names)), colors)
+    if labels and all(key.startswith("#") for key in labels):
+        colors = {_color(key): str(name) for key, name in labels.items()}
+        return ClassFile(source, tuple(colors.values()), {}, colors)
     if labels and all(key.isdigit() for key in labels):
         ids = {int(key): str(name) for key, name in labels.items()}
     else:

@@ -29,7 +29,7 @@ def names(text: str) -> list[str]:
 
 UNMENDED = names(
     """
-    m_mapillary; SUIM; A2D2; BraTS slices; cell tracking; MSRC-21; CVPPP plants
+    BraTS slices; cell tracking
     """
 )
 """Layouts that are still read wrongly."""

@@ -8,6 +8,7 @@ import cv2
 import numpy as np
 from PIL import Image
 
+from segapp.datasets.layouts.published_classes import parse_colors
 from tests.support import drawn_annotations
 from tests.support.layouts.canvas import SIZE, Canvas, Codes, coded, patches, save, scene
 from tests.support.layouts.layout import (
@@ -454,12 +455,16 @@ def scan_net(canvas: Canvas) -> None:
 
 def msrc(canvas: Canvas) -> None:
     """MSRC-21: images and _GT in colour, both BMP; Train.txt, Validation.txt and Test.txt of file names."""
-    codes: Codes = {(0, 128, 0): "class_1", (128, 0, 0): "class_2", (128, 128, 0): "class_3", (0, 0, 0): "class_0"}
+    colors = parse_colors(
+        """800000 008000 808000 000080 008080 808080 c00000 408000 c08000 400080 c00080 408080 c08080 004000 804000
+        00c000 804080 00c080 80c080 404000 c04000 000000 800080 400000"""
+    )
+    codes: Codes = {color: f"class_{number}" for number, color in enumerate(sorted(colors))}
     parts = (("Train", range(6), "train"), ("Validation", range(6, 9), "val"), ("Test", range(9, 12), "test"))
     for word, numbers, known in parts:
         names = [f"{number % 3 + 1}_{number}_s" for number in numbers]
         for name in names:
-            canvas.pair(f"Images/{name}.bmp", f"GroundTruth/{name}_GT.bmp", dict(sorted(codes.items())), split=known)
+            canvas.pair(f"Images/{name}.bmp", f"GroundTruth/{name}_GT.bmp", codes, split=known)
         canvas.text(f"{word}.txt", [f"{name}.bmp" for name in names])
 
 
@@ -476,16 +481,17 @@ def plants(canvas: Canvas) -> None:
         for number in range(1, 7):
             stem = f"{experiment}/plant{number:03}"
             pixels = canvas.image(f"{stem}_rgb.png")
-            areas = patches(stem, 5)
+            leaves = range(1, 5 + number)
+            areas = patches(stem, len(leaves) + 1)
             save(canvas.root / f"{stem}_label.png", areas.astype(np.uint8))
-            save(canvas.root / f"{stem}_fg.png", white(areas, 1, 2, 3, 4))
+            save(canvas.root / f"{stem}_fg.png", white(areas, *leaves))
             centers = np.zeros(SIZE, np.uint8)
-            for leaf in range(1, 5):
+            for leaf in leaves:
                 rows, columns = np.nonzero(areas == leaf)
                 centers[int(rows.mean()), int(columns.mean())] = 255
             save(canvas.root / f"{stem}_centers.png", centers)
             others.append(f"{stem}_centers.png")
-            canvas.note(f"{stem}_rgb.png", f"{stem}_fg.png", pixels, areas, ["background", *["object"] * 4])
+            canvas.note(f"{stem}_rgb.png", f"{stem}_fg.png", pixels, areas, ["background", *["object"] * len(leaves)])
     canvas.unused.append(tuple(others))
 
 

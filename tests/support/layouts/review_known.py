@@ -170,7 +170,7 @@ def mapillary_versions(canvas: Canvas) -> None:
         ]
         if version == "v2.0":
             for label, name in zip(labels, newer.values(), strict=True):
-                label["readable"] = label["name"] = name or "void--unlabeled"
+                label["readable"], label["name"] = name or "Unlabeled", name or "void--unlabeled"
         canvas.text(f"config_{version}.json", json.dumps({"labels": labels, "version": version[1:]}))
     canvas.names_said = True
 
