@@ -68,7 +68,8 @@ def _fewer_images(config: RunConfig, num_images: int, share: float) -> str:
     fewer = math.floor(num_images * share)
     if not 0 < fewer < num_images:
         return ""
+    at_most = "1" if fewer == 1 else f"{fewer} or less"
     return (
-        f", or train.batch_size to {fewer} or less, with train.accumulate = "
+        f", or train.batch_size to {at_most}, with train.accumulate = "
         f"{config.train.accumulate * math.ceil(num_images / fewer)} for as many images a step"
     )
