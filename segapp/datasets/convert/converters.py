@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from segapp.datasets.convert.coco import find_coco
@@ -72,15 +73,19 @@ def find_conversions(tree: Tree, *, has_masks: bool) -> tuple[list[Reading], lis
 def with_layouts(readings: Sequence[Reading], layouts: Sequence[Layout]) -> list[Reading]:
     """Return readings and layouts without repetitions.
 
-    A layout is left out if a conversion uses all of its masks and so reads more (one of several classes); a reading of
-    several masks for each image is left out if a layout has its pairs.
+    A layout is left out if a conversion makes its masks or images from all of the layout's (one of several classes, one
+    of several channels) and so reads more; a reading of several masks for each image is left out if a layout has its
+    pairs.
     """
     sources = [set(one.sources) for one in readings if isinstance(one, Conversion)]
     pairs = {_pairs(layout) for layout in layouts}
     kept = [one for one in readings if isinstance(one, Conversion) or _pairs(one) not in pairs]
-    own_masks = [{pair.mask for pair in layout.pairs} for layout in layouts]
-    rest = [one for one, masks in zip(layouts, own_masks, strict=True) if not any(masks <= own for own in sources)]
-    return [*kept, *rest]
+    return [*kept, *(layout for layout in layouts if not any(_is_part(layout, own) for own in sources))]
+
+
+def _is_part(layout: Layout, sources: AbstractSet[str]) -> bool:
+    """Return True if all masks or all images of a layout are files that a conversion reads for its own."""
+    return {pair.mask for pair in layout.pairs} <= sources or {pair.image for pair in layout.pairs} <= sources
 
 
 def _pairs(layout: Layout) -> frozenset[tuple[str, str]]:
