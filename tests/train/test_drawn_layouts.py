@@ -14,7 +14,7 @@ from segapp.build.pairs import build_pairs, build_scheme, split_names
 from segapp.commands.check import check_data
 from segapp.config import RunConfig, load_config, validate_config
 from segapp.datasets.dataset import Sample as TrainingSample
-from segapp.datasets.dataset import SegmentationDataset
+from segapp.datasets.dataset import SegmentationDataset, image_sizes
 from tests.support.layouts import LAYOUTS, UNMENDED
 from tests.support.layouts.canvas import Truth
 from tests.support.layouts.judge import Sample, Verdict, answered, compare, judged, problems, sample_of
@@ -106,9 +106,9 @@ def test_layout_trains_on_the_pixels_that_were_drawn(
         assert [word for word in layout.expected.check_names if word not in said] == []
         return
     assert code == 0, said
-    heights, widths = zip(*(picture.ignored.shape for picture in truth.pictures), strict=True)
-    num_train = len(build_pairs(config.data, split_names(config.data)[0]))
-    short = two_steps(config, (max(heights), max(widths)), num_train)
+    pairs = build_pairs(config.data, split_names(config.data)[0])
+    heights, widths = zip(*image_sizes(pairs), strict=True)
+    short = two_steps(config, (max(heights), max(widths)), len(pairs))
     with noting(monkeypatch) as seen:
         assert train(short, tmp_path / "run") == 0
     assert len(events(tmp_path / "run", "step")) == 2
