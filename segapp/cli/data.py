@@ -55,6 +55,7 @@ def init(
     clean_masks: init_options.CleanMasks = False,
     masks: init_options.Masks = None,
     unlabelled: init_options.Unlabelled = None,
+    palette: init_options.Palette = None,
     force: init_options.Force = False,
 ) -> None:
     """Write a config for a data folder, each choice with its reason; the folder itself stays as it is."""
@@ -76,5 +77,6 @@ def init(
             blocks,
             masks,
             unlabelled,
+            palette,
         )
     )

@@ -62,4 +62,12 @@ Unlabelled = Annotated[
     str | None,
     typer.Option("--unlabelled", metavar="HOW", help="Pixels without a class name: ignore them, or make them a class."),
 ]
+Palette = Annotated[
+    str | None,
+    typer.Option(
+        "--palette",
+        metavar="NAME",
+        help="Published data set whose colours the masks have; none: no known one.",
+    ),
+]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite the config and the lists beside it.")]

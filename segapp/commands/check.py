@@ -102,10 +102,10 @@ def check_data(
         print(json.dumps(as_dict(reports, groups, scheme, measured, account), indent=2))
     else:
         print_report(reports, groups, scheme, weights, Console(highlight=False))
-        for line in _pixel_lines(measured):
-            print(line)
         if account is not None:
             print("", *map(printable, account.lines), sep="\n")
+        for line in _pixel_lines(measured):
+            print(line)
     if html_file is not None:
         from segapp.commands.check_html import check_page  # imports torch
 

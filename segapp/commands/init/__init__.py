@@ -60,6 +60,7 @@ class InitRequest:
         blocks: side in pixels of the blocks into which images and masks are cut; None: they are used whole.
         masks: what the values of the masks are: a key of `MASK_KINDS`; None: found, or asked.
         unlabelled: "ignore" or "class": what becomes of pixels without a class name; None: found, or asked.
+        palette: title of the published data set whose colours the masks have, or "none"; None: found, or asked.
     """
 
     root: Path
@@ -75,6 +76,7 @@ class InitRequest:
     blocks: int | None = None
     masks: str | None = None
     unlabelled: str | None = None
+    palette: str | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def propose_config(request: InitRequest) -> InitResult:
     out = request.out or Path(f"{name}.yaml")
     check_request(request.val_share, request.folds)
     _check_blocks(request)
-    choices = MaskChoices(request.masks, request.unlabelled)
+    choices = MaskChoices(request.masks, request.unlabelled, request.palette)
     choices.check()
     tree = survey_tree(root)
     check_place(root, out)
@@ -244,7 +246,7 @@ class _Materials:
                 raise DataError(f"{self._chosen.title}: no annotation draws an object: every pixel has one class")
             classes = replace(classes, notes=(*classes.notes, *_ignored_notes(content, classes, "by the annotations")))
         if classes is None:
-            masks = [pair.mask for pair in division.train]
+            masks = [f"{root.resolve().name}/{pair.mask}" for pair in division.train]
             classes = read_classes(content, nearest_first(find_class_files(self._tree), masks[0]), masks, self._choices)
             if isinstance(self._chosen, Conversion):
                 classes = replace(classes, notes=(*self._chosen.notes, *classes.notes))

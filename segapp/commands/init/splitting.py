@@ -110,8 +110,8 @@ def divided(
         f"splits: the data have none: {len(train)} training and {len(val)} validation images, {grouping.num_groups} "
         f"groups ({grouping.kind}) divided by --val-share {share:g}"
     )
-    lists, lines = {"train": train, "val": val}, (line, _group_line(pairs, grouping))
-    return Division(train, val, {"train": "train", "val": "val"}, lists, lines=lines, kind=grouping.kind)
+    lists, said = {"train": train, "val": val}, (line, _group_line(pairs, grouping))
+    return Division(train, val, {"train": "train", "val": "val"}, lists, lines=said, kind=grouping.kind)
 
 
 def _group_line(pairs: Sequence[Pair], grouping: Grouping) -> str:

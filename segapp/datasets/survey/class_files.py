@@ -32,7 +32,8 @@ _COLOR_LISTS = re.compile(
 )
 _TABLES = re.compile(r"(?i)^.*(class|label|categor|colou?r|palette).*\.csv$")
 _JSONS = re.compile(
-    r"(?i)^(dataset|meta|config.*|id2label|classes|class_?list|labels|categories|_?annotations.*|obj_class_to_machine_color)\.json$"
+    r"(?i)^(dataset|meta|config.*|id2label|class_?list|classes|labels|categories|_?annotations.*"
+    r"|obj_class_to_machine_color)\.json$"
 )
 _YAMLS = re.compile(r"(?i)^(data|dataset|classes|labels|.*data.*)\.ya?ml$")
 
@@ -81,8 +82,11 @@ def is_void(name: str) -> bool:
 
     >>> [is_void(name) for name in ("Unlabelled", "no data", "don't care", "__ignore__", "background", "other")]
     [True, True, True, True, False, False]
+    >>> is_void("void--unlabeled"), is_void("void--car-mount")
+    (True, False)
     """
-    return re.sub(r"[\W_]+", "", name).lower() in VOID_NAMES
+    parts = re.split(r"--| - ", name)  # Mapillary Vistas: groups and names
+    return any(re.sub(r"[\W_]+", "", part).lower() in VOID_NAMES for part in (name, parts[-1]))
 
 
 def is_background(name: str) -> bool:
@@ -163,7 +167,7 @@ def _column(header: list[str], *names: str) -> int | None:
 
 
 def read_color_list(text: str, source: str) -> ClassFile | None:
-    """Return the classes of lines with a name and a colour: CVAT's `name:r,g,b::`, `r g b name`, `name r g b`."""
+    """Return the classes of lines with a name and a colour: CVAT's `name:r,g,b::`, `r g b name`, `id name r g b`."""
     colors: dict[Color, str] = {}
     names = []
     for line in _meant_lines(text):
@@ -247,7 +251,7 @@ def read_json(text: str, source: str) -> ClassFile | None:
         names = tuple(str(one.get("readable") or one["name"]) for one in labels)
         colors = {_color(one["color"]): name for one, name in zip(labels, names, strict=True) if "color" in one}
         return ClassFile(source, names, dict(enumerate(names)), colors)
-    if labels and all(key.startswith("#") for key in labels):
+    if labels and all(re.fullmatch(r"#[0-9a-fA-F]{6}", key) for key in labels):  # A2D2: colour -> name
         colors = {_color(key): str(name) for key, name in labels.items()}
         return ClassFile(source, tuple(colors.values()), {}, colors)
     if labels and all(key.isdigit() for key in labels):

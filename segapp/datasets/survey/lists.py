@@ -112,8 +112,7 @@ def _rows_of(table: Table, columns: tuple[int, int], finder: _Files) -> Iterable
             images = [path for path in images if not role_of(path.rpartition("/")[0]).is_mask]
             masks = [path for path in masks if role_of(path.rpartition("/")[0]).is_mask]
         if len(images) == 1 and len(masks) == 1 and images != masks:
-            scene = (groups[number],) if groups else ()
-            yield Pair(images[0], masks[0], splits[number], None, scene)
+            yield Pair(images[0], masks[0], splits[number], group=groups[number] if groups else None)
 
 
 def _row_splits(table: Table) -> list[str | None]:

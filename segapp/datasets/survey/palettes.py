@@ -97,6 +97,8 @@ PALETTES = (
 )
 _LEAST_SHARE = 0.4
 _LEAST_COLORS = 4
+_MIN_RARE = 2
+"""Number of colours of no other palette that do not occur by chance."""
 
 
 def recognise(colors: Collection[Color]) -> list[PublishedPalette]:
@@ -108,6 +110,33 @@ def recognise(colors: Collection[Color]) -> list[PublishedPalette]:
         if own <= named and (len(own) >= least or (len(own) >= 2 and len(own) / len(named) >= _LEAST_SHARE)):
             found.append((len(own) / len(named), palette))
     return [palette for _, palette in sorted(found, key=lambda one: -one[0])]
+
+
+def is_certain(palette: PublishedPalette, colors: Collection[Color], masks: str) -> bool:
+    """Return True if the colours can hardly be those of another data set.
+
+    All colours of the palette occur, or two that no other palette has, or a folder is named after the data set. Few
+    colours may be those of a data set that is not known here: black, red, green and blue occur in most palettes.
+
+    Args:
+        palette: that has all the colours.
+        colors: in the masks.
+        masks: path of a mask, with the name of the data folder.
+    """
+    own = set(colors) & set(palette.colors)
+    others = {color for other in PALETTES if _family(other) != _family(palette) for color in other.colors}
+    num_rare = sum(color not in others and not _is_plain(color) for color in own)
+    return num_rare >= _MIN_RARE or len(own) == len(set(palette.colors)) or _family(palette) in masks.lower()
+
+
+def _family(palette: PublishedPalette) -> str:
+    """Return the name that palettes of one data set share."""
+    return palette.title.lower().replace("pascal ", "").split()[0]
+
+
+def _is_plain(color: Color) -> bool:
+    """Return True for red, green, blue and their sums, full or half."""
+    return set(color) <= {0, 255} or set(color) <= {0, 128}
 
 
 LIP_NAMES = parse_names(

@@ -14,7 +14,7 @@ from PIL import Image
 from segapp.build.data import build_dataset
 from segapp.build.pairs import build_scheme, split_names
 from segapp.commands.init import InitRequest, propose_config
-from segapp.config import RunConfig
+from segapp.config import RunConfig, load_config
 from segapp.datasets.survey.questions import OpenQuestionError
 from segapp.errors import ConfigError, DataError
 from tests.support.drawn_folders import BINARY, SIZE, draw, draw_image, draw_mask, proposed
@@ -341,3 +341,48 @@ def test_colour_map_with_numbers_names_the_classes(tmp_path: Path) -> None:
     (tmp_path / "d" / "masks" / "RUGD_annotation-colormap.txt").write_text(lines)
     config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
     assert config.data.classes == ["dirt", "tall grass"]
+
+
+FEW_COLORS = np.array([[0, 0, 0], [0, 0, 255], [0, 255, 0], [255, 0, 0], [255, 255, 0]], np.uint8)
+"""Colours of SUIM, all of which occur in the palette of DeepGlobe too."""
+
+
+def few_colors(root: Path) -> None:
+    draw(root, [f"{number:04}" for number in range(12)], "images/{}.jpg", "masks/{}.png", FEW_COLORS)
+
+
+def test_few_colours_of_a_known_palette_are_asked(tmp_path: Path) -> None:
+    """Black, blue, green and red occur in most palettes: whose they are is not known."""
+    few_colors(tmp_path / "d")
+    with pytest.raises(OpenQuestionError, match=r"too few to be sure.*--palette") as raised:
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "a.yaml"))
+    titles = [answer.value for answer in raised.value.answers]
+    assert "SUIM" in titles
+    assert titles[-1] == "none"
+    for choice, names in (("SUIM", "background, human diver, plants"), ("none", "class_0, class_1, class_2")):
+        made = propose_config(InitRequest(tmp_path / "d", tmp_path / f"{choice}.yaml", palette=choice))
+        assert load_config(made.configs[0]).data.classes[:3] == names.split(", ")
+    with pytest.raises(ConfigError, match=r"--palette UAVid: the colours of the masks are those of .*SUIM"):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "b.yaml", palette="UAVid"))
+
+
+def test_a_folder_named_after_the_data_set_decides(tmp_path: Path) -> None:
+    few_colors(tmp_path / "SUIM")
+    made = propose_config(InitRequest(tmp_path / "SUIM", tmp_path / "a.yaml"))
+    data = load_config(made.configs[0]).data
+    assert data.classes[:3] == ["background", "human diver", "plants"]
+    assert data.palette is not None
+    assert list(data.palette[0]) == [0, 0, 0]
+
+
+def test_names_by_hexadecimal_colour_are_read(tmp_path: Path) -> None:
+    """As the class_list.json of A2D2."""
+    few_colors(tmp_path / "d")
+    names = {"#000000": "Void--Unlabeled", "#0000ff": "Car", "#00ff00": "Tree", "#ff0000": "Sign", "#ffff00": "Line"}
+    (tmp_path / "d" / "class_list.json").write_text(json.dumps(names))
+    made = propose_config(InitRequest(tmp_path / "d", tmp_path / "a.yaml"))
+    data = load_config(made.configs[0]).data
+    assert data.classes == ["Car", "Tree", "Sign", "Line"]
+    assert data.palette is not None
+    assert [tuple(color) for color in data.palette] == [(0, 0, 255), (0, 255, 0), (255, 0, 0), (255, 255, 0), (0, 0, 0)]
+    assert any("Void--Unlabeled" in line and "is ignored" in line for line in made.lines)

@@ -670,7 +670,7 @@ PUBLIC = layouts(
         "CelebAMask-HQ": celeb,
         "SUN RGB-D": sun_rgbd,
         "ScanNet frames": (scan_net, Ask("--layout", or_read=True)),
-        "MSRC-21": msrc,
+        "MSRC-21": (msrc, Ask("--palette", or_read=True)),
         "Trans10K": trans10k,
         "Weizmann horses": unsplit("rgb/horse{}.jpg", "figure_ground/horse{}.png", BINARY),
         "CVPPP plants": (plants, Ask("--", or_read=True)),

@@ -544,7 +544,7 @@ NEW = layouts(
         "ISIC 2018": isic,
         "DRIVE, gif": drive,
         "CHASE_DB1": (chase, Ask("--layout", or_read=True)),
-        "SUIM": published(suim),
+        "SUIM": (published(suim), Ask("--palette", or_read=True)),
         "A2D2": a2d2,
         "Vistas v2.0": vistas,
         "BDD100K of 2018": bdd_old,

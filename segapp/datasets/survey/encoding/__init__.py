@@ -35,7 +35,7 @@ def read_classes(
     Args:
         content: of the masks.
         files: class names beside the data.
-        masks: their paths below the root.
+        masks: their paths, beginning with the name of the data folder.
         choices: of the user.
 
     Raises:
@@ -54,6 +54,6 @@ def read_classes(
             f"none of {content.num_all} masks can be read, such as {shown(masks[0])}{reason}: save them as PNG of ids"
         )
     if content.colors:
-        return classes_of_colors(content, files, choices)
+        return classes_of_colors(content, files, masks[0], choices)
     binary = binary_classes(content, files, masks)
     return binary if binary is not None else classes_of_ids(content, files, masks, choices)

@@ -19,6 +19,8 @@ MASK_KINDS = {
     "object": "each value above 0 is an object of one class; 0 is the background",
 }
 """Values of `--masks`."""
+NO_PALETTE = "none"
+"""Value of `--palette`: the colours are those of no published data set."""
 UNLABELLED = ("ignore", "class")
 """Values of `--unlabelled`."""
 
@@ -30,10 +32,12 @@ class MaskChoices:
     Attributes:
         masks: what the values are: a key of `MASK_KINDS`.
         unlabelled: what becomes of pixels without a class name: one of `UNLABELLED`.
+        palette: title of the published data set whose colours the masks have, or `NO_PALETTE`.
     """
 
     masks: str | None = None
     unlabelled: str | None = None
+    palette: str | None = None
 
     def check(self) -> None:
         """Check that the values exist.

@@ -8,7 +8,7 @@ from segapp.datasets.files import shown
 from segapp.datasets.layouts.published_classes import Color
 from segapp.datasets.survey.class_files import ClassFile, described
 from segapp.datasets.survey.content import MAX_COLORS, MaskContent
-from segapp.datasets.survey.encoding.classes import Classes, MaskChoices
+from segapp.datasets.survey.encoding.classes import NO_PALETTE, Classes, MaskChoices
 from segapp.datasets.survey.encoding.instances import ask_for_instances
 from segapp.datasets.survey.encoding.words import (
     CLEANING,
@@ -23,12 +23,21 @@ from segapp.datasets.survey.encoding.words import (
     void_notes,
     void_of,
 )
-from segapp.datasets.survey.palettes import recognise
-from segapp.errors import DataError
+from segapp.datasets.survey.palettes import PublishedPalette, is_certain, recognise
+from segapp.datasets.survey.questions import Answer, open_question
+from segapp.errors import ConfigError, DataError
+
+_MAX_PALETTES = 4
 
 
-def classes_of_colors(content: MaskContent, files: Sequence[ClassFile], choices: MaskChoices) -> Classes:
+def classes_of_colors(content: MaskContent, files: Sequence[ClassFile], mask: str, choices: MaskChoices) -> Classes:
     """Return the classes of RGB masks.
+
+    Args:
+        content: of the masks.
+        files: class names beside the data.
+        mask: path of a mask.
+        choices: of the user.
 
     Raises:
         DataError: the masks were smoothed, or hold one colour.
@@ -48,7 +57,7 @@ def classes_of_colors(content: MaskContent, files: Sequence[ClassFile], choices:
     for file in files:
         if file.colors and share_of(content, [color for color in colors if color not in file.colors]) <= 0.05:
             return _from_named_colors(content, file, colors, strays, choices, notes)
-    known = recognise(colors)
+    known = _chosen_palettes(recognise(colors), colors, mask, choices)
     if known:
         first, others = known[0], ", ".join(palette.title for palette in known[1:])
         ignored = list(dict.fromkeys([*first.ignored, *strays]))
@@ -82,6 +91,38 @@ def classes_of_colors(content: MaskContent, files: Sequence[ClassFile], choices:
         palette_reason=f"the masks are images with {len(colors)} colours"
         + ("; the last are ignored" if strays else ""),
         notes=notes,
+    )
+
+
+def _chosen_palettes(
+    known: list[PublishedPalette], colors: Sequence[Color], mask: str, choices: MaskChoices
+) -> list[PublishedPalette]:
+    """Return the palettes that may be those of the masks, the chosen or most certain one first; none: no known one.
+
+    Raises:
+        ConfigError: `--palette` names another one.
+        OpenQuestionError: few colours occur, and nothing else says of which data set they are.
+    """
+    if not known or choices.palette == NO_PALETTE:
+        return []
+    if choices.palette is not None:
+        named = [one for one in known if one.title == choices.palette]
+        if not named:
+            raise ConfigError(
+                f"--palette {choices.palette}: the colours of the masks are those of "
+                f"{', '.join(one.title for one in known)}: name one of them, or {NO_PALETTE}"
+            )
+        return [*named, *(one for one in known if one not in named)]
+    certain = [one for one in known if is_certain(one, colors, mask)]
+    if certain:
+        return [*certain, *(one for one in known if one not in certain)]
+    answers = [Answer(one.title, f"classes {', '.join(one.names[:4])} ...") for one in known[:_MAX_PALETTES]]
+    answers.append(Answer(NO_PALETTE, f"{len(colors)} classes without names, one for each colour"))
+    raise open_question(
+        f"the {len(colors)} colours of the masks are also colours of {known[0].title}, but too few to be sure",
+        "--palette",
+        answers,
+        "a file with names and colours beside the data, such as class_dict.csv, answers it too",
     )
 
 
