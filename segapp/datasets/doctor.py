@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segapp.datasets.division.lookalikes import Look, find_copies, find_lookalikes, look_of
-from segapp.datasets.files import ImagePair, check_same_size, read_header, shown
+from segapp.datasets.files import ImagePair, check_same_size, jpeg_damage, read_bytes, read_header, shown
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.images.reading import read_image
 from segapp.datasets.images.windows import ImageWindows, image_windows, mask_blocks
@@ -126,6 +126,7 @@ class _Examined:
     pair: ImagePair
     size: tuple[int, int] | None = None
     digest: str | None = None  # of the decoded pixels
+    damage: str | None = None  # of a JPEG that can be decoded
     look: Look | None = None
     mask: MaskCounts | None = None
     ids: UnknownIdsError | None = None
@@ -225,6 +226,8 @@ def _examine_files(found: _Examined, scheme: ClassScheme, pixels: PixelFormat) -
     try:
         windows = image_windows(pair.image, pixels)
         _note_image(found, read_image(pair.image, pixels) if windows is None else windows, pixels)
+        if pair.image.suffix.lower() in (".jpg", ".jpeg"):
+            found.damage = jpeg_damage(read_bytes(pair.image))
     except DataError as error:
         found.problems.append(("unreadable", str(error), 0))
     if pair.mask is None:
@@ -275,6 +278,9 @@ def _of_pairs(split: str, pairs: Iterable[_Examined]) -> list[Finding]:
         findings += [
             Finding("error", kind, split, message, each.pair, num_px=num_px) for kind, message, num_px in each.problems
         ]
+        if each.damage is not None:
+            message = f"{shown(each.pair.image)}: {each.damage}: a part of its pixels is wrong; replace it with a copy"
+            findings.append(Finding("warning", "damaged", split, message, each.pair))
         if each.mask is not None and not each.mask.valid_px:
             findings.append(
                 Finding(

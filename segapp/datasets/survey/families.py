@@ -149,7 +149,7 @@ def find_families(paths: Iterable[str]) -> list[Family]:
         for groups in (
             _by(files, _affix_pattern),
             _by(files, lambda file: f"*{file.suffix}"),
-            _by(files, lambda file: f"*{inner_role_word(file.stem)}*"),
+            _by(files, lambda file: f"*{inner_role_word(affixes(inner_stem(file))[1])}*"),
         ):
             if len(groups) > 1:
                 families += [Family(pattern, key, tuple(own)) for key, own in groups.items() if len(own) >= least]
