@@ -30,6 +30,7 @@ from segapp.datasets.resources import ThreadPool
 from segapp.datasets.sampling import SampleKey, mix_seed
 from segapp.datasets.targets import ClassFrequencies, Targets, class_frequencies, count_mask
 from segapp.errors import DataError
+from segapp.parts.loading import shown_error
 
 Pixels = NDArray[Any]
 
@@ -146,7 +147,7 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
             raise
         except Exception as error:
             raise DataError(
-                f"{shown(self.pairs[index].image)}: the augmentation failed ({type(error).__name__}: {error}): "
+                f"{shown(self.pairs[index].image)}: the augmentation failed with {shown_error(error)}: "
                 "check data.augment, data.crop_px, data.scale and data.resize_px"
             ) from error
 

@@ -16,6 +16,7 @@ from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import train_ids
 from segapp.errors import ConfigError, DataError
 from segapp.parts.contracts import DataSource
+from segapp.parts.loading import shown_error
 
 Pixels = NDArray[Any]
 
@@ -65,7 +66,10 @@ class OwnData:
         try:
             image, mask = self.source.image_and_mask(index)
         except Exception as error:
-            raise DataError(f"{what}: image_and_mask({index}) fails ({type(error).__name__}: {error})") from error
+            raise DataError(
+                f"{what}: image_and_mask({index}) of data.format = {self.part} fails with {shown_error(error)}: "
+                "correct it; segapp check-part --config FILE shows the component in every way that a training uses it"
+            ) from error
         image, mask = np.asarray(image), np.asarray(mask)
         if image.dtype != pixels.numpy_dtype or image.ndim != 3 or image.shape[2] != pixels.num_bands:
             raise DataError(

@@ -23,8 +23,9 @@ from PIL import Image
 
 from segapp.datasets.augment import TrainTransform
 from segapp.datasets.files import ImagePair
-from segapp.datasets.layouts.formats import ClassScheme
+from segapp.datasets.layouts.formats import ClassScheme, class_scheme
 from segapp.datasets.loader import EvalLoader, LoadOptions, SegmentationDataset, TrainLoader
+from segapp.datasets.own_data import OwnData
 from segapp.datasets.pool import BatchPool
 from segapp.datasets.resources import ThreadPool
 from segapp.datasets.sampling import SampleKey, sample_order
@@ -167,7 +168,9 @@ def test_worker_prints_no_traceback_for_a_trainer_that_left(
 def test_unpicklable_worker_error_is_reported(workers: int, misbehave: Callable[..., SegmentationDataset]) -> None:
     error = consume(misbehave(raise_local_error), workers)
     assert isinstance(error, DataError)
-    assert "003.png: the augmentation failed (LocalError: local)" in str(error)
+    assert re.search(
+        r"003\.png: the augmentation failed with LocalError: local \(.*test_loader_failures\.py, line \d+\)", str(error)
+    )
 
 
 @case("F40", how="an item leaves the worker", passes="an error that names the file, no hang")
@@ -425,3 +428,24 @@ def test_repeated_starts_leave_no_process_or_descriptor(
         loader.close()
     assert_no_children()
     assert len(os.listdir("/proc/self/fd")) <= num_files + 4
+
+
+class FailingSource:
+    """A data source with a mistake."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def image_and_mask(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        raise KeyError("no such key")
+
+
+def test_error_of_own_data_names_component_file_and_line() -> None:
+    data = OwnData(FailingSource(), "own:FailingSource", "train")
+    with pytest.raises(DataError) as raised:
+        data.read(1, class_scheme("list", classes=("a", "b")))
+    assert re.search(
+        r"image_and_mask\(1\) of data\.format = own:FailingSource fails with KeyError: 'no such key' "
+        r"\(.*test_loader_failures\.py, line \d+\): correct it; segapp check-part --config FILE",
+        str(raised.value),
+    )

@@ -106,8 +106,10 @@ def divided(
     grouping = group_pairs(pairs, group)
     sides = divide(pairs, grouping, share, seed)
     train, val = ([pair for pair, side in zip(pairs, sides, strict=True) if side == own] for own in ("train", "val"))
+    named = sorted(split for split in splits if split is not None)
+    known = f"only {' and '.join(named)} has images with masks" if named else "the data have none"
     line = (
-        f"splits: the data have none: {len(train)} training and {len(val)} validation images, {grouping.num_groups} "
+        f"splits: {known}: {len(train)} training and {len(val)} validation images, {grouping.num_groups} "
         f"groups ({grouping.kind}) divided by --val-share {share:g}"
     )
     lists, said = {"train": train, "val": val}, (line, _group_line(pairs, grouping))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -123,7 +124,7 @@ def account_for(tree: Tree, uses: Uses) -> Account:
     images = {path for paths in uses.images.values() for path in paths}
     masks = set(uses.masks)
     read = set(uses.sources)
-    words = _Words(uses)
+    words = _Words(uses, tree)
     unused: dict[tuple[str, str], list[str]] = defaultdict(list)
 
     def add(path: str, kind: str, *, is_used: bool) -> None:
@@ -147,7 +148,8 @@ def account_for(tree: Tree, uses: Uses) -> Account:
 class _Words:
     """Tells unused images, masks and other pictures apart, and why they are not used, by their folders and names."""
 
-    def __init__(self, uses: Uses) -> None:
+    def __init__(self, uses: Uses, tree: Tree) -> None:
+        self._tree = tree
         images = [parse_file(path) for paths in uses.images.values() for path in paths]
         self._images = {_pattern(file) for file in images}
         self._masks = {_pattern(parse_file(path)) for path in (*uses.masks, *uses.sources)}
@@ -171,10 +173,16 @@ class _Words:
                 return "mask" if role.is_mask else "image"
         return "image"
 
+    @cached_property
+    def _splits_with_images(self) -> set[str | None]:
+        return {parse_file(path).split for path in self._tree.images if self.kind(path) == "image"}
+
     def reason(self, kind: str, path: str) -> str:
         """Return the usual reason why a file of a kind is not used."""
         split = parse_file(path).split
         if split is not None and split not in self._splits and kind in ("image", "mask", "picture"):
+            if kind == "mask" and split not in self._splits_with_images:
+                return f"no image belongs to it: the {split} split has none"
             return f"of the {split} split, which the config does not use"
         return self._usual[kind]
 

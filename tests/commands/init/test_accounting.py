@@ -127,3 +127,16 @@ def test_hidden_files_are_not_counted_and_all_others_are(tmp_path: Path) -> None
         path.write_bytes(b"x")
     tree = survey_tree(tmp_path)
     assert (tree.images, tree.others, tree.rest) == (("a.jpg", "b.PNG"), ("c.txt",), ("d", "e.weird"))
+
+
+def test_masks_of_a_split_without_images_are_named(tmp_path: Path) -> None:
+    root = tmp_path / "d"
+    draw(root, NAMES, "imgs/train/{}.jpg", "labels/train/{}.png")
+    for number in range(4):
+        draw_mask(root / f"labels/val/v{number}.png")
+    lines = propose_config(InitRequest(root, tmp_path / "made.yaml")).lines
+    assert any(
+        line.startswith("splits: only train has images with masks: 10 training and 2 validation") for line in lines
+    )
+    assert "16 masks: 12 used, 4 not used" in lines
+    assert "not used: 4 masks such as labels/val/v0.png: no image belongs to it: the val split has none" in lines
