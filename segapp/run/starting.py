@@ -24,13 +24,18 @@ def announce_on_terminal(what: str) -> None:
 
 
 class _TorchNotice:
-    """A finder of modules that finds none, and prints a line when torch is about to be imported."""
+    """A finder of modules that finds none, and prints a line when torch is about to be imported.
+
+    It stays among the finders: removing one while they are asked would skip the next.
+    """
+
+    has_printed = False
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name == "torch":
-            sys.meta_path.remove(self)
+        if name == "torch" and not self.has_printed:
+            self.has_printed = True
             announce_on_terminal("importing torch")
         return None
 

@@ -297,7 +297,7 @@ class Trainer:
             self._judge_epoch()
         if self._is_evaluation_due():
             found = self.evaluate()
-            if found.loss is None:
+            if found.loss is None and not self.engine.is_loss_scale_falling:
                 self._end_diverged(f"the validation loss is not finite after step {self.position.step}")
             self.position.is_evaluated = True
             value = found.monitored(settings.monitor)

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.init.test_layouts import CASES, unsplit
 from tests.support import drawn_annotations as annotations
+from tests.support.drawn_folders import draw as draw_folder
+from tests.support.layouts import ROOMS
 from tests.support.programs import segapp
 from tests.support.runs import events
 
@@ -40,7 +41,7 @@ CONVERTERS: dict[str, Callable[[Path], None]] = {
 
 
 def test_each_layout_to_its_first_step(tmp_path: Path) -> None:
-    drawings = {**{name: case.draw for name, case in CASES.items()}, **CONVERTERS}
+    drawings = {**{layout.name: layout.draw for layout in ROOMS["usual"]}, **CONVERTERS}
     for name, draw in drawings.items():
         work = tmp_path / "".join(letter if letter.isalnum() else "-" for letter in name)
         work.mkdir()
@@ -56,7 +57,8 @@ def test_each_layout_to_its_first_step(tmp_path: Path) -> None:
 
 
 def test_path_of_a_person_with_unsplit_images_and_masks(tmp_path: Path) -> None:
-    unsplit("images/{}.jpg", "masks/{}_mask.png").draw(tmp_path / "photos")
+    names = [f"{number:04}" for number in range(10)]
+    draw_folder(tmp_path / "photos", names, "images/{}.jpg", "masks/{}_mask.png")
     total_s = 0.0
     for words in (
         ("init", "photos"),

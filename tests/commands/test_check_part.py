@@ -196,7 +196,10 @@ def test_outputs_that_only_look_like_probabilities_pass(name: str, capsys: pytes
     ("name", "problem"),
     [
         ("summed", "it does not grow with the number of images: it is 2 times as large for each image given twice"),
-        ("per_pixel", "the loss is torch.float32 of shape (4, 16, 24): return a floating-point scalar"),
+        (
+            "per_pixel",
+            "the loss returned a tensor of shape (4, 16, 24): return a scalar tensor",
+        ),
         ("without_ignore", "IndexError: Target 255 is out of bounds."),
         ("weights_left", "it can be copied and moved to another device: fails with LeftBehindError: nll_loss2d"),
         ("negative_log", "the loss is not: guard logarithms and divisions"),

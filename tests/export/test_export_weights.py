@@ -107,7 +107,11 @@ def test_bare_weights_with_config_are_evaluated_and_exported(folder: Path, tmp_p
         (("predict", "bare.pth", "x.png", "--out", "o"), 4, "say which network the weights are of with --config"),
         (("predict", "head.pth", "x.png", "--out", "o", "--config", "T"), 4, "without a value, such as backbone"),
         (("export", "run", "--out", "a.safetensors", "--argmax"), 2, "safetensors file holds weights only"),
-        (("export", "run", "--out", "a.zip"), 2, "has none of the suffixes .onnx .pt2 .safetensors"),
+        (
+            ("export", "run", "--out", "a.zip"),
+            2,
+            "another suffix than the formats: use one of .onnx, .pt2",
+        ),
         (("predict", "gone.safetensors", "x.png", "--out", "o"), 4, "no file gone.safetensors"),
     ],
 )

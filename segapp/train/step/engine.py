@@ -284,6 +284,11 @@ class StepEngine:
         assert sums is not None
         return self.ranks.sums(sums)
 
+    @property
+    def is_loss_scale_falling(self) -> bool:
+        """True after a bad step in half precision: a lower loss scale is tried, which may end the run itself."""
+        return self.precision.scaler is not None and int(self.bad_in_row) > 0
+
     def divergence(self, batch: Batch, max_bad_steps: int) -> tuple[str, str] | None:
         """Return why no further step can be made, and the layer where it begins; None while one can.
 
