@@ -16,6 +16,7 @@ from segapp.datasets.images.reading import read_image
 from segapp.errors import ConfigError
 from segapp.run.events import EpochStart, Event, Memory, RunEnd, Step, Val
 from segapp.run.folder import RunFolder
+from segapp.run.scores import count_scored
 from segapp.run.text import printable
 
 _OFF = {"tensorboard": "false", "wandb": "null", "mlflow": "null"}
@@ -66,6 +67,7 @@ class TrackerListener:
                 self._step = event.step
                 scores = ("loss", "miou", "pixel_accuracy", "mean_dice", "mean_precision", "mean_recall")
                 values = {f"val/{name}": getattr(event, name) for name in scores}
+                values["val/num_scored"] = count_scored(event.iou)
                 self._scalars(values | {f"iou/{n}": iou for n, iou in zip(self.classes, event.iou, strict=True)})
                 if event.miou is not None:
                     self._best["best_miou"] = max(event.miou, self._best.get("best_miou", -math.inf))

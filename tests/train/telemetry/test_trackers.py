@@ -55,7 +55,7 @@ def test_logged_values_are_finite_named_and_sent_once(tmp_path: Path) -> None:
     listener.close()
     assert notes.told == [
         (3, {"train/lr": 0.1}),
-        (4, {"val/loss": 0.5, "val/miou": 0.25, "iou/road": 0.5}),
+        (4, {"val/loss": 0.5, "val/miou": 0.25, "val/num_scored": 1, "iou/road": 0.5}),
         (4, {"memory/0_cuda:0_peak_mib": 7.0}),
         (4, "epoch_0002_1.png"),
         ("finished", {"best_miou": 0.25}),
