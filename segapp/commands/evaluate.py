@@ -61,7 +61,7 @@ class ScoredSplit:
 
     Attributes:
         found: the scores.
-        networks: the networks, by their names; the data set is that of the first.
+        networks: by name; the first one's data set is evaluated.
         groups: name of each group of classes -> their ids.
         split: name of the split.
         dataset: the split.

@@ -146,7 +146,7 @@ class SpawnOptions:
     Attributes:
         environ: variables set in its environment.
         ends_with_parent: it gets SIGTERM, and so saves and ends, when the process that started it is gone (on Linux).
-        fork: starts it from its words, environment and log file, in place of a new interpreter; None: a new one.
+        fork: starts it from its words, environment and log file without a new interpreter; None: with one.
     """
 
     environ: Mapping[str, str] = field(default_factory=dict)

@@ -144,7 +144,7 @@ def _describe_problem(item: Any, loc: tuple[str, ...], locations: KeyLocations) 
 
 
 def _hint(loc: Sequence[str], value: object) -> str:
-    """Return "did you mean ce? " for text in place of a word that the field accepts; "" if none is similar."""
+    """Return "did you mean ce? " if the field accepts a word similar to the text; else ""."""
     words = words_of(loc)
     hint = meant_word(".".join(loc), value, words) if isinstance(value, str) and words and value not in words else ""
     return f"{hint} " if hint else ""

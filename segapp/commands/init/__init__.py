@@ -287,7 +287,6 @@ def _uses(
     images = {split: [pair.image for pair in own] for split, own in splits.items()}
     trained = {image for own in images.values() for image in own}
     has_masks = isinstance(chosen, Layout) or chosen.writes == "images"
-    used_names = [path for path in class_files if shown(path) in f"{classes.names_reason} {classes.palette_reason}"]
     reasons = dict(survey.unused.get(chosen.name, {}))
     reasons |= dict.fromkeys(class_files, f"the class names are those of another source: {classes.names_reason}")
     for pair in pairs:
@@ -301,7 +300,8 @@ def _uses(
                 reasons.setdefault(pair.image, reason)
                 reasons.setdefault(pair.mask, reason)
     masks = [pair.mask for own in splits.values() for pair in own] if has_masks else []
-    return Uses(images, masks, (*chosen.sources, *used_names), reasons)
+    sources = (*chosen.sources, classes.source) if classes.source else chosen.sources
+    return Uses(images, masks, sources, reasons)
 
 
 def _ignored_notes(content: MaskContent, classes: Classes, cause: str) -> tuple[str, ...]:

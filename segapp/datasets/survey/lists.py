@@ -1,4 +1,4 @@
-"""Pairs and splits that tables beside the data say: lists of names, lists of pairs, tables with a column for each."""
+"""Pairs and data splits from tables next to the data: lists of names, lists of pairs, tables with columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables beside the data as rows of text: CSV, TSV, JSON, JSON Lines, and lists with one name or pair per line."""
+"""Tables next to the data as rows of text: CSV, TSV, JSON, JSON Lines, and lists with one name or pair per line."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def _found(tree: Tree, masks: Sequence[str], names: _Names) -> Iterator[tuple[st
 
 
 def _without_stem(image: str, own: Mapping[str, str]) -> dict[str, str]:
-    """Return the masks of an image by their names without that of the image."""
+    """Return the masks of an image by their names without the name of the image."""
     stem = PurePosixPath(image).stem
     return {name.removeprefix(stem).lstrip("_-. ") or name: path for name, path in own.items()}
 
@@ -189,7 +189,7 @@ def _gathered(masks: Sequence[str], place: Callable[[str], tuple[str, str] | Non
 
 
 def _folders_to_masks(path: str) -> tuple[str, ...]:
-    """Return the folders down to that of the masks, splits alike."""
+    """Return the folders above a mask, with the same word for all splits."""
     parts = path.split("/")[:-1]
     last = _mask_folder(path)
     said = [(part, split_in(part)) for part in parts[: len(parts) if last is None else last + 1]]
@@ -197,7 +197,7 @@ def _folders_to_masks(path: str) -> tuple[str, ...]:
 
 
 def _in_folder_of_class(path: str, names: _Names) -> tuple[str, str] | None:
-    """Return image and class of masks/road/a.png: the only folder below that of the masks that is no split."""
+    """Return image and class of masks/road/a.png: the only folder with neither a word of masks nor a split."""
     parts, stem = path.split("/")[:-1], PurePosixPath(path).stem
     below = [part for part in parts[(_mask_folder(path) or 0) + 1 :] if split_in(part) is None]
     if len(below) != 1:

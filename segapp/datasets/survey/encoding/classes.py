@@ -69,6 +69,7 @@ class Classes:
         palette: colours of RGB masks, those of ignored pixels last; empty: masks of ids.
         palette_reason: what they are.
         notes: sentences about values that are ignored, or about files that do not fit.
+        source: file beside the data that the names are from; empty: none.
     """
 
     names: tuple[str, ...]
@@ -79,6 +80,7 @@ class Classes:
     palette: tuple[Color, ...] = ()
     palette_reason: str = ""
     notes: tuple[str, ...] = ()
+    source: str = ""
 
     def class_of(self, stored: Value) -> int | None:
         """Return the class of a value or colour in the masks; None if it is ignored, or of no class."""

@@ -91,6 +91,7 @@ def classes_of_colors(content: MaskContent, files: Sequence[ClassFile], mask: st
         palette_reason=f"the masks are images with {len(colors)} colours"
         + ("; the last are ignored" if strays else ""),
         notes=notes,
+        source="" if ordered is None else ordered.source,
     )
 
 
@@ -156,6 +157,7 @@ def _from_named_colors(
         palette=tuple(dict.fromkeys([*kept, *ignored])),
         palette_reason=f"the colours of {shown(file.source)}" + ("; the last are ignored" if ignored else ""),
         notes=notes,
+        source=file.source,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from segapp.datasets.files import shown
 from segapp.datasets.survey.class_files import ClassFile, described, is_background, is_void
@@ -59,7 +59,7 @@ def binary_classes(content: MaskContent, files: Sequence[ClassFile], masks: Sequ
     elif share > MAX_UNSAID:
         raise _smoothed(f"{percent(content, rest)} are neither 0 nor {white}, but {len(rest)} other values")
     strays = rest if len(rest) < 16 or white > 255 else list(range(1, 255))
-    names, reason = _names_of_two(files, masks)
+    names, reason, source = _names_of_two(files, masks)
     why = f"the masks contain only 0 and {white}"
     if rest:
         why = f"0 and {white} are {1 - share:.3%} of the pixels; the rest is ignored"
@@ -70,6 +70,7 @@ def binary_classes(content: MaskContent, files: Sequence[ClassFile], masks: Sequ
         why,
         ignore_index=-1,
         notes=strays_note(content, rest, "values"),
+        source=source,
     )
 
 
@@ -77,17 +78,20 @@ def _smoothed(found: str) -> DataError:
     return DataError(f"the masks were smoothed or saved with loss: {found}; {CLEANING} values")
 
 
-def _names_of_two(files: Sequence[ClassFile], masks: Sequence[str]) -> tuple[tuple[str, ...], str]:
-    """Return the names of two classes: of a file, or of the tag in the names of masks that Label Studio exported."""
+def _names_of_two(files: Sequence[ClassFile], masks: Sequence[str]) -> tuple[tuple[str, ...], str, str]:
+    """Return the names of two classes, why, and their file: one beside the data, or none.
+
+    Masks that Label Studio exported have the name of their tag.
+    """
     for file in files:
         if len(file.names) in (1, 2):
             names = ["background", *file.names] if len(file.names) == 1 else list(file.names)
-            return unique(names), f"from {described(file)}"
+            return unique(names), f"from {described(file)}", file.source
     tags = {match[1] if (match := _TAG.search(mask)) else "" for mask in masks}
     tag = tags.pop() if len(tags) == 1 else ""
     if tag:
-        return unique(["background", tag]), f"the masks are named tag-{tag}"
-    return ("background", "object"), "replace with their names"
+        return unique(["background", tag]), f"the masks are named tag-{tag}", ""
+    return ("background", "object"), "replace with their names", ""
 
 
 def classes_of_ids(
@@ -140,7 +144,7 @@ def classes_of_ids(
     dense = ids[-1] + 1 <= max(2 * len(ids), len(ids) + 3)
     dense &= ids[0] == 0 or len(ids) < ids[-1] or not content.is_complete
     if ids == [0, 1]:
-        names, reason = _names_of_two((), masks)
+        names, reason, _ = _names_of_two((), masks)
     else:
         names = tuple(f"class_{value}" for value in (range(ids[-1] + 1) if dense else ids))
         reason = "replace with their names, in this order"
@@ -260,7 +264,8 @@ def _from_fit(
     void = void_of(named, choices)
     notes = (*notes, *void_notes(content, named, [value for value in void if value != IGNORED]))
     kept = {value: name for value, name in named.items() if value not in void}
-    return _of_values(kept, f"from {described(fit.file)}", [*void, *ignored], why, notes)
+    classes = _of_values(kept, f"from {described(fit.file)}", [*void, *ignored], why, notes)
+    return replace(classes, source=fit.file.source)
 
 
 def _is_zero_class(content: MaskContent, fit: _Fit, choices: MaskChoices) -> bool:
