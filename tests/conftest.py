@@ -41,6 +41,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if is_controller(session):
         fault_table.check_results_path()
         _names_before.update(visible_files())
+    _watch.take()  # what was looked at here is no use by a test
 
 
 LONG_FILES = (
