@@ -1,4 +1,4 @@
-"""Class names from the files beside the data: lists, tables, YAML, JSON of labelling tools.
+"""Class names from the files next to the data: lists, tables, YAML, JSON of labelling tools.
 
 A file gives names by the value in the mask, by colour, or in an order; a file that is none of the known kinds gives
 nothing. Every reader takes text, so that a test needs no file.

@@ -331,8 +331,9 @@ def _matched(root: Path, images: Family, masks: Family, naming: _Naming) -> Layo
     coverage = len(pairs) / max(1, len(pairs) + len(unpaired))
     is_sparse = coverage < 0.9 and len(pairs) >= _MIN_SPARSE and len(used) >= 0.95 * len(masks.files)
     if is_sparse and images is not masks:
-        paired = {naming.image_key(file) for file in images.files if file.path not in set(unpaired)}
-        is_sparse = not any(naming.image_key(file) in paired for file in images.files if file.path in set(unpaired))
+        alone = set(unpaired)
+        paired = {naming.image_key(file) for file in images.files if file.path not in alone}
+        is_sparse = not any(naming.image_key(file) in paired for file in images.files if file.path in alone)
     if not pairs or (coverage < MIN_COVERAGE and not is_sparse):
         return None
     return _weighed(root, (images, masks), _split_by_name(pairs), unpaired, naming, is_sparse=is_sparse)

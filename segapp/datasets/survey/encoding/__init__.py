@@ -1,4 +1,4 @@
-"""The classes of masks, from what they hold and from the names beside the data: names, label map, palette, ignored ids.
+"""The classes of masks, from their values and from class files: names, label map, palette, ignored ids.
 
 One module for each way in which masks store classes; each says in words what it believes and why. Ignored pixels are
 named with their share; two plausible readings are a question.
@@ -34,7 +34,7 @@ def read_classes(
 
     Args:
         content: of the masks.
-        files: class names beside the data.
+        files: class names next to the data.
         masks: their paths, beginning with the name of the data folder.
         choices: of the user.
 
@@ -45,7 +45,7 @@ def read_classes(
     if content.num_lossy:
         raise DataError(
             f"{content.num_lossy} of {content.num_masks} masks are JPEGs, such as {shown(content.example['lossy'])}: "
-            "JPEG changes ids at every edge; export them as PNG, or add --clean-masks, which writes copies beside the "
+            "JPEG changes ids at every edge; export them as PNG, or add --clean-masks, which writes copies next to the "
             "config with each pixel set to the nearest of the frequent values"
         )
     if not content.values and not content.colors:

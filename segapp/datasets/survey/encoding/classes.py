@@ -69,7 +69,7 @@ class Classes:
         palette: colours of RGB masks, those of ignored pixels last; empty: masks of ids.
         palette_reason: what they are.
         notes: sentences about values that are ignored, or about files that do not fit.
-        source: file beside the data that the names are from; empty: none.
+        source: file next to the data that the names are from; empty: none.
     """
 
     names: tuple[str, ...]

@@ -35,7 +35,7 @@ def classes_of_colors(content: MaskContent, files: Sequence[ClassFile], mask: st
 
     Args:
         content: of the masks.
-        files: class names beside the data.
+        files: class names next to the data.
         mask: path of a mask.
         choices: of the user.
 
@@ -123,7 +123,7 @@ def _chosen_palettes(
         f"the {len(colors)} colours of the masks are also colours of {known[0].title}, but too few to be sure",
         "--palette",
         answers,
-        "a file with names and colours beside the data, such as class_dict.csv, answers it too",
+        "a file with names and colours next to the data, such as class_dict.csv, answers it too",
     )
 
 

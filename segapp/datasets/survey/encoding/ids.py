@@ -79,7 +79,7 @@ def _smoothed(found: str) -> DataError:
 
 
 def _names_of_two(files: Sequence[ClassFile], masks: Sequence[str]) -> tuple[tuple[str, ...], str, str]:
-    """Return the names of two classes, why, and their file: one beside the data, or none.
+    """Return the names of two classes, why, and their file: one next to the data, or none.
 
     Masks that Label Studio exported have the name of their tag.
     """

@@ -15,8 +15,8 @@ from segapp.errors import DataError
 MAX_UNSAID = 0.01
 """Largest share of the pixels that is ignored without a question or an order."""
 CLEANING = (
-    "export them again without either, or add --clean-masks, which writes copies beside the config with each pixel set "
-    "to the nearest of the frequent"
+    "export them again without either, or add --clean-masks, which writes copies next to the config with each pixel "
+    "set to the nearest of the frequent"
 )
 STRAY_SHARE = 1e-5
 """Share of the pixels below which a lone value is a stray one."""
